@@ -1,0 +1,56 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv by themselves.
+#
+#   PYTHON=python3.12 make setup       another interpreter
+#   PIP_ARGS="--index-url URL" ...     where pip looks, e.g. the index of the torch build you want
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKLOAD ?= conversations
+CONFIG ?= configs/cpu_tp2.yaml
+
+export PYTHONUNBUFFERED := 1
+
+.PHONY: setup demo test test-fast check format bench bench-smoke bench-peer clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench]'
+	touch $@
+
+demo: setup
+	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
+
+test: setup
+	$(BIN)/python -m pytest tests
+
+test-fast: setup
+	$(BIN)/python -m pytest tests -m 'not ray and not multinode' -x -q
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode'
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m tests.benchmarks --write BENCHMARKS.md
+
+bench-smoke: setup
+	$(BIN)/python -m tests.benchmarks --smoke
+
+# The peer's own manager, in an environment of its own; without it its columns stay empty.
+bench-peer: setup
+	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/benchmarks/install_peer.sh .venv-peer
+	$(BIN)/python -m tests.benchmarks --peer .venv-peer --write BENCHMARKS.md
+
+clean:
+	rm -rf $(VENV) .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,31 @@
+"""Array types that cross borders inside the package, and the one way to make them.
+
+Stands beside ids.py at the top of the import order. Everything that is a list of block ids, slots,
+counts or tokens is a contiguous int32 array: one representation in memory and on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+"""One-dimensional, C-contiguous, little-endian int32."""
+
+EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
+EMPTY_INT32.flags.writeable = False
+
+
+def int32_array(values: Sequence[int] | Iterable[int] | npt.NDArray[np.integer]) -> Int32Array:
+    """Return `values` as an `Int32Array`, without a copy where they are one already.
+
+    Does not check the range: callers that take values from outside check before.
+    """
+    if isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values, dtype=np.int32)
+    if isinstance(values, Sequence):
+        return np.array(values, dtype=np.int32)
+    return np.fromiter(values, dtype=np.int32)

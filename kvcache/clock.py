@@ -1,0 +1,39 @@
+"""Time, passed in. Everything with a deadline takes a `Clock`; tests pass a virtual one."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of time that never runs backwards."""
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary start. Only differences mean something."""
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Return `time.monotonic()`."""
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        """Start at `start_s`."""
+        self._now_s = start_s
+
+    def now(self) -> float:
+        """Return the present virtual time in seconds."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move on by `seconds`, which must not be negative."""
+        if seconds < 0:
+            raise ValueError(f"cannot move a clock by {seconds} s: time only goes forward")
+        self._now_s += seconds

@@ -1,0 +1,292 @@
+"""What a core is: the books of one pool of blocks, and what it works with.
+
+A request's way through it: look up (which prefix is cached), reserve (blocks for tokens to come),
+commit (full blocks become hittable), settle (a completed step seals, a failed one withdraws), free.
+`KVCacheManager` owns requests, slots, steps and statistics and talks to a core only through the
+protocol below, so that cores can be exchanged. Refuses to know tokens' meaning, workers or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import BlockTablePatch, Command
+from kvcache.hashing import BlockHash
+from kvcache.labels import LabelSet
+from kvcache.request import Namespace, Request
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksStored:
+    """A run of blocks of one group whose bytes are there now, parents first."""
+
+    group: int
+    medium: str
+    digests: tuple[BlockHash, ...]
+    parent_digest: BlockHash | None
+    token_ids: Int32Array
+    block_size: int
+    namespace: Namespace
+    extra_keys: tuple[tuple[tuple[str | int, ...], ...] | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlocksRemoved:
+    """The last copies of these contents in `medium` are gone."""
+
+    group: int
+    medium: str
+    digests: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True)
+class AllBlocksCleared:
+    """Nothing is cached any more, in any medium."""
+
+
+CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
+
+
+class EventSink(Protocol):
+    """Where a core says what appears and disappears. Called inside a step: must not block."""
+
+    def emit(self, event: CacheEvent) -> None:
+        """Take one event. Batching and numbering happen behind this."""
+
+
+class OffloadAnswer(Enum):
+    """What lies below the device tier for the blocks behind a device hit."""
+
+    MISS = "miss"
+    HIT = "hit"
+    HIT_PENDING = "hit_pending"
+    RETRY = "retry"
+
+
+@dataclass(frozen=True)
+class OffloadHit:
+    """`num_tokens` behind the device hit can be loaded (HIT), are being loaded (HIT_PENDING: wait
+    for the load), or are not known yet (RETRY: ask again in a later step)."""
+
+    answer: OffloadAnswer
+    num_tokens: int = 0
+
+
+class OffloadHooks(Protocol):
+    """The tiers below the device, as seen from a step. Never blocks."""
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Say what the tiers hold behind the first `num_device_tokens` tokens. Changes nothing."""
+
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        """Sealed blocks that are about to be evicted: the last moment to plan a store."""
+
+    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
+        """Blocks whose bytes have just been confirmed and may be stored."""
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request has gone."""
+
+
+class NullOffloadHooks:
+    """No tier below the device: every look-up misses."""
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Return a miss."""
+        return OffloadHit(OffloadAnswer.MISS)
+
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        """Let them go."""
+
+    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
+        """Store nothing."""
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Remember nothing."""
+
+
+class NullEventSink:
+    """Nobody listens."""
+
+    def emit(self, event: CacheEvent) -> None:
+        """Drop the event."""
+
+
+class ReferenceKind(Enum):
+    """Who may hold a block. Each kind is counted apart; reusable means all are zero."""
+
+    REQUEST = "request"
+    PIN = "pin"
+    FORK = "fork"
+    TRANSFER = "transfer"
+
+
+@dataclass(frozen=True)
+class CacheHit:
+    """What a look-up found, valid until the next mutation of the core.
+
+    `block_ids[g]` are the ids of group `g` from position 0 on, null blocks for skipped positions;
+    together they cover `num_tokens` tokens in every group.
+    """
+
+    block_ids: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """How far a request's block tables must reach, in tokens from position 0.
+
+    `num_computed_tokens` are computed before this step, the hit included (skipped blocks before
+    them may go); slots are needed for `num_slot_tokens` in all, drafts and lookahead included;
+    `num_cached_tokens` is how far full blocks become hittable (0 with delayed caching).
+    """
+
+    num_computed_tokens: int
+    num_slot_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class TableChange:
+    """Blocks that entered one request's table: `block_ids` from column `first_index` on."""
+
+    group: int
+    first_index: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Running requests that want slots for more tokens, in the order in which they are served.
+
+    Row `i` is `requests[i]` in slot `slots[i]`; the other fields mean per row what they mean in a
+    `Reservation`. Shapes: all `(n,)`.
+    """
+
+    requests: Sequence[Request]
+    slots: Int32Array
+    num_computed_tokens: Int32Array
+    num_slot_tokens: Int32Array
+    num_cached_tokens: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class RowsReserved:
+    """`is_reserved[i]` is 1 where row `i` got everything, 0 where it got nothing; `patches` are the
+    changes of all rows' tables together."""
+
+    is_reserved: Int32Array
+    patches: BlockTablePatch
+
+
+@dataclass(frozen=True)
+class CoreStatistics:
+    """Figures of a core at one moment. Block counts leave the null block out."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_sealed_blocks: int
+    num_pinned_blocks: int
+    num_in_flight_blocks: int
+    num_quarantined_blocks: int
+    num_evictions: int
+    references: dict[str, int] = field(default_factory=dict)
+
+
+class Core(Protocol):
+    """The books of one pool. One owner, one thread. A raise leaves everything untouched.
+
+    Between `open_step` and the next one, whatever becomes hittable belongs to that step: it is
+    sealed by `complete_steps`, withdrawn by `fail_steps`. Until sealed only requests of the same
+    client hit it. Outside any step (`close_step`), what becomes hittable is sealed at once: such a
+    caller answers himself for running his forward before he uses the result.
+    """
+
+    def open_step(self, client_id: str, step: int) -> None:
+        """Begin step `step` of `client_id`."""
+
+    def close_step(self) -> None:
+        """End the open step, if any."""
+
+    def complete_steps(self, client_id: str, through_step: int) -> None:
+        """Seal what the client's steps up to `through_step` made hittable."""
+
+    def fail_steps(self, client_id: str, from_step: int) -> None:
+        """Withdraw what the client's steps from `from_step` on made hittable."""
+
+    def look_up(self, request: Request) -> CacheHit:
+        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
+
+    def reserve(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None = None
+    ) -> list[TableChange] | None:
+        """Give the request blocks, all or nothing over all groups.
+
+        Skipped blocks are freed first, and stay freed even when None says that there is no room;
+        nothing else changes then. `hit` is adopted by a request without blocks. Full blocks up to
+        `num_cached_tokens` become hittable.
+        """
+
+    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
+        """Do what `reserve` does for every running row of a step, in one call."""
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Make the request's full blocks up to `num_tokens` hittable."""
+
+    def free(self, request: Request) -> None:
+        """Give all its blocks back, tail first. A request without blocks: no effect."""
+
+    def forget_hashes(self, request: Request) -> None:
+        """Make no further block of this running request hittable (used while draining)."""
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return copies of the request's tables, one list per group; empty lists if unknown."""
+
+    def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
+        """Return, per group, how many leading blocks every running request shares."""
+
+    def pin(self, hit: CacheHit) -> None:
+        """Hold the blocks of `hit` by a pin reference."""
+
+    def unpin(self, hit: CacheHit) -> None:
+        """Give a pin reference back."""
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Forget the contents of these blocks and of their cached descendants."""
+
+    def reset(self) -> int:
+        """Forget every content if no block is in use. Return how many are in use (0: done)."""
+
+    def stop_hits(self) -> None:
+        """From now on nothing hits and nothing becomes hittable, until a `reset` succeeds."""
+
+    def take_commands(self) -> list[Command]:
+        """Return label, unlabel, zero and copy commands since the last call, in order."""
+
+    def num_free_blocks(self) -> int:
+        """Return how many blocks could be taken now, cached ones included."""
+
+    def usage(self) -> float:
+        """Return the share of blocks that are in use, 0.0 to 1.0."""
+
+    def statistics(self) -> CoreStatistics:
+        """Return figures, frozen."""
+
+    def check(self) -> None:
+        """Raise `InvariantError` with the failed sum if the books do not add up."""
+
+    def dump_state(self) -> dict[str, object]:
+        """Return the whole state in a canonical form made of plain values, for comparison."""
+
+    def restore(self, labels: Sequence[LabelSet]) -> int:
+        """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
+
+        Kept is what every rank agrees on and is sealed, one block of duplicate contents, no child
+        without its kept ancestors. Everything is evictable afterwards.
+        """

@@ -1,0 +1,133 @@
+"""Every error this package raises on purpose.
+
+Stands at the top of the import order: anything may raise these. A message says what happened, with
+the values, and the remedy.
+
+    KVCacheError
+    ├── InvalidInputError (ValueError)      the caller's mistake; nothing was changed
+    │   ├── ConfigurationError              a configuration that cannot be meant
+    │   ├── RequestError                    a request or step that contradicts what is known
+    │   ├── BlockError                      a block id, or an operation on it, that makes no sense
+    │   ├── PlanMismatchError               ranks that do not agree (rank, layer or group, field)
+    │   └── TraceError                      a workload that cannot be read (file, line)
+    ├── ExhaustedError                      a resource is used up; nothing was changed
+    │   ├── NotEnoughMemoryError            the model does not fit (needed, available, what would)
+    │   ├── OutOfBlocksError                fewer free blocks than asked for
+    │   ├── PinLimitError                   pins would exceed their configured share
+    │   └── BacklogFullError                a bounded queue or window is full
+    ├── ProtocolError                       a message that must not be obeyed
+    │   ├── MalformedMessageError           not decodable, wrong shape, too large
+    │   ├── VersionMismatchError            another version of the format
+    │   ├── FingerprintMismatchError        another plan
+    │   └── StaleEpochError                 an epoch that is not the present one
+    ├── ClusterError                        a party of the running cluster
+    │   ├── StartupError                    start-up failed (rank, cause); nothing is left running
+    │   ├── AlreadyRunningError             a cluster of that name exists
+    │   ├── NotRunningError                 no cluster of that name exists
+    │   ├── WorkerLostError                 a worker died or hangs
+    │   └── DeadlineError                   a wait ended without an answer; the outcome is unknown
+    ├── WrongBytesError                     a block's bytes are not what its tokens demand
+    └── InvariantError                      our own books do not add up; a bug of this package
+"""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidInputError(KVCacheError, ValueError):
+    """The caller's mistake. Nothing was changed."""
+
+
+class ConfigurationError(InvalidInputError):
+    """A configuration, or a combination of settings, that cannot be meant."""
+
+
+class RequestError(InvalidInputError):
+    """A request or step that contradicts what is known: unknown or duplicate id, impossible counts."""
+
+
+class BlockError(InvalidInputError):
+    """A block id that does not exist, or an operation that the block's state forbids."""
+
+
+class PlanMismatchError(InvalidInputError):
+    """Ranks whose plans or specs differ. The message names rank, layer or group, and field."""
+
+
+class TraceError(InvalidInputError):
+    """A workload file that cannot be read. The message names the file and the line."""
+
+
+class ExhaustedError(KVCacheError):
+    """A resource is used up. Nothing was changed."""
+
+
+class NotEnoughMemoryError(ExhaustedError):
+    """The model does not fit. The message says what is needed, what there is, what would fit."""
+
+
+class OutOfBlocksError(ExhaustedError):
+    """Fewer blocks are free than were asked for."""
+
+
+class PinLimitError(ExhaustedError):
+    """Pinning would exceed the configured share of the pool."""
+
+
+class BacklogFullError(ExhaustedError):
+    """A bounded queue or window is full: the other side is too slow or gone."""
+
+
+class ProtocolError(KVCacheError):
+    """A message that must not be obeyed. It is counted and refused, and nothing else happens."""
+
+
+class MalformedMessageError(ProtocolError):
+    """Bytes that do not decode to a message of ours: truncated, oversized, foreign, wrong types."""
+
+
+class VersionMismatchError(ProtocolError):
+    """A message or label set of another format version. The message names both."""
+
+
+class FingerprintMismatchError(ProtocolError):
+    """A message made for another plan."""
+
+
+class StaleEpochError(ProtocolError):
+    """A message, or a wait, of an epoch that is not the present one."""
+
+
+class ClusterError(KVCacheError):
+    """Something about the parties of a running cluster."""
+
+
+class StartupError(ClusterError):
+    """Start-up failed. The message names the rank and the cause; nothing is left running."""
+
+
+class AlreadyRunningError(ClusterError):
+    """A cluster of that name exists already."""
+
+
+class NotRunningError(ClusterError):
+    """No cluster of that name exists."""
+
+
+class WorkerLostError(ClusterError):
+    """A worker process died, or has not been heard of for longer than configured."""
+
+
+class DeadlineError(ClusterError):
+    """A wait ended without an answer. What was asked may or may not have happened."""
+
+
+class WrongBytesError(KVCacheError):
+    """A block's bytes are not what its tokens demand. The message carries the block's history."""
+
+
+class InvariantError(KVCacheError):
+    """The books do not add up: a bug of this package, found by `check()`."""

@@ -1,0 +1,403 @@
+"""From tokens to chained digests, the names under which cached blocks are found.
+
+Stands beside request.py: a request asks the hasher made here when its digests are wanted, which
+look-ups by tokens never do. A digest covers the parent's digest, the block's tokens and its extra
+keys, so equal digests mean equal prefixes. There is no module state: the none hash, the parent of
+every first block, follows from the algorithm and a seed, and is handed around. Model epoch and
+tenant stay out of digests: they separate look-ups by namespace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, TypeAlias, cast
+
+import cbor2
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvcache.errors import ConfigurationError, InvalidInputError, RequestError
+from kvcache.request import BlockHash, Request, TokenIds, as_token_ids
+
+__all__ = [
+    "DEFAULT_HASH_SEED",
+    "BlockHash",
+    "BlockHashWithGroupId",
+    "ExtraKeys",
+    "HashFn",
+    "RequestBlockHasher",
+    "generate_block_hash_extra_keys",
+    "get_block_hash",
+    "get_group_id",
+    "get_hash_fn",
+    "get_hash_value",
+    "get_request_block_hasher",
+    "hash_block_tokens",
+    "init_none_hash",
+    "make_block_hash_with_group_id",
+    "need_extra_keys",
+]
+
+BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
+"""A block's digest followed by its KV cache group's index as 4 bytes, big endian."""
+
+ExtraKey: TypeAlias = "tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]"
+ExtraKeys: TypeAlias = "tuple[ExtraKey, ...]"
+
+DEFAULT_HASH_SEED = "vllm-none-hash"
+"""The seed engines agree on when none is configured; with it, `sha256_cbor` digests equal vLLM's
+without any setting."""
+
+_GROUP_ID_BYTES = 4
+_TOKEN_BYTES = 4
+# Below this many tokens calling the CBOR encoder for each block beats numpy's fixed cost.
+_FEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class HashFn(ABC):
+    """An algorithm that turns blocks into digests. Stateless; equal ones compute the same.
+
+    `name` is its name in configurations and fingerprints, `digest_bytes` the length of a digest.
+    Tokens come as little-endian int32 bytes. Arguments are not checked: see `hash_block_tokens`.
+    """
+
+    name: str
+    digest_bytes: int
+
+    @abstractmethod
+    def digest(self, data: bytes) -> bytes:
+        """Digest of plain bytes."""
+
+    @abstractmethod
+    def chain(
+        self,
+        parent: BlockHash,
+        token_bytes: bytes,
+        block_size: int,
+        num_blocks: int,
+        extra_keys: ExtraKeys | None = None,
+    ) -> list[BlockHash]:
+        """Digests of `num_blocks` successive blocks, all of which have the same extra keys.
+
+        `token_bytes` holds at least `num_blocks * block_size` tokens; what follows is ignored.
+        """
+
+    def hash_block(
+        self, parent: BlockHash, token_bytes: bytes, extra_keys: ExtraKeys | None = None
+    ) -> BlockHash:
+        """Digest of the one block whose tokens are `token_bytes`."""
+        return self.chain(parent, token_bytes, len(token_bytes) // _TOKEN_BYTES, 1, extra_keys)[0]
+
+
+@dataclass(frozen=True)
+class RequestBlockHasher:
+    """Computes a request's digests from where it stopped. Stateless, shared by many requests."""
+
+    block_size: int
+    hash_fn: HashFn
+    none_hash: BlockHash
+
+    def __call__(self, request: Request, known: Sequence[BlockHash]) -> list[BlockHash]:
+        """Digests of the request's full blocks that follow the `known` ones. Changes nothing."""
+        size = self.block_size
+        first, last = len(known), request.num_tokens // size
+        parent = known[-1] if known else self.none_hash
+        tokens = request.all_token_ids[first * size : last * size]
+        token_bytes = tokens.astype("<i4", copy=False).tobytes()
+        if not need_extra_keys(request):
+            return self.hash_fn.chain(parent, token_bytes, size, last - first)
+
+        block_bytes = size * _TOKEN_BYTES
+        hashes: list[BlockHash] = []
+        block, mm_idx = first, 0
+        while block < last:
+            keys, mm_idx = generate_block_hash_extra_keys(
+                request, block * size, (block + 1) * size, mm_idx
+            )
+            stop = min(last, _end_of_equal_keys(request, block, size, keys, mm_idx))
+            run = token_bytes[(block - first) * block_bytes : (stop - first) * block_bytes]
+            hashes += self.hash_fn.chain(parent, run, size, stop - block, keys)
+            parent, block = hashes[-1], stop
+        return hashes
+
+
+def get_hash_fn(name: str) -> HashFn:
+    """The algorithm of that name: `sha256`, `sha256_cbor` or `xxh3_128`.
+
+    Raises:
+        ConfigurationError: no algorithm has that name; lists those that exist.
+    """
+    hash_fns: dict[str, HashFn] = {
+        hash_fn.name: hash_fn
+        for hash_fn in (
+            _Sha256("sha256", 32),
+            _Sha256Cbor("sha256_cbor", 32),
+            _Xxh3("xxh3_128", 16),
+        )
+    }
+    if name not in hash_fns:
+        raise ConfigurationError(
+            f"unknown hash algorithm {name!r}: choose one of {', '.join(hash_fns)}"
+        )
+    return hash_fns[name]
+
+
+def init_none_hash(hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED) -> BlockHash:
+    """Parent of every first block: the digest of the seed, encoded as a CBOR text string.
+
+    Processes that agree on algorithm and seed agree on every digest.
+
+    Raises:
+        ConfigurationError: the seed is not text that UTF-8 can encode.
+    """
+    try:
+        seed.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise ConfigurationError(f"hash seed {seed!r}: pass a str that UTF-8 can encode") from None
+    return BlockHash(hash_fn.digest(_canonical(seed)))
+
+
+def get_request_block_hasher(
+    block_size: int, hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED
+) -> RequestBlockHasher:
+    """What to hand to `Request(block_hasher=...)` for one digest per `block_size` tokens.
+
+    Raises:
+        ConfigurationError: the block size is not a positive integer, or the seed is no text.
+    """
+    if type(block_size) is not int or block_size < 1:
+        raise ConfigurationError(f"block size {block_size!r}: pass an integer of at least 1")
+    return RequestBlockHasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
+
+
+def hash_block_tokens(
+    hash_fn: HashFn, parent: BlockHash, tokens: TokenIds, extra_keys: ExtraKeys | None = None
+) -> BlockHash:
+    """Digest of one full block.
+
+    Args:
+        parent: digest of the block before, or the none hash for a first block.
+        tokens: all tokens of the block.
+        extra_keys: what `generate_block_hash_extra_keys` says; `None` and `()` mean the same.
+
+    Raises:
+        RequestError: the parent is no digest of this algorithm, there are no tokens, or one of
+            them is not a token id.
+    """
+    if not isinstance(parent, bytes) or len(parent) != hash_fn.digest_bytes:
+        raise RequestError(
+            f"parent {parent!r} is no {hash_fn.name} digest of {hash_fn.digest_bytes} bytes: "
+            "pass the digest of the block before, or init_none_hash(hash_fn) for a first block"
+        )
+    token_ids = as_token_ids(tokens, "token id")
+    if token_ids.size == 0:
+        raise RequestError("a block without tokens has no digest: pass all tokens of a full block")
+    token_bytes = token_ids.astype("<i4", copy=False).tobytes()
+    return hash_fn.hash_block(parent, token_bytes, extra_keys or None)
+
+
+def need_extra_keys(request: Request) -> bool:
+    """Whether any block of the request can have extra keys."""
+    return bool(request.lora or request.mm_hashes or request.cache_salt)
+
+
+def generate_block_hash_extra_keys(
+    request: Request, start_token: int, end_token: int, start_mm_idx: int
+) -> tuple[ExtraKeys | None, int]:
+    """What else than tokens the block at `[start_token, end_token)` depends on. Changes nothing.
+
+        tokens   0       4       8       12
+                 |   ####|#######|##     |      an item at [2, 10): starts 2, -2, -6
+
+    Args:
+        start_mm_idx: index of the first multimodal item that may overlap the block; 0 always works.
+
+    Returns:
+        The keys: LoRA, multimodal items in order of position with their start relative to the
+        block, and for the block at token 0 the cache salt; `None` without any. And
+        `start_mm_idx` for the block that follows.
+
+    Raises:
+        RequestError: the tokens are no block, or the index is negative.
+    """
+    if not 0 <= start_token < end_token or start_mm_idx < 0:
+        raise RequestError(
+            f"request {request.request_id}: no block at tokens [{start_token}, {end_token}) with "
+            f"multimodal index {start_mm_idx}: need 0 <= start < end and an index of at least 0"
+        )
+    keys: list[ExtraKey] = []
+    if request.lora is not None:
+        keys.append(("lora", request.lora.name, request.lora.path))
+    next_mm_idx = None
+    for mm_idx in range(start_mm_idx, len(request.mm_positions)):
+        position = request.mm_positions[mm_idx]
+        if next_mm_idx is None and position.end > end_token:
+            next_mm_idx = mm_idx
+        if position.offset >= end_token:
+            break
+        if position.end > start_token:
+            keys.append(("mm", request.mm_hashes[mm_idx], position.offset - start_token))
+    if next_mm_idx is None:
+        next_mm_idx = len(request.mm_positions)
+    if start_token == 0 and request.cache_salt is not None:
+        keys.append(("cache_salt", request.cache_salt))
+    return tuple(keys) or None, next_mm_idx
+
+
+def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> BlockHashWithGroupId:
+    """The key of a block in one KV cache group.
+
+    Raises:
+        InvalidInputError: the group id does not fit 4 bytes.
+    """
+    try:
+        return BlockHashWithGroupId(block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big"))
+    except OverflowError:
+        raise InvalidInputError(
+            f"KV cache group id {group_id}: pass a number from 0 to {2**32 - 1}"
+        ) from None
+
+
+def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
+    """The digest in a key, without the group id."""
+    return BlockHash(key[:-_GROUP_ID_BYTES])
+
+
+def get_hash_value(key: BlockHashWithGroupId) -> BlockHash:
+    """The digest in a key, without the group id: another name of `get_block_hash`."""
+    return get_block_hash(key)
+
+
+def get_group_id(key: BlockHashWithGroupId) -> int:
+    """The KV cache group's index in a key."""
+    return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
+
+
+class _Sha256(HashFn):
+    """SHA-256 over parent digest, token bytes, canonical CBOR of the extra keys if any."""
+
+    def digest(self, data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()
+
+    def chain(
+        self,
+        parent: BlockHash,
+        token_bytes: bytes,
+        block_size: int,
+        num_blocks: int,
+        extra_keys: ExtraKeys | None = None,
+    ) -> list[BlockHash]:
+        sha256 = hashlib.sha256
+        above: bytes = parent
+        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
+        hashes = [above := sha256(above + piece).digest() for piece in pieces]
+        return cast("list[BlockHash]", hashes)
+
+
+class _Xxh3(HashFn):
+    """XXH3, 128 bits, over the same bytes as `sha256`: fast, and not safe against an adversary."""
+
+    def digest(self, data: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(data)
+
+    def chain(
+        self,
+        parent: BlockHash,
+        token_bytes: bytes,
+        block_size: int,
+        num_blocks: int,
+        extra_keys: ExtraKeys | None = None,
+    ) -> list[BlockHash]:
+        xxh3 = xxhash.xxh3_128_digest
+        above: bytes = parent
+        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
+        hashes = [above := xxh3(above + piece) for piece in pieces]
+        return cast("list[BlockHash]", hashes)
+
+
+class _Sha256Cbor(HashFn):
+    """SHA-256 over the canonical CBOR of `(parent, tokens, extra keys or None)`."""
+
+    def digest(self, data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()
+
+    def chain(
+        self,
+        parent: BlockHash,
+        token_bytes: bytes,
+        block_size: int,
+        num_blocks: int,
+        extra_keys: ExtraKeys | None = None,
+    ) -> list[BlockHash]:
+        sha256 = hashlib.sha256
+        above: bytes = parent
+        # An array of three items whose first is a byte string of 32 (RFC 8949, section 3).
+        head = b"\x83\x58\x20"
+        tail = _canonical(extra_keys)
+        tokens = np.frombuffer(token_bytes, dtype="<u4", count=num_blocks * block_size)
+        pieces = _cbor_token_arrays(tokens.reshape(num_blocks, block_size))
+        hashes = [above := sha256(head + above + piece + tail).digest() for piece in pieces]
+        return cast("list[BlockHash]", hashes)
+
+
+def _pieces(
+    token_bytes: bytes, block_size: int, num_blocks: int, extra_keys: ExtraKeys | None
+) -> list[bytes]:
+    """What each block adds to its parent's digest: token bytes, then the extra keys' bytes."""
+    block_bytes = block_size * _TOKEN_BYTES
+    # A void item becomes a bytes object of its full length, trailing zeros included.
+    blocks: list[bytes] = np.frombuffer(token_bytes, f"V{block_bytes}", num_blocks).tolist()
+    if extra_keys is None:
+        return blocks
+    tail = _canonical(extra_keys)
+    return [block + tail for block in blocks]
+
+
+def _canonical(value: object) -> bytes:
+    return cbor2.dumps(value, canonical=True)
+
+
+def _cbor_token_arrays(blocks: NDArray[np.uint32]) -> list[bytes]:
+    """Canonical CBOR of each row as an array of unsigned integers.
+
+    CBOR (RFC 8949, section 3) writes an integer below 24 as one byte, else as 0x18, 0x19 or 0x1a
+    and 1, 2 or 4 bytes, big endian. Every token is laid out in five bytes, aligned right
+
+        v < 24      .  .  .  .  v
+        v < 2**8    .  .  .  18 v
+        v < 2**16   .  .  19 v  v
+        else        1a v  v  v  v
+
+    and the dots are left out.
+    """
+    if blocks.size < _FEW_TOKENS:
+        return [_canonical(block) for block in blocks.tolist()]
+    num_blocks, block_size = blocks.shape
+    head = _canonical([0] * block_size)[:-block_size]
+    tokens = blocks.reshape(-1)
+    needs_1, needs_2, needs_4 = tokens >= 24, tokens >= 2**8, tokens >= 2**16
+    layout = np.empty((tokens.size, 5), np.uint8)
+    layout[:, 0] = 0x1A
+    layout[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
+    layout[needs_2 & ~needs_4, 2] = 0x19
+    layout[needs_1 & ~needs_2, 3] = 0x18
+    used = np.stack((needs_4, needs_4, needs_2, needs_1, np.ones_like(needs_1)), axis=1)
+    body = layout[used].tobytes()
+    ends = np.cumsum(np.count_nonzero(used.reshape(num_blocks, -1), axis=1)).tolist()
+    return [head + body[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _end_of_equal_keys(
+    request: Request, block: int, block_size: int, keys: ExtraKeys | None, next_mm_idx: int
+) -> int:
+    """First block behind `block` whose extra keys may differ from `keys`, those of `block`."""
+    if keys is not None and any(key[0] != "lora" for key in keys):
+        return block + 1
+    if next_mm_idx == len(request.mm_positions):
+        return request.num_tokens // block_size
+    return request.mm_positions[next_mm_idx].offset // block_size

@@ -1,0 +1,258 @@
+"""What a worker knows of each of its blocks: the truth is where the bytes are.
+
+A label changes only by command, in sequence with the bytes: the old one is withdrawn before the
+first write, the new one is written after the last. `LabelTable` is the worker's copy;
+`LabelSet` is what it hands over when a coordinator asks. Numpy only, no device memory. Refuses to
+seal anything by itself and to guess: an unknown version or a wrong size is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.commands import Label
+from kvcache.errors import BlockError, InvariantError, MalformedMessageError, VersionMismatchError
+
+LABEL_VERSION = 1
+UNLABELLED = -1
+
+
+@dataclass(frozen=True)
+class BlockLabel:
+    """One block's label, unpacked: what the block holds, on the word of the command that sealed it."""
+
+    block_id: int
+    group: int
+    slot: int
+    digest: bytes
+    parent_digest: bytes
+    token_ids: tuple[int, ...]
+    namespace: bytes
+    extra_keys: bytes
+    is_sealed: bool = True
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LabelSet:
+    """All labels of one rank, packed. Shapes as in `commands.Label`; `checksums` is `(n,)` int64,
+    -1 where none is known. `layout_fingerprint` says which bytes the labels speak about."""
+
+    version: int
+    rank: int
+    epoch: int
+    applied_seq: int
+    layout_fingerprint: str
+    digest_bytes: int
+    labels: Label
+    checksums: bytes
+
+    def __post_init__(self) -> None:
+        if self.version != LABEL_VERSION:
+            raise VersionMismatchError(
+                f"labels of rank {self.rank} have version {self.version}, this package reads "
+                f"version {LABEL_VERSION}: run the same release everywhere"
+            )
+        validate_label_command(self.labels, self.digest_bytes)
+        if len(self.checksums) != 8 * len(self.labels.block_ids):
+            raise MalformedMessageError(
+                f"labels of rank {self.rank}: {len(self.checksums)} checksum bytes for "
+                f"{len(self.labels.block_ids)} blocks, expected 8 each"
+            )
+
+    def __iter__(self) -> Iterator[BlockLabel]:
+        """Yield the labels one by one, in order of block id. For tests, audits and rebuilds."""
+        labels, size = self.labels, self.digest_bytes
+        ends = np.cumsum(labels.token_counts)
+        checksums = np.frombuffer(self.checksums, dtype="<i8")
+        for i, block_id in enumerate(labels.block_ids.tolist()):
+            start = int(ends[i]) - int(labels.token_counts[i])
+            yield BlockLabel(
+                block_id=block_id,
+                group=int(labels.groups[i]),
+                slot=int(labels.slots[i]),
+                digest=labels.digests[i * size : (i + 1) * size],
+                parent_digest=labels.parent_digests[i * size : (i + 1) * size],
+                token_ids=tuple(labels.token_ids[start : int(ends[i])].tolist()),
+                namespace=labels.namespace_names[int(labels.namespaces[i])],
+                extra_keys=labels.extra_keys.get(i, b""),
+                checksum=None if checksums[i] < 0 else int(checksums[i]),
+            )
+
+
+def validate_label_command(label: Label, digest_bytes: int) -> None:
+    """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing."""
+    count = len(label.block_ids)
+    sizes = {
+        "groups": len(label.groups),
+        "slots": len(label.slots),
+        "token_counts": len(label.token_counts),
+        "namespaces": len(label.namespaces),
+        "digests": len(label.digests) // digest_bytes,
+        "parent_digests": len(label.parent_digests) // digest_bytes,
+    }
+    wrong = {name: size for name, size in sizes.items() if size != count}
+    if wrong or len(label.digests) % digest_bytes or len(label.parent_digests) % digest_bytes:
+        raise MalformedMessageError(f"label of {count} blocks has arrays of other sizes: {wrong}")
+    if count and int(label.token_counts.min()) < 0:
+        raise MalformedMessageError("label has a negative token count")
+    if int(label.token_counts.sum()) != len(label.token_ids):
+        raise MalformedMessageError(
+            f"label announces {int(label.token_counts.sum())} tokens and brings "
+            f"{len(label.token_ids)}"
+        )
+    if count and not 0 <= int(label.namespaces.min()) <= int(label.namespaces.max()) < len(
+        label.namespace_names
+    ):
+        raise MalformedMessageError("label names a namespace it does not bring")
+
+
+class LabelTable:
+    """The labels of one rank's blocks, as arrays. Executes label commands; knows nothing of epochs.
+
+    Invariant: `_group[b] == UNLABELLED` exactly when block `b` has no label, and then it has no
+    extra keys. Not thread-safe: the worker that owns it serialises.
+    """
+
+    def __init__(self, num_blocks: int, digest_bytes: int, max_block_tokens: int) -> None:
+        """Make an empty table. `max_block_tokens` is the largest block size of any group."""
+        self._digest_bytes = digest_bytes
+        self._max_block_tokens = max_block_tokens
+        self._group = np.full(num_blocks, UNLABELLED, dtype=np.int32)
+        self._slot = np.full(num_blocks, UNLABELLED, dtype=np.int32)
+        self._digest = np.zeros((num_blocks, digest_bytes), dtype=np.uint8)
+        self._parent = np.zeros((num_blocks, digest_bytes), dtype=np.uint8)
+        self._token_count = np.zeros(num_blocks, dtype=np.int32)
+        self._tokens = np.zeros((num_blocks, max_block_tokens), dtype=np.int32)
+        self._namespace = np.zeros(num_blocks, dtype=np.int32)
+        self._checksum = np.full(num_blocks, -1, dtype=np.int64)
+        self._extra_keys: dict[int, bytes] = {}
+        self._namespace_names: list[bytes] = []
+        self._namespace_index: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._group != UNLABELLED))
+
+    def validate(self, label: Label) -> None:
+        """Raise unless `label` could be applied. Changes nothing."""
+        validate_label_command(label, self._digest_bytes)
+        self._validate_ids(label.block_ids)
+        if len(label.token_counts) and int(label.token_counts.max()) > self._max_block_tokens:
+            raise BlockError(
+                f"label for a block of {int(label.token_counts.max())} tokens, the largest block "
+                f"here holds {self._max_block_tokens}"
+            )
+
+    def apply(self, label: Label) -> None:
+        """Write labels. Raises, unchanged, when a block or a size is impossible."""
+        self.validate(label)
+        ids = label.block_ids
+        if not len(ids):
+            return
+        size = self._digest_bytes
+        if self._extra_keys:
+            self._drop_extra_keys(ids)
+        self._group[ids] = label.groups
+        self._slot[ids] = label.slots
+        self._digest[ids] = np.frombuffer(label.digests, np.uint8).reshape(-1, size)
+        self._parent[ids] = np.frombuffer(label.parent_digests, np.uint8).reshape(-1, size)
+        self._token_count[ids] = label.token_counts
+        self._checksum[ids] = -1
+        self._write_tokens(label)
+        names = [self._intern(name) for name in label.namespace_names]
+        self._namespace[ids] = np.array(names, dtype=np.int32)[label.namespaces]
+        for index, keys in label.extra_keys.items():
+            self._extra_keys[int(ids[index])] = keys
+
+    def withdraw(self, block_ids: Int32Array) -> None:
+        """Forget the labels of `block_ids`; those that have none are left as they are."""
+        self._validate_ids(block_ids)
+        self._group[block_ids] = UNLABELLED
+        if self._extra_keys:
+            self._drop_extra_keys(block_ids)
+
+    def reset(self) -> None:
+        """Forget every label."""
+        self._group[:] = UNLABELLED
+        self._extra_keys.clear()
+        self._namespace_names.clear()
+        self._namespace_index.clear()
+
+    def is_labelled(self, block_id: int) -> bool:
+        """Say whether the block has a label."""
+        return bool(self._group[block_id] != UNLABELLED)
+
+    def digest(self, block_id: int) -> bytes | None:
+        """Return the digest the block is labelled with, or None."""
+        return self._digest[block_id].tobytes() if self.is_labelled(block_id) else None
+
+    def collect(
+        self, rank: int, epoch: int, applied_seq: int, layout_fingerprint: str
+    ) -> LabelSet:
+        """Return all labels, packed, in order of block id; a copy that later commands leave alone."""
+        ids = int32_array(np.flatnonzero(self._group != UNLABELLED))
+        counts = self._token_count[ids]
+        columns = np.arange(self._max_block_tokens)[None, :] < counts[:, None]
+        position = {int(block_id): i for i, block_id in enumerate(ids.tolist())}
+        labels = Label(
+            block_ids=ids,
+            groups=self._group[ids],
+            slots=self._slot[ids],
+            digests=self._digest[ids].tobytes(),
+            parent_digests=self._parent[ids].tobytes(),
+            token_counts=counts,
+            token_ids=self._tokens[ids][columns],
+            namespaces=self._namespace[ids],
+            namespace_names=tuple(self._namespace_names),
+            extra_keys={position[b]: keys for b, keys in self._extra_keys.items()},
+        )
+        return LabelSet(
+            version=LABEL_VERSION,
+            rank=rank,
+            epoch=epoch,
+            applied_seq=applied_seq,
+            layout_fingerprint=layout_fingerprint,
+            digest_bytes=self._digest_bytes,
+            labels=labels,
+            checksums=self._checksum[ids].astype("<i8").tobytes(),
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` if extra keys hang on an unlabelled block."""
+        orphans = [b for b in self._extra_keys if self._group[b] == UNLABELLED]
+        if orphans:
+            raise InvariantError(f"blocks {orphans[:5]} have extra keys but no label")
+
+    def _validate_ids(self, block_ids: Int32Array) -> None:
+        if len(block_ids) and not 0 < int(block_ids.min()) <= int(block_ids.max()) < len(
+            self._group
+        ):
+            raise BlockError(
+                f"label command for blocks {int(block_ids.min())}..{int(block_ids.max())}, this "
+                f"rank has 1..{len(self._group) - 1}"
+            )
+
+    def _drop_extra_keys(self, block_ids: Int32Array) -> None:
+        for block_id in block_ids.tolist():
+            self._extra_keys.pop(block_id, None)
+
+    def _write_tokens(self, label: Label) -> None:
+        counts = label.token_counts
+        width = int(counts[0])
+        if bool((counts == width).all()):
+            self._tokens[label.block_ids, :width] = label.token_ids.reshape(-1, width)
+            return
+        ends = np.cumsum(counts)
+        for block_id, start, end in zip(label.block_ids, ends - counts, ends, strict=True):
+            self._tokens[block_id, : end - start] = label.token_ids[start:end]
+
+    def _intern(self, name: bytes) -> int:
+        index = self._namespace_index.get(name)
+        if index is None:
+            index = self._namespace_index[name] = len(self._namespace_names)
+            self._namespace_names.append(name)
+        return index

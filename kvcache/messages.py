@@ -1,0 +1,303 @@
+"""Every message between coordinator, workers and clients: data only, one class each.
+
+    coordinator ──Grant──────────▶ worker      takes over the worker for a new epoch
+                ──StepCommands───▶             numbered commands; one message per worker per step
+                ──FinishedAck────▶             these reports arrived, stop repeating them
+                ──Ping───────────▶             no step ran for a while: say that you live
+    worker      ──Hello──────────▶ coordinator an ungranted process asks to be taken
+                ──Granted / Refused ▶          answer to a Grant
+                ──Applied────────▶             answer to StepCommands (stored, given again on repeat)
+                ──Missing────────▶             a gap: send again from this number on
+                ──Finished───────▶             jobs that have ended; repeated until acknowledged
+                ──Heartbeat──────▶             answer to a Ping; also sent when idle
+    client      ──Attach─────────▶ coordinator answered by Attached
+                ──StepRequest────▶             answered by StepResult
+                ──Call───────────▶             a per-request call; answered by CallResult
+                ──Acknowledge────▶             how far answers and progress have arrived
+                ──Detach─────────▶
+    coordinator ──Progress───────▶ client      how far steps are applied and finished; cumulative
+                ──MissingSteps───▶             a gap in the client's numbers: send again
+                ──Unattached─────▶             unknown client, or another epoch: attach again
+
+Every message between coordinator and workers carries the coordinator's nonce and the worker's
+incarnation, so that what was meant for another process or sent by another coordinator is
+recognised. Encoding and limits: wire.py. Delivery rules: delivery.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvcache.commands import Command
+from kvcache.step import StepRequest, StepResult
+
+WIRE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """One job of one rank that has ended.
+
+    `ok` is False when it failed, and then `detail` says how. `checksum` is of the bytes moved, 0
+    where none was taken. `num_bytes` were moved or, for a forward, compared.
+    """
+
+    job_id: int
+    ok: bool
+    checksum: int = 0
+    num_bytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Take over worker process `incarnation` for `epoch`. Idempotent per `nonce`."""
+
+    nonce: str
+    incarnation: str
+    epoch: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The worker obeys `epoch` of `nonce` from now on; nothing of an older epoch runs any more."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The worker does not take a grant: it has granted `highest_epoch`, or another plan."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    highest_epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker process that no coordinator has taken yet, or that lost its coordinator."""
+
+    incarnation: str
+    rank: int
+    highest_epoch: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, eq=False)
+class StepCommands:
+    """The commands number `seq` of `epoch`. `client_id` and `client_step` say whose step it is,
+    or are empty and 0."""
+
+    nonce: str
+    fingerprint: str
+    epoch: int
+    seq: int
+    client_id: str
+    client_step: int
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True)
+class FinishedAck:
+    """The reports of these jobs arrived; the worker stops repeating them."""
+
+    nonce: str
+    epoch: int
+    job_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Say that you live."""
+
+    nonce: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Everything up to `seq` of `epoch` is applied on `rank`. Bytes and copies are not included."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Missing:
+    """`from_seq` has not arrived, though later numbers have."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+    from_seq: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Jobs that have ended on `rank`."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+    jobs: tuple[JobReport, ...]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """`rank` lives and has applied everything up to `seq`."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A client introduces itself. `client_id` contains its incarnation."""
+
+    client_id: str
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The client may send steps of `epoch`. `next_step` is the number expected next."""
+
+    client_id: str
+    epoch: int
+    model_epoch: int
+    fingerprint: str
+    next_step: int
+    is_content_checking: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A per-request call, in the same numbering as steps: method name and msgpack arguments."""
+
+    client_id: str
+    step: int
+    epoch: int
+    completed_step: int
+    method: str
+    arguments: bytes
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The answer to a `Call`: msgpack `result`, or the class and text of the error it raised."""
+
+    client_id: str
+    step: int
+    epoch: int
+    seq: int
+    result: bytes
+    error_type: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """The client has the answers of every step up to `step`: they need not be stored any more."""
+
+    client_id: str
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Detach:
+    """The client goes; whatever it still runs is freed."""
+
+    client_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class FailedForward:
+    """A content-checked forward that failed on `rank`, with the history of the block at fault."""
+
+    step: int
+    rank: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the client's steps have got on every rank. Cumulative: losing one is harmless.
+
+    Every step up to `applied_step` is applied, every content-checked forward up to
+    `finished_step` has ended; `failures` are those that ended badly. `bytes_checked` is the total
+    over all ranks since the client attached.
+    """
+
+    client_id: str
+    epoch: int
+    applied_step: int
+    finished_step: int
+    bytes_checked: int = 0
+    failures: tuple[FailedForward, ...] = ()
+
+
+@dataclass(frozen=True)
+class MissingSteps:
+    """The client's number `from_step` has not arrived, though later ones have."""
+
+    client_id: str
+    epoch: int
+    from_step: int
+
+
+@dataclass(frozen=True)
+class Unattached:
+    """The client is not attached in the present epoch. What it scheduled before is void."""
+
+    client_id: str
+    epoch: int
+    reason: str
+
+
+ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping
+FromWorker: TypeAlias = Hello | Granted | Refused | Applied | Missing | Finished | Heartbeat
+FromClient: TypeAlias = Attach | StepRequest | Call | Acknowledge | Detach
+ToClient: TypeAlias = Attached | StepResult | CallResult | Progress | MissingSteps | Unattached
+Message: TypeAlias = ToWorker | FromWorker | FromClient | ToClient
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """The worker of a global rank, whichever process that is."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class ClientAddress:
+    """A client, by the id it attached with."""
+
+    client_id: str
+
+
+Address: TypeAlias = WorkerAddress | ClientAddress
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """A message to send, and to whom. State machines return these and send nothing themselves."""
+
+    to: tuple[Address, ...]
+    message: Message = field(repr=False)

@@ -1,0 +1,84 @@
+"""Short names for plans, so that parties with different ones refuse each other.
+
+Stands after planning. `plan_fingerprint` covers everything that must agree while a cluster runs
+and is in every message; `layout_fingerprint` covers what stored bytes mean, and no counts, so that
+files and labels outlive a change of capacity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any
+
+from kvcache.specs import KVCacheConfig, require_count
+
+FINGERPRINT_VERSION = 1
+"""Part of every fingerprint: raised when the meaning of a plan's fields changes."""
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Where a rank stands: `tensor_rank` of `tensor_parallel_size` in its pipeline stage."""
+
+    tensor_rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_rank", "pipeline_rank"):
+            require_count(name, getattr(self, name), at_least=0)
+        require_count("tensor_parallel_size", self.tensor_parallel_size)
+        require_count("pipeline_parallel_size", self.pipeline_parallel_size)
+
+    @classmethod
+    def of_rank(
+        cls, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> RankCoordinates:
+        """Return the coordinates of global rank `pipeline_rank * tensor_parallel_size + tensor`."""
+        return cls(
+            rank % tensor_parallel_size,
+            tensor_parallel_size,
+            rank // tensor_parallel_size,
+            pipeline_parallel_size,
+        )
+
+
+def plan_fingerprint(configs: Sequence[KVCacheConfig]) -> str:
+    """Return 32 hex digits over the plans of all ranks, in rank order."""
+    return _digest("plan", [config.to_dict() for config in configs])
+
+
+def layout_fingerprint(
+    config: KVCacheConfig,
+    *,
+    model: str,
+    seed: str,
+    algorithm: str,
+    coordinates: RankCoordinates,
+) -> str:
+    """Return 32 hex digits over what one rank's stored bytes mean.
+
+    Covers model, hash seed and algorithm, the rank's coordinates, the specs of its groups (dtype,
+    heads, page size) and the order of its pools; no capacity of any tier.
+    """
+    return _digest(
+        "layout",
+        {
+            "model": model,
+            "seed": seed,
+            "algorithm": algorithm,
+            "coordinates": asdict(coordinates),
+            "layout": config.layout,
+            "groups": [group.to_dict() for group in config.kv_cache_groups],
+            "pools": [list(tensor.shared_by) for tensor in config.kv_cache_tensors],
+        },
+    )
+
+
+def _digest(what: str, values: Any) -> str:
+    text = json.dumps([what, FINGERPRINT_VERSION, values], sort_keys=True, separators=(",", ":"))
+    return sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,248 @@
+"""Which layers share a block table.
+
+First half of planning: the specs of all ranks are merged, grouped once for the whole model, then
+projected to each rank, so that a group id means the same everywhere. Groups end up with equal
+pages, because pools are shared by one layer of each group. Refuses ranks that state different
+specs for a layer, and layers whose pages cannot be made equal. Knows nothing of memory sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvcache.errors import ConfigurationError, PlanMismatchError
+from kvcache.planner.options import Warn, log_warning
+from kvcache.planner.pages import unify_page_sizes
+from kvcache.specs import KVCacheGroupSpec, KVCacheSpec, ceil_div, first_difference
+
+LayerSpecs = Mapping[str, KVCacheSpec]
+"""Layer name to what that layer keeps, for the layers of one rank or of the whole model."""
+
+
+def layer_order(layer_name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key that puts `layers.2` before `layers.10`.
+
+    Groups are dealt in this order, not in the order in which layers or ranks were stated.
+    """
+    parts = re.split(r"(\d+)", layer_name)
+    return tuple((0, int(p), p) if p.isdigit() else (1, 0, p) for p in parts if p)
+
+
+# ---------------------------------------------------------------------------------------------
+# Questions
+# ---------------------------------------------------------------------------------------------
+
+
+def is_kv_cache_type_attention_free(specs: LayerSpecs) -> bool:
+    """Whether no layer keeps anything."""
+    return not specs
+
+
+def is_kv_cache_page_size_uniform(specs: LayerSpecs) -> bool:
+    """Whether a block takes the same bytes in every layer."""
+    return len({spec.page_size_bytes for spec in specs.values()}) <= 1
+
+
+def is_kv_cache_type_uniform(specs: LayerSpecs) -> bool:
+    """Whether all layers can share one block table.
+
+    Full attention counts as one type with and without a remembered window.
+    """
+    return len(_layers_by_type(specs)) <= 1
+
+
+def get_uniform_page_size(specs: Iterable[KVCacheSpec]) -> int:
+    """Return the bytes of a page in every one of `specs`; raises ConfigurationError if they differ.
+
+    Raises as well when there are no specs.
+    """
+    sizes = sorted({spec.page_size_bytes for spec in specs})
+    if len(sizes) != 1:
+        listed = ", ".join(map(str, sizes)) or "none"
+        raise ConfigurationError(
+            f"pages of one size are needed, got sizes {listed}: make the groups with "
+            "get_kv_cache_groups, which makes pages agree"
+        )
+    return sizes[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# From specs to groups
+# ---------------------------------------------------------------------------------------------
+
+
+def merge_rank_specs(specs_by_rank: Sequence[LayerSpecs]) -> dict[str, KVCacheSpec]:
+    """Return the specs of the whole model, in `layer_order`.
+
+    Ranks of a pipeline hold different layers; ranks that hold the same one must agree on it.
+    Raises PlanMismatchError, naming rank, layer and field, where they do not.
+    """
+    first_rank: dict[str, int] = {}
+    merged: dict[str, KVCacheSpec] = {}
+    for rank, specs in enumerate(specs_by_rank):
+        for name, spec in specs.items():
+            known = merged.setdefault(name, spec)
+            first_rank.setdefault(name, rank)
+            difference = first_difference(known, spec)
+            if difference is not None:
+                raise PlanMismatchError(
+                    f"rank {rank}, layer {name}: {difference.field} is {difference.other}, but "
+                    f"rank {first_rank[name]} has {difference.one}: give every rank that holds "
+                    "the layer the same spec"
+                )
+    return {name: merged[name] for name in sorted(merged, key=layer_order)}
+
+
+def create_kv_cache_group_specs(
+    specs: LayerSpecs, grouped_layer_names: Sequence[Sequence[str]]
+) -> tuple[KVCacheGroupSpec, ...]:
+    """Return one group per list of names, each with the merged spec of its layers.
+
+    Raises ConfigurationError where layers of a group cannot be merged.
+    """
+    groups = []
+    for names in grouped_layer_names:
+        members = [specs[name] for name in names]
+        merged = type(members[0]).merge(members) if members else KVCacheSpec.merge(members)
+        groups.append(KVCacheGroupSpec(tuple(names), merged))
+    return tuple(groups)
+
+
+def get_kv_cache_groups(
+    specs: LayerSpecs,
+    *,
+    disable_hybrid_kv_cache_manager: bool = False,
+    warn: Warn = log_warning,
+) -> tuple[KVCacheGroupSpec, ...]:
+    """Return the groups of a model with these layers; none for a model that keeps nothing.
+
+    One type: one group. Several: groups of equal layer count, see `_group_size`, after pages have
+    been made equal. Warns of memory that padding may waste. Raises ConfigurationError where
+    layers cannot be served together.
+    """
+    if is_kv_cache_type_attention_free(specs):
+        return ()
+    ordered = {name: specs[name] for name in sorted(specs, key=layer_order)}
+    if disable_hybrid_kv_cache_manager:
+        ordered = unify_hybrid_kv_cache_specs(ordered, warn)
+    if is_kv_cache_type_uniform(ordered):
+        return create_kv_cache_group_specs(ordered, [list(ordered)])
+    ordered = unify_page_sizes(ordered, warn)
+    return create_kv_cache_group_specs(ordered, _deal_into_groups(_layers_by_type(ordered), warn))
+
+
+def project_groups(
+    groups: Sequence[KVCacheGroupSpec], specs: LayerSpecs
+) -> tuple[KVCacheGroupSpec, ...]:
+    """Return `groups` with only the layers of one rank; a group may come out empty."""
+    return tuple(
+        KVCacheGroupSpec(
+            tuple(name for name in group.layer_names if name in specs), group.kv_cache_spec
+        )
+        for group in groups
+    )
+
+
+def unify_hybrid_kv_cache_specs(
+    specs: LayerSpecs, warn: Warn = log_warning
+) -> dict[str, KVCacheSpec]:
+    """Return `specs` with full attention standing in for every other kind, so that they are one.
+
+    Warns of what is lost. Specs of one type come back as they are. Raises ConfigurationError when
+    no layer has full attention, or one layer cannot be stood in for, or they still differ.
+    """
+    if is_kv_cache_type_uniform(specs):
+        return dict(specs)
+    advice = "leave disable_hybrid_kv_cache_manager off"
+    if not any(spec.reads_whole_prefix for spec in specs.values()):
+        kinds = ", ".join(sorted({spec.kind for spec in specs.values()}))
+        raise ConfigurationError(
+            f"layers of kinds {kinds} cannot become one: none has full attention: {advice}"
+        )
+    unified: dict[str, KVCacheSpec] = {}
+    for name, spec in specs.items():
+        full = spec.as_full_attention()
+        if full is None:
+            raise ConfigurationError(
+                f"layer {name} of kind {spec.kind} cannot be turned into full attention: {advice}"
+            )
+        unified[name] = full
+    if not is_kv_cache_type_uniform(unified):
+        examples = [names[0] for names in _layers_by_type(unified)]
+        raise ConfigurationError(
+            f"layers {', '.join(examples)} differ even as full attention: {advice}"
+        )
+    changed = [name for name, spec in specs.items() if unified[name] != spec]
+    warn(
+        f"{len(changed)} of {len(specs)} layers keep every token although they read only a "
+        f"window or chunk, because the hybrid manager is disabled ({changed[0]}, ...): their "
+        f"blocks are not freed as the window moves on; {advice} to save that memory"
+    )
+    return unified
+
+
+# ---------------------------------------------------------------------------------------------
+# Types and dealing
+# ---------------------------------------------------------------------------------------------
+
+
+def _layers_by_type(specs: LayerSpecs) -> list[list[str]]:
+    """Return the names of layers that can share a table, types in order of their first layer.
+
+    A layer joins its type when all of the type can be merged with it; where remembered windows
+    contradict each other, only equal specs stay together.
+    """
+    loose: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in specs.items():
+        loose.setdefault(spec.without_remembered_limit(), []).append(name)
+    types: list[list[str]] = []
+    for names in loose.values():
+        if _can_merge([specs[name] for name in names]):
+            types.append(names)
+            continue
+        strict: dict[KVCacheSpec, list[str]] = {}
+        for name in names:
+            strict.setdefault(specs[name], []).append(name)
+        types.extend(strict.values())
+    position = {name: index for index, name in enumerate(specs)}
+    return sorted(types, key=lambda names: position[names[0]])
+
+
+def _can_merge(specs: Sequence[KVCacheSpec]) -> bool:
+    try:
+        type(specs[0]).merge(specs)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _group_size(layer_counts: Sequence[int]) -> int:
+    """Return how many layers a group has: the smallest count of any type, to pad the least.
+
+    When the largest is below 1.5 times the smallest, padding the smaller types up to it wastes
+    less than splitting the larger ones would.
+    """
+    smallest, largest = min(layer_counts), max(layer_counts)
+    return largest if 2 * largest < 3 * smallest else smallest
+
+
+def _deal_into_groups(types: Sequence[Sequence[str]], warn: Warn) -> list[list[str]]:
+    """Split each type into groups of `_group_size`, and warn of groups that stay short of it.
+
+    Layers are dealt out like cards: each pipeline stage, which holds a run of layers, then has
+    about as many of one group as of another, and its pools are well used.
+    """
+    size = _group_size([len(names) for names in types])
+    grouped: list[list[str]] = []
+    for names in types:
+        num_groups = ceil_div(len(names), size)
+        grouped.extend(list(names[start::num_groups]) for start in range(num_groups))
+        padding = num_groups * size - len(names)
+        if padding:
+            warn(
+                f"{padding} layers of padding are added to {len(names)} layers like {names[0]} to "
+                f"make groups of {size}: up to {padding / len(names):.1%} of these layers' memory "
+                "may be wasted"
+            )
+    return grouped

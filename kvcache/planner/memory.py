@@ -1,0 +1,197 @@
+"""How many blocks fit, and what a request of full length needs.
+
+Second half of planning: groups are given, bytes become blocks. The null block is counted as
+needed and pools as full pages, padding included. Refuses plans in which a request of
+`max_model_len` tokens could never run, and says which length could.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcache.errors import NotEnoughMemoryError
+from kvcache.planner.grouping import LayerSpecs, get_kv_cache_groups, get_uniform_page_size
+from kvcache.planner.options import PlanOptions
+from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ceil_div
+
+NUM_NULL_BLOCKS = 1
+"""Blocks that no request can have: block 0 stands for positions that were skipped."""
+
+
+@dataclass(frozen=True)
+class RankCapacity:
+    """What one rank can hold. A rank without layers takes no bytes and any number of blocks."""
+
+    rank: int
+    block_bytes: int
+    available_bytes: int
+    num_blocks: int
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether this rank bounds the number of blocks."""
+        return self.block_bytes > 0
+
+
+def get_num_blocks(
+    options: PlanOptions, num_layers: int, available_memory: int, page_size: int
+) -> int:
+    """Return the blocks that fit into `available_memory` bytes over `num_layers` pools.
+
+    Never below 0. `num_gpu_blocks_override`, where set, wins.
+    """
+    if options.num_gpu_blocks_override is not None:
+        return options.num_gpu_blocks_override
+    return max(available_memory // page_size // num_layers, 0)
+
+
+def max_memory_usage_bytes(options: PlanOptions, specs: Iterable[KVCacheSpec]) -> int:
+    """Return the most bytes that one request takes over all `specs`."""
+    return sum(_max_bytes(options, spec) for spec in specs)
+
+
+def num_pools(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Return how many pools a rank with these groups has: the layers of its largest group."""
+    return max((len(group.layer_names) for group in groups), default=0)
+
+
+def block_bytes_of(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Return the bytes of one block over all pools of a rank; 0 for a rank without layers."""
+    pools = num_pools(groups)
+    return pools * get_uniform_page_size(g.kv_cache_spec for g in groups) if pools else 0
+
+
+def blocks_per_request(options: PlanOptions, groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Return the most blocks that one request holds at once, summed over groups."""
+    return sum(
+        ceil_div(_max_bytes(options, group.kv_cache_spec), group.kv_cache_spec.page_size_bytes)
+        for group in groups
+    )
+
+
+def get_max_concurrency_for_kv_cache_config(options: PlanOptions, config: KVCacheConfig) -> float:
+    """Return how many requests of full length fit at once; infinite when nothing is kept."""
+    if not config.kv_cache_groups:
+        return math.inf
+    page = get_uniform_page_size(group.kv_cache_spec for group in config.kv_cache_groups)
+    needed = max_memory_usage_bytes(options, (g.kv_cache_spec for g in config.kv_cache_groups))
+    # Layers per group multiply both what a request needs and what a block gives, and cancel out.
+    return config.num_blocks / ceil_div(needed, page)
+
+
+def rank_capacity(
+    options: PlanOptions, rank: int, groups: Sequence[KVCacheGroupSpec], available_bytes: int
+) -> RankCapacity:
+    """Return what `rank` can hold of its projected `groups`.
+
+    Raises NotEnoughMemoryError when `num_gpu_blocks_override` asks for more than fits.
+    """
+    block_bytes = block_bytes_of(groups)
+    if not block_bytes:
+        return RankCapacity(rank, 0, available_bytes, options.num_gpu_blocks_override or 1)
+    pools = num_pools(groups)
+    num_blocks = get_num_blocks(options, pools, available_bytes, block_bytes // pools)
+    if num_blocks * block_bytes > available_bytes:
+        raise NotEnoughMemoryError(
+            f"rank {rank}: {num_blocks} blocks (num_gpu_blocks_override) need "
+            f"{num_blocks * block_bytes} bytes, {available_bytes} are available: override with "
+            f"at most {available_bytes // block_bytes} blocks, or give the rank more memory"
+        )
+    return RankCapacity(rank, block_bytes, available_bytes, num_blocks)
+
+
+def tightest(capacities: Sequence[RankCapacity]) -> RankCapacity | None:
+    """Return the rank with the fewest blocks (the lowest such), None if nothing bounds them."""
+    limits = [capacity for capacity in capacities if capacity.is_limit]
+    return min(limits, key=lambda c: (c.num_blocks, c.rank), default=None)
+
+
+def longest_model_len(
+    options: PlanOptions, groups: Sequence[KVCacheGroupSpec], num_blocks: int
+) -> int:
+    """Return the most tokens, up to `options.longest_model_len`, that run in `num_blocks`.
+
+    0 when not even one token does. A longer request never needs fewer blocks, so it bisects.
+    """
+
+    def fits(num_tokens: int) -> bool:
+        needed = blocks_per_request(options.with_max_model_len(num_tokens), groups)
+        return needed + NUM_NULL_BLOCKS <= num_blocks
+
+    return _largest(fits, options.longest_model_len)
+
+
+def require_capacity(
+    options: PlanOptions,
+    groups: Sequence[KVCacheGroupSpec],
+    capacities: Sequence[RankCapacity],
+) -> None:
+    """Raise NotEnoughMemoryError unless one request of full length fits beside the null block."""
+    least = tightest(capacities)
+    if least is None:
+        return
+    needed = blocks_per_request(options, groups) + NUM_NULL_BLOCKS
+    if needed <= least.num_blocks:
+        return
+    longest = longest_model_len(options, groups, least.num_blocks)
+    if longest:
+        remedy = f"lower max_model_len to at most {longest} tokens, or "
+    else:
+        remedy = "not even one token fits; "
+    if options.num_gpu_blocks_override is None:
+        remedy += f"give rank {least.rank} more memory"
+    else:
+        remedy += f"raise num_gpu_blocks_override ({options.num_gpu_blocks_override})"
+    raise NotEnoughMemoryError(
+        f"rank {least.rank}: a request of {options.longest_model_len} tokens needs "
+        f"{needed * least.block_bytes} bytes ({needed} blocks of {least.block_bytes} bytes, the "
+        f"null block included), available are {least.available_bytes} bytes "
+        f"({least.num_blocks} blocks): {remedy}"
+    )
+
+
+def check_enough_kv_cache_memory(
+    options: PlanOptions, specs: LayerSpecs, available_memory: int
+) -> None:
+    """Raise NotEnoughMemoryError unless a request of full length fits into one rank's memory.
+
+    The error names what is needed, what there is, and the length that would fit.
+    """
+    groups = _groups_of(options, specs)
+    require_capacity(options, groups, [rank_capacity(options, 0, groups, available_memory)])
+
+
+def estimate_max_model_len(options: PlanOptions, specs: LayerSpecs, available_memory: int) -> int:
+    """Return the most tokens of a request that fits into one rank's memory; 0 if none does.
+
+    Never more than `options.max_model_len`, or `max_position_embeddings` where that is "auto".
+    """
+    groups = _groups_of(options, specs)
+    capacity = rank_capacity(options, 0, groups, available_memory)
+    if not capacity.is_limit:
+        return options.longest_model_len
+    return longest_model_len(options, groups, capacity.num_blocks)
+
+
+def _groups_of(options: PlanOptions, specs: LayerSpecs) -> tuple[KVCacheGroupSpec, ...]:
+    return get_kv_cache_groups(
+        specs, disable_hybrid_kv_cache_manager=options.disable_hybrid_kv_cache_manager
+    )
+
+
+def _max_bytes(options: PlanOptions, spec: KVCacheSpec) -> int:
+    return spec.max_memory_usage_bytes(options.longest_model_len, options.max_num_batched_tokens)
+
+
+def _largest(is_possible: Callable[[int], bool], limit: int) -> int:
+    """Return the largest of 0..limit that is possible; 0 is taken to be."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if is_possible(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

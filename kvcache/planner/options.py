@@ -1,0 +1,88 @@
+"""What the planner is told beside the specs: lengths, overrides, memory.
+
+Stands at the top of the planner: every other module of it takes these. Refuses numbers that
+cannot be meant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvcache.errors import ConfigurationError
+from kvcache.specs import LAYOUTS, Layout, require_count
+
+Warn = Callable[[str], None]
+"""Takes one warning. Functions that warn log by default; a plan collects them instead."""
+
+
+def log_warning(message: str) -> None:
+    """Log `message` as a warning of the planner."""
+    logging.getLogger("kvcache.planner").warning(message)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Settings of the model and the scheduler that decide how much memory a request takes.
+
+    `max_model_len`: most tokens of one request, or "auto" for the most that fits, which never
+    exceeds `max_position_embeddings`, what the model was trained for. `max_num_batched_tokens`:
+    most tokens of one scheduling step. `num_gpu_blocks_override`: blocks to make instead of as
+    many as fit.
+    """
+
+    max_model_len: int | Literal["auto"]
+    max_num_batched_tokens: int = 8192
+    num_gpu_blocks_override: int | None = None
+    disable_hybrid_kv_cache_manager: bool = False
+    layout: Layout = "block_first"
+    max_position_embeddings: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.max_model_len != "auto":
+            require_count("max_model_len", self.max_model_len)
+        require_count("max_num_batched_tokens", self.max_num_batched_tokens)
+        require_count("max_position_embeddings", self.max_position_embeddings)
+        if self.num_gpu_blocks_override is not None:
+            require_count("num_gpu_blocks_override", self.num_gpu_blocks_override)
+        if self.layout not in LAYOUTS:
+            raise ConfigurationError(f"layout {self.layout!r}: use one of {', '.join(LAYOUTS)}")
+
+    @property
+    def longest_model_len(self) -> int:
+        """The length to plan for, or the longest to try when it is "auto"."""
+        if self.max_model_len == "auto":
+            return self.max_position_embeddings
+        return self.max_model_len
+
+    def with_max_model_len(self, max_model_len: int) -> PlanOptions:
+        """Return a copy for requests of at most `max_model_len` tokens."""
+        return replace(self, max_model_len=max_model_len)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank may use for blocks, per tier."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+            require_count(name, getattr(self, name), at_least=0)
+
+
+def as_rank_memories(memories: Sequence[int | RankMemory], num_ranks: int) -> list[RankMemory]:
+    """Return `memories` with plain numbers read as device bytes.
+
+    Raises ConfigurationError unless there is one for each of `num_ranks`.
+    """
+    if len(memories) != num_ranks:
+        raise ConfigurationError(
+            f"{num_ranks} ranks state specs and {len(memories)} state memory: give one of each "
+            "per rank"
+        )
+    return [m if isinstance(m, RankMemory) else RankMemory(m) for m in memories]

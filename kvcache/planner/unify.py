@@ -1,0 +1,175 @@
+"""One agreed plan out of the plans of all ranks.
+
+Last step of planning. Block ids are global: block 7 of the coordinator is block 7 on every rank
+and in every tier. So all ranks get the smallest number of blocks that any of them has room for,
+and the same groups in the same order. Refuses plans that cannot be made to agree, naming rank,
+group and field.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from kvcache.errors import PlanMismatchError
+from kvcache.planner.grouping import layer_order
+from kvcache.planner.layout import Pool, lay_out
+from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, first_difference
+
+
+def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
+    """Return the plans, in the order given, made to agree; `configs` are left as they are.
+
+    Groups of equal specs are matched across ranks in order of their layer names, and come out in
+    order of the first layer that any rank has of them, whatever order they came in. Device, host
+    and disk blocks become the smallest of all ranks, and tensors are laid out anew for them.
+    Raises PlanMismatchError when ranks differ in layout, in the specs of their groups, or in how
+    layers that they share are grouped.
+    """
+    if not configs:
+        raise PlanMismatchError("there are no plans to unify: give the plan of every rank")
+    _require_same_layout(configs)
+    _require_same_specs(configs)
+    aligned = _align_groups([config.kv_cache_groups for config in configs])
+    _require_same_names(aligned)
+    num_blocks = min(config.num_blocks for config in configs)
+    host_blocks = min(config.host_blocks for config in configs)
+    disk_blocks = min(config.disk_blocks for config in configs)
+    return [
+        replace(
+            config,
+            num_blocks=num_blocks,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+            kv_cache_groups=groups,
+            kv_cache_tensors=lay_out(_pools(rank, config, groups), num_blocks, config.layout),
+        )
+        for rank, (config, groups) in enumerate(zip(configs, aligned, strict=True))
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Agreement
+# ---------------------------------------------------------------------------------------------
+
+
+def _require_same_layout(configs: Sequence[KVCacheConfig]) -> None:
+    for rank, config in enumerate(configs):
+        if config.layout != configs[0].layout:
+            raise PlanMismatchError(
+                f"rank {rank}: layout is {config.layout}, but rank 0 has {configs[0].layout}: "
+                "plan all ranks with one layout"
+            )
+
+
+def _require_same_specs(configs: Sequence[KVCacheConfig]) -> None:
+    """Raise unless every rank has the same specs, counted, in whatever order."""
+    reference = configs[0].kv_cache_groups
+    expected = Counter(group.kv_cache_spec for group in reference)
+    for rank, config in enumerate(configs):
+        groups = config.kv_cache_groups
+        if len(groups) != len(reference):
+            raise PlanMismatchError(
+                f"rank {rank}: number of KV cache groups is {len(groups)}, but rank 0 has "
+                f"{len(reference)}: plan all ranks from the merged specs of the model"
+            )
+        found = Counter(group.kv_cache_spec for group in groups)
+        if found != expected:
+            _raise_spec_mismatch(rank, groups, found - expected, reference, expected - found)
+
+
+def _raise_spec_mismatch(
+    rank: int,
+    groups: Sequence[KVCacheGroupSpec],
+    surplus: Counter[KVCacheSpec],
+    reference: Sequence[KVCacheGroupSpec],
+    missing: Counter[KVCacheSpec],
+) -> None:
+    """Name the first group of `rank` that rank 0 lacks, and where it differs from what it has."""
+    index, group = next((i, g) for i, g in enumerate(groups) if g.kv_cache_spec in surplus)
+    candidates = [g for g in reference if g.kv_cache_spec in missing]
+    names = set(group.layer_names)
+    kin = max(  # the group meant is most likely the one with the same layers, else of that kind
+        candidates,
+        key=lambda g: (
+            len(names & set(g.layer_names)),
+            g.kv_cache_spec.kind == group.kv_cache_spec.kind,
+        ),
+    )
+    difference = first_difference(kin.kv_cache_spec, group.kv_cache_spec)
+    if difference is not None:
+        raise PlanMismatchError(
+            f"rank {rank}, group {index}: {difference.field} is {difference.other}, but rank 0 "
+            f"has {difference.one}: give all ranks the same specs"
+        )
+
+
+def _require_same_names(aligned: Sequence[Sequence[KVCacheGroupSpec]]) -> None:
+    """Raise unless ranks that share a layer have it in the same group, of the same layers."""
+    seen: dict[str, tuple[int, int, frozenset[str]]] = {}
+    for rank, groups in enumerate(aligned):
+        for index, group in enumerate(groups):
+            names = frozenset(group.layer_names)
+            for name in group.layer_names:
+                first_rank, first_index, first_names = seen.setdefault(name, (rank, index, names))
+                if (first_index, first_names) != (index, names):
+                    raise PlanMismatchError(
+                        f"rank {rank}, group {index}: layer_names are {_listed(names)}, but rank "
+                        f"{first_rank} has {name} in group {first_index} of "
+                        f"{_listed(first_names)}: ranks that hold the same layers must group "
+                        "them alike"
+                    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Order
+# ---------------------------------------------------------------------------------------------
+
+
+def _align_groups(
+    groups_by_rank: Sequence[Sequence[KVCacheGroupSpec]],
+) -> list[tuple[KVCacheGroupSpec, ...]]:
+    """Return the groups of every rank so that the same index means the same group on all.
+
+    Groups of equal specs are interchangeable: what counts is that ranks which share layers pair
+    them alike, which sorting by layer name does. Empty groups come last among their equals.
+    """
+    sorted_by_rank = [sorted(groups, key=_group_order) for groups in groups_by_rank]
+    columns = list(zip(*sorted_by_rank, strict=True))
+    columns.sort(key=lambda column: min(map(_first_layer, column)))
+    return [tuple(column[rank] for column in columns) for rank in range(len(groups_by_rank))]
+
+
+def _group_order(group: KVCacheGroupSpec) -> tuple[str, str, object]:
+    """Equal specs together, in any fixed order of specs, then by first layer."""
+    return (group.kv_cache_spec.kind, repr(group.kv_cache_spec), _first_layer(group))
+
+
+def _first_layer(group: KVCacheGroupSpec) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+    if not group.layer_names:
+        return (1, ())
+    return (0, min(map(layer_order, group.layer_names)))
+
+
+def _pools(
+    rank: int, config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec]
+) -> list[Pool]:
+    """Return the pools of a plan in the order of their bytes, sharers in the order of `groups`."""
+    group_of = {name: index for index, g in enumerate(groups) for name in g.layer_names}
+    pools = []
+    for index, tensor in enumerate(sorted(config.kv_cache_tensors, key=lambda t: t.offset)):
+        for name in tensor.shared_by:
+            if name not in group_of:
+                raise PlanMismatchError(
+                    f"rank {rank}, tensor {index}: layer {name} is in none of the rank's KV cache "
+                    "groups: plan the rank anew"
+                )
+        sharers = sorted(tensor.shared_by, key=lambda name: group_of[name])
+        pages = [groups[group_of[name]].kv_cache_spec.page_size_bytes for name in sharers]
+        pools.append(Pool(max(pages), tuple(sharers)))
+    return pools
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names, key=layer_order))

@@ -1,0 +1,424 @@
+"""What a request is: its tokens, what sets its content apart, and how far it has been computed.
+
+First thing in the flow: an engine's tokens enter here, are checked once, and live in one growable
+int32 array. Everything below (look-up, allocation, hashing) reads them from here. This module does
+not hash (a block hasher is handed in, and asked only when digests are wanted), holds no blocks and
+decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Final, NewType, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import RequestError
+
+BlockHash = NewType("BlockHash", bytes)
+"""Digest of a full block, its parent's digest included: equal digests mean equal prefixes."""
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id: tokens are stored and hashed as int32."""
+
+TokenIds: TypeAlias = "Sequence[int] | array[int] | NDArray[np.integer]"
+
+_FEW_TOKENS = 16
+_SPARE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter a request runs with. Both parts enter every block's digest.
+
+    Raises:
+        RequestError: the name is empty, or a part is not text that UTF-8 can encode.
+    """
+
+    name: str
+    path: str
+
+    def __post_init__(self) -> None:
+        _check_text("LoRA name", self.name)
+        _check_text("LoRA path", self.path, may_be_empty=True)
+
+
+@dataclass(frozen=True)
+class MultiModalPosition:
+    """Where the placeholder tokens of one multimodal item stand: `[offset, offset + length)`.
+
+    Raises:
+        RequestError: the offset is negative or the length is below 1.
+    """
+
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if type(self.offset) is not int or type(self.length) is not int:
+            raise RequestError(
+                f"multimodal position (offset {self.offset!r}, length {self.length!r}): "
+                "both must be plain integers"
+            )
+        if self.offset < 0 or self.length < 1:
+            raise RequestError(
+                f"multimodal position (offset {self.offset}, length {self.length}): "
+                "offset must be at least 0 and length at least 1"
+            )
+
+    @property
+    def end(self) -> int:
+        """First token behind the item."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What separates equal tokens that must not share blocks.
+
+    A component of in-memory look-up keys, of block labels and of tier directories. `lora` is the
+    adapter's name and path as a JSON array, so that no two adapters read the same.
+    """
+
+    model_epoch: int
+    lora: str | None
+    salt: str | None
+    tenant: str | None
+
+
+class BlockHasher(Protocol):
+    """Computes a request's digests, one per full block of `block_size` tokens."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per digest."""
+
+    @property
+    def none_hash(self) -> BlockHash:
+        """Parent of every first block."""
+
+    def __call__(self, request: Request, known: Sequence[BlockHash]) -> list[BlockHash]:
+        """Digests of the full blocks that follow the `known` ones. Changes nothing."""
+
+
+class Request:
+    """One sequence: prompt tokens, output tokens as they come, and its progress.
+
+    Args:
+        request_id: names the request; not empty.
+        prompt_token_ids: at least one id from 0 to `MAX_TOKEN_ID`; copied.
+        lora: adapter the request runs with.
+        mm_positions: placeholders of multimodal items inside the prompt, as `MultiModalPosition` or
+            `(offset, length)`; kept in order of position.
+        mm_hashes: content hash of each item, one per position.
+        cache_salt: sets the request's content apart from equal tokens without this salt.
+        skip_reading_prefix_cache: the request looks nothing up, but its blocks may be cached.
+        block_hasher: computes `block_hashes`; may also be attached later, or never.
+        tenant: sets the request's blocks apart in look-ups; not part of a digest.
+        model_epoch: generation of the model's weights; not part of a digest.
+
+    Raises:
+        RequestError: anything above does not hold. The message names the request and the value.
+    """
+
+    __slots__ = (
+        "_block_hasher",
+        "_block_hashes",
+        "_num_computed_tokens",
+        "_num_tokens",
+        "_tokens",
+        "cache_salt",
+        "lora",
+        "mm_hashes",
+        "mm_positions",
+        "namespace",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request_id",
+        "skip_reading_prefix_cache",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: TokenIds,
+        *,
+        lora: LoRARequest | None = None,
+        mm_positions: Sequence[MultiModalPosition | tuple[int, int]] = (),
+        mm_hashes: Sequence[str] = (),
+        cache_salt: str | None = None,
+        skip_reading_prefix_cache: bool = False,
+        block_hasher: BlockHasher | None = None,
+        tenant: str | None = None,
+        model_epoch: int = 0,
+    ) -> None:
+        _check_text("request id", request_id)
+        tokens = as_token_ids(prompt_token_ids, f"request {request_id}: prompt token id")
+        if tokens.size == 0:
+            raise RequestError(
+                f"request {request_id}: the prompt is empty: pass at least one token"
+            )
+        if cache_salt is not None:
+            _check_text(f"request {request_id}: cache salt", cache_salt)
+        if tenant is not None:
+            _check_text(f"request {request_id}: tenant", tenant)
+        items = _sorted_items(request_id, mm_positions, mm_hashes, tokens.size)
+
+        self.request_id: Final = request_id
+        self.lora: Final = lora
+        self.mm_positions: Final = tuple(position for position, _ in items)
+        self.mm_hashes: Final = tuple(mm_hash for _, mm_hash in items)
+        self.cache_salt: Final = cache_salt
+        self.skip_reading_prefix_cache: Final = skip_reading_prefix_cache
+        self.namespace: Final = Namespace(model_epoch, _lora_label(lora), cache_salt, tenant)
+        self.num_prompt_tokens: Final[int] = tokens.size
+        self.num_preemptions = 0
+        # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
+        # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
+        self._tokens: NDArray[np.int32] = tokens.copy()
+        self._num_tokens: int = self.num_prompt_tokens
+        self._num_computed_tokens = 0
+        self._block_hasher = block_hasher
+        self._block_hashes: list[BlockHash] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self._num_tokens} tokens, "
+            f"{self.num_prompt_tokens} of them prompt, {self._num_computed_tokens} computed)"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return self._num_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens `[0, n)` whose keys and values are in the cache, or will be after this step."""
+        return self._num_computed_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        num_tokens = index(num_tokens)
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise RequestError(
+                f"request {self.request_id}: {num_tokens} computed tokens, but it has "
+                f"{self._num_tokens} tokens: pass a number from 0 to {self._num_tokens}"
+            )
+        self._num_computed_tokens = num_tokens
+
+    @property
+    def all_token_ids(self) -> NDArray[np.int32]:
+        """All tokens, as a read-only view of `num_tokens` int32: valid until the next change."""
+        view = self._tokens[: self._num_tokens]
+        view.flags.writeable = False
+        return view
+
+    def append_output_token_ids(self, ids: TokenIds) -> None:
+        """Append output tokens; none is appended when one of them is not a token id.
+
+        Raises:
+            RequestError: names the first value that is not a token id, and its index in `ids`.
+        """
+        new: Sequence[int] | NDArray[np.int32]
+        # A decode step appends one token: numpy's fixed cost would be most of the work.
+        if type(ids) is list and len(ids) <= _FEW_TOKENS and _are_token_ids(ids):
+            new = ids
+        else:
+            new = as_token_ids(ids, f"request {self.request_id}: output token id")
+        end = self._num_tokens + len(new)
+        if end > len(self._tokens):
+            grown = np.empty(end + end // 2 + _SPARE_TOKENS, np.int32)
+            grown[: self._num_tokens] = self._tokens[: self._num_tokens]
+            self._tokens = grown
+        self._tokens[self._num_tokens : end] = new
+        self._num_tokens = end
+
+    def truncate_tokens(self, num_tokens: int) -> None:
+        """Take back appended tokens, so that `num_tokens` remain.
+
+        Drops the digests of blocks that are no longer full and lowers `num_computed_tokens` to
+        `num_tokens` where it was above.
+
+        Raises:
+            RequestError: that would cut the prompt, or there are fewer tokens.
+        """
+        num_tokens = index(num_tokens)
+        if not self.num_prompt_tokens <= num_tokens <= self._num_tokens:
+            raise RequestError(
+                f"request {self.request_id}: cannot truncate to {num_tokens} tokens: it has "
+                f"{self._num_tokens}, {self.num_prompt_tokens} of them prompt: pass a number from "
+                f"{self.num_prompt_tokens} to {self._num_tokens}"
+            )
+        self._num_tokens = num_tokens
+        self._num_computed_tokens = min(self._num_computed_tokens, num_tokens)
+        if self._block_hasher is not None:
+            del self._block_hashes[num_tokens // self._block_hasher.block_size :]
+
+    @property
+    def block_hasher(self) -> BlockHasher | None:
+        """What computes `block_hashes`, if anything does."""
+        return self._block_hasher
+
+    def attach_block_hasher(self, block_hasher: BlockHasher) -> None:
+        """Have `block_hashes` computed by `block_hasher`; attaching an equal one does nothing.
+
+        Raises:
+            RequestError: a different one is attached already.
+        """
+        if self._block_hasher is not None and self._block_hasher != block_hasher:
+            raise RequestError(
+                f"request {self.request_id} has the block hasher {self._block_hasher}, not "
+                f"{block_hasher}: use one algorithm, seed and block size for a request"
+            )
+        self._block_hasher = block_hasher
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """Digest of each full block, in order; missing ones are computed now, others kept.
+
+        The result belongs to the request (do not change it) and is valid until the next change.
+
+        Raises:
+            RequestError: no block hasher is attached.
+        """
+        hasher = self._block_hasher
+        if hasher is None:
+            raise RequestError(
+                f"request {self.request_id} has no block hasher: create it with "
+                "block_hasher=get_request_block_hasher(block_size, hash_fn)"
+            )
+        hashes = self._block_hashes
+        if (len(hashes) + 1) * hasher.block_size <= self._num_tokens:
+            hashes.extend(hasher(self, hashes))
+        return hashes
+
+
+def as_token_ids(ids: TokenIds, what: str) -> NDArray[np.int32]:
+    """Check token ids and return them as a contiguous one-dimensional int32 array.
+
+    Args:
+        ids: list, tuple, range, `array.array` or one-dimensional numpy array of integers.
+        what: what one id is, for messages, as in `request r7: prompt token id`.
+
+    Returns:
+        `ids` itself where it is such an array already, else a new array.
+
+    Raises:
+        RequestError: not such a sequence, or a value that is not an integer from 0 to
+            `MAX_TOKEN_ID` (booleans are not integers here); names the first one and its index.
+    """
+    if isinstance(ids, array):
+        ids = np.asarray(ids)
+    if isinstance(ids, np.ndarray):
+        if ids.dtype.kind != "O" or ids.ndim != 1:
+            return _from_ndarray(ids, what)
+        ids = ids.tolist()
+    if isinstance(ids, (str, bytes, bytearray, memoryview)) or not isinstance(ids, Sequence):
+        raise RequestError(
+            f"{what}s cannot be read from {type(ids).__name__}: pass a list, an array or a "
+            "one-dimensional numpy array of integers"
+        )
+    return _from_sequence(ids, what)
+
+
+def _from_ndarray(ids: NDArray[np.generic], what: str) -> NDArray[np.int32]:
+    if ids.ndim != 1:
+        raise RequestError(f"{what}s of shape {ids.shape}: pass a one-dimensional array")
+    if ids.size == 0:
+        return np.empty(0, np.int32)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise _not_a_token_id(what, 0, ids[0].item())
+    if ids.dtype != np.int32 or int(ids.min()) < 0:
+        wide = ids.astype(np.int64)  # unsigned ids above 2**63 become negative
+        bad = np.flatnonzero((wide < 0) | (wide > MAX_TOKEN_ID))
+        if bad.size:
+            raise _not_a_token_id(what, int(bad[0]), ids[bad[0]].item())
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def _from_sequence(ids: Sequence[int], what: str) -> NDArray[np.int32]:
+    # The unsigned array refuses negative ids, fractions and text, in a third of numpy's time. It
+    # takes booleans for 0 and 1, and ids above MAX_TOKEN_ID, which read as negative afterwards.
+    try:
+        tokens = np.frombuffer(array("I", ids), dtype=np.int32)
+    except (TypeError, ValueError, OverflowError):
+        tokens = None
+    if tokens is not None:
+        suspects = np.flatnonzero(tokens <= 1).tolist()
+        if all(type(ids[place]) is not bool and tokens[place] >= 0 for place in suspects):
+            return tokens
+    for place, value in enumerate(ids):
+        if not _are_token_ids([value]):
+            raise _not_a_token_id(what, place, value)
+    return np.array(ids, dtype=np.int32)
+
+
+def _are_token_ids(values: Sequence[object]) -> bool:
+    return all(
+        isinstance(value, (int, np.integer))
+        and not isinstance(value, bool)
+        and 0 <= value <= MAX_TOKEN_ID
+        for value in values
+    )
+
+
+def _not_a_token_id(what: str, place: int, value: object) -> RequestError:
+    shown = value.item() if isinstance(value, np.generic) else value
+    return RequestError(
+        f"{what} at index {place} is {reprlib.repr(shown)}: "
+        f"token ids are integers from 0 to {MAX_TOKEN_ID}"
+    )
+
+
+def _sorted_items(
+    request_id: str,
+    mm_positions: Sequence[MultiModalPosition | tuple[int, int]],
+    mm_hashes: Sequence[str],
+    num_prompt_tokens: int,
+) -> list[tuple[MultiModalPosition, str]]:
+    """Multimodal items in order of position."""
+    if len(mm_hashes) != len(mm_positions):
+        raise RequestError(
+            f"request {request_id}: {len(mm_hashes)} mm_hashes for {len(mm_positions)} "
+            "mm_positions: pass one hash per position"
+        )
+    items = []
+    for given, mm_hash in zip(mm_positions, mm_hashes, strict=True):
+        _check_text(f"request {request_id}: multimodal hash", mm_hash)
+        if isinstance(given, MultiModalPosition):
+            position = given
+        elif isinstance(given, (tuple, list)) and len(given) == 2:
+            position = MultiModalPosition(*given)
+        else:
+            raise RequestError(
+                f"request {request_id}: multimodal position {given!r}: pass a MultiModalPosition "
+                "or a pair (offset, length)"
+            )
+        if position.end > num_prompt_tokens:
+            raise RequestError(
+                f"request {request_id}: multimodal item {mm_hash} stands at tokens "
+                f"[{position.offset}, {position.end}), but the prompt has {num_prompt_tokens} "
+                "tokens: items lie inside the prompt"
+            )
+        items.append((position, mm_hash))
+    return sorted(items, key=lambda item: item[0].offset)
+
+
+def _lora_label(lora: LoRARequest | None) -> str | None:
+    return None if lora is None else json.dumps([lora.name, lora.path], ensure_ascii=False)
+
+
+def _check_text(what: str, text: object, *, may_be_empty: bool = False) -> None:
+    if not isinstance(text, str) or not (text or may_be_empty):
+        raise RequestError(f"{what} is {text!r}: pass a {'' if may_be_empty else 'non-empty '}str")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{what} is {text!r}: pass text that UTF-8 can encode") from None

@@ -1,0 +1,176 @@
+"""The kinds that keep a key and a value per token: full attention and sliding window.
+
+Stands beside spec.py, which says what a kind must answer. Refuses pages padded below their
+content, and layers that remember both a window and a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import ClassVar
+
+from kvcache.errors import ConfigurationError
+from kvcache.specs.spec import KVCacheSpec, require_kind
+from kvcache.specs.units import ceil_div, dtype_size_bytes, require_count
+
+
+@dataclass(frozen=True)
+class AttentionSpec(KVCacheSpec):
+    """A layer that keeps a key and a value per token and head, `[block, 2, tokens, heads, size]`.
+
+    `num_kv_heads` are the heads of this rank. `page_size_padded`: bytes a page is padded to.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str = "float16"
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("num_kv_heads", self.num_kv_heads)
+        require_count("head_size", self.head_size)
+        element = dtype_size_bytes(self.dtype)
+        if self.page_size_padded is None:
+            return
+        require_count("page_size_padded", self.page_size_padded)
+        if self.page_size_padded < self.real_page_size_bytes or self.page_size_padded % element:
+            raise ConfigurationError(
+                f"page_size_padded is {self.page_size_padded} bytes, but a page holds "
+                f"{self.real_page_size_bytes} bytes of {self.dtype}: pad to at least that, in "
+                f"multiples of {element}"
+            )
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Shape of one block's content: `(2, tokens, heads, head_size)`, keys before values."""
+        return (2, self.block_size, self.num_kv_heads, self.head_size)
+
+    @property
+    def alignment_bytes(self) -> int:
+        return dtype_size_bytes(self.dtype)
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return prod(self.page_shape) * dtype_size_bytes(self.dtype)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.real_page_size_bytes
+
+    @property
+    def can_prefix_cache(self) -> bool:
+        return True
+
+    def with_block_size(self, block_size: int) -> KVCacheSpec | None:
+        if self.page_size_padded is not None:
+            return None  # the padding was chosen for the old size and says nothing of the new one
+        return replace(self, block_size=block_size)
+
+    def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
+        return replace(self, page_size_padded=page_size_bytes)
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec(AttentionSpec):
+    """A layer whose every token reads all tokens before it (MHA, GQA, MQA; MLA by `use_mla`).
+
+    MLA keeps one latent vector per token instead of a key and a value. `sliding_window` and
+    `attention_chunk_size` are remembered when this stands in for a windowed or chunked layer: the
+    cache then keeps everything, and the model still reads only its window.
+    """
+
+    kind: ClassVar[str] = "full"
+
+    use_mla: bool = False
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.use_mla) is not bool:
+            raise ConfigurationError(f"use_mla is {self.use_mla!r}: set it to True or False")
+        if self.sliding_window is not None:
+            require_count("sliding_window", self.sliding_window)
+        if self.attention_chunk_size is not None:
+            require_count("attention_chunk_size", self.attention_chunk_size)
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ConfigurationError(
+                f"a layer remembers a sliding window of {self.sliding_window} tokens and a chunk "
+                f"of {self.attention_chunk_size} tokens: set one of them"
+            )
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Shape of one block's content; MLA has no leading key/value axis."""
+        return super().page_shape[1:] if self.use_mla else super().page_shape
+
+    @property
+    def reads_whole_prefix(self) -> bool:
+        return True
+
+    def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        return ceil_div(max_model_len, self.block_size) * self.page_size_bytes
+
+    def as_full_attention(self) -> FullAttentionSpec | None:
+        return self
+
+    def without_remembered_limit(self) -> KVCacheSpec:
+        return replace(self, sliding_window=None, attention_chunk_size=None)
+
+    @classmethod
+    def merge(cls, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
+        """Return the one spec that serves all of `specs`: equal but for what they remember.
+
+        At most one window or chunk may be remembered among them; the result remembers it. Raises
+        ConfigurationError otherwise.
+        """
+        require_kind(cls, specs)
+        full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+        windows = {spec.sliding_window for spec in full} - {None}
+        chunks = {spec.attention_chunk_size for spec in full} - {None}
+        if len(windows) + len(chunks) > 1:
+            remembered = [f"window {w}" for w in sorted(w for w in windows if w)]
+            remembered += [f"chunk {c}" for c in sorted(c for c in chunks if c)]
+            raise ConfigurationError(
+                "full attention layers of one KV cache group remember different limits "
+                f"({', '.join(remembered)}): give them groups of their own"
+            )
+        window = next(iter(windows), None)
+        chunk = next(iter(chunks), None)
+        return super().merge(
+            [replace(spec, sliding_window=window, attention_chunk_size=chunk) for spec in full]
+        )
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A layer whose every token reads itself and the `sliding_window - 1` tokens before it."""
+
+    kind: ClassVar[str] = "sliding_window"
+
+    sliding_window: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("sliding_window", self.sliding_window)
+
+    def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Return the bytes of the window before the first token of a step, the step, and a block.
+
+        The tokens kept need not start at a block's border, hence the one block more.
+        """
+        num_tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
+        return (ceil_div(num_tokens, self.block_size) + 1) * self.page_size_bytes
+
+    def as_full_attention(self) -> FullAttentionSpec | None:
+        return FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            page_size_padded=self.page_size_padded,
+            sliding_window=self.sliding_window,
+        )

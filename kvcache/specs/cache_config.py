@@ -1,0 +1,152 @@
+"""The plan of one rank: what the planner makes, and everybody else obeys.
+
+Stands between the planner, which alone builds it, and managers, workers and messages, which read
+it. Refuses counts that cannot be meant; whether a plan fits a machine is the planner's question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.specs.plain import SPEC_KINDS, construct, require_dict, spec_from_dict
+from kvcache.specs.spec import KVCacheSpec
+from kvcache.specs.units import require_count
+
+Layout = Literal["block_first", "layer_first"]
+"""Order of a rank's bytes: all layers of a block together, or all blocks of a layer together."""
+
+LAYOUTS: tuple[Layout, ...] = ("block_first", "layer_first")
+
+
+@dataclass(frozen=True)
+class KVCacheTensor:
+    """One pool: a page per block, shared by one layer of each KV cache group.
+
+    Byte `b` of block `n` lies at `offset + n * block_stride + b` of the rank's allocation.
+    `size`: bytes of all pages of this pool. `layer_stride`: bytes from this pool's page of a block
+    to the next pool's page of the same block.
+    """
+
+    size: int
+    shared_by: tuple[str, ...]
+    offset: int = 0
+    block_stride: int = 0
+    layer_stride: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared_by", _as_names("shared_by", self.shared_by))
+        for name in ("size", "offset", "block_stride", "layer_stride"):
+            require_count(name, getattr(self, name), at_least=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for a message."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "shared_by": list(self.shared_by)}
+
+    @classmethod
+    def from_dict(cls, data: object) -> KVCacheTensor:
+        """Return what `to_dict` made `data` from; raises MalformedMessageError."""
+        made: KVCacheTensor = construct(cls, data)
+        return made
+
+
+@dataclass(frozen=True)
+class KVCacheGroupSpec:
+    """Layers that share one block table, and the spec that serves all of them.
+
+    `layer_names` are those of one rank; a rank that holds none of the group's layers has the
+    group all the same, empty, so that group ids mean the same on every rank.
+    """
+
+    layer_names: tuple[str, ...]
+    kv_cache_spec: KVCacheSpec
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_names", _as_names("layer_names", self.layer_names))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for a message."""
+        return {
+            "layer_names": list(self.layer_names),
+            "kv_cache_spec": self.kv_cache_spec.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(
+        cls, data: object, kinds: Mapping[str, type[KVCacheSpec]] = SPEC_KINDS
+    ) -> KVCacheGroupSpec:
+        """Return what `to_dict` made `data` from; raises MalformedMessageError."""
+        values = require_dict("KVCacheGroupSpec", data)
+        spec = spec_from_dict(values.get("kv_cache_spec"), kinds)
+        made: KVCacheGroupSpec = construct(cls, {**values, "kv_cache_spec": spec})
+        return made
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The plan of one rank: how many blocks, where their bytes lie, which layers share tables.
+
+    `num_blocks` counts the null block and is the same on every rank, as are the capacities of the
+    host and disk tiers, `host_blocks` and `disk_blocks`.
+    """
+
+    num_blocks: int
+    kv_cache_tensors: tuple[KVCacheTensor, ...]
+    kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    layout: Layout = "block_first"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_cache_tensors", tuple(self.kv_cache_tensors))
+        object.__setattr__(self, "kv_cache_groups", tuple(self.kv_cache_groups))
+        for name in ("num_blocks", "host_blocks", "disk_blocks"):
+            require_count(name, getattr(self, name), at_least=0)
+        if self.layout not in LAYOUTS:
+            raise ConfigurationError(f"layout {self.layout!r}: use one of {', '.join(LAYOUTS)}")
+
+    @property
+    def total_size_bytes(self) -> int:
+        """Bytes of this rank's allocation."""
+        return sum(tensor.size for tensor in self.kv_cache_tensors)
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes that one block takes on this rank, over all pools."""
+        return self.total_size_bytes // self.num_blocks if self.num_blocks else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for a message."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["kv_cache_tensors"] = [tensor.to_dict() for tensor in self.kv_cache_tensors]
+        values["kv_cache_groups"] = [group.to_dict() for group in self.kv_cache_groups]
+        return values
+
+    @classmethod
+    def from_dict(
+        cls, data: object, kinds: Mapping[str, type[KVCacheSpec]] = SPEC_KINDS
+    ) -> KVCacheConfig:
+        """Return what `to_dict` made `data` from; raises MalformedMessageError."""
+        values = dict(require_dict("KVCacheConfig", data))
+        for name in ("kv_cache_tensors", "kv_cache_groups"):
+            if not isinstance(values.get(name), list | tuple):
+                raise MalformedMessageError(f"KVCacheConfig: {name} is no list")
+        values["kv_cache_tensors"] = [
+            KVCacheTensor.from_dict(tensor) for tensor in values["kv_cache_tensors"]
+        ]
+        values["kv_cache_groups"] = [
+            KVCacheGroupSpec.from_dict(group, kinds) for group in values["kv_cache_groups"]
+        ]
+        made: KVCacheConfig = construct(cls, values)
+        return made
+
+
+def _as_names(what: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return `names` as a tuple; raises ConfigurationError for a bare string or other values."""
+    listed = () if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
+        raise ConfigurationError(f"{what} is {names!r}: give a list of layer names")
+    return listed

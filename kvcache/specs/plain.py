@@ -1,0 +1,54 @@
+"""Specs as plain values for messages and files, and back.
+
+Stands between specs and the wire. Whatever does not fit is refused with MalformedMessageError;
+kinds from outside travel when the caller passes a mapping that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.specs.attention import FullAttentionSpec, SlidingWindowSpec
+from kvcache.specs.spec import KVCacheSpec
+
+SPEC_KINDS: Mapping[str, type[KVCacheSpec]] = MappingProxyType(
+    {spec.kind: spec for spec in (FullAttentionSpec, SlidingWindowSpec)}
+)
+"""The kinds that messages may carry. Pass an extended copy where kinds of your own travel."""
+
+
+def spec_from_dict(
+    data: object, kinds: Mapping[str, type[KVCacheSpec]] = SPEC_KINDS
+) -> KVCacheSpec:
+    """Return the spec that `to_dict` made `data` from; raises MalformedMessageError."""
+    kind = data.get("kind") if isinstance(data, dict) else data
+    if not isinstance(data, dict) or not isinstance(kind, str) or kind not in kinds:
+        raise MalformedMessageError(
+            f"a KV cache spec of kind {kind!r} is not known: known kinds are "
+            f"{', '.join(sorted(kinds))}"
+        )
+    values = {name: value for name, value in data.items() if name != "kind"}
+    made: KVCacheSpec = construct(kinds[kind], values)
+    return made
+
+
+def require_dict(what: str, data: object) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise MalformedMessageError(f"{what}: got {type(data).__name__}, not a dict")
+    return data
+
+
+def construct(cls: type[Any], data: object) -> Any:
+    """Build dataclass `cls` from plain values; raises MalformedMessageError if they do not fit."""
+    values = require_dict(cls.__name__, data)
+    unknown = [str(name) for name in values if name not in {f.name for f in fields(cls)}]
+    if unknown:
+        raise MalformedMessageError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
+    try:
+        return cls(**values)
+    except (TypeError, ConfigurationError) as error:
+        raise MalformedMessageError(f"{cls.__name__}: {error}") from error

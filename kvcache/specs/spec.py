@@ -1,0 +1,135 @@
+"""What every kind of KV cache answers, whatever it keeps.
+
+Stands before the planner: an engine states a `KVCacheSpec` per layer, and planner, managers and
+workers ask it what they need to know. Refuses sizes that cannot be meant; knows nothing of
+requests, ranks or free memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvcache.errors import ConfigurationError
+from kvcache.specs.units import require_count
+
+if TYPE_CHECKING:
+    from kvcache.specs.attention import FullAttentionSpec
+
+
+@dataclass(frozen=True)
+class KVCacheSpec(ABC):
+    """What a layer keeps per block of `block_size` tokens.
+
+    Kinds differ in what they answer, never in what they are asked: whoever wants to know whether
+    a layer can do something asks the spec, not its class. Specs are equal when all fields are.
+    """
+
+    kind: ClassVar[str]
+    """Name of the kind in messages, files and configurations."""
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        require_count("block_size", self.block_size)
+
+    @property
+    @abstractmethod
+    def page_size_bytes(self) -> int:
+        """Bytes that one block of this layer takes in memory, padding included."""
+
+    @property
+    @abstractmethod
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one block of this layer that hold content."""
+
+    @property
+    @abstractmethod
+    def alignment_bytes(self) -> int:
+        """What every page of this layer must start at a multiple of."""
+
+    @property
+    @abstractmethod
+    def can_prefix_cache(self) -> bool:
+        """Whether another request can start from blocks that this layer has kept."""
+
+    @property
+    def reads_whole_prefix(self) -> bool:
+        """Whether a token may read every token before it, so that no block can be dropped."""
+        return False
+
+    @abstractmethod
+    def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Return the most bytes one request of `max_model_len` tokens takes in this layer."""
+
+    @abstractmethod
+    def with_block_size(self, block_size: int) -> KVCacheSpec | None:
+        """Return a copy with blocks of `block_size` tokens, None if this kind cannot have them."""
+
+    @abstractmethod
+    def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
+        """Return a copy whose pages take `page_size_bytes`, None if this kind cannot be padded."""
+
+    def as_full_attention(self) -> FullAttentionSpec | None:
+        """Return the full attention that can stand in for this layer, None if nothing can."""
+        return None
+
+    def without_remembered_limit(self) -> KVCacheSpec:
+        """Return a copy without what is merely remembered and does not decide what is kept."""
+        return self
+
+    @classmethod
+    def merge(cls, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
+        """Return the one spec that serves all of `specs`; they must be equal.
+
+        Raises ConfigurationError when `specs` is empty, or naming the first field that differs.
+        """
+        require_kind(cls, specs)
+        for other in specs[1:]:
+            difference = first_difference(specs[0], other)
+            if difference is not None:
+                raise ConfigurationError(
+                    f"layers of one KV cache group differ in {difference}: give them groups of "
+                    "their own"
+                )
+        return specs[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for a message; `spec_from_dict` is the way back."""
+        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first field in which two specs differ, and its value in each."""
+
+    field: str
+    one: object
+    other: object
+
+    def __str__(self) -> str:
+        return f"{self.field} ({self.one}, {self.other})"
+
+
+def first_difference(one: KVCacheSpec, other: KVCacheSpec) -> Difference | None:
+    """Return the first field in which two specs differ, their kind before all; None if equal."""
+    if type(one) is not type(other):
+        return Difference("kind", one.kind, other.kind)
+    for field in fields(one):
+        values = getattr(one, field.name), getattr(other, field.name)
+        if values[0] != values[1]:
+            return Difference(field.name, *values)
+    return None
+
+
+def require_kind(cls: type[KVCacheSpec], specs: Sequence[KVCacheSpec]) -> None:
+    if not specs:
+        raise ConfigurationError("no specs to merge: a KV cache group has at least one layer")
+    for spec in specs:
+        if type(spec) is not type(specs[0]) or not isinstance(spec, cls):
+            raise ConfigurationError(
+                f"layers of one KV cache group differ in kind ({specs[0].kind}, {spec.kind}): "
+                "give them groups of their own"
+            )

@@ -1,0 +1,142 @@
+"""The import rule of the house, checked by reading the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What stands lower may import what stands higher, never the reverse. Modules of one line may
+# import each other.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("errors", "ids", "arrays", "clock"),
+    ("specs",),
+    ("config",),
+    ("request", "hashing"),
+    ("planner",),
+    ("policies",),
+    ("commands",),
+    ("step", "labels"),
+    ("messages",),
+    ("wire", "delivery", "state_store"),
+    ("network",),
+    ("core",),
+    ("blocks",),
+    ("managers",),
+    ("cache_blocks", "prefix_statistics", "slots", "pins", "step_ledger"),
+    ("manager",),
+    ("offload",),
+    ("worker",),
+    ("events",),
+    ("client_ledger", "forward_plan"),
+    ("coordinator",),
+    ("client_session",),
+    ("simulate",),
+    ("replay",),
+)
+LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the dotted name of every module imported anywhere in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise AssertionError(f"{path}:{node.lineno}: relative import")
+            module = node.module or ""
+            yield module
+            if module in {"kvcache", "actors"}:
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def unit_of(path: Path) -> str:
+    """Return the name in ORDER a file belongs to."""
+    first = path.relative_to(ROOT / "kvcache").parts[0]
+    return first.removesuffix(".py")
+
+
+def test_every_module_of_the_library_has_its_place_in_the_order() -> None:
+    units = {unit_of(path) for path in sources("kvcache")} - {"__init__"}
+    assert units - set(LEVELS) == set()
+
+
+def test_no_module_imports_one_that_stands_lower() -> None:
+    wrong = []
+    for path in sources("kvcache"):
+        unit = unit_of(path)
+        if unit == "__init__":
+            continue
+        for module in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] != "kvcache" or len(parts) < 2 or parts[1] not in LEVELS:
+                continue
+            if LEVELS[parts[1]] > LEVELS[unit]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+def test_the_library_never_imports_ray_or_the_actors() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("kvcache")
+        for module in imported_modules(path)
+        if module.split(".")[0] in {"ray", "actors"}
+    ]
+    assert wrong == []
+
+
+def test_only_workers_import_torch() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources("kvcache")
+        if unit_of(path) != "worker"
+        and any(module.split(".")[0] == "torch" for module in imported_modules(path))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ["kvcache", "actors"])
+def test_nothing_is_ever_unpickled(package: str) -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources(package)
+        if any(m.split(".")[0] in {"pickle", "cloudpickle"} for m in imported_modules(path))
+        or "recv_pyobj" in path.read_text(encoding="utf-8")
+    ]
+    assert wrong == []
+
+
+def test_the_environment_is_read_only_where_configuration_is() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources("kvcache")
+        if unit_of(path) != "config"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+    ]
+    assert wrong == []
+
+
+def test_no_file_has_grown_into_two_nouns() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {lines} lines"
+        for package in ("kvcache", "actors")
+        for path in sources(package)
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 450
+    ]
+    assert long == []
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    names = {path.stem for package in ("kvcache", "actors") for path in sources(package)}
+    assert names & {"utils", "util", "common", "helpers", "misc"} == set()
