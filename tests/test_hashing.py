@@ -147,6 +147,19 @@ def test_every_block_is_hashed_by_the_rule(hash_fn, seed):
     assert list(request.block_hashes) == expected
 
 
+@pytest.mark.parametrize("block_size", [8, 16, 400])
+def test_token_ids_at_the_borders_of_cbor_widths_are_hashed_by_the_rule(block_size):
+    borders = [0, 23, 24, 255, 256, 65535, 65536, 2**31 - 1]
+    hasher = get_request_block_hasher(block_size, get_hash_fn("sha256_cbor"))
+    tokens = borders * 100
+    parent, expected = hasher.none_hash, []
+    for start in range(0, len(tokens), block_size):
+        block = tokens[start : start + block_size]
+        parent = obvious_digest("sha256_cbor", parent, block, None)
+        expected.append(parent)
+    assert list(Request("r1", tokens, block_hasher=hasher).block_hashes) == expected
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_hashing_step_by_step_equals_hashing_all_at_once(hash_fn, seed):
     print(f"seed {seed}")
@@ -305,9 +318,9 @@ def test_digests_are_the_ones_they_have_always_been():
         for name in ALGORITHMS
     }
     assert hashes == {
-        "sha256": "SHA",
-        "sha256_cbor": "CBOR",
-        "xxh3_128": "XXH",
+        "sha256": "c42fbcd42494c7035e3ea97ebb85e4d75383ffaec7a134c3ad42a4435b574c64",
+        "sha256_cbor": "f1b74246fc0862184b6875ecf8cf431ca5d98c75e3b37d04516f2f485fe0d80e",
+        "xxh3_128": "dcf7267b0ee3e19967f862dc63928526",
     }
 
 

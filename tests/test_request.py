@@ -279,7 +279,9 @@ def test_digests_need_a_block_hasher_and_one_can_be_attached_once():
     hashes = list(request.block_hashes)
     assert len(hashes) == 2
     request.attach_block_hasher(get_request_block_hasher(4, sha256))
-    with pytest.raises(RequestError, match="use one algorithm, seed and block size for a request$"):
+    with pytest.raises(
+        RequestError, match=r"use one algorithm, seed and block size for a request$"
+    ):
         request.attach_block_hasher(get_request_block_hasher(8, sha256))
     assert list(request.block_hashes) == hashes
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvcache.errors import NotEnoughMemoryError
 from kvcache.planner.grouping import LayerSpecs, get_kv_cache_groups, get_uniform_page_size
 from kvcache.planner.options import PlanOptions
-from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ceil_div
+from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ceil_div, require_count
 
 NUM_NULL_BLOCKS = 1
 """Blocks that no request can have: block 0 stands for positions that were skipped."""
@@ -40,8 +40,11 @@ def get_num_blocks(
 ) -> int:
     """Return the blocks that fit into `available_memory` bytes over `num_layers` pools.
 
-    Never below 0. `num_gpu_blocks_override`, where set, wins.
+    Never below 0. `num_gpu_blocks_override`, where set, wins. Raises ConfigurationError unless
+    there is at least one layer and one byte a page.
     """
+    require_count("num_layers", num_layers)
+    require_count("page_size", page_size)
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
     return max(available_memory // page_size // num_layers, 0)
@@ -90,7 +93,7 @@ def rank_capacity(
     """
     block_bytes = block_bytes_of(groups)
     if not block_bytes:
-        return RankCapacity(rank, 0, available_bytes, options.num_gpu_blocks_override or 1)
+        return RankCapacity(rank, 0, available_bytes, NUM_NULL_BLOCKS)
     pools = num_pools(groups)
     num_blocks = get_num_blocks(options, pools, available_bytes, block_bytes // pools)
     if num_blocks * block_bytes > available_bytes:

@@ -53,9 +53,9 @@ class PlanOptions:
     @property
     def longest_model_len(self) -> int:
         """The length to plan for, or the longest to try when it is "auto"."""
-        if self.max_model_len == "auto":
-            return self.max_position_embeddings
-        return self.max_model_len
+        if isinstance(self.max_model_len, int):
+            return self.max_model_len
+        return self.max_position_embeddings
 
     def with_max_model_len(self, max_model_len: int) -> PlanOptions:
         """Return a copy for requests of at most `max_model_len` tokens."""

@@ -166,7 +166,7 @@ def _configs(
     capacities: Sequence[RankCapacity],
     memories: Sequence[RankMemory],
 ) -> list[KVCacheConfig]:
-    """Return each rank's own plan; a rank without layers goes along with any number of blocks."""
+    """Return each rank's own plan; a rank without layers goes along with the others."""
     limits = [capacity for capacity in capacities if capacity.is_limit]
     fewest = [
         min(memories[c.rank].host_bytes // c.block_bytes for c in limits) if limits else 0,

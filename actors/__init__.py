@@ -1,0 +1,1 @@
+"""The Ray side of the package. Filled in below as modules appear."""

@@ -1,0 +1,82 @@
+"""Who may connect when messages leave the machine: CURVE keys and the gate that checks them.
+
+The launcher makes one pair of keys for the coordinator and one for everybody who connects to it,
+and hands them out through Ray actor calls. The gate answers libzmq's authentication requests
+(ZAP, RFC 27) in the coordinator's own receive loop: only the cluster's own key gets in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+ZAP_FRAMES = 7
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """Keys of one cluster, Z85-encoded. Secrets do not show in a printed value."""
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    peer_public: bytes
+    peer_secret: bytes = field(repr=False)
+
+    def for_peers(self) -> CurveKeys:
+        """Return a copy without the server's secret, for workers and clients."""
+        return CurveKeys(self.server_public, b"", self.peer_public, self.peer_secret)
+
+
+def generate_curve_keys() -> CurveKeys:
+    """Return fresh keys for one cluster."""
+    server_public, server_secret = zmq.curve_keypair()
+    peer_public, peer_secret = zmq.curve_keypair()
+    return CurveKeys(server_public, server_secret, peer_public, peer_secret)
+
+
+def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+    """Make `socket` a CURVE server. Call before it is bound, on a context with a `CurveGate`."""
+    socket.curve_server = True
+    socket.curve_publickey = keys.server_public
+    socket.curve_secretkey = keys.server_secret
+    socket.zap_domain = b"kvcache"
+
+
+def equip_peer(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+    """Give `socket` the keys to connect with. Call before it connects."""
+    socket.curve_serverkey = keys.server_public
+    socket.curve_publickey = keys.peer_public
+    socket.curve_secretkey = keys.peer_secret
+
+
+class CurveGate:
+    """Answers authentication requests of one context. Owned by the thread of the server's end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+        """Open the gate on `context`; it lets in whoever holds the peers' key."""
+        self._allowed = z85.decode(keys.peer_public)
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        """Answer every waiting request."""
+        while self.socket.poll(0):
+            frames = self.socket.recv_multipart()
+            request_id = frames[1] if len(frames) > 1 else b""
+            is_welcome = (
+                len(frames) == ZAP_FRAMES
+                and frames[0] == ZAP_VERSION
+                and frames[5] == b"CURVE"
+                and frames[6] == self._allowed
+            )
+            status = (b"200", b"OK") if is_welcome else (b"400", b"not a key of this cluster")
+            self.socket.send_multipart([ZAP_VERSION, request_id, *status, b"", b""])
+
+    def close(self) -> None:
+        """Close the gate."""
+        self.socket.close(0)

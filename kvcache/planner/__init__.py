@@ -1,0 +1,74 @@
+"""Planning: what every layer keeps and what every rank has becomes one plan for all.
+
+Pure functions. grouping.py and pages.py say which layers share a block table, memory.py how many
+blocks that gives, layout.py where their bytes lie, unify.py makes ranks agree, fingerprint.py
+names the result, plan.py runs all of it, cluster.py from a configuration file, report.py in
+figures for people.
+"""
+
+from __future__ import annotations
+
+from kvcache.planner.cluster import plan_cluster, plan_options, rank_coordinates
+from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint, plan_fingerprint
+from kvcache.planner.grouping import (
+    LayerSpecs,
+    create_kv_cache_group_specs,
+    get_kv_cache_groups,
+    get_uniform_page_size,
+    is_kv_cache_page_size_uniform,
+    is_kv_cache_type_attention_free,
+    is_kv_cache_type_uniform,
+    layer_order,
+    merge_rank_specs,
+    project_groups,
+    unify_hybrid_kv_cache_specs,
+)
+from kvcache.planner.memory import (
+    check_enough_kv_cache_memory,
+    estimate_max_model_len,
+    get_max_concurrency_for_kv_cache_config,
+    get_num_blocks,
+    max_memory_usage_bytes,
+)
+from kvcache.planner.options import PlanOptions, RankMemory
+from kvcache.planner.pages import unify_page_sizes
+from kvcache.planner.plan import Plan, get_kv_cache_config, get_kv_cache_configs, plan_kv_cache
+from kvcache.planner.report import GroupReport, PlanReport, RankReport, report_plan
+from kvcache.planner.unify import unify_kv_cache_configs
+
+__all__ = [
+    "GroupReport",
+    "LayerSpecs",
+    "Plan",
+    "PlanOptions",
+    "PlanReport",
+    "RankCoordinates",
+    "RankMemory",
+    "RankReport",
+    "check_enough_kv_cache_memory",
+    "create_kv_cache_group_specs",
+    "estimate_max_model_len",
+    "get_kv_cache_config",
+    "get_kv_cache_configs",
+    "get_kv_cache_groups",
+    "get_max_concurrency_for_kv_cache_config",
+    "get_num_blocks",
+    "get_uniform_page_size",
+    "is_kv_cache_page_size_uniform",
+    "is_kv_cache_type_attention_free",
+    "is_kv_cache_type_uniform",
+    "layer_order",
+    "layout_fingerprint",
+    "max_memory_usage_bytes",
+    "merge_rank_specs",
+    "plan_cluster",
+    "plan_fingerprint",
+    "plan_kv_cache",
+    "plan_options",
+    "project_groups",
+    "rank_coordinates",
+    "report_plan",
+    "unify_hybrid_kv_cache_specs",
+    "unify_kv_cache_configs",
+    "unify_page_sizes",
+]

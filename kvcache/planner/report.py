@@ -1,0 +1,149 @@
+"""What a plan means in numbers that people compare: blocks, bytes, tokens, concurrency.
+
+Stands behind the planner, before whoever shows it. Pure figures: rendering is not done here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvcache.planner.memory import NUM_NULL_BLOCKS, blocks_per_request
+from kvcache.planner.plan import Plan
+from kvcache.specs import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One KV cache group over all ranks."""
+
+    group_id: int
+    kind: str
+    num_layers: int
+    block_size_tokens: int
+    page_size_bytes: int
+    blocks_per_request: int
+    """Most blocks that one request of `max_model_len` tokens holds in this group."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's share. `wasted_bytes`: bytes of a block that no layer of this rank fills.
+
+    Waste is padding within pages, and pools that a group has no layer for; it is counted per
+    block averaged over the groups, as a block belongs to one group at a time.
+    """
+
+    rank: int
+    num_layers: int
+    available_bytes: int
+    num_blocks: int
+    block_bytes: int
+    allocated_bytes: int
+    unused_bytes: int
+    padding_waste: float
+    """Share of the allocation, 0 to 1, that padding would waste with all groups equally used."""
+    host_blocks: int
+    disk_blocks: int
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan in figures. Tokens are of the whole model; bytes are summed over ranks or per rank.
+
+    `capacity_tokens`: tokens that requests of full length hold when the pool is full of them;
+    `bytes_per_token`: what each of those takes, all ranks together. `max_concurrency` and
+    `capacity_tokens` are None where nothing bounds them (a model that keeps nothing).
+    """
+
+    name: str
+    num_ranks: int
+    num_blocks: int
+    num_usable_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    layout: str
+    capacity_tokens: int | None
+    bytes_per_token: float
+    allocated_bytes: int
+    max_concurrency: float | None
+    can_prefix_cache: bool
+    fingerprint: str
+    groups: tuple[GroupReport, ...]
+    ranks: tuple[RankReport, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """Return the report as JSON, keys as the fields are named."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def report_plan(plan: Plan, name: str = "kvcache") -> PlanReport:
+    """Return the figures of `plan`, titled `name`."""
+    groups = _report_groups(plan)
+    usable = plan.num_blocks - NUM_NULL_BLOCKS
+    allocated = sum(config.total_size_bytes for config in plan.configs)
+    per_request = sum(group.blocks_per_request for group in groups)
+    tokens = plan.max_model_len * usable / per_request if per_request else math.inf
+    is_bounded = math.isfinite(tokens)
+    return PlanReport(
+        name=name,
+        num_ranks=len(plan.configs),
+        num_blocks=plan.num_blocks,
+        num_usable_blocks=usable,
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=plan.options.max_num_batched_tokens,
+        layout=plan.options.layout,
+        capacity_tokens=int(tokens) if is_bounded else None,
+        bytes_per_token=_block_bytes(plan.configs) * per_request / plan.max_model_len,
+        allocated_bytes=allocated,
+        max_concurrency=plan.max_concurrency if math.isfinite(plan.max_concurrency) else None,
+        can_prefix_cache=plan.can_prefix_cache,
+        fingerprint=plan.fingerprint,
+        groups=groups,
+        ranks=tuple(_report_rank(plan, rank) for rank in range(len(plan.configs))),
+        warnings=plan.warnings,
+    )
+
+
+def _report_groups(plan: Plan) -> tuple[GroupReport, ...]:
+    return tuple(
+        GroupReport(
+            group_id=group_id,
+            kind=group.kv_cache_spec.kind,
+            num_layers=len(group.layer_names),
+            block_size_tokens=group.kv_cache_spec.block_size,
+            page_size_bytes=group.kv_cache_spec.page_size_bytes,
+            blocks_per_request=blocks_per_request(plan.options, [group]),
+        )
+        for group_id, group in enumerate(plan.model_groups)
+    )
+
+
+def _report_rank(plan: Plan, rank: int) -> RankReport:
+    config = plan.configs[rank]
+    filled = sum(
+        len(group.layer_names) * group.kv_cache_spec.real_page_size_bytes
+        for group in config.kv_cache_groups
+    )
+    taken = len(config.kv_cache_groups) * _block_bytes([config])
+    available = plan.memories[rank].device_bytes
+    return RankReport(
+        rank=rank,
+        num_layers=sum(len(group.layer_names) for group in config.kv_cache_groups),
+        available_bytes=available,
+        num_blocks=config.num_blocks,
+        block_bytes=_block_bytes([config]),
+        allocated_bytes=config.total_size_bytes,
+        unused_bytes=available - config.total_size_bytes,
+        padding_waste=1 - filled / taken if taken else 0.0,
+        host_blocks=config.host_blocks,
+        disk_blocks=config.disk_blocks,
+    )
+
+
+def _block_bytes(configs: Sequence[KVCacheConfig]) -> int:
+    """Return the bytes of one block over all pools of these ranks."""
+    return sum(config.block_size_bytes for config in configs)
