@@ -1,9 +1,9 @@
-"""Numbers, windows and answers of clients' steps: delivery.py's rules between client and coordinator.
+"""Numbers, windows and answers of steps: delivery.py between client and coordinator.
 
     client  StepWindow ──StepRequest / Call, step──▶ StepReceiver  coordinator, one per client
                        ◀──answer / MissingSteps────
 
-A step is executed once, however often it arrives; a repeat gets the stored answer. Bookkeeping only:
+A step is executed once, however often it arrives; a repeat gets the stored answer. Bookkeeping:
 time is passed in, nothing is sent or executed here.
 """
 

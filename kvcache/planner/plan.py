@@ -130,7 +130,7 @@ def get_kv_cache_configs(
     memories: Sequence[int | RankMemory],
     warn: Warn = log_warning,
 ) -> list[KVCacheConfig]:
-    """Return the configuration of every rank; as `plan_kv_cache`, with warnings passed to `warn`."""
+    """Return the configuration of every rank; as `plan_kv_cache`, warnings go to `warn`."""
     plan = plan_kv_cache(options, specs_by_rank, memories)
     for warning in plan.warnings:
         warn(warning)

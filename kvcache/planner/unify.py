@@ -152,9 +152,7 @@ def _first_layer(group: KVCacheGroupSpec) -> tuple[int, tuple[tuple[int, int, st
     return (0, min(map(layer_order, group.layer_names)))
 
 
-def _pools(
-    rank: int, config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec]
-) -> list[Pool]:
+def _pools(rank: int, config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec]) -> list[Pool]:
     """Return the pools of a plan in the order of their bytes, sharers in the order of `groups`."""
     group_of = {name: index for index, g in enumerate(groups) for name in g.layer_names}
     pools = []

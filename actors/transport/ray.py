@@ -1,0 +1,242 @@
+"""Both ends as Ray actor calls, where no socket can be opened between processes.
+
+    worker, client ──coordinator.post(identity, payload)──▶ RayServer inbox
+    RayServer ──worker.kvcache_deliver(payload)───────────▶ RayPeer inbox of that worker
+    RayServer outbox per client ◀──coordinator.collect(client id)── RayPeer of that client
+
+Some ten times slower than ZMQ. Calls are started and their results dropped: a call that fails is a
+lost message, which the delivery rules above repair; nothing is ever called again from here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from actors.transport.protocol import Inbound, Peer, TransportStatistics, parse_identity
+from actors.transport.zmq_server import MAX_RECEIVED_AT_ONCE, WakePipe, ZmqLimits
+from kvcache.errors import MalformedMessageError
+from kvcache.messages import Address, ClientAddress, WorkerAddress
+
+RAY_ENDPOINT = "ray"
+COLLECT_TIMEOUT_S = 0.25
+"""How long one `collect` call waits in the coordinator before it returns empty."""
+
+MAX_OUTBOXES = 256
+"""Clients the server keeps answers for; the one unheard of for longest is forgotten."""
+
+ActorHandle = Any
+"""Ray's handles have the methods of whatever class they belong to."""
+
+
+class Mailbox:
+    """A bounded queue of payloads. Any thread may put; a full box refuses."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._items: deque[Any] = deque()
+        self._changed = threading.Condition()
+        self._is_woken = False
+
+    def put(self, item: Any) -> bool:
+        """Append `item`; False, unchanged, when the box is full."""
+        with self._changed:
+            if len(self._items) >= self._capacity:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def take(self, timeout_s: float) -> list[Any]:
+        """Return waiting items, at most `MAX_RECEIVED_AT_ONCE`; wait at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._is_woken, timeout_s)
+            self._is_woken = False
+            count = min(len(self._items), MAX_RECEIVED_AT_ONCE)
+            return [self._items.popleft() for _ in range(count)]
+
+    def wake(self) -> None:
+        """Make one waiting `take` return."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+
+class RayServer:
+    """A `ServerTransport` inside the coordinator actor, which passes `post` and `collect` on."""
+
+    def __init__(self, worker_of: Callable[[int], ActorHandle | None], limits: ZmqLimits) -> None:
+        """`worker_of` returns the actor of a rank, or None while there is none."""
+        self._worker_of = worker_of
+        self._limits = limits
+        self._inbox = Mailbox(limits.high_water_mark)
+        self._outboxes: dict[str, Mailbox] = {}
+        self._lock = threading.Lock()
+        self._statistics = TransportStatistics()
+
+    @property
+    def endpoint(self) -> str:
+        """A fixed word: peers reach the coordinator through its actor handle."""
+        return RAY_ENDPOINT
+
+    def post(self, identity: bytes, payload: bytes) -> None:
+        """Take a payload that a peer sent. Any thread."""
+        peer = parse_identity(identity) if isinstance(identity, bytes) else None
+        if peer is None or not isinstance(payload, bytes):
+            self._count(received=1, foreign=1)
+        elif len(payload) > self._limits.max_message_bytes:
+            self._count(received=1, oversized=1)
+        else:
+            is_taken = self._inbox.put(Inbound(peer, payload))
+            self._count(received=1, undeliverable=0 if is_taken else 1)
+
+    def collect(self, client_id: str, timeout_s: float) -> list[bytes]:
+        """Return what waits for a client; wait for it at most `timeout_s`. Any thread."""
+        return self._outbox(client_id).take(timeout_s)
+
+    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+        """See `ServerTransport.send`."""
+        if len(payload) > self._limits.max_message_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
+                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
+            )
+        for address in addresses:
+            if isinstance(address, ClientAddress):
+                is_sent = self._outbox(address.client_id).put(payload)
+            else:
+                is_sent = self._send_to_worker(address, payload)
+            self._count(sent=1 if is_sent else 0, undeliverable=0 if is_sent else 1)
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """See `ServerTransport.receive`."""
+        return self._inbox.take(timeout_s)
+
+    def wake(self) -> None:
+        """See `ServerTransport.wake`."""
+        self._inbox.wake()
+
+    def statistics(self) -> TransportStatistics:
+        """See `ServerTransport.statistics`."""
+        with self._lock:
+            return replace(self._statistics)
+
+    def close(self) -> None:
+        """See `ServerTransport.close`."""
+        with self._lock:
+            self._outboxes.clear()
+
+    def _send_to_worker(self, address: WorkerAddress, payload: bytes) -> bool:
+        worker = self._worker_of(address.rank)
+        if worker is None:
+            return False
+        worker.kvcache_deliver.remote(payload)
+        return True
+
+    def _outbox(self, client_id: str) -> Mailbox:
+        with self._lock:
+            outbox = self._outboxes.pop(client_id, None) or Mailbox(self._limits.high_water_mark)
+            self._outboxes[client_id] = outbox  # the most recently used is last
+            if len(self._outboxes) > MAX_OUTBOXES:
+                del self._outboxes[next(iter(self._outboxes))]
+            return outbox
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._statistics += TransportStatistics(**counts)
+
+
+class RayPeer:
+    """A `PeerTransport` of a worker: its actor puts what arrives into `inbox`."""
+
+    def __init__(
+        self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits, inbox: Mailbox | None = None
+    ) -> None:
+        """Send through the coordinator's actor handle, as `peer`."""
+        self._coordinator = coordinator
+        self._identity = peer.identity
+        self._limits = limits
+        self._inbox = Mailbox(limits.high_water_mark) if inbox is None else inbox
+        self._readable = WakePipe()
+        self._num_sent = self._num_received = self._num_dropped = 0
+
+    def deliver(self, payload: bytes) -> None:
+        """Take a payload for this end. Any thread."""
+        if not self._inbox.put(payload):
+            self._num_dropped += 1
+        self._readable.signal()
+
+    def send(self, payload: bytes) -> None:
+        """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
+        if len(payload) > self._limits.max_message_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes exceeds the limit of "
+                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
+            )
+        self._coordinator.post.remote(self._identity, payload)
+        self._num_sent += 1
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive`."""
+        payloads = self._inbox.take(timeout_s)
+        if not payloads:
+            self._readable.drain()
+            payloads = self._inbox.take(0.0)
+        self._num_received += len(payloads)
+        return payloads
+
+    def fileno(self) -> int:
+        """See `PeerTransport.fileno`."""
+        return self._readable.fileno()
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._inbox.wake()
+
+    def statistics(self) -> TransportStatistics:
+        """See `PeerTransport.statistics`."""
+        return TransportStatistics(
+            sent=self._num_sent, received=self._num_received, undeliverable=self._num_dropped
+        )
+
+    def close(self) -> None:
+        """See `PeerTransport.close`."""
+        self._readable.close()
+
+
+class RayClientPeer(RayPeer):
+    """A `PeerTransport` of a client, which is no actor: a thread of its own asks for its mail."""
+
+    def __init__(self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits) -> None:
+        """Start asking. The thread sleeps inside Ray and ends with `close`."""
+        super().__init__(coordinator, peer, limits)
+        self._client_id = peer.identity.partition(b":")[2].decode()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._collect, name="kvcache-ray-client", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """See `PeerTransport.close`."""
+        if not self._is_closed.is_set():
+            self._is_closed.set()
+            self._thread.join(4 * COLLECT_TIMEOUT_S)
+            super().close()
+
+    def _collect(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                call = self._coordinator.collect.remote(self._client_id, COLLECT_TIMEOUT_S)
+                payloads = ray.get(call, timeout=20 * COLLECT_TIMEOUT_S)
+            except ray.exceptions.RayError:
+                # The coordinator is away: the session above notices by its own deadlines.
+                self._is_closed.wait(COLLECT_TIMEOUT_S)
+                continue
+            for payload in payloads:
+                self.deliver(payload)

@@ -1,0 +1,111 @@
+"""A worker's or client's end over ZMQ: one DEALER socket, connected to one coordinator.
+
+Announces who it is by its identity. A new epoch may have a new endpoint: then this end is closed
+and another one is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import zmq
+
+from actors.transport.curve import CurveKeys, equip_peer
+from actors.transport.protocol import Peer, TransportStatistics
+from actors.transport.zmq_server import (
+    HARD_LIMIT_FACTOR,
+    MAX_RECEIVED_AT_ONCE,
+    WakePipe,
+    ZmqLimits,
+)
+from kvcache.errors import ClusterError, MalformedMessageError
+
+RECONNECT_MS = 20
+MAX_RECONNECT_MS = 500
+
+
+class ZmqPeer:
+    """A `PeerTransport` over one DEALER socket."""
+
+    def __init__(
+        self, endpoint: str, peer: Peer, limits: ZmqLimits, keys: CurveKeys | None = None
+    ) -> None:
+        """Connect to `endpoint` as `peer`; returns before the connection stands."""
+        self._limits = limits
+        self._statistics = TransportStatistics()
+        self._num_sent = self._num_received = 0
+        self._wake = WakePipe()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.identity = peer.identity
+        self._socket.maxmsgsize = HARD_LIMIT_FACTOR * limits.max_message_bytes
+        self._socket.rcvhwm = self._socket.sndhwm = limits.high_water_mark
+        self._socket.reconnect_ivl = RECONNECT_MS
+        self._socket.reconnect_ivl_max = MAX_RECONNECT_MS
+        if keys is not None:
+            equip_peer(self._socket, keys)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ClusterError(f"cannot connect to {endpoint} ({error})") from error
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+
+    def send(self, payload: bytes) -> None:
+        """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
+        if len(payload) > self._limits.max_message_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes exceeds the limit of "
+                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
+            )
+        try:
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            self._statistics += TransportStatistics(undeliverable=1)
+        else:
+            self._num_sent += 1
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive`."""
+        socket = self._socket
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            ready = self._poller.poll(max(0, int(timeout_s * 1000)))
+            if any(source is not socket for source, _ in ready):
+                self._wake.drain()
+        payloads: list[bytes] = []
+        while len(payloads) < MAX_RECEIVED_AT_ONCE:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._num_received += 1
+            if len(frames) != 1:
+                self._statistics += TransportStatistics(foreign=1)
+            elif len(frames[0]) > self._limits.max_message_bytes:
+                self._statistics += TransportStatistics(oversized=1)
+            else:
+                payloads.append(frames[0])
+        return payloads
+
+    def fileno(self) -> int:
+        """See `PeerTransport.fileno`."""
+        return int(self._socket.fd)
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._wake.signal()
+
+    def statistics(self) -> TransportStatistics:
+        """See `PeerTransport.statistics`."""
+        return replace(self._statistics, sent=self._num_sent, received=self._num_received)
+
+    def close(self) -> None:
+        """See `PeerTransport.close`."""
+        if self._context.closed:
+            return
+        self._socket.close(0)
+        self._context.destroy(0)
+        self._wake.close()

@@ -1,0 +1,246 @@
+"""The coordinator's end over ZMQ: one ROUTER socket that all workers and clients connect to.
+
+Workers and clients are known by the identity their DEALER sockets announce, so that the server
+never connects anywhere. An unknown or departed peer is an error inside libzmq (ROUTER_MANDATORY)
+and a count here. Two size limits: a payload above the first is read and refused, a frame above
+the second never enters memory and costs its sender the connection.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from actors.transport.curve import CurveGate, CurveKeys, guard_server
+from actors.transport.protocol import (
+    MAX_PROCESSES_PER_RANK,
+    Inbound,
+    TransportStatistics,
+    parse_identity,
+)
+from kvcache.errors import ClusterError, MalformedMessageError
+from kvcache.messages import Address, ClientAddress, WorkerAddress
+
+LOCAL_ENDPOINT = "ipc://@kvcache-"
+"""An abstract address: a second binder is refused, and no file is left behind."""
+
+HARD_LIMIT_FACTOR = 2
+"""Frames longer than this many limits are cut off by libzmq, with their connection."""
+
+MAX_RECEIVED_AT_ONCE = 256
+"""Payloads handed over by one `receive`, so that clocks are looked at under load too."""
+
+MONITORED_EVENTS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_ACCEPT_FAILED
+)
+
+
+@dataclass(frozen=True)
+class ZmqLimits:
+    """Bounds of every socket: bytes of a payload, messages queued per peer and direction."""
+
+    max_message_bytes: int
+    high_water_mark: int = 4096
+
+
+def bind_address(host: str | None, is_remote: bool) -> str:
+    """Return where to bind: an abstract local name, or any free port of `host` across nodes."""
+    return f"tcp://{host}:*" if is_remote else LOCAL_ENDPOINT + secrets.token_hex(12)
+
+
+class WakePipe:
+    """A pipe that another thread writes to when a waiting one should look up."""
+
+    def __init__(self) -> None:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll for reading."""
+        return self._read_end
+
+    def signal(self) -> None:
+        """Make the pipe readable. Any thread; harmless when full or closed."""
+        try:
+            os.write(self._write_end, b"\0")
+        except (BlockingIOError, OSError):
+            return
+
+    def drain(self) -> None:
+        """Make the pipe unreadable again."""
+        try:
+            while os.read(self._read_end, 4096):
+                pass
+        except (BlockingIOError, OSError):
+            return
+
+    def close(self) -> None:
+        """Give both descriptors back. Repeatable."""
+        ends, self._read_end, self._write_end = (self._read_end, self._write_end), -1, -1
+        for end in ends:
+            if end >= 0:
+                os.close(end)
+
+
+class ZmqServer:
+    """A `ServerTransport` over one ROUTER socket."""
+
+    def __init__(self, address: str, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
+        """Bind to `address`. With `keys` only their holders get in; raises ClusterError."""
+        self._limits = limits
+        self._identities: dict[Address, dict[bytes, None]] = {}
+        self._statistics = TransportStatistics()
+        self._num_sent = self._num_received = 0
+        self._wake = WakePipe()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._gate = None if keys is None else CurveGate(self._context, keys)
+        self._socket = self._open_socket(keys)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._monitor: zmq.Socket[bytes] | None = None
+            self.close()
+            raise ClusterError(
+                f"cannot listen on {address} ({error}): choose another address or host"
+            ) from error
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._monitor = self._socket.get_monitor_socket(MONITORED_EVENTS)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
+
+    @property
+    def endpoint(self) -> str:
+        """Where peers connect to."""
+        return self._endpoint
+
+    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+        """See `ServerTransport.send`."""
+        if len(payload) > self._limits.max_message_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
+                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
+            )
+        for address in addresses:
+            identities = self._identities.get(address)
+            if identities is None and isinstance(address, ClientAddress):
+                identities = {f"c:{address.client_id}".encode(): None}
+            if not identities:
+                self._count(undeliverable=1)
+                continue
+            for identity in tuple(identities):
+                self._send_to(address, identity, payload)
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """See `ServerTransport.receive`."""
+        inbound: list[Inbound] = []
+        socket = self._socket
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            ready = self._poller.poll(max(0, int(timeout_s * 1000)))
+            for source, _ in ready:
+                if source is not socket:
+                    self._attend(source)
+        while len(inbound) < MAX_RECEIVED_AT_ONCE:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(frames, inbound)
+        return inbound
+
+    def wake(self) -> None:
+        """See `ServerTransport.wake`."""
+        self._wake.signal()
+
+    def statistics(self) -> TransportStatistics:
+        """See `ServerTransport.statistics`."""
+        return replace(self._statistics, sent=self._num_sent, received=self._num_received)
+
+    def close(self) -> None:
+        """See `ServerTransport.close`."""
+        if self._context.closed:
+            return
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor = None
+        self._socket.close(0)
+        if self._gate is not None:
+            self._gate.close()
+        self._context.destroy(0)
+        self._wake.close()
+
+    def _open_socket(self, keys: CurveKeys | None) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_mandatory = True
+        # A peer that reconnects must not be kept out by its own dead connection.
+        socket.router_handover = True
+        socket.maxmsgsize = HARD_LIMIT_FACTOR * self._limits.max_message_bytes
+        socket.rcvhwm = socket.sndhwm = self._limits.high_water_mark
+        if keys is not None:
+            guard_server(socket, keys)
+        return socket
+
+    def _send_to(self, address: Address, identity: bytes, payload: bytes) -> None:
+        try:
+            self._socket.send_multipart((identity, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            self._count(undeliverable=1)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._count(undeliverable=1)
+            if isinstance(address, WorkerAddress):
+                self._identities[address].pop(identity, None)
+        else:
+            self._num_sent += 1
+
+    def _take(self, frames: list[bytes], inbound: list[Inbound]) -> None:
+        """Append what `frames` brought, or count why it is refused."""
+        self._num_received += 1
+        peer = parse_identity(frames[0]) if len(frames) == 2 else None
+        if peer is None:
+            self._count(foreign=1)
+        elif len(frames[1]) > self._limits.max_message_bytes:
+            self._count(oversized=1)
+        else:
+            if isinstance(peer.address, WorkerAddress):
+                self._remember(peer.address, frames[0])
+            inbound.append(Inbound(peer, frames[1]))
+
+    def _remember(self, address: WorkerAddress, identity: bytes) -> None:
+        """Know `identity` as a process of the rank; the oldest of too many is forgotten.
+
+        Which of several processes is meant is said by the messages (incarnation, nonce), not here.
+        """
+        identities = self._identities.setdefault(address, {})
+        if identity not in identities:
+            identities[identity] = None
+            if len(identities) > MAX_PROCESSES_PER_RANK:
+                del identities[next(iter(identities))]
+
+    def _attend(self, source: object) -> None:
+        """Serve the monitor, the gate or the wake pipe, whichever became readable."""
+        if source is self._monitor and self._monitor is not None:
+            while self._monitor.poll(0):
+                recv_monitor_message(self._monitor)
+                self._count(refused_connections=1)
+        elif self._gate is not None and source is self._gate.socket:
+            self._gate.answer()
+        else:
+            self._wake.drain()
+
+    def _count(self, foreign: int = 0, oversized: int = 0, **more: int) -> None:
+        self._statistics += TransportStatistics(foreign=foreign, oversized=oversized, **more)

@@ -1,0 +1,164 @@
+"""From a YAML file to a `ClusterConfig`, or to an error that says what to change.
+
+Every problem of a file is named at once: file, dotted key, value and remedy, with the nearest
+known key for a misspelt one. Refuses repeated keys, which YAML would let win silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from kvcache.config.models import ClusterConfig
+from kvcache.errors import ConfigurationError
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """Return the configuration in the YAML file at `path`.
+
+    Raises ConfigurationError for a file that cannot be read or does not say what is meant.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigurationError(f"{path}: cannot be read ({reason}): check the path") from error
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        where, problem = _describe_yaml_error(error)
+        raise ConfigurationError(f"{path}{where}: is no valid YAML: {problem}") from error
+    return parse_config(data, str(path))
+
+
+def parse_config(data: object, source: str = "configuration") -> ClusterConfig:
+    """Return the configuration that plain values `data` describe.
+
+    Raises ConfigurationError that starts with `source` and names every key that is wrong.
+    """
+    if not isinstance(data, dict):
+        raise ConfigurationError(
+            f"{source}: holds {type(data).__name__}, not sections: start with a section such as "
+            "model:"
+        )
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        problems = [_describe(details) for details in error.errors()]
+        if len(problems) == 1:
+            raise ConfigurationError(f"{source}: {problems[0]}") from error
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigurationError(f"{source}: {len(problems)} settings are wrong:{lines}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# YAML
+# ---------------------------------------------------------------------------------------------
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Reads plain values only, and refuses a key that appears twice in one section."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key {key!r} stands in line {seen[key].line + 1} already: remove one",
+                    problem_mark=key_node.start_mark,
+                )
+            if isinstance(key, str):
+                seen[key] = key_node.start_mark
+        return super().construct_mapping(node, deep)
+
+
+def _describe_yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
+    """Return `:line` (or nothing) and what is wrong there."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        problem = error.problem or error.context or "unreadable"
+        return (f":{mark.line + 1}" if mark is not None else "", problem)
+    return "", str(error)
+
+
+# ---------------------------------------------------------------------------------------------
+# Messages
+# ---------------------------------------------------------------------------------------------
+
+
+def _describe(details: ErrorDetails) -> str:
+    """Return `key: value: what to do` for one error."""
+    kind, context = details["type"], details.get("ctx", {})
+    key, value = _dotted(details["loc"]), details["input"]
+    if kind == "value_error":
+        told = str(context["error"])  # from a validator of ours: it names the values itself
+        return f"{key}: {told}" if key else told
+    if kind == "extra_forbidden":
+        return f"{key}: {value!r}: {_suggest_key(details['loc'])}"
+    if kind == "missing":
+        return f"{key}: is missing: add it"
+    return f"{key}: {value!r}: {_remedy(kind, context, details['msg'])}"
+
+
+def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
+    """Return what to write instead, for the kinds of error our models can give."""
+    if kind == "literal_error":
+        return f"use {context['expected']}"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        words = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+        name = next(name for name in words if name in context)
+        return f"must be {words[name]} {context[name]}"
+    remedies = {
+        "int_type": "write a whole number",
+        "int_from_float": "write a whole number",
+        "float_type": "write a number",
+        "finite_number": "write a finite number",
+        "bool_type": "write true or false",
+        "string_type": "write text; put it in quotes if it looks like a number",
+        "string_too_short": "write at least one character",
+        "string_pattern_mismatch": "use letters, digits, '.', '_' and '-', a letter or digit first",
+        "tuple_type": "write a list, one '- ' per entry",
+        "too_short": "write at least one entry",
+        "model_type": "write a section of keys and values",
+    }
+    return remedies.get(kind, message)
+
+
+def _suggest_key(loc: tuple[int | str, ...]) -> str:
+    """Return the nearest known key in place of the last of `loc`, or all that are known."""
+    section: type[BaseModel] = ClusterConfig
+    for part in loc[:-1]:
+        if isinstance(part, str):
+            section = _section_of(section, part)
+    known = list(section.model_fields)
+    nearest = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    if nearest:
+        return f"there is no such key: did you mean {nearest[0]}?"
+    return f"there is no such key: known here are {', '.join(known)}"
+
+
+def _section_of(section: type[BaseModel], key: str) -> type[BaseModel]:
+    """Return the model of the values under `key`, be they one section or a list of them."""
+    annotation = section.model_fields[key].annotation
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return section
+
+
+def _dotted(loc: Sequence[int | str]) -> str:
+    """Return `model.layers[1].kind` for the path of an error."""
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text

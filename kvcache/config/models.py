@@ -1,0 +1,242 @@
+"""The configuration of a cluster, as frozen models that refuse what cannot be meant.
+
+Stands at the start of everything: whoever needs a setting is handed the section it is in. Every
+number carries its unit in its name, every section has defaults except the model, and a key that
+is not known is an error. No environment variable is read here or anywhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from kvcache.errors import ConfigurationError
+from kvcache.specs import Layout, dtype_size_bytes
+
+MIB = 1 << 20
+BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_bytes(value: object) -> object:
+    """Return the bytes that text such as "256MiB" or "1.5 GiB" stands for; other values as is."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
+    if match is None or match[2] not in BYTE_UNITS:
+        units = ", ".join(BYTE_UNITS)
+        raise ConfigurationError(f"{value!r} is no amount of memory: write a number and one of {units}")
+    return int(float(match[1]) * BYTE_UNITS[match[2]])
+
+
+def require_model_len(value: object) -> object:
+    """Return `value`; raises ConfigurationError unless it is a number of tokens or "auto"."""
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ConfigurationError(f"{value!r} is no length: write a number of tokens, or auto")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class LayerConfig(Section):
+    """`count` layers in a row of one kind. Heads are those of the whole model."""
+
+    kind: Literal["full", "sliding_window"]
+    count: Count = 1
+    num_kv_heads: Count
+    head_size: Count
+    window_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _window_belongs_to_windowed_layers(self) -> LayerConfig:
+        if (self.kind == "sliding_window") != (self.window_tokens is not None):
+            remedy = "remove it" if self.kind == "full" else "say how many tokens it reads"
+            raise ConfigurationError(
+                f"window_tokens is {self.window_tokens} in a layer of kind {self.kind}: {remedy}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """What the model keeps per token. `layers` in the order of the model.
+
+    `max_model_len` "auto": as long as memory allows, up to `max_position_embeddings`.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    max_model_len: Annotated[int | Literal["auto"], BeforeValidator(require_model_len)]
+    max_position_embeddings: Count = 1 << 20
+    dtype: str = "float16"
+    layers: Annotated[tuple[LayerConfig, ...], Field(min_length=1, strict=False)]
+
+    @model_validator(mode="after")
+    def _dtype_is_known(self) -> ModelConfig:
+        dtype_size_bytes(self.dtype)
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return sum(layer.count for layer in self.layers)
+
+
+class CacheConfig(Section):
+    """The pool of blocks and how prefixes are found in it.
+
+    `memory_per_rank` None: what each worker reports as free. `num_blocks` None: as many as fit.
+    `watermark`: share of blocks kept free for running requests. `max_pin_share`: share that
+    pinned prefixes may take.
+    """
+
+    block_size: Count = 16
+    memory_per_rank: Bytes | None = None
+    num_blocks: Count | None = None
+    hash_algorithm: Literal["sha256", "sha256_cbor", "xxh3_128"] = "sha256"
+    hash_seed: Annotated[str, Field(min_length=1)] = "vllm-none-hash"
+    enable_prefix_caching: bool = True
+    eviction_policy: Annotated[str, Field(min_length=1)] = "lru"
+    core: Literal["blocks"] = "blocks"
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_pin_share: Share = 0.5
+    disable_hybrid_manager: bool = False
+    layout: Layout = "block_first"
+    log_stats: bool = True
+    events: bool = False
+
+
+class ParallelConfig(Section):
+    """How many ranks, and how the model is spread over them."""
+
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole cluster."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class WorkersConfig(Section):
+    """What a worker runs on, and what it asks Ray for."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_cpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    num_gpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    copy_engine: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _cuda_needs_gpus(self) -> WorkersConfig:
+        if self.device == "cuda" and not self.num_gpus_per_rank:
+            raise ConfigurationError(
+                "device is cuda, but num_gpus_per_rank is 0: set it to 1, or to a share of a GPU"
+            )
+        if self.device == "cpu" and self.copy_engine == "cuda":
+            raise ConfigurationError(
+                "copy_engine is cuda, but device is cpu: set copy_engine to auto"
+            )
+        return self
+
+
+class TransportConfig(Section):
+    """How coordinator, workers and clients talk. `window`: messages sent and not yet confirmed."""
+
+    kind: Literal["zmq", "ray", "inprocess"] = "zmq"
+    bind_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    window: Count = 64
+    max_message_bytes: Bytes = 64 * MIB
+    resend_s: Seconds = 0.5
+    heartbeat_s: Seconds = 1.0
+
+
+class DeadlinesConfig(Section):
+    """How long each wait may last before it is an error."""
+
+    startup_s: Seconds = 60.0
+    step_s: Seconds = 30.0
+    worker_silence_s: Seconds = 10.0
+    forward_s: Seconds = 30.0
+    shutdown_s: Seconds = 10.0
+    client_silence_s: Seconds = 60.0
+
+
+class SchedulerConfig(Section):
+    """Limits of one scheduling step: tokens computed, and requests running."""
+
+    max_num_batched_tokens: Count = 8192
+    max_num_seqs: Count = 128
+
+    @model_validator(mode="after")
+    def _every_sequence_gets_a_token(self) -> SchedulerConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
+                f"({self.max_num_seqs}), so that some requests would get no token: raise it"
+            )
+        return self
+
+
+class ContentCheckConfig(Section):
+    """Whether workers write into every block what its tokens demand, and compare on every read."""
+
+    enabled: bool = False
+
+
+class ClusterConfig(Section):
+    """Everything about one cluster. `name` finds it again; two of a name cannot run at once."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "kvcache"
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    workers: WorkersConfig = WorkersConfig()
+    transport: TransportConfig = TransportConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    content_check: ContentCheckConfig = ContentCheckConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_have_defaults(cls, data: Any) -> Any:
+        """A section whose keys are all commented out reads as null in YAML: it means defaults."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None or key == "model"}
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> ClusterConfig:
+        self._require_divisible_heads()
+        stages = self.parallel.pipeline_parallel_size
+        if stages > self.model.num_layers:
+            raise ConfigurationError(
+                f"parallel.pipeline_parallel_size is {stages}, but model.layers has only "
+                f"{self.model.num_layers} layers: use at most one stage per layer"
+            )
+        for key in ("worker_silence_s", "client_silence_s"):
+            silence_s = getattr(self.deadlines, key)
+            if silence_s <= self.transport.heartbeat_s:
+                raise ConfigurationError(
+                    f"deadlines.{key} is {silence_s}, not more than transport.heartbeat_s "
+                    f"({self.transport.heartbeat_s}), so that the living would seem dead: raise it"
+                )
+        return self
+
+    def _require_divisible_heads(self) -> None:
+        size = self.parallel.tensor_parallel_size
+        for index, layer in enumerate(self.model.layers):
+            if layer.num_kv_heads % size and size % layer.num_kv_heads:
+                raise ConfigurationError(
+                    f"parallel.tensor_parallel_size is {size}, but model.layers[{index}] has "
+                    f"{layer.num_kv_heads} num_kv_heads: heads must divide evenly over ranks, or "
+                    "ranks over heads"
+                )

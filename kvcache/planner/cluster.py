@@ -1,0 +1,59 @@
+"""The plan that a cluster's configuration means.
+
+Stands between configuration and planner: what `kvcache plan` shows before anything runs, and what
+a launch makes from the memory that workers report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.config import ClusterConfig, layer_specs
+from kvcache.errors import ConfigurationError
+from kvcache.planner.fingerprint import RankCoordinates
+from kvcache.planner.options import PlanOptions, RankMemory
+from kvcache.planner.plan import Plan, plan_kv_cache
+
+
+def plan_options(config: ClusterConfig) -> PlanOptions:
+    """Return what the planner needs to know of `config` beside specs and memory."""
+    return PlanOptions(
+        max_model_len=config.model.max_model_len,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        num_gpu_blocks_override=config.cache.num_blocks,
+        disable_hybrid_kv_cache_manager=config.cache.disable_hybrid_manager,
+        layout=config.cache.layout,
+        max_position_embeddings=config.model.max_position_embeddings,
+    )
+
+
+def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
+    """Return where global rank `rank` stands; raises ConfigurationError for one there is not."""
+    parallel = config.parallel
+    if not 0 <= rank < parallel.num_ranks:
+        raise ConfigurationError(
+            f"rank {rank} does not exist: parallel makes ranks 0 to {parallel.num_ranks - 1}"
+        )
+    return RankCoordinates.of_rank(
+        rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    )
+
+
+def plan_cluster(
+    config: ClusterConfig, memory_per_rank: Sequence[int | RankMemory] | None = None
+) -> Plan:
+    """Return the plan for `config`; `memory_per_rank`: what each rank reported, else configured.
+
+    Raises ConfigurationError when neither says how much memory there is, and what `plan_kv_cache`
+    raises.
+    """
+    memories = memory_per_rank
+    if memories is None:
+        configured = config.cache.memory_per_rank
+        if configured is None:
+            raise ConfigurationError(
+                "cache.memory_per_rank is not set, and no rank has reported its memory: set it, "
+                "for instance to 256MiB"
+            )
+        memories = [configured] * config.parallel.num_ranks
+    return plan_kv_cache(plan_options(config), layer_specs(config), memories)

@@ -1,0 +1,128 @@
+"""Whom the replay engine drives: anything that takes steps and runs their forwards.
+
+Stands between the engine and a cluster's client, a cluster in this process, or a bare manager. The
+engine decides what each step holds; a stepper numbers the steps, carries them, and says how far
+their forwards have got. Refuses to schedule anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvcache.manager import KVCacheManager
+from kvcache.messages import FailedForward
+from kvcache.step import NO_STEP, StepRequest, StepResult
+
+
+@dataclass(frozen=True)
+class ForwardProgress:
+    """How far forwards have got on every rank.
+
+    Every step up to `finished_step` is complete. `failed_step` is the first step that was void
+    and has not been reported to the manager yet, else `NO_STEP`; it is given only when no rank can
+    still run it or a later one that is scheduled. `failures` are forwards that found wrong bytes.
+    """
+
+    finished_step: int
+    failed_step: int = NO_STEP
+    bytes_checked: int = 0
+    failures: tuple[FailedForward, ...] = ()
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    """What only the manager knows, since it was started. `usage` is of this moment, 0 to 1."""
+
+    num_blocks: int
+    num_evictions: int
+    num_copies: int
+    usage: float
+
+
+class Stepper(Protocol):
+    """Carries steps to a manager and their forwards to whoever runs them."""
+
+    def submit(self, step: StepRequest) -> int:
+        """Send `step` and return its number.
+
+        `client_id`, `step` and `epoch` are filled in here, whatever they were.
+        """
+
+    def wait_result(self, step: int) -> StepResult:
+        """Return the manager's answer to step number `step`. Raises DeadlineError."""
+
+    def wait_finished(self, step: int) -> None:
+        """Return once `progress` has reached `step` or shows a failure. Raises DeadlineError."""
+
+    def progress(self) -> ForwardProgress:
+        """Say how far forwards have got, without waiting."""
+
+    def figures(self) -> CacheFigures:
+        """Return the manager's figures. May take a while: not for every step."""
+
+
+class ManagerStepper:
+    """A bare manager whose forwards take no time: nothing is computed and nothing checked.
+
+    `fails` says which steps fail (none by default); such a step and those scheduled after it are
+    void. `lag` steps are always unfinished, as if a forward were still running.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        lag: int = 0,
+        fails: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        self._manager = manager
+        self._lag = lag
+        self._fails = fails
+        self._results: dict[int, StepResult] = {}
+        self._last_step = 0
+        self._finished_step = 0
+        self._failed_step = NO_STEP
+
+    def submit(self, step: StepRequest) -> int:
+        """Have the manager serve the step at once."""
+        self._last_step += 1
+        number = self._last_step
+        self._results[number] = self._manager.step(
+            replace(step, client_id="replay", step=number, epoch=1)
+        )
+        if step.failed_step != NO_STEP:
+            self._failed_step = NO_STEP
+        elif self._failed_step == NO_STEP and self._fails(number):
+            self._failed_step = number
+        self._finish(number - self._lag)
+        return number
+
+    def wait_result(self, step: int) -> StepResult:
+        """Return the answer, once."""
+        return self._results.pop(step)
+
+    def wait_finished(self, step: int) -> None:
+        """Finish everything up to `step`."""
+        self._finish(step)
+
+    def progress(self) -> ForwardProgress:
+        """Nothing is checked, so nothing is ever wrong."""
+        return ForwardProgress(self._finished_step, self._failed_step)
+
+    def figures(self) -> CacheFigures:
+        """Read the manager's statistics."""
+        core = self._manager.statistics().core
+        return CacheFigures(core.num_blocks, core.num_evictions, 0, self._manager.usage)
+
+    def _finish(self, step: int) -> None:
+        if self._failed_step == NO_STEP:
+            self._finished_step = max(self._finished_step, step)
+
+
+def describe_failures(failures: Sequence[FailedForward]) -> str:
+    """Return one paragraph per forward that found wrong bytes, the block's history included."""
+    return "\n".join(
+        f"step {failure.step}, rank {failure.rank}: {failure.detail}" for failure in failures
+    )

@@ -1,0 +1,192 @@
+"""Mooncake's trace format as a workload: one JSON object per line, plain or gzip.
+
+    {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
+
+A hash id names a block of 512 tokens together with all that precedes it; the last one of a line
+may be partial. Token ids are made from the hash ids, so that two requests share exactly the blocks
+that the trace says they share. Reads line by line, keeps nothing, and refuses a line that does not
+hold together, naming it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.errors import TraceError
+from kvcache.simulate.tokens import block_token_ids
+from kvcache.simulate.workload import WorkloadRequest
+
+MOONCAKE_BLOCK_SIZE = 512
+"""Tokens that one hash id stands for."""
+
+_LARGEST_HASH_ID = 2**63 - 1
+_GZIP_MAGIC = b"\x1f\x8b"
+_Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line, checked."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+class MooncakeTrace:
+    """The trace in the file at `path`; gzip is recognised by its content.
+
+    Raises TraceError at once when the file cannot be opened, and while iterating when a line is
+    broken; the message names the file and the line.
+    """
+
+    def __init__(self, path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> None:
+        if block_size < 1:
+            raise TraceError(
+                f"{path}: {block_size} tokens per hash id: give at least 1 "
+                f"(Mooncake's traces have {MOONCAKE_BLOCK_SIZE})"
+            )
+        self.path = path
+        self._block_size = block_size
+        with closing(self._open()):
+            pass
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.path.name
+
+    @property
+    def num_requests(self) -> int | None:
+        """Unknown before the file has been read."""
+        return None
+
+    @property
+    def total_input_tokens(self) -> int | None:
+        """Unknown before the file has been read."""
+        return None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that one hash id stands for."""
+        return self._block_size
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        """Yield one request per line; empty lines are skipped."""
+        with closing(self._open()) as file:
+            number = 0
+            while True:
+                number += 1
+                text = self._read_line(file, number)
+                if not text:
+                    return
+                if text.strip():
+                    yield self._request(number, self._parse(number, text))
+
+    def _open(self) -> _Lines:
+        try:
+            file = self.path.open("rb")
+            magic = file.read(len(_GZIP_MAGIC))
+            file.seek(0)
+        except OSError as error:
+            raise TraceError(
+                f"{self.path}: cannot be read ({error.strerror or error}): name a Mooncake trace"
+            ) from error
+        if magic != _GZIP_MAGIC:
+            return file
+        file.close()
+        return gzip.open(self.path, "rb")
+
+    def _read_line(self, file: _Lines, number: int) -> bytes:
+        try:
+            return file.readline()
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(
+                f"{self.path}, line {number}: the compressed file breaks off or is damaged "
+                f"({error}): fetch it again"
+            ) from error
+
+    def _parse(self, number: int, text: bytes) -> _Line:
+        fail = partial(self._broken, number)
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise fail(f"is not JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise fail(f"holds {_shown(values)}, not an object")
+        input_length = _count(values, "input_length", 1, fail)
+        output_length = _count(values, "output_length", 0, fail)
+        hash_ids = _hash_ids(values, fail)
+        expected = -(-input_length // self._block_size)
+        if len(hash_ids) != expected:
+            raise fail(
+                f"has {len(hash_ids)} hash_ids, but {input_length} input tokens take {expected} "
+                f"blocks of {self._block_size}"
+            )
+        timestamp = values.get("timestamp", 0)
+        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
+            raise fail(f"has timestamp {_shown(timestamp)}, not a number")
+        if not 0 <= timestamp < float("inf"):
+            raise fail(f"has timestamp {_shown(timestamp)}, not a number of at least 0")
+        return _Line(timestamp, input_length, output_length, hash_ids)
+
+    def _request(self, number: int, line: _Line) -> WorkloadRequest:
+        return WorkloadRequest(
+            request_id=f"line-{number}",
+            num_prompt_tokens=line.input_length,
+            num_output_tokens=line.output_length,
+            make_token_ids=partial(_prompt, line.hash_ids, line.input_length, self._block_size),
+            arrival_s=line.timestamp_ms / 1000,
+        )
+
+    def _broken(self, number: int, what: str) -> TraceError:
+        return TraceError(f"{self.path}, line {number}: {what}: repair or remove the line")
+
+
+def _prompt(hash_ids: tuple[int, ...], input_length: int, block_size: int) -> Int32Array:
+    return block_token_ids(np.array(hash_ids, np.int64), block_size)[:input_length]
+
+
+def _count(
+    values: dict[str, object], key: str, at_least: int, fail: Callable[[str], TraceError]
+) -> int:
+    """Return a whole number of at least `at_least`; raises what `fail` makes."""
+    if key not in values:
+        raise fail(f"has no {key}")
+    value = values[key]
+    if type(value) is not int:
+        raise fail(f"has {key} {_shown(value)}, not a whole number")
+    if value < at_least:
+        raise fail(f"has {key} {_shown(value)}, below {at_least}")
+    return value
+
+
+def _hash_ids(values: dict[str, object], fail: Callable[[str], TraceError]) -> tuple[int, ...]:
+    if "hash_ids" not in values:
+        raise fail("has no hash_ids")
+    ids = values["hash_ids"]
+    if not isinstance(ids, list):
+        raise fail(f"has hash_ids {_shown(ids)}, not a list")
+    for value in ids:
+        if type(value) is not int:
+            raise fail(f"has hash id {_shown(value)}, not a whole number")
+        if not 0 <= value <= _LARGEST_HASH_ID:
+            raise fail(f"has hash id {_shown(value)}, not in 0 to {_LARGEST_HASH_ID}")
+    return tuple(ids)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,42 @@
+"""From what stands on a command line to a workload.
+
+Stands at the front of every replay. Decides by name and path only; whether a file's content is
+sound is its reader's question.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcache.errors import TraceError
+from kvcache.simulate.conversations import Conversations
+from kvcache.simulate.mooncake import MooncakeTrace
+from kvcache.simulate.text import TextDocuments
+from kvcache.simulate.workload import LimitedWorkload, Workload
+
+CONVERSATIONS = "conversations"
+"""Name of the workload that the package brings along."""
+
+
+def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Workload:
+    """Return the workload called `name`, its first `limit` requests only if one is given.
+
+    `name` is `conversations` (drawn by `seed`), the path of a Mooncake trace (`.jsonl`,
+    `.jsonl.gz`), of a text file, or of a directory of text files. Raises TraceError otherwise.
+    """
+    workload = _open(name, seed)
+    return workload if limit is None else LimitedWorkload(workload, limit)
+
+
+def _open(name: str, seed: int) -> Workload:
+    if name == CONVERSATIONS:
+        return Conversations(seed=seed)
+    path = Path(name)
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return MooncakeTrace(path)
+    if path.exists():
+        return TextDocuments(path)
+    raise TraceError(
+        f"no workload {name!r}: give {CONVERSATIONS!r}, a Mooncake trace (.jsonl, .jsonl.gz), "
+        "a text file or a directory of text files"
+    )

@@ -1,0 +1,58 @@
+"""What happened to a block lately, for the message that reports wrong bytes.
+
+Recording keeps references to the arrays that a command brought anyway; searching happens only when
+something is wrong. Bounded by entries and by ids; what is older is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    seq: int
+    verb: str
+    block_ids: Int32Array
+    others: Int32Array | None
+
+
+class BlockHistory:
+    """A ring of the last operations on blocks. Arrays given to `record` must not change later."""
+
+    def __init__(self, max_operations: int = 4096, max_ids: int = 1 << 20) -> None:
+        """Keep at most `max_operations`, and at most `max_ids` block ids among them."""
+        self._operations: deque[_Operation] = deque()
+        self._max_operations = max_operations
+        self._max_ids = max_ids
+        self._num_ids = 0
+
+    def record(
+        self, seq: int, verb: str, block_ids: Int32Array, others: Int32Array | None = None
+    ) -> None:
+        """Note that message `seq` did `verb` to `block_ids`; `others[i]` is what with: the other
+        block, host slot or request slot."""
+        if not len(block_ids):
+            return
+        self._operations.append(_Operation(seq, verb, block_ids, others))
+        self._num_ids += len(block_ids)
+        while self._operations and (
+            len(self._operations) > self._max_operations or self._num_ids > self._max_ids
+        ):
+            self._num_ids -= len(self._operations.popleft().block_ids)
+
+    def describe(self, block_id: int, max_lines: int = 8) -> str:
+        """Return the last operations on `block_id`, newest first, as one line."""
+        found: list[str] = []
+        for operation in reversed(self._operations):
+            for index in np.flatnonzero(operation.block_ids == block_id).tolist():
+                other = "" if operation.others is None else f" {int(operation.others[index])}"
+                found.append(f"seq {operation.seq} {operation.verb}{other}")
+            if len(found) >= max_lines:
+                break
+        return "; ".join(found[:max_lines]) or "nothing recorded"

@@ -1,0 +1,208 @@
+"""Where every byte of a rank's pool lies: arithmetic of the plan, no memory.
+
+Stands between the plan (`KVCacheConfig`) and tensors.py, which allocates. A *region* is what copies
+move: rows of bytes with the block outermost. With the block-first layout all layers of a block are
+one row of one region; otherwise each pool is a region of its own. Refuses a plan whose pages
+overlap, leave the allocation, are not aligned, or whose layers have no pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from kvcache.errors import ConfigurationError
+from kvcache.specs import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVCacheTensor,
+    dtype_size_bytes,
+)
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One layer's view of its pool. `shape` starts with the block; `strides` count elements."""
+
+    name: str
+    group: int
+    pool: int
+    dtype: str
+    offset_bytes: int
+    block_stride_bytes: int
+    page_shape: tuple[int, ...]
+    num_blocks: int
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return dtype_size_bytes(self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the layer's tensor."""
+        return (self.num_blocks, *self.page_shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the layer's tensor, in elements: contiguous inside a block."""
+        inner = tuple(prod(self.page_shape[i + 1 :]) for i in range(len(self.page_shape)))
+        return (self.block_stride_bytes // self.element_bytes, *inner)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows of bytes: row `n` starts at `offset_bytes + n * stride_bytes`, `width_bytes` long."""
+
+    offset_bytes: int
+    stride_bytes: int
+    width_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """The whole allocation of one rank. `block_bytes`: one block over all regions."""
+
+    num_blocks: int
+    size_bytes: int
+    layers: tuple[LayerLayout, ...]
+    regions: tuple[Region, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the rank: what one block copy moves."""
+        return sum(region.width_bytes for region in self.regions)
+
+    @classmethod
+    def from_config(cls, config: KVCacheConfig) -> PoolLayout:
+        """Return the layout that `config` means; raises ConfigurationError when it means none."""
+        tensors = config.kv_cache_tensors
+        for index, tensor in enumerate(tensors):
+            _validate_pool(config, index, tensor)
+        _validate_apart(config)
+        return cls(
+            num_blocks=config.num_blocks,
+            size_bytes=config.total_size_bytes,
+            layers=_layers(config),
+            regions=_regions(config),
+        )
+
+
+def _page_bytes(config: KVCacheConfig, tensor: KVCacheTensor) -> int:
+    return tensor.size // config.num_blocks
+
+
+def _validate_pool(config: KVCacheConfig, index: int, tensor: KVCacheTensor) -> None:
+    if config.num_blocks < 1 or tensor.size % config.num_blocks or not tensor.size:
+        raise ConfigurationError(
+            f"pool {index} has {tensor.size} bytes for {config.num_blocks} blocks: plan a whole "
+            "page for each of at least one block"
+        )
+    page = _page_bytes(config, tensor)
+    end = tensor.offset + (config.num_blocks - 1) * tensor.block_stride + page
+    if end > config.total_size_bytes or (config.num_blocks > 1 and tensor.block_stride < page):
+        raise ConfigurationError(
+            f"pool {index}: {config.num_blocks} pages of {page} bytes from byte {tensor.offset}, "
+            f"{tensor.block_stride} bytes apart, do not fit {config.total_size_bytes} bytes without "
+            "overlap: plan again"
+        )
+
+
+def _validate_apart(config: KVCacheConfig) -> None:
+    """Raise unless no byte belongs to two pools.
+
+    Pools are interleaved (one block stride, offsets tile it) or lie one behind the other.
+    """
+    spans = sorted(
+        (tensor.offset, _page_bytes(config, tensor), tensor.block_stride, index)
+        for index, tensor in enumerate(config.kv_cache_tensors)
+    )
+    for (offset, page, stride, index), (next_offset, next_page, next_stride, other) in zip(
+        spans, spans[1:], strict=False
+    ):
+        is_behind = next_offset >= offset + (config.num_blocks - 1) * stride + page
+        is_interleaved = (
+            stride == next_stride
+            and next_offset >= offset + page
+            and next_offset + next_page <= spans[0][0] + stride
+        )
+        if not (is_behind or is_interleaved):
+            raise ConfigurationError(
+                f"pools {index} and {other} overlap (bytes {offset} and {next_offset}, pages of "
+                f"{page} and {next_page}, block strides {stride} and {next_stride}): plan again"
+            )
+
+
+def _layers(config: KVCacheConfig) -> tuple[LayerLayout, ...]:
+    pool_of: dict[str, int] = {}
+    for index, tensor in enumerate(config.kv_cache_tensors):
+        for name in tensor.shared_by:
+            if name in pool_of:
+                raise ConfigurationError(
+                    f"layer {name} is in pools {pool_of[name]} and {index}: plan it once"
+                )
+            pool_of[name] = index
+    layers: list[LayerLayout] = []
+    for group, group_spec in enumerate(config.kv_cache_groups):
+        used: dict[int, str] = {}
+        for name in group_spec.layer_names:
+            if name not in pool_of:
+                raise ConfigurationError(f"layer {name} of group {group} has no pool: plan one")
+            pool = pool_of.pop(name)
+            if pool in used:
+                raise ConfigurationError(
+                    f"layers {used[pool]} and {name} of group {group} share pool {pool}: layers of "
+                    "one group need pools of their own"
+                )
+            used[pool] = name
+            layers.append(_layer(config, name, group, pool, group_spec.kv_cache_spec))
+    if pool_of:
+        raise ConfigurationError(f"layers {', '.join(pool_of)} have a pool but no KV cache group")
+    return tuple(layers)
+
+
+def _layer(
+    config: KVCacheConfig, name: str, group: int, pool: int, spec: KVCacheSpec
+) -> LayerLayout:
+    tensor = config.kv_cache_tensors[pool]
+    page = _page_bytes(config, tensor)
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigurationError(f"layer {name}: no tensor layout for specs of kind {spec.kind}")
+    if spec.real_page_size_bytes > page:
+        raise ConfigurationError(
+            f"layer {name} needs {spec.real_page_size_bytes} bytes a block, pool {pool} has pages "
+            f"of {page}"
+        )
+    alignment = spec.alignment_bytes
+    if tensor.offset % alignment or tensor.block_stride % alignment:
+        raise ConfigurationError(
+            f"layer {name}: pool {pool} starts at byte {tensor.offset} with block stride "
+            f"{tensor.block_stride}, {spec.dtype} needs multiples of {alignment}"
+        )
+    return LayerLayout(
+        name=name,
+        group=group,
+        pool=pool,
+        dtype=spec.dtype,
+        offset_bytes=tensor.offset,
+        block_stride_bytes=tensor.block_stride,
+        page_shape=spec.page_shape,
+        num_blocks=config.num_blocks,
+    )
+
+
+def _regions(config: KVCacheConfig) -> tuple[Region, ...]:
+    """Return one region when the pages of a block lie side by side, else one for each pool."""
+    pages = sorted(
+        (tensor.offset, tensor.block_stride, _page_bytes(config, tensor))
+        for tensor in config.kv_cache_tensors
+    )
+    if not pages:
+        return ()
+    start = end = pages[0][0]
+    for offset, stride, page in pages:
+        if offset != end or stride != pages[0][1]:
+            return tuple(Region(o, s, p) for o, s, p in pages)
+        end = offset + page
+    return (Region(start, pages[0][1], end - start),)

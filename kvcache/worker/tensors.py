@@ -1,0 +1,123 @@
+"""The rank's memory: one allocation, seen as layers by the model and as rows of bytes by copies.
+
+Stands behind layout.py, which says where things lie. The same code allocates on CPU and CUDA. Pools
+are shared by one layer of each group, so views of different layers may be the same bytes; who may
+use which block is the coordinator's decision, not checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.worker.layout import PoolLayout
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "float8_e4m3fn": torch.float8_e4m3fn,
+        "float8_e5m2": torch.float8_e5m2,
+        "int8": torch.int8,
+        "uint8": torch.uint8,
+    }
+)
+"""Torch's own name of each dtype that a spec may have."""
+
+ALLOCATION_ALIGNMENT_BYTES = 64
+"""The allocation's length is rounded up to this, so that it can be seen as wider words."""
+
+
+@dataclass(frozen=True, eq=False)
+class CanonicalKVCaches:
+    """A pool as rows of bytes: `tensors[i]` is `(num_blocks, width)` uint8, block outermost.
+
+    One tensor with the block-first layout, one per pool otherwise. They are views: writing to them
+    writes the pool.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all tensors."""
+        return sum(tensor.shape[1] for tensor in self.tensors)
+
+
+class KVCachePool:
+    """All KV bytes of one rank.
+
+    `kv_caches[layer]` is the tensor that a model runner reads and writes, of shape
+    `(num_blocks, *page_shape)` in the layer's dtype; `canonical` is what copies use. All of them
+    are views of `storage` and live as long as it does.
+    """
+
+    def __init__(self, layout: PoolLayout, device: torch.device) -> None:
+        """Allocate zeroed memory on `device`.
+
+        Raises NotEnoughMemoryError when the device has too little, ConfigurationError for a dtype
+        torch does not have.
+        """
+        self.layout = layout
+        self.device = device
+        unknown = {layer.dtype for layer in layout.layers} - set(TORCH_DTYPES)
+        if unknown:
+            raise ConfigurationError(f"no torch dtype for {', '.join(sorted(unknown))}")
+        size = -(-layout.size_bytes // ALLOCATION_ALIGNMENT_BYTES) * ALLOCATION_ALIGNMENT_BYTES
+        try:
+            self.storage = torch.zeros(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise NotEnoughMemoryError(
+                f"{size} bytes for {layout.num_blocks} blocks do not fit on {device}: plan fewer "
+                f"blocks ({error})"
+            ) from error
+        self.kv_caches: Mapping[str, torch.Tensor] = MappingProxyType(
+            {
+                layer.name: self.words(TORCH_DTYPES[layer.dtype]).as_strided(
+                    layer.shape, layer.strides, layer.offset_bytes // layer.element_bytes
+                )
+                for layer in layout.layers
+            }
+        )
+        self.canonical = CanonicalKVCaches(
+            tuple(
+                self.storage.as_strided(
+                    (layout.num_blocks, region.width_bytes),
+                    (region.stride_bytes, 1),
+                    region.offset_bytes,
+                )
+                for region in layout.regions
+            )
+        )
+
+    def words(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the whole allocation as one-dimensional `dtype`; a view."""
+        return self.storage.view(dtype)
+
+
+class HostPool:
+    """Host memory for copies of blocks: `tensors[i]` is `(num_slots, width)` uint8, like the
+    device's canonical tensor `i`. Pinned when the device is CUDA, so that copies run alone.
+    """
+
+    def __init__(self, layout: PoolLayout, num_slots: int, *, is_pinned: bool) -> None:
+        """Allocate `num_slots` slots; raises NotEnoughMemoryError when memory does not suffice."""
+        self.num_slots = num_slots
+        self.slot_bytes = layout.block_bytes
+        try:
+            self.tensors = tuple(
+                torch.zeros(
+                    (num_slots, region.width_bytes), dtype=torch.uint8, pin_memory=is_pinned
+                )
+                for region in layout.regions
+            )
+        except RuntimeError as error:
+            raise NotEnoughMemoryError(
+                f"{num_slots * layout.block_bytes} bytes of host memory for {num_slots} slots "
+                f"cannot be had: lower host_blocks ({error})"
+            ) from error
