@@ -144,11 +144,13 @@ class Reservation:
     `num_computed_tokens` are computed before this step, the hit included (skipped blocks before
     them may go); slots are needed for `num_slot_tokens` in all, drafts and lookahead included;
     `num_cached_tokens` is how far full blocks become hittable (0 with delayed caching).
+    There is room only if `num_spare_blocks` blocks are still free afterwards.
     """
 
     num_computed_tokens: int
     num_slot_tokens: int
     num_cached_tokens: int
+    num_spare_blocks: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -125,8 +125,10 @@ class StepResult:
     `num_hit_tokens[i] + external` on. `running_scheduled[i]` is 1 where running row `i` got its
     blocks, 0 where there was no room (its tokens were appended, nothing of it runs).
     `no_room` names requests without room, `waiting_for_load` those whose hit is being loaded,
-    `retry_later` those whose look-up has no answer yet. `withdrawn` are requests first admitted in
-    a step that failed: the manager has forgotten them. `rolled_back_slots` are rows that ran in
+    `retry_later` those whose look-up has no answer yet. `withdrawn` are requests admitted in
+    a step that failed: new ones are forgotten, resumed ones are preempted as before. Tokens
+    appended by failed steps are taken back, also of requests that are preempted now.
+    `rolled_back_slots` are rows that ran in
     failed steps, `rolled_back_computed` and `rolled_back_tokens` how many computed and known tokens
     they have now. `patches` are all block-table changes of the step. The forward of the step may
     begin on a worker once it has applied `seq` of `epoch`. `error` is empty, or says why the

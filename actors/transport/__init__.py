@@ -7,6 +7,7 @@ ray.py        both ends as Ray actor calls (fallback)
 """
 
 from actors.transport.protocol import (
+    Endpoint,
     Inbound,
     Peer,
     PeerTransport,
@@ -17,6 +18,7 @@ from actors.transport.protocol import (
 )
 
 __all__ = [
+    "Endpoint",
     "Inbound",
     "Peer",
     "PeerTransport",

@@ -38,12 +38,15 @@ def generate_curve_keys() -> CurveKeys:
     return CurveKeys(server_public, server_secret, peer_public, peer_secret)
 
 
-def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-    """Make `socket` a CURVE server. Call before it is bound, on a context with a `CurveGate`."""
-    socket.curve_server = True
-    socket.curve_publickey = keys.server_public
-    socket.curve_secretkey = keys.server_secret
-    socket.zap_domain = b"kvcache"
+def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
+    """Make what `socket` binds from now on a CURVE server, or an open one without `keys`.
+
+    The context of the socket must have a `CurveGate`.
+    """
+    socket.curve_server = keys is not None
+    if keys is not None:
+        socket.curve_publickey = keys.server_public
+        socket.curve_secretkey = keys.server_secret
 
 
 def equip_peer(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from actors.transport.curve import CurveKeys
 from kvcache.errors import ConfigurationError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 
@@ -108,10 +109,6 @@ class TransportStatistics:
 class ServerTransport(Protocol):
     """The coordinator's end. One thread sends and receives; `wake` alone is for others."""
 
-    @property
-    def endpoint(self) -> str:
-        """Where peers connect to."""
-
     def send(self, addresses: Sequence[Address], payload: bytes) -> None:
         """Send `payload` to every process known under `addresses`, without waiting.
 
@@ -129,6 +126,14 @@ class ServerTransport(Protocol):
 
     def close(self) -> None:
         """Give everything back at once; what was not sent is lost. Repeatable."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a peer connects to, and with what. `keys` None: no proof of identity is asked for."""
+
+    address: str
+    keys: CurveKeys | None = None
 
 
 class PeerTransport(Protocol):

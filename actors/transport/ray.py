@@ -11,19 +11,21 @@ lost message, which the delivery rules above repair; nothing is ever called agai
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 
+from actors.transport.mailbox import Mailbox
 from actors.transport.protocol import Inbound, Peer, TransportStatistics, parse_identity
-from actors.transport.zmq_server import MAX_RECEIVED_AT_ONCE, WakePipe, ZmqLimits
+from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 
-RAY_ENDPOINT = "ray"
+RAY_SCHEME = "ray:"
+"""An endpoint of this kind names the coordinator's actor."""
+
 COLLECT_TIMEOUT_S = 0.25
 """How long one `collect` call waits in the coordinator before it returns empty."""
 
@@ -32,39 +34,6 @@ MAX_OUTBOXES = 256
 
 ActorHandle = Any
 """Ray's handles have the methods of whatever class they belong to."""
-
-
-class Mailbox:
-    """A bounded queue of payloads. Any thread may put; a full box refuses."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._items: deque[Any] = deque()
-        self._changed = threading.Condition()
-        self._is_woken = False
-
-    def put(self, item: Any) -> bool:
-        """Append `item`; False, unchanged, when the box is full."""
-        with self._changed:
-            if len(self._items) >= self._capacity:
-                return False
-            self._items.append(item)
-            self._changed.notify_all()
-            return True
-
-    def take(self, timeout_s: float) -> list[Any]:
-        """Return waiting items, at most `MAX_RECEIVED_AT_ONCE`; wait at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._is_woken, timeout_s)
-            self._is_woken = False
-            count = min(len(self._items), MAX_RECEIVED_AT_ONCE)
-            return [self._items.popleft() for _ in range(count)]
-
-    def wake(self) -> None:
-        """Make one waiting `take` return."""
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify_all()
 
 
 class RayServer:
@@ -78,11 +47,6 @@ class RayServer:
         self._outboxes: dict[str, Mailbox] = {}
         self._lock = threading.Lock()
         self._statistics = TransportStatistics()
-
-    @property
-    def endpoint(self) -> str:
-        """A fixed word: peers reach the coordinator through its actor handle."""
-        return RAY_ENDPOINT
 
     def post(self, identity: bytes, payload: bytes) -> None:
         """Take a payload that a peer sent. Any thread."""
@@ -155,21 +119,16 @@ class RayPeer:
     """A `PeerTransport` of a worker: its actor puts what arrives into `inbox`."""
 
     def __init__(
-        self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits, inbox: Mailbox | None = None
+        self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits, inbox: Mailbox
     ) -> None:
         """Send through the coordinator's actor handle, as `peer`."""
         self._coordinator = coordinator
         self._identity = peer.identity
         self._limits = limits
-        self._inbox = Mailbox(limits.high_water_mark) if inbox is None else inbox
+        self._inbox = inbox
         self._readable = WakePipe()
-        self._num_sent = self._num_received = self._num_dropped = 0
-
-    def deliver(self, payload: bytes) -> None:
-        """Take a payload for this end. Any thread."""
-        if not self._inbox.put(payload):
-            self._num_dropped += 1
-        self._readable.signal()
+        inbox.on_put = self._readable.signal
+        self._num_sent = self._num_received = 0
 
     def send(self, payload: bytes) -> None:
         """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
@@ -201,11 +160,12 @@ class RayPeer:
     def statistics(self) -> TransportStatistics:
         """See `PeerTransport.statistics`."""
         return TransportStatistics(
-            sent=self._num_sent, received=self._num_received, undeliverable=self._num_dropped
+            sent=self._num_sent, received=self._num_received, undeliverable=self._inbox.num_refused
         )
 
     def close(self) -> None:
         """See `PeerTransport.close`."""
+        self._inbox.on_put = None
         self._readable.close()
 
 
@@ -214,7 +174,7 @@ class RayClientPeer(RayPeer):
 
     def __init__(self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits) -> None:
         """Start asking. The thread sleeps inside Ray and ends with `close`."""
-        super().__init__(coordinator, peer, limits)
+        super().__init__(coordinator, peer, limits, Mailbox(limits.high_water_mark))
         self._client_id = peer.identity.partition(b":")[2].decode()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
@@ -239,4 +199,4 @@ class RayClientPeer(RayPeer):
                 self._is_closed.wait(COLLECT_TIMEOUT_S)
                 continue
             for payload in payloads:
-                self.deliver(payload)
+                self._inbox.put(payload)

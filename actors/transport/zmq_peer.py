@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import zmq
 
-from actors.transport.curve import CurveKeys, equip_peer
-from actors.transport.protocol import Peer, TransportStatistics
+from actors.transport.curve import equip_peer
+from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.zmq_server import (
     HARD_LIMIT_FACTOR,
     MAX_RECEIVED_AT_ONCE,
@@ -27,9 +27,7 @@ MAX_RECONNECT_MS = 500
 class ZmqPeer:
     """A `PeerTransport` over one DEALER socket."""
 
-    def __init__(
-        self, endpoint: str, peer: Peer, limits: ZmqLimits, keys: CurveKeys | None = None
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
         """Connect to `endpoint` as `peer`; returns before the connection stands."""
         self._limits = limits
         self._statistics = TransportStatistics()
@@ -43,13 +41,13 @@ class ZmqPeer:
         self._socket.rcvhwm = self._socket.sndhwm = limits.high_water_mark
         self._socket.reconnect_ivl = RECONNECT_MS
         self._socket.reconnect_ivl_max = MAX_RECONNECT_MS
-        if keys is not None:
-            equip_peer(self._socket, keys)
+        if endpoint.keys is not None:
+            equip_peer(self._socket, endpoint.keys)
         try:
-            self._socket.connect(endpoint)
+            self._socket.connect(endpoint.address)
         except zmq.ZMQError as error:
             self.close()
-            raise ClusterError(f"cannot connect to {endpoint} ({error})") from error
+            raise ClusterError(f"cannot connect to {endpoint.address} ({error})") from error
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake.fileno(), zmq.POLLIN)

@@ -1,5 +1,7 @@
 """The coordinator's end over ZMQ: one ROUTER socket that all workers and clients connect to.
 
+It may listen in several places at once: locally without keys, across nodes with them.
+
 Workers and clients are known by the identity their DEALER sockets announce, so that the server
 never connects anywhere. An unknown or departed peer is an error inside libzmq (ROUTER_MANDATORY)
 and a count here. Two size limits: a payload above the first is read and refused, a frame above
@@ -51,9 +53,14 @@ class ZmqLimits:
     high_water_mark: int = 4096
 
 
-def bind_address(host: str | None, is_remote: bool) -> str:
-    """Return where to bind: an abstract local name, or any free port of `host` across nodes."""
-    return f"tcp://{host}:*" if is_remote else LOCAL_ENDPOINT + secrets.token_hex(12)
+def local_address() -> str:
+    """Return an address for peers on the same node that nobody has used before."""
+    return LOCAL_ENDPOINT + secrets.token_hex(12)
+
+
+def network_address(host: str) -> str:
+    """Return the address of any free port of `host`."""
+    return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
 
 
 class WakePipe:
@@ -94,26 +101,18 @@ class WakePipe:
 class ZmqServer:
     """A `ServerTransport` over one ROUTER socket."""
 
-    def __init__(self, address: str, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
-        """Bind to `address`. With `keys` only their holders get in; raises ClusterError."""
+    def __init__(self, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
+        """Make an end that listens nowhere yet; `keys` are for addresses bound with a guard."""
         self._limits = limits
         self._identities: dict[Address, dict[bytes, None]] = {}
         self._statistics = TransportStatistics()
         self._num_sent = self._num_received = 0
         self._wake = WakePipe()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._keys = keys
         self._gate = None if keys is None else CurveGate(self._context, keys)
-        self._socket = self._open_socket(keys)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._monitor: zmq.Socket[bytes] | None = None
-            self.close()
-            raise ClusterError(
-                f"cannot listen on {address} ({error}): choose another address or host"
-            ) from error
-        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._monitor = self._socket.get_monitor_socket(MONITORED_EVENTS)
+        self._socket = self._open_socket()
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(MONITORED_EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -121,10 +120,22 @@ class ZmqServer:
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
 
-    @property
-    def endpoint(self) -> str:
-        """Where peers connect to."""
-        return self._endpoint
+    def bind(self, address: str, is_guarded: bool) -> str:
+        """Listen on `address` too and return the endpoint that peers connect to.
+
+        Guarded: only holders of the keys get in there. Raises ClusterError when it cannot be bound.
+        """
+        if is_guarded and self._keys is None:
+            raise ClusterError(f"cannot guard {address}: this server was made without keys")
+        guard_server(self._socket, self._keys if is_guarded else None)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ClusterError(
+                f"cannot listen on {address} ({error}): set transport.bind_host to an address of "
+                "this node"
+            ) from error
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, addresses: Sequence[Address], payload: bytes) -> None:
         """See `ServerTransport.send`."""
@@ -172,16 +183,14 @@ class ZmqServer:
         """See `ServerTransport.close`."""
         if self._context.closed:
             return
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor = None
+        self._socket.disable_monitor()
         self._socket.close(0)
         if self._gate is not None:
             self._gate.close()
         self._context.destroy(0)
         self._wake.close()
 
-    def _open_socket(self, keys: CurveKeys | None) -> zmq.Socket[bytes]:
+    def _open_socket(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.router_mandatory = True
@@ -189,8 +198,6 @@ class ZmqServer:
         socket.router_handover = True
         socket.maxmsgsize = HARD_LIMIT_FACTOR * self._limits.max_message_bytes
         socket.rcvhwm = socket.sndhwm = self._limits.high_water_mark
-        if keys is not None:
-            guard_server(socket, keys)
         return socket
 
     def _send_to(self, address: Address, identity: bytes, payload: bytes) -> None:
@@ -233,7 +240,7 @@ class ZmqServer:
 
     def _attend(self, source: object) -> None:
         """Serve the monitor, the gate or the wake pipe, whichever became readable."""
-        if source is self._monitor and self._monitor is not None:
+        if source is self._monitor:
             while self._monitor.poll(0):
                 recv_monitor_message(self._monitor)
                 self._count(refused_connections=1)

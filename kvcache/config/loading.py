@@ -68,6 +68,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, yaml.Mark] = {}
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *anchor` is no key of its own
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -125,7 +127,6 @@ def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
         "string_too_short": "write at least one character",
         "string_pattern_mismatch": "use letters, digits, '.', '_' and '-', a letter or digit first",
         "tuple_type": "write a list, one '- ' per entry",
-        "too_short": "write at least one entry",
         "model_type": "write a section of keys and values",
     }
     return remedies.get(kind, message)

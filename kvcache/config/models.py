@@ -26,7 +26,9 @@ def parse_bytes(value: object) -> object:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
     if match is None or match[2] not in BYTE_UNITS:
         units = ", ".join(BYTE_UNITS)
-        raise ConfigurationError(f"{value!r} is no amount of memory: write a number and one of {units}")
+        raise ConfigurationError(
+            f"{value!r} is no amount of memory: write a number and one of {units}"
+        )
     return int(float(match[1]) * BYTE_UNITS[match[2]])
 
 
@@ -78,11 +80,13 @@ class ModelConfig(Section):
     max_model_len: Annotated[int | Literal["auto"], BeforeValidator(require_model_len)]
     max_position_embeddings: Count = 1 << 20
     dtype: str = "float16"
-    layers: Annotated[tuple[LayerConfig, ...], Field(min_length=1, strict=False)]
+    layers: Annotated[tuple[LayerConfig, ...], Field(strict=False)]
 
     @model_validator(mode="after")
-    def _dtype_is_known(self) -> ModelConfig:
+    def _says_what_is_kept(self) -> ModelConfig:
         dtype_size_bytes(self.dtype)
+        if not self.layers:
+            raise ConfigurationError("layers is empty: write at least one entry")
         return self
 
     @property
@@ -152,6 +156,7 @@ class TransportConfig(Section):
     """How coordinator, workers and clients talk. `window`: messages sent and not yet confirmed."""
 
     kind: Literal["zmq", "ray", "inprocess"] = "zmq"
+    curve: Literal["auto", "always"] = "auto"
     bind_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     window: Count = 64
     max_message_bytes: Bytes = 64 * MIB

@@ -129,7 +129,11 @@ def get_kv_cache_groups(
     if is_kv_cache_type_uniform(ordered):
         return create_kv_cache_group_specs(ordered, [list(ordered)])
     ordered = unify_page_sizes(ordered, warn)
-    return create_kv_cache_group_specs(ordered, _deal_into_groups(_layers_by_type(ordered), warn))
+    types = _layers_by_type(ordered)
+    for names in types:  # all groups of a type get one spec, whichever layers remember a window
+        members = [ordered[name] for name in names]
+        ordered |= dict.fromkeys(names, type(members[0]).merge(members))
+    return create_kv_cache_group_specs(ordered, _deal_into_groups(types, warn))
 
 
 def project_groups(

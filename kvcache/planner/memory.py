@@ -98,7 +98,7 @@ def rank_capacity(
     num_blocks = get_num_blocks(options, pools, available_bytes, block_bytes // pools)
     if num_blocks * block_bytes > available_bytes:
         raise NotEnoughMemoryError(
-            f"rank {rank}: {num_blocks} blocks (num_gpu_blocks_override) need "
+            f"rank {rank}: {num_blocks} blocks (num_gpu_blocks_override, cache.num_blocks) need "
             f"{num_blocks * block_bytes} bytes, {available_bytes} are available: override with "
             f"at most {available_bytes // block_bytes} blocks, or give the rank more memory"
         )
@@ -146,7 +146,8 @@ def require_capacity(
     if options.num_gpu_blocks_override is None:
         remedy += f"give rank {least.rank} more memory"
     else:
-        remedy += f"raise num_gpu_blocks_override ({options.num_gpu_blocks_override})"
+        override = options.num_gpu_blocks_override
+        remedy += f"raise num_gpu_blocks_override (cache.num_blocks) above {override}"
     raise NotEnoughMemoryError(
         f"rank {least.rank}: a request of {options.longest_model_len} tokens needs "
         f"{needed * least.block_bytes} bytes ({needed} blocks of {least.block_bytes} bytes, the "

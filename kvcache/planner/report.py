@@ -30,11 +30,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's share. `wasted_bytes`: bytes of a block that no layer of this rank fills.
-
-    Waste is padding within pages, and pools that a group has no layer for; it is counted per
-    block averaged over the groups, as a block belongs to one group at a time.
-    """
+    """One rank's share. `bytes_per_token`: what a token of a request of full length takes here."""
 
     rank: int
     num_layers: int
@@ -43,8 +39,10 @@ class RankReport:
     block_bytes: int
     allocated_bytes: int
     unused_bytes: int
+    bytes_per_token: float
     padding_waste: float
-    """Share of the allocation, 0 to 1, that padding would waste with all groups equally used."""
+    """Share, 0 to 1, of blocks given evenly to all groups that no layer of this rank fills: pages
+    that are padded, and pools that a group has no layer for."""
     host_blocks: int
     disk_blocks: int
 
@@ -128,6 +126,7 @@ def _report_rank(plan: Plan, rank: int) -> RankReport:
         len(group.layer_names) * group.kv_cache_spec.real_page_size_bytes
         for group in config.kv_cache_groups
     )
+    per_request = blocks_per_request(plan.options, config.kv_cache_groups)
     taken = len(config.kv_cache_groups) * _block_bytes([config])
     available = plan.memories[rank].device_bytes
     return RankReport(
@@ -138,6 +137,7 @@ def _report_rank(plan: Plan, rank: int) -> RankReport:
         block_bytes=_block_bytes([config]),
         allocated_bytes=config.total_size_bytes,
         unused_bytes=available - config.total_size_bytes,
+        bytes_per_token=_block_bytes([config]) * per_request / plan.max_model_len,
         padding_waste=1 - filled / taken if taken else 0.0,
         host_blocks=config.host_blocks,
         disk_blocks=config.disk_blocks,

@@ -82,8 +82,9 @@ class ManagerStepper:
         self._fails = fails
         self._results: dict[int, StepResult] = {}
         self._last_step = 0
-        self._finished_step = 0
-        self._failed_step = NO_STEP
+        self._seen_step = 0  # forwards up to here have ended, well or not
+        self._failing_step = NO_STEP  # the first void step the manager has not been told of
+        self._void = range(0)
 
     def submit(self, step: StepRequest) -> int:
         """Have the manager serve the step at once."""
@@ -93,10 +94,11 @@ class ManagerStepper:
             replace(step, client_id="replay", step=number, epoch=1)
         )
         if step.failed_step != NO_STEP:
-            self._failed_step = NO_STEP
-        elif self._failed_step == NO_STEP and self._fails(number):
-            self._failed_step = number
-        self._finish(number - self._lag)
+            self._void = range(step.failed_step, number)
+            self._failing_step = NO_STEP
+        elif self._failing_step == NO_STEP and self._fails(number):
+            self._failing_step = number
+        self.wait_finished(number - self._lag)
         return number
 
     def wait_result(self, step: int) -> StepResult:
@@ -104,21 +106,20 @@ class ManagerStepper:
         return self._results.pop(step)
 
     def wait_finished(self, step: int) -> None:
-        """Finish everything up to `step`."""
-        self._finish(step)
+        """Let the forwards up to `step` end."""
+        self._seen_step = max(self._seen_step, step)
 
     def progress(self) -> ForwardProgress:
         """Nothing is checked, so nothing is ever wrong."""
-        return ForwardProgress(self._finished_step, self._failed_step)
+        if NO_STEP < self._failing_step <= self._seen_step:
+            return ForwardProgress(self._failing_step - 1, self._failing_step)
+        finished = self._void.start - 1 if self._seen_step in self._void else self._seen_step
+        return ForwardProgress(finished)
 
     def figures(self) -> CacheFigures:
         """Read the manager's statistics."""
         core = self._manager.statistics().core
         return CacheFigures(core.num_blocks, core.num_evictions, 0, self._manager.usage)
-
-    def _finish(self, step: int) -> None:
-        if self._failed_step == NO_STEP:
-            self._finished_step = max(self._finished_step, step)
 
 
 def describe_failures(failures: Sequence[FailedForward]) -> str:

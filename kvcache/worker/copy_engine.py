@@ -87,7 +87,7 @@ class DoneCopy:
 def consecutive_runs(
     source_ids: Int32Array, destination_ids: Int32Array
 ) -> Sequence[tuple[int, int, int]]:
-    """Return `(first source, first destination, count)` of every run in which both ids rise by 1."""
+    """Return `(first source, first destination, count)` of each run in which both rise by 1."""
     if not len(source_ids):
         return []
     breaks = (np.diff(source_ids) != 1) | (np.diff(destination_ids) != 1)

@@ -7,7 +7,9 @@ tensors must be pinned: otherwise a "non-blocking" copy blocks. Refuses to run w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,16 +25,28 @@ from kvcache.worker.copy_engine import (
 )
 
 
+class _Event(Protocol):
+    """What is used of `torch.cuda.Event`, which has no types of its own."""
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+_make_event: Callable[[], _Event] = torch.cuda.Event
+_make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+
+
 @dataclass(frozen=True, eq=False)
 class _EventCopy:
     """A transfer that is over when `event` is. Keeps alive what the copy still uses."""
 
-    event: torch.cuda.Event
+    event: _Event
     kept_alive: tuple[torch.Tensor, ...]
 
     def is_done(self) -> bool:
         """Ask the event; never blocks."""
-        return bool(self.event.query())
+        return self.event.query()
 
     def wait(self) -> None:
         """Block until the event."""
@@ -50,8 +64,8 @@ class CudaCopyEngine:
                 "CUDA build of torch on a machine with a GPU"
             )
         self._device = device
-        self._stream = torch.cuda.Stream(device=device)
-        self._forward_end: torch.cuda.Event | None = None
+        self._stream = _make_stream(device)
+        self._forward_end: _Event | None = None
 
     def copy_blocks(
         self,
@@ -66,6 +80,8 @@ class CudaCopyEngine:
         kept_alive = [sources, destinations]
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            if self._forward_end is not None:  # the model may use another thread and stream
+                self._stream.wait_event(self._forward_end)
             with torch.cuda.stream(self._stream):
                 if sources.device == destinations.device:
                     staging = sources.index_select(0, self._ids(source_ids))
@@ -73,7 +89,7 @@ class CudaCopyEngine:
                     kept_alive.append(staging)
                 else:
                     _copy_runs(sources, source_ids, destinations, destination_ids)
-                event = torch.cuda.Event()
+                event = _make_event()
                 event.record(self._stream)
         return _EventCopy(event, tuple(kept_alive))
 
@@ -92,13 +108,13 @@ class CudaCopyEngine:
 
     def on_forward_end(self) -> None:
         """Record an event on the compute stream."""
-        event = torch.cuda.Event()
+        event = _make_event()
         event.record(torch.cuda.current_stream(self._device))
         self._forward_end = event
 
     def is_compute_idle(self) -> bool:
         """Ask the last forward's event."""
-        return self._forward_end is None or bool(self._forward_end.query())
+        return self._forward_end is None or self._forward_end.query()
 
     def wait_compute(self) -> None:
         """Wait for the last forward's event."""

@@ -9,6 +9,7 @@ overlap, leave the allocation, are not aligned, or whose layers have no pool.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from kvcache.errors import ConfigurationError
@@ -104,8 +105,8 @@ def _validate_pool(config: KVCacheConfig, index: int, tensor: KVCacheTensor) -> 
     if end > config.total_size_bytes or (config.num_blocks > 1 and tensor.block_stride < page):
         raise ConfigurationError(
             f"pool {index}: {config.num_blocks} pages of {page} bytes from byte {tensor.offset}, "
-            f"{tensor.block_stride} bytes apart, do not fit {config.total_size_bytes} bytes without "
-            "overlap: plan again"
+            f"{tensor.block_stride} bytes apart, do not fit {config.total_size_bytes} bytes "
+            "without overlap: plan again"
         )
 
 
@@ -118,8 +119,8 @@ def _validate_apart(config: KVCacheConfig) -> None:
         (tensor.offset, _page_bytes(config, tensor), tensor.block_stride, index)
         for index, tensor in enumerate(config.kv_cache_tensors)
     )
-    for (offset, page, stride, index), (next_offset, next_page, next_stride, other) in zip(
-        spans, spans[1:], strict=False
+    for (offset, page, stride, index), (next_offset, next_page, next_stride, other) in pairwise(
+        spans
     ):
         is_behind = next_offset >= offset + (config.num_blocks - 1) * stride + page
         is_interleaved = (

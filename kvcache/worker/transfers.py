@@ -8,7 +8,6 @@ because the command has been obeyed by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,9 +132,9 @@ class TransferJobs:
                 f"host slots {int(slots.min())}..{int(slots.max())} are asked for, this rank has "
                 f"0..{self._host.num_slots - 1}"
             )
-        busy = set(slots.tolist()) & set(self._slots_being_written())
+        busy = self._busy_slots(is_writing=isinstance(job, Store)) & set(slots.tolist())
         if busy:
-            return f"host slots {sorted(busy)[:8]} are still being stored to: wait for that job"
+            return f"host slots {sorted(busy)[:8]} are in use by a running job: wait for its report"
         if isinstance(job, Load):
             return self._content_problem(slots)
         return ""
@@ -156,10 +155,12 @@ class TransferJobs:
             f"({len(wrong)} of {len(slots)} slots are wrong)"
         )
 
-    def _slots_being_written(self) -> Sequence[int]:
-        return [
-            slot
-            for running in self._running
-            if isinstance(running.job, Store)
-            for slot in running.job.destinations.tolist()
-        ]
+    def _busy_slots(self, *, is_writing: bool) -> set[int]:
+        """Return the slots being stored to and, for a writer, those being read too."""
+        busy: set[int] = set()
+        for running in self._running:
+            if isinstance(running.job, Store):
+                busy.update(running.job.destinations.tolist())
+            elif is_writing:
+                busy.update(running.job.sources.tolist())
+        return busy

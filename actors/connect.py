@@ -1,0 +1,42 @@
+"""Opens the end of a worker or client for whatever endpoint it was given."""
+
+from __future__ import annotations
+
+import ray
+
+from actors.names import RAY_NAMESPACE
+from actors.reports import NodeAddress
+from actors.transport import Endpoint, Peer, PeerTransport
+from actors.transport.mailbox import Mailbox
+from actors.transport.ray import RAY_SCHEME, RayClientPeer, RayPeer
+from actors.transport.zmq_peer import ZmqPeer
+from actors.transport.zmq_server import ZmqLimits
+from kvcache.errors import NotRunningError
+from kvcache.messages import WorkerAddress
+
+
+def this_node() -> NodeAddress:
+    """Return where this process runs."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return NodeAddress(str(node_id), str(ray.util.get_node_ip_address()))
+
+
+def connect_peer(
+    endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
+) -> PeerTransport:
+    """Return `peer`'s end to the coordinator at `endpoint`.
+
+    `mailbox` is where a worker's actor puts payloads that come as calls; sockets leave it alone.
+    Raises ClusterError if the endpoint cannot be meant, NotRunningError if its actor is gone.
+    """
+    limits = ZmqLimits(max_message_bytes)
+    if not endpoint.address.startswith(RAY_SCHEME):
+        return ZmqPeer(endpoint, peer, limits)
+    name = endpoint.address.removeprefix(RAY_SCHEME)
+    try:
+        coordinator = ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except ValueError as error:
+        raise NotRunningError(f"there is no coordinator {name}: is the cluster up?") from error
+    if isinstance(peer.address, WorkerAddress):
+        return RayPeer(coordinator, peer, limits, mailbox)
+    return RayClientPeer(coordinator, peer, limits)

@@ -1,0 +1,271 @@
+"""One rank in whatever process: a `KVCacheWorker`, its connection, and what start-up asks of it.
+
+    report ─▶ (the launcher plans) ─▶ allocate ─▶ attach ─▶ poll, poll, poll ... ─▶ close
+
+`WorkerActor` polls from a thread of its own. An engine that keeps the KV cache inside its own actors
+makes an `EmbeddedWorker` there and polls from its own loop: no busy thread is started. Knows nothing
+of Ray; the actor methods that pass the cluster's calls on are in worker.py.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+from actors.memory import free_memory_bytes
+from actors.reports import HostStatistics, NodeAddress, WorkerReport
+from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
+from actors.transport.mailbox import Mailbox
+from kvcache.clock import Clock, SystemClock
+from kvcache.config import ClusterConfig, layer_specs
+from kvcache.errors import NotRunningError, ProtocolError
+from kvcache.hashing import get_hash_fn
+from kvcache.messages import Message, ToWorker
+from kvcache.planner import (
+    Plan,
+    RankMemory,
+    layout_fingerprint,
+    plan_fingerprint,
+    rank_coordinates,
+)
+from kvcache.specs import KVCacheSpec
+from kvcache.wire import decode, encode
+from kvcache.worker.settings import WorkerSettings
+from kvcache.worker.worker import KVCacheWorker
+
+TO_WORKER = get_args(ToWorker)
+
+Connect = Callable[[Endpoint, Peer, int, Mailbox], PeerTransport]
+"""Opens a worker's end to a coordinator: where, as whom, with which limit in bytes, and where
+payloads arrive that come as calls."""
+
+MAILBOX_CAPACITY = 4096
+
+
+class EmbeddedWorker:
+    """The rank that this process is, from its first report to its end.
+
+    One thread at a time polls; the others may call everything. `worker` exists once allocated.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        place: int,
+        connect: Connect,
+        *,
+        specs: Mapping[str, KVCacheSpec] | None = None,
+        clock: Clock | None = None,
+        is_threaded: bool = False,
+    ) -> None:
+        """Make the process's rank-to-be at `place`. Nothing is allocated or connected.
+
+        `specs`: what the model's layers keep on this rank; default: what the configuration says.
+        `is_threaded`: a thread does nothing but poll, so that nobody else has to.
+        """
+        self._is_threaded = is_threaded
+        self._last_poll_s = 0.0
+        self._config = config
+        self._place = place
+        self._connect = connect
+        self._specs = dict(layer_specs(config)[place] if specs is None else specs)
+        self._clock = SystemClock() if clock is None else clock
+        self.mailbox = Mailbox(MAILBOX_CAPACITY)
+        self.incarnation = secrets.token_hex(8)
+        self._polling = threading.Lock()
+        self._worker: KVCacheWorker | None = None
+        self._transport: PeerTransport | None = None
+        self._pending_endpoint: Endpoint | None = None
+        self._carried = TransportStatistics()
+        self._malformed = self._misdirected = 0
+        self._tick_s = min(config.transport.resend_s, config.transport.heartbeat_s) / 4
+        self._next_tick_s = 0.0
+        self._is_closed = False
+        self._watching = threading.Condition()
+        self._watched_epoch = -1
+
+    @property
+    def worker(self) -> KVCacheWorker:
+        """The rank's tensors, tables and books. Raises NotRunningError before `allocate`."""
+        if self._worker is None:
+            raise NotRunningError(
+                f"the worker at place {self._place} has no plan yet: wait for the launch to return"
+            )
+        return self._worker
+
+    # --- start-up, in this order, by the launcher
+
+    def report(self, node: NodeAddress, gpu_ids: Sequence[str], num_sharing: int) -> WorkerReport:
+        """Say what this rank keeps and how much memory it may use. Changes nothing."""
+        return WorkerReport(
+            place=self._place,
+            incarnation=self.incarnation,
+            process_id=os.getpid(),
+            node=node,
+            gpu_ids=tuple(gpu_ids),
+            specs=self._specs,
+            memory=RankMemory(free_memory_bytes(self._config, num_sharing)),
+        )
+
+    def allocate(self, rank: int, plan: Plan) -> str:
+        """Become `rank` of `plan`: allocate its tensors. Return the plan's fingerprint.
+
+        The fingerprint is computed here, from what arrived. Raises what `KVCacheWorker` raises.
+        """
+        config = self._config
+        algorithm = config.cache.hash_algorithm
+        settings = WorkerSettings(
+            rank=rank,
+            kv_cache_config=plan.configs[rank],
+            fingerprint=plan_fingerprint(plan.configs),
+            layout_fingerprint=layout_fingerprint(
+                plan.configs[rank],
+                model=config.model.name,
+                seed=config.cache.hash_seed,
+                algorithm=algorithm,
+                coordinates=rank_coordinates(config, rank),
+            ),
+            incarnation=self.incarnation,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            device=config.workers.device,
+            digest_bytes=get_hash_fn(algorithm).digest_bytes,
+            is_content_checking=config.content_check.enabled,
+            repeat_interval_s=config.transport.resend_s,
+            heartbeat_interval_s=config.transport.heartbeat_s,
+            max_buffered=4 * config.transport.window,
+        )
+        poll = None if self._is_threaded else self._poll_for_forward
+        self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll)
+        return settings.fingerprint
+
+    def attach(self, endpoint: Endpoint) -> None:
+        """Talk to the coordinator at `endpoint` from the next poll on, and to no other.
+
+        Without a thread of its own the worker polls here until the coordinator has taken it over,
+        so that start-up does not wait for the engine; at most for one heartbeat.
+        """
+        self._pending_endpoint = endpoint
+        self.wake()
+        give_up_s = self._clock.now() + self._config.transport.heartbeat_s
+        while not (self._is_threaded or self._is_closed or self._clock.now() > give_up_s):
+            self.poll(self._tick_s)
+            if self.worker.epoch:
+                return
+
+    # --- service
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Serve what has arrived, waiting for it at most `timeout_s`; say whether anything had.
+
+        Call it often: between forwards, and whenever the engine is idle.
+        """
+        with self._polling:
+            self._last_poll_s = self._clock.now()
+            if self._is_closed or self._worker is None:
+                return False
+            if self._pending_endpoint is not None:
+                self._reconnect(self._pending_endpoint)
+            transport = self._transport
+            if transport is None:
+                return False
+            return self._serve(self._worker, transport, timeout_s)
+
+    def wake(self) -> None:
+        """Make a waiting `poll` return. Any thread."""
+        transport = self._transport
+        if transport is not None:
+            transport.wake()
+
+    def statistics(self) -> HostStatistics:
+        """Return what was carried and refused, frozen."""
+        transport = self._transport
+        carried = self._carried
+        if transport is not None:
+            carried += transport.statistics()
+        return HostStatistics(carried, self._malformed, self._misdirected)
+
+    # --- sentinel
+
+    def watch(self, epoch: int) -> int:
+        """Return when a newer epoch watches, or this worker closes: a caller whose call ends in
+        any other way knows that the process is dead. Return the newest epoch that watched.
+
+        While it waits here, the worker stays alive for its coordinator even if the engine is too
+        busy to poll.
+        """
+        heartbeat_s = self._config.transport.heartbeat_s
+        with self._watching:
+            self._watched_epoch = max(self._watched_epoch, epoch)
+            self._watching.notify_all()
+        while True:
+            with self._watching:
+                self._watching.wait_for(lambda: self._is_released(epoch), heartbeat_s)
+                if self._is_released(epoch):
+                    return self._watched_epoch
+            if not self._is_threaded and self._clock.now() - self._last_poll_s >= heartbeat_s:
+                self.poll()
+
+    def release_watchers(self) -> None:
+        """Make every `watch` return."""
+        with self._watching:
+            self._watched_epoch += 1
+            self._watching.notify_all()
+
+    def close(self) -> None:
+        """Give connection and tensors back. Repeatable."""
+        self._is_closed = True
+        self.wake()
+        with self._polling:
+            if self._transport is not None:
+                self._carried += self._transport.statistics()
+                self._transport.close()
+                self._transport = None
+            if self._worker is not None:
+                self._worker.close()
+        with self._watching:
+            self._watching.notify_all()
+
+    def _is_released(self, epoch: int) -> bool:
+        return self._is_closed or self._watched_epoch > epoch
+
+    def _poll_for_forward(self, timeout_s: float) -> None:
+        self.poll(timeout_s)
+
+    def _reconnect(self, endpoint: Endpoint) -> None:
+        self._pending_endpoint = None
+        if self._transport is not None:
+            self._carried += self._transport.statistics()
+            self._transport.close()
+            self._transport = None
+        peer = worker_peer(self.worker.settings.rank, self.incarnation)
+        self._transport = self._connect(
+            endpoint, peer, self._config.transport.max_message_bytes, self.mailbox
+        )
+
+    def _serve(self, worker: KVCacheWorker, transport: PeerTransport, timeout_s: float) -> bool:
+        now_s = self._clock.now()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self._tick_s
+            _send(transport, worker.on_tick())
+        payloads = transport.receive(min(timeout_s, max(0.0, self._next_tick_s - now_s)))
+        for payload in payloads:
+            try:
+                message = decode(payload, self._config.transport.max_message_bytes)
+            except ProtocolError:
+                self._malformed += 1
+                continue
+            if isinstance(message, TO_WORKER):
+                _send(transport, worker.on_message(message))
+            else:
+                self._misdirected += 1
+        _send(transport, worker.run_due_forwards())
+        return bool(payloads)
+
+
+def _send(transport: PeerTransport, messages: Sequence[Message]) -> None:
+    for message in messages:
+        transport.send(encode(message))

@@ -1,0 +1,27 @@
+"""Under which names a cluster's actors and placement group are found. One Ray namespace for all."""
+
+from __future__ import annotations
+
+RAY_NAMESPACE = "kvcache"
+"""Where every named actor of this package lives, so that any driver of the Ray cluster finds it."""
+
+
+def coordinator_name(cluster: str) -> str:
+    """Return the coordinator's actor name. Creating it is what makes a launch exclusive."""
+    return f"{cluster}/coordinator"
+
+
+def worker_name(cluster: str, place: int) -> str:
+    """Return the name of the worker actor at `place`: its stage times the stage's width, plus its
+    number in the stage. Ranks are given to places once it is known where each actor runs."""
+    return f"{cluster}/worker-{place}"
+
+
+def placement_group_name(cluster: str) -> str:
+    """Return the placement group's name."""
+    return f"{cluster}/workers"
+
+
+def state_prefix(cluster: str) -> str:
+    """Return what the keys of the cluster's small state begin with."""
+    return f"kvcache/{cluster}/"

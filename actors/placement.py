@@ -1,0 +1,87 @@
+"""Where workers run: one placement group, one bundle per pipeline stage.
+
+The tensor-parallel ranks of a stage share a bundle and so a node; a stage wider than any node cannot
+be placed and says so. The coordinator is not in the group: it may restart anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from actors.names import placement_group_name
+from kvcache.config import ClusterConfig
+from kvcache.errors import StartupError
+
+POLL_S = 0.05
+
+
+def stage_resources(config: ClusterConfig) -> dict[str, float]:
+    """Return what one pipeline stage, all its tensor-parallel ranks together, asks Ray for."""
+    width = config.parallel.tensor_parallel_size
+    wanted = {
+        "CPU": width * config.workers.num_cpus_per_rank,
+        "GPU": width * config.workers.num_gpus_per_rank,
+    }
+    resources = {name: round(amount, 4) for name, amount in wanted.items() if amount}
+    # A bundle of nothing is refused by Ray; this much fits any node.
+    return resources or {"CPU": 0.001}
+
+
+def create_placement(config: ClusterConfig, is_detached: bool, timeout_s: float) -> PlacementGroup:
+    """Reserve room for every stage and return the group.
+
+    Raises StartupError, nothing left reserved, when there is no room within `timeout_s`.
+    """
+    bundle = stage_resources(config)
+    num_stages = config.parallel.pipeline_parallel_size
+    group = placement_group(
+        [dict(bundle) for _ in range(num_stages)],
+        strategy="PACK",
+        name=placement_group_name(config.name),
+        lifetime="detached" if is_detached else None,
+    )
+    if group.wait(timeout_s):
+        return group
+    state = placement_group_table(group).get("stats", {}).get("scheduling_state", "PENDING")
+    remove_placement(group, timeout_s=timeout_s)
+    raise StartupError(
+        f"no room for {num_stages} pipeline stage(s) of {bundle} each after {timeout_s:g} s "
+        f"(placement is {state}; nodes have {_describe_nodes()}): free resources, add nodes, or "
+        "lower workers.num_cpus_per_rank or parallel; the ranks of one stage need one node"
+    )
+
+
+def remove_placement(group: PlacementGroup, timeout_s: float) -> None:
+    """Give the room back and wait until Ray says that it is gone. Repeatable."""
+    remove_placement_group(group)
+    wait_until(lambda: placement_group_table(group).get("state", "REMOVED") == "REMOVED", timeout_s)
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until `is_done()`, at most `timeout_s`; return whether it is."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _describe_nodes() -> str:
+    """Return CPUs and GPUs of every living node."""
+    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+    figures = [
+        f"{node['Resources'].get('CPU', 0):g} CPU / {node['Resources'].get('GPU', 0):g} GPU"
+        for node in nodes
+    ]
+    return ", ".join(figures) or "nothing"

@@ -1,0 +1,125 @@
+"""The coordinator's message loop: bytes in, decisions by the plain Coordinator, bytes out.
+
+    transport ──payload──▶ decode ──▶ Coordinator.on_* ──Outgoing──▶ encode once ──▶ transport
+
+Knows nothing of Ray, so that it runs in the coordinator actor, in an engine's driver and in tests
+alike. Whatever is not a message of ours, not from whom it says it is, or not to be obeyed, is
+counted and dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, get_args
+
+from actors.transport import Inbound, ServerTransport, TransportStatistics
+from kvcache.clock import Clock
+from kvcache.errors import ProtocolError
+from kvcache.messages import FromClient, FromWorker, Outgoing, WorkerAddress
+from kvcache.wire import decode, encode
+
+logger = logging.getLogger(__name__)
+
+FROM_WORKER = get_args(FromWorker)
+FROM_CLIENT = get_args(FromClient)
+
+
+class Decider(Protocol):
+    """What of the Coordinator the loop needs: each call returns what is to be sent."""
+
+    def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
+        """Take a message of a worker. Raises ProtocolError for one that must not be obeyed."""
+
+    def on_client_message(self, message: FromClient) -> list[Outgoing]:
+        """Take a message of a client. Raises ProtocolError for one that must not be obeyed."""
+
+    def on_tick(self) -> list[Outgoing]:
+        """Look at the clock."""
+
+
+@dataclass(frozen=True)
+class ServiceStatistics:
+    """What the loop has carried and refused.
+
+    `malformed`: payloads that are no message. `impersonated`: messages that are not from whom they
+    say. `refused`: messages that the coordinator must not obey. `early`: before it was started.
+    """
+
+    transport: TransportStatistics
+    malformed: int
+    impersonated: int
+    refused: int
+    early: int
+
+
+class CoordinatorService:
+    """One coordinator behind one transport. Owned by one thread, which calls `turn`."""
+
+    def __init__(
+        self, transport: ServerTransport, clock: Clock, max_message_bytes: int, tick_s: float
+    ) -> None:
+        """Serve nobody yet: messages are counted and dropped until `open`."""
+        self.transport = transport
+        self._clock = clock
+        self._max_message_bytes = max_message_bytes
+        self._tick_s = tick_s
+        self._next_tick_s = clock.now() + tick_s
+        self._decider: Decider | None = None
+        self._malformed = self._impersonated = self._refused = self._early = 0
+
+    def open(self, decider: Decider, outgoing: Sequence[Outgoing]) -> None:
+        """Hand messages to `decider` from now on; send what it wants sent first."""
+        self._decider = decider
+        self.send(outgoing)
+
+    def turn(self) -> None:
+        """Wait for messages until the next tick, and serve them. Called again and again."""
+        now_s = self._clock.now()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self._tick_s
+            if self._decider is not None:
+                self.send(self._decider.on_tick())
+        for inbound in self.transport.receive(self._next_tick_s - now_s):
+            self._take(inbound)
+
+    def send(self, outgoing: Sequence[Outgoing]) -> None:
+        """Encode each message once and send it to all it is for."""
+        for item in outgoing:
+            self.transport.send(item.to, encode(item.message))
+
+    def statistics(self) -> ServiceStatistics:
+        """Return figures, frozen."""
+        return ServiceStatistics(
+            transport=self.transport.statistics(),
+            malformed=self._malformed,
+            impersonated=self._impersonated,
+            refused=self._refused,
+            early=self._early,
+        )
+
+    def _take(self, inbound: Inbound) -> None:
+        try:
+            message = decode(inbound.payload, self._max_message_bytes)
+        except ProtocolError as error:
+            self._malformed += 1
+            logger.debug("dropped from %s: %s", inbound.peer, error)
+            return
+        address, decider = inbound.peer.address, self._decider
+        if decider is None:
+            self._early += 1
+            return
+        try:
+            if isinstance(address, WorkerAddress):
+                if not (isinstance(message, FROM_WORKER) and message.rank == address.rank):
+                    self._impersonated += 1
+                    return
+                self.send(decider.on_worker_message(address.rank, message))
+            elif isinstance(message, FROM_CLIENT) and message.client_id == address.client_id:
+                self.send(decider.on_client_message(message))
+            else:
+                self._impersonated += 1
+        except ProtocolError as error:
+            self._refused += 1
+            logger.debug("refused from %s: %s", inbound.peer, error)

@@ -1,0 +1,132 @@
+"""The worker actor, and the actor methods with which any actor can be a worker.
+
+    launcher     ──kvcache_report, kvcache_allocate──▶ worker
+    coordinator  ──kvcache_attach, kvcache_watch─────▶ worker ──ZMQ──▶ coordinator
+
+`WorkerActor` is ours: it only keeps the rank's cache, and serves it from a thread. An engine's own
+actor becomes a worker by inheriting `WorkerMethods` and polling (see `WorkerMethods`). Thin: every
+method passes on to `EmbeddedWorker`.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import ray
+import torch
+
+from actors.connect import connect_peer, this_node
+from actors.embedding import EmbeddedWorker
+from actors.loop import ServiceLoop
+from actors.reports import HostStatistics, WorkerReport
+from actors.transport import Endpoint
+from kvcache.config import ClusterConfig
+from kvcache.labels import LabelSet
+from kvcache.planner import Plan
+from kvcache.worker.settings import WorkerStatistics
+
+CONTROL = "kvcache_control"
+MAIL = "kvcache_mail"
+SENTINEL = "kvcache_sentinel"
+
+WORKER_CONCURRENCY_GROUPS = {CONTROL: 1, MAIL: 1, SENTINEL: 2}
+"""What an actor with `WorkerMethods` passes to `ray.remote(concurrency_groups=...)`.
+
+Control calls must not queue behind the engine's own, and a sentinel call waits for as long as its
+epoch lasts: two of them overlap when the epoch changes.
+"""
+
+
+LONGEST_WAIT_S = 1.0
+"""How long one poll may wait; ticks and wake-ups end it earlier."""
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+class WorkerMethods:
+    """Makes an actor a worker of a cluster. Set `self.kvcache` before the launch:
+
+        @ray.remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)
+        class Engine(WorkerMethods):
+            def __init__(self, config, place):
+                self.kvcache = EmbeddedWorker(config, place, connect_peer)
+
+    Then pass the handles, in order of places, to `KVCacheCluster.launch(config, worker_actors=...)`.
+    """
+
+    kvcache: EmbeddedWorker
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_report(self, num_sharing: int) -> WorkerReport:
+        """Say what this rank keeps, how much memory it has, and where it runs."""
+        gpu_ids = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return self.kvcache.report(this_node(), gpu_ids, num_sharing)
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_allocate(self, rank: int, plan: Plan) -> str:
+        """Allocate the part of `plan` that is this rank's; return its fingerprint, recomputed."""
+        return self.kvcache.allocate(rank, plan)
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_attach(self, endpoint: Endpoint) -> None:
+        """Talk to the coordinator at `endpoint` from now on."""
+        self.kvcache.attach(endpoint)
+
+    @ray.method(concurrency_group=MAIL)
+    def kvcache_deliver(self, payload: bytes) -> None:
+        """Take a message that comes as an actor call (fallback transport)."""
+        self.kvcache.mailbox.put(payload)
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_statistics(self) -> tuple[WorkerStatistics, HostStatistics]:
+        """Return the figures of the rank and of its connection."""
+        return self.kvcache.worker.statistics(), self.kvcache.statistics()
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_labels(self) -> LabelSet:
+        """Return what this rank knows of each of its blocks."""
+        return self.kvcache.worker.collect_labels()
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_read(self, layer_name: str, block_id: int) -> bytes:
+        """Return the bytes of one layer's page of one block. For tests and inspection."""
+        page = self.kvcache.worker.kv_caches[layer_name][block_id]
+        return page.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+    @ray.method(concurrency_group=SENTINEL)
+    def kvcache_watch(self, epoch: int) -> int:
+        """Return when a newer epoch watches; never otherwise, unless the worker closes or dies."""
+        return self.kvcache.watch(epoch)
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_close(self) -> None:
+        """Give connection and tensors back and let sentinels go."""
+        self.kvcache.close()
+
+
+class WorkerActor(WorkerMethods):
+    """A process that does nothing but keep one rank's cache."""
+
+    def __init__(self, config: ClusterConfig, place: int) -> None:
+        """Start to serve. Nothing is allocated before the plan comes."""
+        torch.set_num_threads(1)
+        self.kvcache = EmbeddedWorker(config, place, connect_peer, is_threaded=True)
+        self._loop = ServiceLoop(f"kvcache-worker-{place}", self._turn, self.kvcache.wake)
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_attach(self, endpoint: Endpoint) -> None:
+        """Talk to the coordinator at `endpoint` from now on."""
+        self.kvcache.attach(endpoint)
+        if not self._loop.is_running:
+            gc.collect()
+            gc.freeze()
+            self._loop.start()
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_close(self) -> None:
+        """Stop serving, then give everything back."""
+        self._loop.stop(CLOSE_TIMEOUT_S)
+        self.kvcache.close()
+
+    def _turn(self) -> None:
+        self.kvcache.poll(LONGEST_WAIT_S)

@@ -1,0 +1,107 @@
+"""Letting a request in: what of it is cached, whether there is room, and a seat.
+
+The one way in for per-request calls, new requests and resumed ones. Refuses nobody that fits: the
+order in which requests come is the engine's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.core import CacheHit, Core, Reservation, TableChange
+from kvcache.prefix_statistics import PrefixCacheStats
+from kvcache.request import Request
+from kvcache.request_book import KnownRequest, RequestBook
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """What every request must respect.
+
+    Slots are never reserved behind `max_model_len` tokens. While another request runs,
+    `watermark_blocks` must stay free when one is let in.
+    """
+
+    max_model_len: int
+    watermark_blocks: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """How much a request wants, in tokens from position 0: computed before, slots up to, and how
+    far full blocks become hittable."""
+
+    num_computed_tokens: int
+    num_slot_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Admitted:
+    """A seated request and the blocks that entered its tables."""
+
+    known: KnownRequest
+    changes: Sequence[TableChange]
+
+
+class Admission:
+    """Looks requests up and seats them."""
+
+    def __init__(
+        self, book: RequestBook, core: Core, limits: AdmissionLimits, *, log_stats: bool
+    ) -> None:
+        """Seat requests in `book`, with blocks of `core`."""
+        self._book = book
+        self._core = core
+        self._limits = limits
+        self._no_hit = CacheHit(tuple(() for _ in core.block_ids("")), 0)
+        self._stats = PrefixCacheStats() if log_stats else None
+
+    def look_up(self, request: Request) -> CacheHit:
+        """Return the longest hit of a request that reads the cache. Changes nothing."""
+        if request.skip_reading_prefix_cache:
+            return self._no_hit
+        return self._core.look_up(request)
+
+    def record(self, request: Request, num_hit_tokens: int) -> None:
+        """Count a look-up; one of a request that does not read the cache is not counted."""
+        if self._stats is not None and not request.skip_reading_prefix_cache:
+            self._stats.record(
+                request.num_tokens, num_hit_tokens, is_preempted=request.num_preemptions > 0
+            )
+
+    def record_reset(self) -> None:
+        """Note in the statistics that the cache was emptied."""
+        if self._stats is not None:
+            self._stats.reset = True
+
+    def take_stats(self) -> PrefixCacheStats | None:
+        """Return the counts since the last time and start anew; None where nothing is counted."""
+        stats = self._stats
+        if stats is not None:
+            self._stats = PrefixCacheStats()
+        return stats
+
+    def reservation(self, demand: Demand, num_spare_blocks: int = 0) -> Reservation:
+        """Return what to ask of the core; slots end with the model's length."""
+        return Reservation(
+            demand.num_computed_tokens,
+            min(demand.num_slot_tokens, self._limits.max_model_len),
+            demand.num_cached_tokens,
+            num_spare_blocks,
+        )
+
+    def seat(
+        self, request: Request, client_index: int, demand: Demand, hit: CacheHit | None
+    ) -> Admitted | None:
+        """Give a request without blocks its blocks and a slot; None, unchanged, without room."""
+        slots = self._book.slots
+        if not slots.num_free:
+            return None
+        spare = self._limits.watermark_blocks if slots.num_taken else 0
+        changes = self._core.reserve(request, self.reservation(demand, spare), hit)
+        if changes is None:
+            return None
+        known = self._book.admit(request, client_index, demand.num_computed_tokens)
+        return Admitted(known, changes)

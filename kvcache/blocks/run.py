@@ -1,0 +1,93 @@
+"""Successive blocks of one request that became hittable together, and the steps they belong to.
+
+Stands between a step that schedules their last tokens and the report that confirms or voids it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvcache.arrays import Int32Array
+from kvcache.blocks.prefix_table import PrefixTable
+from kvcache.errors import RequestError
+from kvcache.hashing import BlockHash, ExtraKeys
+
+NO_STEP = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedRun:
+    """What is needed to seal, publish or withdraw the blocks.
+
+    `parent` is the digest before the first block; `token_ids` are the tokens of all blocks, a
+    copy; `extra_keys` holds one entry per block, or nothing where no block has any. `first_index`
+    is the first block's index in the request's table. `client_id` is empty outside any step.
+    """
+
+    table: PrefixTable
+    block_ids: list[int]
+    digests: list[BlockHash]
+    parent: BlockHash
+    token_ids: Int32Array
+    block_size: int
+    extra_keys: tuple[ExtraKeys | None, ...]
+    request_id: str
+    first_index: int
+    client_id: str = ""
+    step: int = NO_STEP
+
+    def parent_of(self, index: int) -> BlockHash:
+        """Digest before block `index` of the run."""
+        return self.digests[index - 1] if index else self.parent
+
+
+class StepLedger:
+    """Runs whose step is neither complete nor failed, per client in order of steps."""
+
+    def __init__(self) -> None:
+        """Know no step."""
+        self._runs: dict[str, deque[CachedRun]] = {}
+
+    def require_order(self, client_id: str, step: int) -> None:
+        """Raise RequestError if a later step of the client has runs already."""
+        runs = self._runs.get(client_id)
+        if runs and runs[-1].step > step:
+            raise RequestError(
+                f"step {step} of client {client_id} opens after its step {runs[-1].step}: step "
+                "numbers only grow"
+            )
+
+    def add(self, run: CachedRun) -> None:
+        """Remember a run of the latest step of its client."""
+        self._runs.setdefault(run.client_id, deque()).append(run)
+
+    def take_through(self, client_id: str, step: int) -> list[CachedRun]:
+        """Remove and return the client's runs of steps up to `step`, first ones first."""
+        runs = self._runs.get(client_id, deque())
+        taken = []
+        while runs and runs[0].step <= step:
+            taken.append(runs.popleft())
+        self._forget_if_empty(client_id)
+        return taken
+
+    def take_from(self, client_id: str, step: int) -> list[CachedRun]:
+        """Remove and return the client's runs of steps from `step` on, last ones first."""
+        runs = self._runs.get(client_id, deque())
+        taken = []
+        while runs and runs[-1].step >= step:
+            taken.append(runs.pop())
+        self._forget_if_empty(client_id)
+        return taken
+
+    def clear(self) -> None:
+        """Forget every run."""
+        self._runs.clear()
+
+    def runs(self) -> list[CachedRun]:
+        """Return all runs. For audits."""
+        return [run for runs in self._runs.values() for run in runs]
+
+    def _forget_if_empty(self, client_id: str) -> None:
+        if not self._runs.get(client_id, True):
+            del self._runs[client_id]

@@ -1,0 +1,188 @@
+"""What happens to the cache as a whole: pins, eviction by hand, resets, drains, the model epoch.
+
+Beside the calls and steps of requests, which must not care. Refuses to empty a cache that is in
+use; a drain waits until it is not.
+
+    reset ──▶ in use? ──yes──▶ refused
+                └─no──▶ empty
+    drain ──▶ no hits, pins gone ──▶ running requests leave ──▶ empty, next model epoch
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from kvcache.clock import Clock
+from kvcache.commands import Command, Reset
+from kvcache.core import CacheHit, Core
+from kvcache.errors import RequestError
+from kvcache.pins import Pin, PinTable
+from kvcache.request import LoRARequest, Request, TokenIds
+from kvcache.request_book import KnownRequest, RequestBook
+
+_logger = logging.getLogger(__name__)
+
+
+class CacheControl:
+    """The cache of one manager, as a whole.
+
+    `state_number` grows with every change of the core, so that a hit found earlier is recognised.
+    """
+
+    def __init__(self, core: Core, book: RequestBook, clock: Clock, max_pinned_blocks: int) -> None:
+        """Watch over `core`; pins hold at most `max_pinned_blocks` blocks."""
+        self._core = core
+        self._book = book
+        self._clock = clock
+        self._pins = PinTable(max_pinned_blocks)
+        self._commands: list[Command] = []
+        self.state_number = 0
+        self.model_epoch = 0
+        self.num_resets = 0
+        self.is_draining = False
+        self.num_blocks_refusing_reset = 0
+
+    @property
+    def num_pins(self) -> int:
+        """Pins that hold."""
+        return len(self._pins)
+
+    def changed(self) -> None:
+        """Note that the core is about to change: hits found before may be void."""
+        self.state_number += 1
+
+    def refresh(self) -> None:
+        """Let go of pins whose time is over, and end a drain for which nobody stands any more."""
+        if len(self._pins):
+            for hit in self._pins.take_expired(self._clock.now()):
+                self._unpin(hit)
+        if self.is_draining:
+            self._try_to_empty()
+
+    def pin(self, request: Request, ttl_s: float, num_tokens: int) -> Pin:
+        """Pin what is cached of `request`, which holds one token more than the prefix wanted.
+
+        Raises:
+            PinLimitError: pins would hold too large a share of the pool.
+        """
+        if not (ttl_s > 0 and math.isfinite(ttl_s)):
+            raise RequestError(
+                f"pinning {num_tokens} tokens for {ttl_s} s: pass a time limit above 0 seconds"
+            )
+        hit = self._core.look_up(request)
+        self._pins.require_room(hit)
+        self.changed()
+        self._core.pin(hit)
+        return self._pins.add(hit, self._clock.now() + ttl_s)
+
+    def unpin(self, pin_id: int) -> bool:
+        """Let go of a pin; False if it does not hold (any more)."""
+        hit = self._pins.remove(pin_id)
+        if hit is None:
+            return False
+        self._unpin(hit)
+        return True
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Have the core forget these blocks' contents."""
+        self._core.evict(block_ids)
+        self.changed()
+
+    def reset(self, *, drain: bool) -> bool:
+        """Empty the cache, now or, with `drain`, when it is free. Return whether it is empty."""
+        if self.is_draining:
+            return self._try_to_empty()
+        if drain:
+            self._core.stop_hits()
+            self.changed()
+            self.is_draining = True
+            for hit in self._pins.take_all():
+                self._core.unpin(hit)
+            return self._try_to_empty()
+        return self._try_to_empty()
+
+    def take_commands(self) -> list[Command]:
+        """Return the commands since the last time, in order."""
+        commands = [*self._commands, *self._core.take_commands()]
+        self._commands.clear()
+        return commands
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the pins do not add up."""
+        self._pins.check()
+
+    def dump_state(self) -> dict[str, object]:
+        """Return pins, epoch and drain as plain values."""
+        return {
+            "pins": self._pins.dump_state(),
+            "model_epoch": self.model_epoch,
+            "is_draining": self.is_draining,
+        }
+
+    def _unpin(self, hit: CacheHit) -> None:
+        self.changed()
+        self._core.unpin(hit)
+
+    def _try_to_empty(self) -> bool:
+        num_used = self._core.reset()
+        if num_used:
+            self.num_blocks_refusing_reset = num_used
+            if not self.is_draining:
+                _logger.warning(
+                    "the prefix cache is not reset: %d blocks are in use by %d running requests "
+                    "and %d pins: finish and unpin them, or reset with drain=True",
+                    num_used,
+                    self._book.counts()[0],
+                    len(self._pins),
+                )
+            return False
+        self.changed()
+        self.num_resets += 1
+        if self.is_draining:
+            self.is_draining = False
+            self.model_epoch += 1
+            for known in self._book.preempted():
+                known.request = _renewed(known, self.model_epoch)
+        self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]
+        return True
+
+
+def prefix_request(
+    tokens: TokenIds,
+    *,
+    lora: LoRARequest | None,
+    cache_salt: str | None,
+    tenant: str | None,
+    model_epoch: int,
+) -> Request:
+    """Return a request to look a prefix up with: a look-up leaves the last token out, so it gets
+    one token more."""
+    request = Request(
+        "pin", tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=model_epoch
+    )
+    request.append_output_token_ids([0])
+    return request
+
+
+def _renewed(known: KnownRequest, model_epoch: int) -> Request:
+    """Return a preempted request as one of the new model epoch."""
+    old = known.request
+    tokens = old.all_token_ids
+    new = Request(
+        old.request_id,
+        tokens[: old.num_prompt_tokens],
+        lora=old.lora,
+        mm_positions=old.mm_positions,
+        mm_hashes=old.mm_hashes,
+        cache_salt=old.cache_salt,
+        skip_reading_prefix_cache=old.skip_reading_prefix_cache,
+        block_hasher=old.block_hasher,
+        tenant=old.namespace.tenant,
+        model_epoch=model_epoch,
+    )
+    if old.num_tokens > old.num_prompt_tokens:
+        new.append_output_token_ids(tokens[old.num_prompt_tokens :])
+    new.num_preemptions = old.num_preemptions
+    return new

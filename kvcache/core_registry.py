@@ -1,0 +1,66 @@
+"""Which cores there are, by name, and what each is made from.
+
+Between the manager, which takes a name, and the cores. Another core comes in by a factory handed
+to the manager; there is no global table to write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from kvcache.core import Core, EventSink, OffloadHooks
+from kvcache.errors import ConfigurationError
+from kvcache.specs import KVCacheConfig
+
+
+@dataclass(frozen=True, eq=False)
+class CoreSettings:
+    """What a core is made from. `events` hears what is stored and removed, `offload` what may be
+    stored below; with `zero_new_blocks` a block's bytes are cleared when a request gets it."""
+
+    kv_cache_config: KVCacheConfig
+    enable_caching: bool
+    use_eagle: bool
+    eviction_policy: str
+    events: EventSink
+    offload: OffloadHooks
+    zero_new_blocks: bool
+
+
+CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
+
+
+def _make_block_core(settings: CoreSettings) -> Core:
+    from kvcache.managers.block_core import BlockCore
+
+    return BlockCore(
+        settings.kv_cache_config,
+        enable_caching=settings.enable_caching,
+        use_eagle=settings.use_eagle,
+        policy_name=settings.eviction_policy,
+        events=settings.events,
+        offload=settings.offload,
+        zero_new_blocks=settings.zero_new_blocks,
+    )
+
+
+CORES: Mapping[str, CoreFactory] = MappingProxyType({"blocks": _make_block_core})
+"""The cores of this package. Each is imported when it is first made."""
+
+
+def make_core(
+    name: str, settings: CoreSettings, factories: Mapping[str, CoreFactory] = CORES
+) -> Core:
+    """Make the core of that name.
+
+    Raises:
+        ConfigurationError: there is none; lists those that exist.
+    """
+    if name not in factories:
+        raise ConfigurationError(
+            f"core {name!r} is not known: choose one of {', '.join(sorted(factories))}"
+        )
+    return factories[name](settings)

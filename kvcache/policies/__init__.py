@@ -1,0 +1,18 @@
+"""Which unused content goes first: one protocol, policies by name, for pool and tiers alike."""
+
+from __future__ import annotations
+
+from kvcache.policies.lru import LRUPolicy
+from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, Victims
+from kvcache.policies.registry import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "EntryBook",
+    "EntryInfo",
+    "EvictionPolicy",
+    "LRUPolicy",
+    "PolicyFactory",
+    "Victims",
+    "make_eviction_policy",
+]

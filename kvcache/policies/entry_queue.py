@@ -1,0 +1,156 @@
+"""A queue of small ints from which any member leaves in O(1).
+
+Stands under the free list of a pool and under the LRU order. Ints enter in bulk at either end and
+are not moved afterwards: each bulk is one segment, each int knows the segment it is in, and an int
+that has left is skipped when its segment comes up. Refuses ints beyond its capacity, and to hold
+one twice.
+
+    segments   (#7: 4 9 2)  (#3: 5 6)  (#9: 8 5)        stamps   5 -> 9, so the 5 of #3 is stale
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcache.errors import BlockError, InvariantError
+
+_OUT = 0
+_SPARE_STALE = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """Ints that entered together; those before `start` have been taken."""
+
+    stamp: int
+    members: list[int]
+    start: int = 0
+
+
+class EntryQueue:
+    """A double-ended queue of distinct ints in `[0, capacity)`.
+
+    Invariant: an int is in the queue exactly when its stamp is that of a segment, and it stands
+    once at or behind that segment's start. Amortised O(1) per int for everything but `to_list`.
+    """
+
+    def __init__(self, capacity: int, members: Iterable[int] = ()) -> None:
+        """Make a queue of `members`, in that order."""
+        self._stamps = [_OUT] * capacity
+        self._segments: deque[_Segment] = deque()
+        self._last_stamp = _OUT
+        self._length = 0
+        self._num_stale = 0
+        self.append_many(list(members))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, entry: object) -> bool:
+        return isinstance(entry, int) and self._stamps[entry] != _OUT
+
+    def append_many(self, entries: Sequence[int]) -> None:
+        """Put `entries` at the back, in order. They are distinct and none is here already."""
+        if entries:
+            self._segments.append(self._enter(entries))
+
+    def prepend_many(self, entries: Sequence[int]) -> None:
+        """Put `entries` at the front, the first of them foremost. Otherwise as `append_many`."""
+        if entries:
+            self._segments.appendleft(self._enter(entries))
+
+    def pop_many(self, count: int) -> list[int]:
+        """Take up to `count` ints from the front."""
+        taken: list[int] = []
+        stamps, segments = self._stamps, self._segments
+        while segments and count > len(taken):
+            segment = segments[0]
+            stamp, start = segment.stamp, segment.start
+            end = start + count - len(taken)
+            chunk = segment.members[start:end]
+            live = [entry for entry in chunk if stamps[entry] == stamp]
+            self._num_stale -= len(chunk) - len(live)
+            for entry in live:
+                stamps[entry] = _OUT
+            taken += live
+            if end >= len(segment.members):
+                segments.popleft()
+            else:
+                segment.start = end
+        self._length -= len(taken)
+        return taken
+
+    def remove_many(self, entries: Sequence[int]) -> None:
+        """Take out ints that are all here."""
+        stamps = self._stamps
+        for entry in entries:
+            stamps[entry] = _OUT
+        self._length -= len(entries)
+        self._num_stale += len(entries)
+        if self._num_stale > 2 * self._length + _SPARE_STALE:
+            self._compact()
+
+    def to_list(self) -> list[int]:
+        """Return all ints in order. O(n)."""
+        stamps = self._stamps
+        return [
+            entry
+            for segment in self._segments
+            for entry in segment.members[segment.start :]
+            if stamps[entry] == segment.stamp
+        ]
+
+    def require_absent(self, entries: Sequence[int]) -> None:
+        """Raise BlockError if an int is beyond the capacity, given twice or here already."""
+        self._require_known(entries)
+        here = [entry for entry in entries if self._stamps[entry] != _OUT]
+        if here:
+            raise BlockError(f"blocks {here[:5]} are in the queue already: remove them first")
+
+    def require_present(self, entries: Sequence[int]) -> None:
+        """Raise BlockError if an int is beyond the capacity, given twice or not here."""
+        self._require_known(entries)
+        missing = [entry for entry in entries if self._stamps[entry] == _OUT]
+        if missing:
+            raise BlockError(f"blocks {missing[:5]} are not in the queue: add them first")
+
+    def check(self) -> None:
+        """Raise InvariantError unless the figures agree with what is here."""
+        members = self.to_list()
+        stamped = sum(stamp != _OUT for stamp in self._stamps)
+        held = sum(len(segment.members) - segment.start for segment in self._segments)
+        if not len(members) == len(set(members)) == stamped == self._length:
+            raise InvariantError(
+                f"a queue of length {self._length} has {len(members)} members, "
+                f"{len(set(members))} of them distinct, and {stamped} stamps"
+            )
+        if held - self._length != self._num_stale:
+            raise InvariantError(
+                f"a queue holds {held} ints for {self._length} members and counts "
+                f"{self._num_stale} stale ones"
+            )
+
+    def _enter(self, entries: Sequence[int]) -> _Segment:
+        self._last_stamp += 1
+        stamp, stamps = self._last_stamp, self._stamps
+        for entry in entries:
+            stamps[entry] = stamp
+        self._length += len(entries)
+        return _Segment(stamp, list(entries))
+
+    def _compact(self) -> None:
+        members = self.to_list()
+        self._segments.clear()
+        self._num_stale = self._length = 0
+        self.append_many(members)
+
+    def _require_known(self, entries: Sequence[int]) -> None:
+        capacity = len(self._stamps)
+        unknown = [entry for entry in entries if not 0 <= entry < capacity]
+        if unknown:
+            raise BlockError(f"blocks {unknown[:5]} do not exist: use ids below {capacity}")
+        if len(set(entries)) != len(entries):
+            twice = sorted({entry for entry in entries if list(entries).count(entry) > 1})
+            raise BlockError(f"blocks {twice[:5]} are given twice: give each one once")

@@ -1,0 +1,83 @@
+"""What an eviction policy is: it orders what nobody uses, and says what goes first.
+
+Stands between a pool (or a tier below it), which knows contents and references, and nobody: a
+policy sees opaque entries only. One entry is a block, a host slot or a run of blocks. Refuses to
+evict: it proposes, the owner of the bytes decides, and gives back what must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """What a policy may know of an entry.
+
+    `weight_blocks` is how many blocks it frees, `parent` the entry it continues (None for a first
+    one), `position` its distance in blocks from the start of the sequence, `content` names what it
+    holds beyond its own life (for policies that remember what they evicted).
+    """
+
+    weight_blocks: int = 1
+    parent: int | None = None
+    position: int = 0
+    content: bytes | None = None
+
+
+class EntryBook(Protocol):
+    """Where a policy asks about entries. The owner answers; asking changes nothing."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every entry weighs one block, so that weights need not be asked for."""
+
+    def describe(self, entry: int) -> EntryInfo:
+        """Say what is known of an entry that was inserted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Victims:
+    """Entries to evict, in this order. All of each goes, but of the last one only its tail: the
+    `num_blocks_of_last` blocks at its end (its whole weight where it is a single block)."""
+
+    entries: Sequence[int]
+    num_blocks_of_last: int = 1
+
+
+class EvictionPolicy(Protocol):
+    """An order over unused entries. One owner, one thread.
+
+    Entries are ints from 0 to below the capacity the policy was made with. An entry is *inserted*
+    while nobody uses it; using it again, or losing its content, removes it. Arguments are trusted
+    where they come in bulk: the owner has validated them.
+    """
+
+    def __len__(self) -> int:
+        """Return how many entries are inserted."""
+
+    def __contains__(self, entry: object) -> bool:
+        """Say whether an entry is inserted."""
+
+    def insert(self, entries: Sequence[int]) -> None:
+        """Take entries that have just come out of use; of equal ones the first goes first.
+
+        None of them is inserted already.
+        """
+
+    def remove(self, entries: Sequence[int]) -> None:
+        """Take entries out, because they are used again. All of them are inserted."""
+
+    def discard(self, entries: Sequence[int]) -> None:
+        """Take entries out, because their content is forgotten. All of them are inserted."""
+
+    def choose(self, num_blocks: int) -> Victims:
+        """Take out and return the entries to evict for `num_blocks` blocks; fewer if fewer exist."""
+
+    def put_back(self, entries: Sequence[int]) -> None:
+        """Return entries from `choose` that must stay for now, to where they were, in that order."""
+
+    def order(self) -> list[int]:
+        """Return all inserted entries, the next victim first. For audits; changes nothing."""

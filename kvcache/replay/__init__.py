@@ -1,0 +1,17 @@
+"""Playing a workload step by step, as an engine would, on whatever carries steps."""
+
+from __future__ import annotations
+
+from kvcache.replay.engine import EngineLimits, ReplayEngine
+from kvcache.replay.report import ReplayReport
+from kvcache.replay.stepper import CacheFigures, ForwardProgress, ManagerStepper, Stepper
+
+__all__ = [
+    "CacheFigures",
+    "EngineLimits",
+    "ForwardProgress",
+    "ManagerStepper",
+    "ReplayEngine",
+    "ReplayReport",
+    "Stepper",
+]

@@ -1,0 +1,386 @@
+"""A continuous-batching scheduler that plays a workload: an engine without a model.
+
+    workload ──▶ waiting ──admit──▶ running rows ──plan──▶ StepRequest ──▶ stepper (manager, ranks)
+                    ▲                    │    ◀──settle── StepResult ◀──
+                    └────── preempt ─────┘
+
+Every step runs all rows on (one token each, or a chunk of the prompt) within a budget of tokens,
+then admits whoever waits first. Tokens are "sampled" by a rule, not by a model, so that a replay is
+the same every time. Who finds no room makes the most recently admitted request give way: it is
+computed again later. Refuses to play on after a wrong byte, and says which block it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvcache.clock import Clock
+from kvcache.errors import (
+    DeadlineError,
+    InvariantError,
+    OutOfBlocksError,
+    RequestError,
+    WrongBytesError,
+)
+from kvcache.replay.report import ReplayReport
+from kvcache.replay.rows import PlannedRows, ReplayedRequest, RunningRows
+from kvcache.replay.stepper import ForwardProgress, Stepper, describe_failures
+from kvcache.replay.tally import ReplayTally
+from kvcache.replay.undo import Before, StepRecord, UndoLog
+from kvcache.replay.waiting import WaitingRequests
+from kvcache.simulate.workload import Workload
+from kvcache.step import (
+    NO_SLOT,
+    NO_STEP,
+    NewRequest,
+    ResumedRequest,
+    StepRequest,
+    StepResult,
+)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What a step may hold, and how the engine waits.
+
+    `pipeline_depth`: steps whose forwards may still run when the next one is submitted.
+    `stall_s`: how long nothing may advance before the replay is given up.
+
+    Raises RequestError for a number that cannot be meant.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 128
+    pipeline_depth: int = 1
+    stall_s: float = 60.0
+    figures_interval_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "pipeline_depth"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise RequestError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
+                f"({self.max_num_seqs}): raise it, or running requests would get no token"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """One step, before it is sent."""
+
+    finished: tuple[ReplayedRequest, ...]
+    preempted: tuple[ReplayedRequest, ...]
+    rows: PlannedRows
+    admitting: tuple[ReplayedRequest, ...]
+    max_new_tokens: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step would change nothing."""
+        return not (self.finished or self.preempted or self.rows.num_rows or self.admitting)
+
+
+class ReplayEngine:
+    """Plays `workload` on `stepper` within `limits`. `run` may be called once.
+
+    `on_progress` is called with a report of the replay so far about every `figures_interval_s`.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        stepper: Stepper,
+        limits: EngineLimits,
+        clock: Clock,
+        on_progress: Callable[[ReplayReport], None] = lambda report: None,
+    ) -> None:
+        self._workload = workload
+        self._stepper = stepper
+        self._limits = limits
+        self._clock = clock
+        self._on_progress = on_progress
+        self._rows = RunningRows(limits.max_num_seqs)
+        self._waiting = WaitingRequests(workload, max_parked=4 * limits.max_num_seqs)
+        self._tally = ReplayTally(workload.name)
+        self._undo_log = UndoLog()
+        self._last_step = 0
+        self._finished_step = NO_STEP  # as far as the stepper has said
+        self._num_admissions = 0
+        self._num_fruitless = 0  # steps in a row that changed nothing
+        self._must_preempt = False  # a running row found no room in the last step
+        self._is_refused = False  # whoever waits first found no room; wait until somebody goes
+        self._start_s = self._advanced_s = self._figures_s = clock.now()
+
+    def run(self) -> ReplayReport:
+        """Play everything, wait until the last step is sealed, and return the figures.
+
+        Raises:
+            WrongBytesError: a forward found other bytes than the tokens demand; with the history.
+            OutOfBlocksError: a request does not fit although nothing else runs.
+            RequestError: a request is longer than the model, or the manager refused a step.
+            DeadlineError: nothing has advanced for `stall_s`.
+            TraceError: the workload cannot be read on.
+        """
+        self._start_s = self._advanced_s = self._clock.now()
+        self._sample_figures()
+        while True:
+            self._await_pipeline(self._limits.pipeline_depth)
+            plan = self._plan()
+            if not plan.is_empty:
+                self._play(plan)
+            elif self._finished_step < self._last_step:
+                self._await_pipeline(0)  # a failed step would bring its requests back
+            else:
+                break
+            if self._clock.now() - self._figures_s >= self._limits.figures_interval_s:
+                self._sample_figures()
+                self._on_progress(self.report())
+        self._exchange(self._request())  # seals the last step
+        self._await_pipeline(0)
+        self._sample_figures()
+        return self.report()
+
+    def report(self) -> ReplayReport:
+        """Return the figures of the replay so far."""
+        return self._tally.report(self._clock.now() - self._start_s)
+
+    # -- waiting for forwards --------------------------------------------------------------------
+
+    def _await_pipeline(self, depth: int) -> None:
+        """Wait until at most `depth` steps are unfinished; undo steps that failed.
+
+        Raises WrongBytesError as soon as a forward has found wrong bytes.
+        """
+        progress = self._look_at_progress()
+        while progress.failed_step == NO_STEP and progress.finished_step < self._last_step - depth:
+            self._stepper.wait_finished(self._last_step - depth)
+            progress = self._look_at_progress()
+        if progress.failed_step != NO_STEP:
+            self._undo(progress.failed_step)
+
+    def _look_at_progress(self) -> ForwardProgress:
+        progress = self._stepper.progress()
+        self._tally.bytes_checked = progress.bytes_checked
+        if progress.failures:
+            history = describe_failures(progress.failures)
+            self._tally.num_wrong_blocks = len(progress.failures)
+            self._tally.history = history
+            raise WrongBytesError(
+                f"{self._workload.name}: wrong bytes in {len(progress.failures)} blocks, the "
+                f"replay has ended; what happened to them:\n{history}"
+            )
+        self._finished_step = progress.finished_step
+        self._undo_log.drop_finished(progress.finished_step)
+        return progress
+
+    def _undo(self, failed_step: int) -> None:
+        """Void the failed step and all later ones; their requests go back to where they were."""
+        last_step = self._last_step
+        result = self._exchange(
+            replace(self._request(), completed_step=failed_step - 1, failed_step=failed_step)
+        )
+        self._tally.num_failed_steps += last_step - failed_step + 1
+        withdrawn = []
+        for before in self._undo_log.undo(failed_step):
+            request = before.request
+            if request.is_gone:
+                continue
+            row = self._rows.find(request)
+            if before.keeps_row and row is not None:
+                self._rows.go_back(row, before.num_computed, before.num_known)
+                continue
+            if row is not None:
+                self._rows.remove([row])
+            request.num_known_tokens = before.num_known
+            if before.is_new:
+                request.is_known = False
+                withdrawn.append(request)
+            elif row is not None:
+                self._waiting.put_preempted(request)
+        self._waiting.put_withdrawn(withdrawn)
+        if {request.request_id for request in withdrawn} != set(result.withdrawn):
+            raise InvariantError(
+                f"failed step {failed_step}: the manager has withdrawn {result.withdrawn}, the "
+                f"engine {tuple(request.request_id for request in withdrawn)}"
+            )
+        self._must_preempt = self._is_refused = False
+        self._await_pipeline(0)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _plan(self) -> _Plan:
+        """Decide what the next step holds. Takes finished and preempted rows out."""
+        finished = tuple(self._rows.remove(self._rows.done()))
+        preempted: tuple[ReplayedRequest, ...] = ()
+        if finished:
+            self._is_refused = False
+        elif self._must_preempt and len(self._rows) > 1:
+            # Whoever came last has lost least, and blocks of its prompt may still be found later.
+            preempted = tuple(self._rows.remove([len(self._rows) - 1]))
+            self._is_refused = True
+        for request in finished:
+            self._waiting.finish(request.request_id)
+        rows = self._rows.plan(self._limits.max_num_batched_tokens)
+        admitting, max_new_tokens = self._pick_admissions(rows.num_tokens)
+        for request in preempted:
+            self._waiting.put_preempted(request)
+        return _Plan(finished, preempted, rows, admitting, max_new_tokens)
+
+    def _pick_admissions(
+        self, num_planned_tokens: int
+    ) -> tuple[tuple[ReplayedRequest, ...], tuple[int, ...]]:
+        """Choose who may enter with the tokens and seats that running rows leave."""
+        budget = self._limits.max_num_batched_tokens - num_planned_tokens
+        seats = self._limits.max_num_seqs - len(self._rows)
+        if self._must_preempt or (self._is_refused and len(self._rows)):
+            return (), ()
+        picked, tokens = [], []
+        # Once refused, the first one waits for its turn alone: nobody takes its room meanwhile.
+        for request in self._waiting.look_ahead(1 if self._is_refused else seats):
+            if budget <= 0:
+                break
+            self._require_model_len(request)
+            tokens.append(min(budget, request.num_known_tokens))
+            budget -= tokens[-1]
+            picked.append(request)
+        return tuple(picked), tuple(tokens)
+
+    def _require_model_len(self, request: ReplayedRequest) -> None:
+        needed = request.request.num_prompt_tokens + request.request.num_output_tokens
+        if needed > self._limits.max_model_len:
+            raise RequestError(
+                f"request {request.request_id} of {self._workload.name} has "
+                f"{request.request.num_prompt_tokens} prompt and "
+                f"{request.request.num_output_tokens} output tokens, {needed} in all, but "
+                f"max_model_len is {self._limits.max_model_len}: raise it, or leave the request out"
+            )
+
+    def _play(self, plan: _Plan) -> None:
+        """Send one step and write down what came of it."""
+        resumed = [request for request in plan.admitting if request.is_known]
+        new = plan.admitting[len(resumed) :]
+        max_new = plan.max_new_tokens
+        positions = self._rows.positions()
+        result = self._exchange(
+            replace(
+                self._request(),
+                finished=tuple(request.request_id for request in plan.finished),
+                preempted_recompute=tuple(request.request_id for request in plan.preempted),
+                running=plan.rows.running,
+                resumed=tuple(
+                    ResumedRequest(request.request_id, tokens)
+                    for request, tokens in zip(resumed, max_new, strict=False)
+                ),
+                new=tuple(map(_new_request, new, max_new[len(resumed) :])),
+            )
+        )
+        for request in plan.finished:
+            request.is_gone = True
+        self._tally.count_finished(plan.finished)
+        self._tally.num_preemptions += len(plan.preempted)
+        starved = self._rows.settle(plan.rows, result.running_scheduled)
+        self._tally.num_computed_tokens += int(
+            plan.rows.running.num_new_tokens[result.running_scheduled != 0].sum()
+        )
+        admitted = self._admit(plan.admitting, result)
+        self._undo_log.add(StepRecord(self._last_step, positions, admitted))
+        self._must_preempt = bool(starved)
+        has_advanced = plan.finished or plan.preempted or admitted
+        if has_advanced or len(starved) < plan.rows.num_rows:
+            self._advanced_s = self._clock.now()
+            self._num_fruitless = 0
+        else:
+            self._require_hope(result)
+
+    def _admit(self, admitting: Sequence[ReplayedRequest], result: StepResult) -> list[Before]:
+        """Seat whoever found room; return how they stood before."""
+        admitted = []
+        outcomes = zip(
+            admitting,
+            result.admitted_slots.tolist(),
+            result.num_hit_tokens.tolist(),
+            result.num_scheduled_tokens.tolist(),
+            strict=True,
+        )
+        pending = {*result.waiting_for_load, *result.retry_later}
+        is_refused = False
+        for request, slot, num_hit_tokens, num_scheduled_tokens in outcomes:
+            if slot == NO_SLOT:
+                is_refused = is_refused or request.request_id not in pending
+                continue
+            admitted.append(
+                Before(request, 0, request.num_known_tokens, False, not request.is_known)
+            )
+            self._waiting.take(request)
+            self._tally.count_admission(request, num_hit_tokens, num_scheduled_tokens)
+            self._num_admissions += 1
+            request.is_known, request.admission = True, self._num_admissions
+            self._rows.add(request, slot, num_hit_tokens + num_scheduled_tokens)
+        if admitting:
+            self._is_refused = is_refused
+        return admitted
+
+    def _require_hope(self, result: StepResult) -> None:
+        """Called when a step got nowhere: raise unless another one might get further.
+
+        Raises OutOfBlocksError when whoever wants to run has the pool to itself, and
+        DeadlineError when nothing has advanced for `stall_s`.
+        """
+        self._num_fruitless += 1
+        if len(self._rows) <= 1 and (self._must_preempt or self._is_refused):
+            # What finished steps still hold comes free when they are reported: ask once more.
+            self._await_pipeline(0)
+            if self._num_fruitless > 1:
+                raise self._does_not_fit()
+        waited_s = self._clock.now() - self._advanced_s
+        if waited_s > self._limits.stall_s:
+            raise DeadlineError(
+                f"{self._workload.name}: nothing has advanced for {waited_s:.0f} s at step "
+                f"{self._last_step}: no room for {result.no_room}, waiting for loads "
+                f"{result.waiting_for_load}, for look-ups {result.retry_later}"
+            )
+
+    def _does_not_fit(self) -> OutOfBlocksError:
+        running = self._rows.requests
+        request = running[0] if running else self._waiting.look_ahead(1)[0]
+        figures = self._stepper.figures()
+        return OutOfBlocksError(
+            f"request {request.request_id} of {self._workload.name} needs room for "
+            f"{request.num_target_tokens} tokens and finds none, though nothing else runs: the "
+            f"pool has {figures.num_blocks} blocks, {figures.usage:.0%} of them in use: raise "
+            "num_blocks, or free what pins and other clients hold"
+        )
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def _request(self) -> StepRequest:
+        """Return an empty step that reports what has finished."""
+        return StepRequest(client_id="", step=0, epoch=0, completed_step=self._finished_step)
+
+    def _exchange(self, request: StepRequest) -> StepResult:
+        """Send a step and return its answer. Raises RequestError when it was refused."""
+        number = self._stepper.submit(request)
+        result = self._stepper.wait_result(number)
+        if result.error:
+            raise RequestError(f"step {number} was refused: {result.error}")
+        self._last_step = number
+        self._tally.num_steps += 1
+        return result
+
+    def _sample_figures(self) -> None:
+        self._figures_s = self._clock.now()
+        self._tally.sample(self._stepper.figures())
+
+
+def _new_request(request: ReplayedRequest, max_new_tokens: int) -> NewRequest:
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=request.request.token_ids,
+        max_new_tokens=max_new_tokens,
+        cache_salt=request.request.cache_salt,
+        tenant=request.request.tenant,
+    )

@@ -1,0 +1,65 @@
+"""What a replay came to, in figures.
+
+Stands at the end of a replay, before whoever shows it. Pure figures: rendering is not done here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """A replay in figures, finished or not.
+
+    Hits are those of first admissions: `num_hit_tokens` of `num_prompt_tokens` were found in the
+    cache and not computed again. What preempted requests found again or computed a second time
+    is counted apart. `peak_usage` is the largest share of blocks in use that was sampled.
+    `num_wrong_blocks`: blocks found to hold other bytes than their tokens demand; the first one
+    ends the replay.
+    """
+
+    workload: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_hit_tokens: int
+    num_computed_tokens: int
+    num_preemptions: int
+    num_resumed_hit_tokens: int
+    num_recomputed_tokens: int
+    num_evictions: int
+    num_copies: int
+    num_steps: int
+    num_failed_steps: int
+    wall_time_s: float
+    peak_usage: float
+    bytes_checked: int
+    num_wrong_blocks: int
+    history: str = ""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the cache, 0 to 1; 0.0 without any."""
+        return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        """Scheduling steps per second; 0.0 before time has passed."""
+        return self.num_steps / self.wall_time_s if self.wall_time_s > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second that were found or computed; 0.0 before time has passed."""
+        tokens = self.num_hit_tokens + self.num_computed_tokens
+        return tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
+
+    def to_json(self) -> str:
+        """Return the report as JSON, keys as the fields are named, rates included."""
+        rates = {
+            "hit_rate": self.hit_rate,
+            "steps_per_s": self.steps_per_s,
+            "tokens_per_s": self.tokens_per_s,
+        }
+        return json.dumps({**asdict(self), **rates}, indent=2)

@@ -1,0 +1,90 @@
+"""The running sums of a replay, from which its report is made.
+
+Stands inside the replay engine. Only adds up; what counts as what is said here in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcache.replay.report import ReplayReport
+from kvcache.replay.rows import ReplayedRequest
+from kvcache.replay.stepper import CacheFigures
+
+
+class ReplayTally:
+    """Sums of one replay. The manager's own counts start where the first sample found them."""
+
+    def __init__(self, workload: str) -> None:
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self.bytes_checked = 0
+        self.num_wrong_blocks = 0
+        self.history = ""
+        self._workload = workload
+        self._num_requests = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_resumed_hit_tokens = 0
+        self._num_recomputed_tokens = 0
+        self._peak_usage = 0.0
+        self._first: CacheFigures | None = None
+        self._latest: CacheFigures | None = None
+
+    def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
+        """Count requests that have been answered to the end."""
+        for request in requests:
+            self._num_requests += 1
+            self._num_output_tokens += request.request.num_output_tokens
+
+    def count_admission(
+        self, request: ReplayedRequest, num_hit_tokens: int, num_scheduled_tokens: int
+    ) -> None:
+        """Count an admission that found `num_hit_tokens`, before the request is marked admitted.
+
+        A request is looked up once: what a preempted one finds, or computes again, and what a
+        withdrawn one computes anew, is counted apart.
+        """
+        self.num_computed_tokens += num_scheduled_tokens
+        if request.admission == 0:
+            self._num_prompt_tokens += request.request.num_prompt_tokens
+            self._num_hit_tokens += num_hit_tokens
+        else:
+            self._num_resumed_hit_tokens += num_hit_tokens
+            self._num_recomputed_tokens += max(0, request.num_ever_computed - num_hit_tokens)
+
+    def sample(self, figures: CacheFigures) -> None:
+        """Take the manager's figures of this moment."""
+        self._first = self._first or figures
+        self._latest = figures
+        self._peak_usage = max(self._peak_usage, figures.usage)
+
+    def report(self, wall_time_s: float) -> ReplayReport:
+        """Return all figures so far."""
+        evictions = copies = 0
+        if self._first is not None and self._latest is not None:
+            evictions = self._latest.num_evictions - self._first.num_evictions
+            copies = self._latest.num_copies - self._first.num_copies
+        return ReplayReport(
+            workload=self._workload,
+            num_requests=self._num_requests,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_preemptions=self.num_preemptions,
+            num_resumed_hit_tokens=self._num_resumed_hit_tokens,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            num_evictions=evictions,
+            num_copies=copies,
+            num_steps=self.num_steps,
+            num_failed_steps=self.num_failed_steps,
+            wall_time_s=wall_time_s,
+            peak_usage=self._peak_usage,
+            bytes_checked=self.bytes_checked,
+            num_wrong_blocks=self.num_wrong_blocks,
+            history=self.history,
+        )

@@ -1,0 +1,177 @@
+"""Who is known: running requests in their slots, and preempted ones that wait without blocks.
+
+Shared by the per-request calls and the batched step, so that both seat, preempt and forget a
+request in the same way. Refuses to decide: which request runs is the engine's choice, which blocks
+it gets the core's.
+
+        admit             preempt            resume
+    ──────────▶ running ──────────▶ preempted ─────▶ running
+                   │                    │
+                   └──── forget ────────┴─── forget ──▶ unknown
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.core import Core
+from kvcache.errors import InvariantError, RequestError
+from kvcache.request import Request
+from kvcache.slots import CALLER, FREE, SlotTable
+from kvcache.step import NO_SLOT
+
+
+@dataclass(eq=False)
+class KnownRequest:
+    """A request, who it belongs to, and where it sits.
+
+    `client_index` is `CALLER` where a caller of per-request methods owns it. `generation` tells
+    this occupancy of `slot` from all others; it keeps its last value while preempted.
+    """
+
+    request: Request
+    client_index: int
+    slot: int = NO_SLOT
+    generation: int = FREE
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and with it blocks."""
+        return self.slot != NO_SLOT
+
+
+class RequestBook:
+    """All requests of a manager by id, each in its slot or without one.
+
+    Invariant: the slots of running requests are exactly the taken ones.
+    """
+
+    def __init__(self, slots: SlotTable, core: Core) -> None:
+        """Know nobody yet."""
+        self.slots = slots
+        self.num_preemptions = 0
+        self._core = core
+        self._known: dict[str, KnownRequest] = {}
+
+    def get(self, request_id: str) -> KnownRequest | None:
+        """Return what is known of a request, or None."""
+        return self._known.get(request_id)
+
+    def up_to_date(self, request_id: str) -> Request | None:
+        """Return the request with all its tokens, or None if it is not known."""
+        known = self._known.get(request_id)
+        if known is None:
+            return None
+        if known.is_running:
+            self.slots.sync(known.slot)
+        return known.request
+
+    def preempted(self) -> list[KnownRequest]:
+        """Return the known requests without a slot."""
+        return [known for known in self._known.values() if not known.is_running]
+
+    def of_client(self, client_index: int) -> list[KnownRequest]:
+        """Return the requests of one client, in order of arrival."""
+        return [known for known in self._known.values() if known.client_index == client_index]
+
+    def admit(self, request: Request, client_index: int, num_computed: int) -> KnownRequest:
+        """Know the request, new or preempted, and seat it. A slot must be free."""
+        known = self._known.get(request.request_id)
+        if known is None:
+            known = self._known[request.request_id] = KnownRequest(request, client_index)
+        known.slot = self.slots.take(request, client_index, num_computed)
+        known.generation = int(self.slots.generation[known.slot])
+        return known
+
+    def preempt(self, known: KnownRequest) -> None:
+        """Take slot and blocks from a running request; its tokens stay known."""
+        self._leave(known)
+        known.request.num_computed_tokens = 0
+        known.request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def undo_resume(self, known: KnownRequest) -> None:
+        """Make a resumed request preempted again, as if it had not been resumed."""
+        self._leave(known)
+        known.request.num_computed_tokens = 0
+
+    def forget(self, known: KnownRequest) -> None:
+        """Take slot and blocks, if it has any, and know the request no more."""
+        if known.is_running:
+            self._leave(known)
+        del self._known[known.request.request_id]
+
+    def require_caller_owned(self, request: Request) -> KnownRequest | None:
+        """Return what is known of a request for a per-request call; None if nothing is.
+
+        Raises:
+            RequestError: steps own it, or another object has its id.
+        """
+        known = self._known.get(request.request_id)
+        if known is None:
+            return None
+        if known.client_index != CALLER:
+            raise RequestError(
+                f"request {request.request_id} was admitted by a step: change it by steps, or use "
+                "another request id"
+            )
+        if known.request is not request:
+            raise RequestError(
+                f"request {request.request_id} is known as another object ({known.request}): pass "
+                "that one, or free it first"
+            )
+        return known
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests run and how many are preempted."""
+        return self.slots.num_taken, len(self._known) - self.slots.num_taken
+
+    def check(self) -> None:
+        """Raise `InvariantError` if requests, slots and blocks do not agree."""
+        self.slots.check()
+        seats = {known.slot: known for known in self._known.values() if known.is_running}
+        num_running = sum(known.is_running for known in self._known.values())
+        if not len(seats) == num_running == self.slots.num_taken:
+            raise InvariantError(
+                f"{num_running} running requests sit in {len(seats)} slots, {self.slots.num_taken} "
+                "are taken"
+            )
+        for request_id, known in self._known.items():
+            if known.is_running:
+                self._check_running(known)
+            elif any(self._core.block_ids(request_id)):
+                raise InvariantError(f"preempted request {request_id} has blocks")
+
+    def _check_running(self, known: KnownRequest) -> None:
+        request_id, slot = known.request.request_id, known.slot
+        if known.generation != self.slots.generation[slot]:
+            raise InvariantError(
+                f"request {request_id} is occupant {known.generation} of slot {slot}, which has "
+                f"occupant {self.slots.generation[slot]}"
+            )
+        if self.slots.request_in(slot) is not known.request:
+            raise InvariantError(f"slot {slot} does not hold request {request_id}")
+
+    def dump_state(self) -> dict[str, object]:
+        """Return all requests as plain values, in order of id."""
+        state: dict[str, object] = {}
+        for request_id, known in sorted(self._known.items()):
+            request = self.up_to_date(request_id)
+            if request is None:
+                continue
+            num_computed = int(self.slots.num_computed[known.slot]) if known.is_running else 0
+            state[request_id] = {
+                "slot": known.slot,
+                "tokens": request.all_token_ids.tolist(),
+                "num_computed_tokens": min(num_computed, request.num_tokens),
+                "num_unsettled_drafts": max(0, num_computed - request.num_tokens),
+                "num_preemptions": request.num_preemptions,
+                "block_ids": [list(ids) for ids in self._core.block_ids(request_id)],
+            }
+        return state
+
+    def _leave(self, known: KnownRequest) -> None:
+        self.slots.sync(known.slot)
+        self._core.free(known.request)
+        self.slots.release(known.slot)
+        known.slot = NO_SLOT

@@ -1,0 +1,194 @@
+"""The per-request calls: one request at a time, its tokens in the caller's hands.
+
+The caller keeps the `Request`, appends its tokens and sets `num_computed_tokens`; what is done
+here is what a step does for a batch of one. Refuses requests that steps own, and hits that are no
+longer true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.admission import Admission, Demand
+from kvcache.cache_blocks import KVCacheBlocks
+from kvcache.cache_control import CacheControl
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.core import CacheHit, Core, OffloadHooks, TableChange
+from kvcache.errors import RequestError
+from kvcache.request import BlockHasher, Request
+from kvcache.request_book import KnownRequest, RequestBook
+from kvcache.slots import CALLER
+from kvcache.step_execution import join_patches
+
+
+class RequestCalls:
+    """What callers may do with single requests."""
+
+    def __init__(
+        self,
+        book: RequestBook,
+        core: Core,
+        admission: Admission,
+        control: CacheControl,
+        hooks: OffloadHooks,
+        hasher: BlockHasher | None,
+        block_sizes: Sequence[int],
+    ) -> None:
+        """Work on the same book and core as steps do."""
+        self._book = book
+        self._core = core
+        self._admission = admission
+        self._control = control
+        self._hooks = hooks
+        self._hasher = hasher
+        self._block_sizes = tuple(block_sizes)
+        # First stale column per group of the worker's table, by slot, until a patch is taken.
+        self._stale: dict[int, list[int | None]] = {}
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Look a request up and count that."""
+        self._prepare(request)
+        hit = self._admission.look_up(request)
+        self._admission.record(request, hit.num_tokens)
+        blocks = KVCacheBlocks(hit.block_ids, look_up_number=self._control.state_number)
+        return blocks, hit.num_tokens
+
+    def allocate_slots(
+        self, request: Request, demand: Demand, hit: CacheHit | None, look_up_number: int | None
+    ) -> KVCacheBlocks | None:
+        """Reserve blocks for a request; seat it if it is not known."""
+        self._prepare(request)
+        known = self._book.require_caller_owned(request)
+        if hit is not None:
+            self._check_hit(request, known, hit, look_up_number)
+        self._control.changed()
+        if known is None:
+            admitted = self._admission.seat(request, CALLER, demand, hit)
+            if admitted is None:
+                return None
+            known, changes = admitted.known, admitted.changes
+        else:
+            self._book.slots.adopt(known.slot, demand.num_computed_tokens)
+            reserved = self._core.reserve(request, self._admission.reservation(demand))
+            if reserved is None:
+                return None
+            changes = reserved
+        slot = known.slot
+        self._book.slots.adopt(slot, max(demand.num_computed_tokens, demand.num_slot_tokens))
+        self._note_stale(slot, changes)
+        return self._new_blocks(demand, changes, hit)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Make full blocks of a running request hittable."""
+        known = self._book.require_caller_owned(request)
+        if known is None:
+            raise RequestError(
+                f"request {request.request_id} has no blocks to cache: allocate slots for it first"
+            )
+        if not 0 <= num_computed_tokens <= request.num_tokens:
+            raise RequestError(
+                f"request {request.request_id}: cannot cache {num_computed_tokens} tokens, it has "
+                f"{request.num_tokens}: pass 0 to that number"
+            )
+        self._control.changed()
+        self._core.commit(request, num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """Give a request's blocks back and forget it; nothing if it is not known."""
+        known = self._book.require_caller_owned(request)
+        if known is None:
+            return
+        self._control.changed()
+        self._stale.pop(known.slot, None)
+        self._book.forget(known)
+        self._hooks.on_request_finished(request.request_id)
+        self._control.refresh()
+
+    def free_block_hashes(self, request: Request) -> None:
+        """Make no further block of a request hittable; nothing if it is not known."""
+        if self._book.require_caller_owned(request) is not None:
+            self._core.forget_hashes(request)
+
+    def take_patch(self) -> BlockTablePatch:
+        """Return the table changes of all calls since the last time."""
+        changes = []
+        for slot, columns in self._stale.items():
+            request = self._book.slots.request_in(slot)
+            if request is None:
+                continue
+            for group, ids in enumerate(self._core.block_ids(request.request_id)):
+                first = columns[group]
+                if first is not None and first < len(ids):
+                    changes.append((slot, TableChange(group, first, ids[first:])))
+        self._stale.clear()
+        return join_patches(EMPTY_PATCH, changes)
+
+    def _prepare(self, request: Request) -> None:
+        """Refuse a request of another model epoch; give it the hasher of this manager."""
+        if self._book.get(request.request_id) is None:
+            epoch = request.namespace.model_epoch
+            if epoch != self._control.model_epoch:
+                raise RequestError(
+                    f"request {request.request_id} is of model epoch {epoch}, the weights are of "
+                    f"epoch {self._control.model_epoch}: create it with "
+                    "model_epoch=manager.model_epoch"
+                )
+        if self._hasher is not None:
+            request.attach_block_hasher(self._hasher)
+        self._control.refresh()
+
+    def _check_hit(
+        self,
+        request: Request,
+        known: KnownRequest | None,
+        hit: CacheHit,
+        look_up_number: int | None,
+    ) -> None:
+        """Refuse to adopt blocks that are not what a look-up finds now."""
+        if known is not None:
+            raise RequestError(
+                f"request {request.request_id} has blocks already and cannot adopt "
+                f"{hit.num_tokens} computed tokens: pass new_computed_blocks on the first call only"
+            )
+        covered = [
+            len(ids) * size for ids, size in zip(hit.block_ids, self._block_sizes, strict=False)
+        ]
+        wanted = [hit.num_tokens] * len(self._block_sizes)
+        if len(hit.block_ids) != len(self._block_sizes) or covered != wanted:
+            raise RequestError(
+                f"request {request.request_id}: new_computed_blocks cover {covered} tokens of the "
+                f"groups, num_new_computed_tokens is {hit.num_tokens}: pass both as "
+                "get_computed_blocks returned them"
+            )
+        if look_up_number != self._control.state_number and self._admission.look_up(request) != hit:
+            raise RequestError(
+                f"request {request.request_id}: the cache has changed since its "
+                f"{hit.num_tokens} computed tokens were found: call get_computed_blocks again"
+            )
+
+    def _note_stale(self, slot: int, changes: Sequence[TableChange]) -> None:
+        if not changes:
+            return
+        columns = self._stale.setdefault(slot, [None] * len(self._block_sizes))
+        for change in changes:
+            first = columns[change.group]
+            columns[change.group] = (
+                change.first_index if first is None else min(first, change.first_index)
+            )
+
+    def _new_blocks(
+        self, demand: Demand, changes: Sequence[TableChange], hit: CacheHit | None
+    ) -> KVCacheBlocks:
+        """The blocks that entered the tables, without those that the request adopted."""
+        new: list[list[int]] = [[] for _ in self._block_sizes]
+        unhashed: list[list[int]] = [[] for _ in self._block_sizes]
+        for change in changes:
+            group = change.group
+            num_adopted = 0 if hit is None else len(hit.block_ids[group])
+            num_full = demand.num_cached_tokens // self._block_sizes[group]
+            for index, block in enumerate(change.block_ids, change.first_index):
+                if index >= num_adopted:
+                    new[group].append(block)
+                    if index >= num_full:
+                        unhashed[group].append(block)
+        return KVCacheBlocks(new, unhashed)

@@ -1,0 +1,131 @@
+"""The counting rule: what hit rate a cache of some size would have had, without any cluster.
+
+    each request, one after another:  look up ──▶ allocate the whole prompt ──▶ free, tail first
+
+Input only, no decoding. A request holds its blocks (a partial last one takes a block too) until
+the next one comes; only full blocks are cached; a hit ends at the last token but one, because the
+last token is always computed. The rate is hit blocks over all block references. The books are
+kept by the manager that serves real requests; no bytes are touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from kvcache.clock import Clock
+from kvcache.errors import OutOfBlocksError
+from kvcache.manager import KVCacheManager
+from kvcache.request import Request
+from kvcache.simulate.workload import Workload
+from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+_NUM_NULL_BLOCKS = 1
+_NO_LIMIT_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class PrefillCount:
+    """What was counted. `num_blocks` is the capacity without the null block, None for unlimited."""
+
+    workload: str
+    num_blocks: int | None
+    block_size: int
+    num_requests: int
+    num_input_tokens: int
+    num_block_references: int
+    num_hit_blocks: int
+    num_evictions: int
+    wall_time_s: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit blocks over block references, 0 to 1; 0.0 without any."""
+        return self.num_hit_blocks / max(1, self.num_block_references)
+
+    def to_json(self) -> str:
+        """Return the count as JSON, keys as the fields are named, the rate included."""
+        return json.dumps({**asdict(self), "hit_rate": self.hit_rate}, indent=2)
+
+
+@dataclass(frozen=True)
+class CountingOptions:
+    """The cache to count with. `num_blocks` None: as many as would ever be needed.
+
+    `block_size` None: what the workload comes in.
+    """
+
+    num_blocks: int | None = None
+    block_size: int | None = None
+    eviction_policy: str = "lru"
+    hash_algorithm: str = "sha256"
+
+
+def count_prefill_hits(
+    workload: Workload,
+    options: CountingOptions,
+    clock: Clock,
+    on_progress: Callable[[PrefillCount], None] = lambda count: None,
+) -> PrefillCount:
+    """Play `workload` by the counting rule and return the figures.
+
+    `on_progress` is called after every request with the figures so far.
+
+    Raises:
+        OutOfBlocksError: a single request needs more blocks than there are.
+        TraceError: the workload cannot be read.
+    """
+    block_size = workload.block_size if options.block_size is None else options.block_size
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        num_blocks = sum(-(-r.num_prompt_tokens // block_size) for r in workload)
+    manager = _make_manager(options, block_size, num_blocks)
+    start_s = clock.now()
+    count = PrefillCount(workload.name, options.num_blocks, block_size, 0, 0, 0, 0, 0, 0.0)
+    for arrived in workload:
+        request = Request(
+            arrived.request_id,
+            arrived.token_ids,
+            cache_salt=arrived.cache_salt,
+            tenant=arrived.tenant,
+        )
+        hit, num_hit_tokens = manager.get_computed_blocks(request)
+        num_new_tokens = request.num_tokens - num_hit_tokens
+        allocated = manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hit)
+        num_references = -(-request.num_tokens // block_size)
+        if allocated is None:
+            raise OutOfBlocksError(
+                f"request {arrived.request_id} of {workload.name} needs {num_references} blocks of "
+                f"{block_size} tokens, the cache has {num_blocks}: count with more blocks"
+            )
+        manager.free(request)
+        count = PrefillCount(
+            workload=workload.name,
+            num_blocks=options.num_blocks,
+            block_size=block_size,
+            num_requests=count.num_requests + 1,
+            num_input_tokens=count.num_input_tokens + request.num_tokens,
+            num_block_references=count.num_block_references + num_references,
+            num_hit_blocks=count.num_hit_blocks + num_hit_tokens // block_size,
+            num_evictions=0,
+            wall_time_s=clock.now() - start_s,
+        )
+        on_progress(count)
+    return replace(count, num_evictions=manager.statistics().core.num_evictions)
+
+
+def _make_manager(options: CountingOptions, block_size: int, num_blocks: int) -> KVCacheManager:
+    """Make the manager of a model with one full-attention group and no bytes to speak of."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
+    config = KVCacheConfig(
+        num_blocks=num_blocks + _NUM_NULL_BLOCKS,
+        kv_cache_tensors=(),
+        kv_cache_groups=(KVCacheGroupSpec(("layer.0",), spec),),
+    )
+    return KVCacheManager(
+        config,
+        _NO_LIMIT_TOKENS,
+        caching_hash_algo=options.hash_algorithm,
+        eviction_policy=options.eviction_policy,
+    )

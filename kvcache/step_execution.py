@@ -1,0 +1,257 @@
+"""A checked step, carried out: settle, free, extend running rows, resume and admit.
+
+Takes a `StepPlan` and returns the `StepResult`. Nothing can be wrong any more here, only full:
+what finds no room is said in the result. Refuses to look at time, clients' epochs or workers.
+
+    failed_step ▶ completed_step ▶ finished ▶ preempted ▶ running ▶ resumed ▶ new
+    └── core withdraws, seals ──┘  └── blocks come free ─┘ └── blocks are taken ──┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache.admission import Admission, Demand
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.core import CacheHit, Core, OffloadAnswer, OffloadHooks, RowBatch, TableChange
+from kvcache.request import Request
+from kvcache.request_book import RequestBook
+from kvcache.step import NO_SLOT, StepResult
+from kvcache.step_ledger import Rollback, Seating, StepRecord
+from kvcache.step_plan import RowPlan, StepPlan
+
+
+@dataclass
+class _Answer:
+    """The parts of a `StepResult`, as they come up."""
+
+    slots: list[int] = field(default_factory=list)
+    num_hit: list[int] = field(default_factory=list)
+    num_scheduled: list[int] = field(default_factory=list)
+    no_room: list[str] = field(default_factory=list)
+    waiting_for_load: list[str] = field(default_factory=list)
+    retry_later: list[str] = field(default_factory=list)
+    changes: list[tuple[int, TableChange]] = field(default_factory=list)
+
+    def refuse(self, request_id: str, reasons: list[str]) -> None:
+        """Say that a request was not admitted, and why."""
+        reasons.append(request_id)
+        self.slots.append(NO_SLOT)
+        self.num_hit.append(0)
+        self.num_scheduled.append(0)
+
+
+@dataclass(frozen=True)
+class _Applicant:
+    """A request that wants in, new or resumed."""
+
+    request: Request
+    max_new_tokens: int
+    num_external_tokens: int
+    num_lookahead_tokens: int
+
+
+class StepExecutor:
+    """Carries out plans on one book and one core."""
+
+    def __init__(
+        self,
+        book: RequestBook,
+        core: Core,
+        admission: Admission,
+        hooks: OffloadHooks,
+        max_model_len: int,
+    ) -> None:
+        """Work on `book` and `core`; `hooks` are asked before a request is admitted."""
+        self._book = book
+        self._slots = book.slots
+        self._core = core
+        self._admission = admission
+        self._hooks = hooks
+        self._max_model_len = max_model_len
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do what the plan says and return what came of it. `seq` of the result is 0."""
+        step, client = plan.request, plan.client
+        if plan.rollback is not None:
+            self._core.fail_steps(client.client_id, plan.rollback.from_step)
+            self._take_back(plan.rollback)
+            client.fail(plan.rollback.from_step)
+        if step.completed_step > client.completed_step:
+            self._core.complete_steps(client.client_id, step.completed_step)
+            client.complete(step.completed_step)
+        client.last_step = step.step
+
+        record, answer = StepRecord(step.step), _Answer()
+        self._core.open_step(client.client_id, step.step)
+        self._let_go(plan, record)
+        is_reserved, patch = self._run_rows(plan, record)
+        self._admit_all(plan, record, answer)
+        self._core.close_step()
+        if not record.is_empty:
+            client.records.append(record)
+        return self._result(plan, answer, is_reserved, patch)
+
+    def _take_back(self, rollback: Rollback) -> None:
+        for known in rollback.forgotten:
+            self._book.forget(known)
+            self._hooks.on_request_finished(known.request.request_id)
+        for row in rollback.preempted_again:
+            self._book.undo_resume(row.known)
+            _take_back_tokens(row.known.request, row.num_tokens)
+        for row in rollback.preempted:
+            _take_back_tokens(row.known.request, row.num_tokens)
+        for row in rollback.rows:
+            self._slots.roll_back(row.known.slot, row.num_computed, row.num_tokens)
+
+    def _let_go(self, plan: StepPlan, record: StepRecord) -> None:
+        for known in plan.finished:
+            self._book.forget(known)
+            self._hooks.on_request_finished(known.request.request_id)
+        for known in plan.preempted:
+            self._book.preempt(known)
+            record.preempted.append(Seating(known, known.generation, known.request.num_tokens))
+
+    def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
+        """Settle the rows and reserve their blocks; say which rows got them."""
+        rows = plan.rows
+        slots = rows.slots
+        if not len(slots):
+            return EMPTY_INT32, EMPTY_PATCH
+        table = self._slots
+        record.slots, record.generations = slots, table.generation[slots]
+        record.num_computed, record.num_tokens = rows.num_computed, rows.num_tokens
+        table.append(slots, rows.counts, rows.token_ids)
+        cached = rows.settled_computed + rows.num_new - rows.num_draft
+        table.sync_filled(slots, cached)
+        confirmed = plan.client.confirmed_tokens(slots, rows.settled_computed, table)
+        reserved = self._core.reserve_rows(
+            RowBatch(
+                table.requests_of(slots),
+                slots,
+                confirmed,
+                self._slot_tokens(rows, plan.request.num_lookahead_tokens),
+                cached,
+            )
+        )
+        table.num_computed[slots] = rows.settled_computed + rows.num_new * reserved.is_reserved
+        return reserved.is_reserved, reserved.patches
+
+    def _slot_tokens(self, rows: RowPlan, num_lookahead_tokens: int) -> Int32Array:
+        """Up to where each row needs slots; a row that only settles needs none ahead."""
+        wanted = rows.settled_computed + rows.num_new
+        if num_lookahead_tokens:
+            wanted += num_lookahead_tokens * (rows.num_new > 0)
+        return np.minimum(wanted, self._max_model_len, dtype=np.int32)
+
+    def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
+        step, index = plan.request, plan.client.index
+        for known, max_new_tokens in plan.resumed:
+            applicant = _Applicant(known.request, max_new_tokens, 0, step.num_lookahead_tokens)
+            seating = self._admit(applicant, index, answer)
+            if seating is not None:
+                record.resumed.append(seating)
+        for request, new in plan.new:
+            applicant = _Applicant(
+                request,
+                new.max_new_tokens,
+                new.num_external_computed_tokens,
+                new.num_lookahead_tokens,
+            )
+            seating = self._admit(applicant, index, answer)
+            if seating is not None:
+                record.new.append(seating)
+
+    def _admit(self, applicant: _Applicant, index: int, answer: _Answer) -> Seating | None:
+        request = applicant.request
+        hit = self._admission.look_up(request)
+        if not self._is_ready(request, hit, answer):
+            return None
+        num_tokens = request.num_tokens
+        start = min(hit.num_tokens + applicant.num_external_tokens, num_tokens - 1)
+        num_scheduled = min(applicant.max_new_tokens, num_tokens - start)
+        end = start + num_scheduled
+        demand = Demand(start, end + applicant.num_lookahead_tokens, end)
+        admitted = self._admission.seat(request, index, demand, hit)
+        if admitted is None:
+            answer.refuse(request.request_id, answer.no_room)
+            return None
+        self._admission.record(request, hit.num_tokens)
+        known = admitted.known
+        self._slots.num_computed[known.slot] = end
+        answer.slots.append(known.slot)
+        answer.num_hit.append(hit.num_tokens)
+        answer.num_scheduled.append(num_scheduled)
+        answer.changes.extend((known.slot, change) for change in admitted.changes)
+        return Seating(known, known.generation, num_tokens)
+
+    def _is_ready(self, request: Request, hit: CacheHit, answer: _Answer) -> bool:
+        """Ask the tiers below. What they could load is computed unless they are loading it."""
+        if request.skip_reading_prefix_cache:
+            return True
+        below = self._hooks.look_up(request, hit.num_tokens).answer
+        if below is OffloadAnswer.RETRY:
+            answer.refuse(request.request_id, answer.retry_later)
+        elif below is OffloadAnswer.HIT_PENDING:
+            answer.refuse(request.request_id, answer.waiting_for_load)
+        else:
+            return True
+        return False
+
+    def _result(
+        self, plan: StepPlan, answer: _Answer, is_reserved: Int32Array, patch: BlockTablePatch
+    ) -> StepResult:
+        rolled_back = () if plan.rollback is None else plan.rollback.rows
+        withdrawn: tuple[str, ...] = ()
+        if plan.rollback is not None:
+            again = (row.known for row in plan.rollback.preempted_again)
+            withdrawn = tuple(
+                known.request.request_id for known in (*plan.rollback.forgotten, *again)
+            )
+        return StepResult(
+            plan.request.client_id,
+            plan.request.step,
+            plan.request.epoch,
+            seq=0,
+            admitted_slots=int32_array(answer.slots),
+            num_hit_tokens=int32_array(answer.num_hit),
+            num_scheduled_tokens=int32_array(answer.num_scheduled),
+            running_scheduled=is_reserved,
+            no_room=tuple(answer.no_room),
+            waiting_for_load=tuple(answer.waiting_for_load),
+            retry_later=tuple(answer.retry_later),
+            withdrawn=withdrawn,
+            rolled_back_slots=int32_array([row.slot for row in rolled_back]),
+            rolled_back_computed=int32_array([row.num_computed for row in rolled_back]),
+            rolled_back_tokens=int32_array([row.num_tokens for row in rolled_back]),
+            patches=join_patches(patch, answer.changes),
+        )
+
+
+def join_patches(
+    patch: BlockTablePatch, changes: list[tuple[int, TableChange]]
+) -> BlockTablePatch:
+    """Return `patch` followed by the changes of the tables in the given slots."""
+    if not changes:
+        return patch
+    ids = [patch.block_ids]
+    ids += [int32_array(change.block_ids) for _, change in changes]
+    return BlockTablePatch(
+        slots=_extended(patch.slots, [slot for slot, _ in changes]),
+        groups=_extended(patch.groups, [change.group for _, change in changes]),
+        first_indices=_extended(patch.first_indices, [change.first_index for _, change in changes]),
+        counts=_extended(patch.counts, [len(change.block_ids) for _, change in changes]),
+        block_ids=np.concatenate(ids),
+    )
+
+
+def _extended(values: Int32Array, more: list[int]) -> Int32Array:
+    return np.concatenate((values, int32_array(more)))
+
+
+def _take_back_tokens(request: Request, num_tokens: int) -> None:
+    if num_tokens < request.num_tokens:
+        request.truncate_tokens(num_tokens)

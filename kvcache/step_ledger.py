@@ -1,0 +1,176 @@
+"""What each client's unfinished steps did, so that a failed step can be taken back.
+
+A step writes one record; it is dropped when the step completes and replayed backwards when it
+fails. Refuses to grow: a client may have so many unfinished steps and no more. Blocks are not in
+here: the core withdraws by itself what a failed step made hittable.
+
+    step n admitted or ran a row ──▶ record ──completed_step >= n──▶ dropped
+                                        └─────failed_step <= n──────▶ Rollback
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.request_book import KnownRequest, RequestBook
+from kvcache.slots import Int64Array, SlotTable
+
+_NO_GENERATIONS: Int64Array = np.empty(0, dtype=np.int64)
+_NO_GENERATIONS.flags.writeable = False
+
+
+@dataclass(frozen=True)
+class Seating:
+    """A request and the occupancy a step began or ended, with its tokens at that moment."""
+
+    known: KnownRequest
+    generation: int
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class StepRecord:
+    """How things stood before one step. Rows: before its own settling; shapes `(n,)`."""
+
+    step: int
+    slots: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    generations: Int64Array = field(default_factory=lambda: _NO_GENERATIONS)
+    num_computed: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    num_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    preempted: list[Seating] = field(default_factory=list)
+    resumed: list[Seating] = field(default_factory=list)
+    new: list[Seating] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step did nothing that could be taken back."""
+        return not (len(self.slots) or self.preempted or self.resumed or self.new)
+
+
+@dataclass(frozen=True)
+class RowBefore:
+    """What a row goes back to."""
+
+    known: KnownRequest
+    slot: int
+    num_computed: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What taking back a client's steps from one on means. Nothing has been changed yet.
+
+    `forgotten` were new in those steps, `preempted_again` resumed in them, `rows` run on from
+    before them, `preempted` lost their slots in them and keep only earlier tokens.
+    """
+
+    from_step: int
+    forgotten: tuple[KnownRequest, ...]
+    preempted_again: tuple[RowBefore, ...]
+    rows: tuple[RowBefore, ...]
+    preempted: tuple[RowBefore, ...]
+
+
+class ClientSteps:
+    """The steps of one client: which is the last, which are complete, which are void.
+
+    Invariants: records are in order of step, all above `completed_step`; `void` holds disjoint
+    ranges of steps, in order, all reaching above `completed_step`.
+    """
+
+    def __init__(self, client_id: str, index: int) -> None:
+        """Know no step yet. `index` stands for the client in the slot table."""
+        self.client_id = client_id
+        self.index = index
+        self.last_step = 0
+        self.completed_step = 0
+        self.records: deque[StepRecord] = deque()
+        self.void: list[tuple[int, int]] = []
+
+    def void_range(self, step: int) -> tuple[int, int] | None:
+        """Return the first and last step of the failed range that `step` lies in, or None."""
+        return next((r for r in self.void if r[0] <= step <= r[1]), None)
+
+    def complete(self, step: int) -> None:
+        """Drop the records of steps up to `step`."""
+        self.completed_step = step
+        while self.records and self.records[0].step <= step:
+            self.records.popleft()
+        self.void = [r for r in self.void if r[1] > step]
+
+    def fail(self, step: int) -> None:
+        """Drop the records of steps from `step` on; all of them are void."""
+        while self.records and self.records[-1].step >= step:
+            self.records.pop()
+        kept = [r for r in self.void if r[0] < step]
+        self.void = [*kept, (step, self.last_step)]
+
+    def confirmed_tokens(
+        self, slots: Int32Array, num_settled: Int32Array, table: SlotTable
+    ) -> Int32Array:
+        """Return how many tokens of each row no failing step can take back any more.
+
+        `num_settled[i]` are computed in the row of `slots[i]`, unfinished steps included.
+        Blocks may be given up only behind confirmed tokens. A step that admitted a row confines
+        nothing: if it fails, the row goes.
+        """
+        if not self.records:
+            return num_settled
+        confirmed = np.empty(table.num_slots, dtype=np.int32)
+        confirmed[slots] = num_settled
+        for record in reversed(self.records):
+            is_same = table.generation[record.slots] == record.generations
+            known = np.minimum(record.num_computed, record.num_tokens)
+            confirmed[record.slots[is_same]] = known[is_same]
+        return np.minimum(confirmed[slots], num_settled)
+
+    def plan_rollback(self, from_step: int, book: RequestBook) -> Rollback:
+        """Say what taking back the steps from `from_step` on means. Changes nothing."""
+        records = [record for record in self.records if record.step >= from_step]
+        by_generation = {known.generation: known for known in book.of_client(self.index)}
+        for record in records:
+            by_generation.update({s.generation: s.known for s in record.preempted})
+        new = {id(s.known) for record in records for s in record.new}
+        begun = {s.generation for record in records for s in record.resumed}
+        before: dict[int, RowBefore] = {}
+        for record in records:
+            for row in _rows_before(record, by_generation):
+                before.setdefault(id(row.known), row)
+
+        here = [row for row in before.values() if _is_still_known(row.known, book)]
+        old = [row for row in here if id(row.known) not in new]
+        resumed = [row for row in old if row.known.is_running and row.known.generation in begun]
+        rows = [row for row in old if row.known.is_running and row.known.generation not in begun]
+        forgotten = {id(s.known): s.known for record in records for s in record.new}
+        return Rollback(
+            from_step,
+            tuple(known for known in forgotten.values() if _is_still_known(known, book)),
+            tuple(resumed),
+            tuple(rows),
+            tuple(row for row in old if not row.known.is_running),
+        )
+
+
+def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> list[RowBefore]:
+    """How the rows that a step ran or resumed stood before it, as far as they are still known."""
+    rows = zip(
+        record.generations.tolist(),
+        record.num_computed.tolist(),
+        record.num_tokens.tolist(),
+        strict=True,
+    )
+    before = [
+        RowBefore(known, known.slot, num_computed, num_tokens)
+        for generation, num_computed, num_tokens in rows
+        if (known := by_generation.get(generation)) is not None
+    ]
+    return before + [RowBefore(s.known, s.known.slot, 0, s.num_tokens) for s in record.resumed]
+
+
+def _is_still_known(known: KnownRequest, book: RequestBook) -> bool:
+    return book.get(known.request.request_id) is known

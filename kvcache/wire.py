@@ -1,0 +1,322 @@
+"""Messages to bytes and back: the only codec of steps, commands and acknowledgements.
+
+Stands between messages.py and every transport. A message is one msgpack array, `[version, tag,
+field, ...]`, with the fields in the order of the dataclass; a command inside is `[tag, field,
+...]`, any other dataclass `[field, ...]`. int32 arrays are little-endian bytes in a msgpack bin, so
+that no Python runs per element. The schema is read from the dataclasses once, at import.
+
+Whatever comes in, `decode` returns one of the types named here or raises a `ProtocolError`; it
+builds nothing else, and no array longer than its bytes. Refuses to judge contents: whether a block
+exists or a step makes sense is decided where it is applied. Only arrays of one command that do not
+fit together are refused here already, as no receiver could read them.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.commands import (
+    BlockTablePatch,
+    Copy,
+    Label,
+    Load,
+    Store,
+    WriteExpected,
+)
+from kvcache.errors import MalformedMessageError, VersionMismatchError
+from kvcache.labels import validate_label_command
+from kvcache.messages import WIRE_VERSION, FromClient, FromWorker, Message, ToClient, ToWorker
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Largest message that is decoded unless the caller sets another limit."""
+
+MAX_ITEMS = 65_536
+"""Longest msgpack array or map inside a message (int32 arrays are not msgpack arrays)."""
+
+_WIRE_INT32 = np.dtype("<i4")
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+_Convert = Callable[[Any], Any]
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of `message`.
+
+    Raises:
+        MalformedMessageError: not a message, or a field holds what the format cannot carry.
+    """
+    codec = _MESSAGES_BY_TYPE.get(type(message))
+    if codec is None:
+        raise MalformedMessageError(f"{type(message).__name__} is no message")
+    try:
+        packed: bytes = msgpack.packb([WIRE_VERSION, codec.tag, *codec.to_fields(message)])
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise MalformedMessageError(f"{codec.tag} cannot be encoded: {error}") from error
+    return packed
+
+
+def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Message:
+    """Return the message in `data`. Its int32 arrays are read-only views of the bytes received.
+
+    Raises:
+        MalformedMessageError: too long, torn, foreign, of wrong types, or arrays that do not fit.
+        VersionMismatchError: a message of another format version.
+    """
+    if len(data) > max_bytes:
+        raise MalformedMessageError(
+            f"message of {len(data)} bytes, the limit is {max_bytes}: raise the limit on both sides"
+        )
+    try:
+        values = msgpack.unpackb(
+            data, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as error:
+        text = f"{type(error).__name__} {error}"[:200]
+        raise MalformedMessageError(f"{len(data)} bytes that are no message: {text}") from error
+    if type(values) is not list or len(values) < 2 or type(values[0]) is not int:
+        raise MalformedMessageError(f"{len(data)} bytes that are no message: no version and tag")
+    if values[0] != WIRE_VERSION:
+        raise VersionMismatchError(
+            f"message of format version {values[0]}, this package reads version {WIRE_VERSION}: "
+            "run the same release everywhere"
+        )
+    codec = _MESSAGES_BY_TAG.get(values[1]) if type(values[1]) is str else None
+    if codec is None:
+        raise MalformedMessageError(f"message of unknown kind {str(values[1])[:50]!r}")
+    message: Message = codec.from_fields(values[2:])
+    return message
+
+
+class _Wrong(Exception):
+    """What was expected where something else stood."""
+
+
+class _Codec:
+    """How one dataclass travels. Fields of plain types pass as they are on the way out."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        hints = typing.get_type_hints(cls)
+        self.tag = cls.__name__
+        self._cls = cls
+        self._names = tuple(f.name for f in fields(cls))
+        self._get: Callable[[Any], Any] = attrgetter(*self._names)
+        converters = [_converters(hints[name]) for name in self._names]
+        self._out = tuple((i, out) for i, (out, _) in enumerate(converters) if out is not None)
+        self._in = tuple(decode_field for _, decode_field in converters)
+        self._validate = _VALIDATORS.get(cls)
+
+    def to_fields(self, value: Any) -> list[Any]:
+        """Return the fields as msgpack can pack them."""
+        got = self._get(value)
+        plain = list(got) if len(self._names) > 1 else [got]
+        for index, convert in self._out:
+            plain[index] = convert(plain[index])
+        return plain
+
+    def from_fields(self, values: Any) -> Any:
+        """Build the dataclass from unpacked fields; raises MalformedMessageError."""
+        if type(values) is not list or len(values) != len(self._names):
+            count = len(values) if type(values) is list else type(values).__name__
+            raise MalformedMessageError(f"{self.tag}: {count} fields, expected {len(self._names)}")
+        made: list[Any] = []
+        try:
+            for convert, value in zip(self._in, values, strict=True):
+                made.append(convert(value))
+        except _Wrong as wrong:
+            name = self._names[len(made)]
+            raise MalformedMessageError(f"{self.tag}.{name} is not {wrong}") from None
+        result = self._cls(*made)
+        if self._validate is not None:
+            self._validate(result)
+        return result
+
+
+def _converters(hint: Any) -> tuple[_Convert | None, _Convert]:
+    """Return how values of type `hint` go out (None: as they are) and come in."""
+    if hint == Int32Array:
+        return _array_out, _array_in
+    if hint in _PLAIN:
+        return None, _PLAIN[hint]
+    if hint == str | None:
+        return None, _optional_str_in
+    if hint == dict[int, bytes]:
+        return None, _int_to_bytes_in
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _tuple_converters(arguments[0])
+    if origin is types.UnionType:
+        return _union_converters(arguments)
+    if is_dataclass(hint) and isinstance(hint, type):
+        codec = _Codec(hint)
+        return codec.to_fields, codec.from_fields
+    raise TypeError(f"messages cannot carry {hint}")
+
+
+def _tuple_converters(item: Any) -> tuple[_Convert | None, _Convert]:
+    item_out, item_in = _converters(item)
+
+    def tuple_in(values: Any) -> tuple[Any, ...]:
+        if type(values) is not list:
+            raise _Wrong("a list")
+        return tuple([item_in(value) for value in values])
+
+    if item_out is None:
+        return None, tuple_in
+
+    def tuple_out(values: tuple[Any, ...]) -> list[Any]:
+        return [item_out(value) for value in values]
+
+    return tuple_out, tuple_in
+
+
+def _union_converters(members: Iterable[type[Any]]) -> tuple[_Convert, _Convert]:
+    by_type = {cls: _Codec(cls) for cls in members}
+    by_tag = {codec.tag: codec for codec in by_type.values()}
+
+    def union_out(value: Any) -> list[Any]:
+        codec = by_type.get(type(value))
+        if codec is None:
+            raise TypeError(f"{type(value).__name__} is none of {', '.join(by_tag)}")
+        return [codec.tag, *codec.to_fields(value)]
+
+    def union_in(values: Any) -> Any:
+        if type(values) is not list or not values or type(values[0]) is not str:
+            raise _Wrong("a tagged list")
+        codec = by_tag.get(values[0])
+        if codec is None:
+            raise _Wrong(f"of a known kind but {values[0][:50]!r}")
+        return codec.from_fields(values[1:])
+
+    return union_out, union_in
+
+
+def _array_out(array: Int32Array) -> bytes:
+    return array.astype(_WIRE_INT32, copy=False).tobytes()
+
+
+def _array_in(value: Any) -> Int32Array:
+    if type(value) is not bytes or len(value) % 4:
+        raise _Wrong("whole int32 numbers as bytes")
+    if not value:
+        return EMPTY_INT32
+    return np.frombuffer(value, _WIRE_INT32).astype(np.int32, copy=False)
+
+
+def _int_in(value: Any) -> int:
+    if type(value) is not int or not _INT64_MIN <= value <= _INT64_MAX:
+        raise _Wrong("a 64-bit integer")
+    return value
+
+
+def _bool_in(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _Wrong("a truth value")
+    return value
+
+
+def _str_in(value: Any) -> str:
+    if type(value) is not str:
+        raise _Wrong("text")
+    return value
+
+
+def _bytes_in(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise _Wrong("bytes")
+    return value
+
+
+def _optional_str_in(value: Any) -> str | None:
+    return None if value is None else _str_in(value)
+
+
+def _int_to_bytes_in(value: Any) -> dict[int, bytes]:
+    if type(value) is not dict:
+        raise _Wrong("a map of bytes by number")
+    return {_int_in(key): _bytes_in(item) for key, item in value.items()}
+
+
+def _same_length(command: object, **arrays: Int32Array) -> int:
+    """Return the common length of `arrays`, or raise with all lengths."""
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise MalformedMessageError(f"{type(command).__name__} with unequal lengths {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _counts_match(command: object, what: str, counts: Int32Array, items: Int32Array) -> None:
+    if len(counts) and int(counts.min()) < 0:
+        raise MalformedMessageError(f"{type(command).__name__} with a negative count of {what}")
+    total = int(counts.sum(dtype=np.int64))
+    if total != len(items):
+        raise MalformedMessageError(
+            f"{type(command).__name__} announces {total} {what} and brings {len(items)}"
+        )
+
+
+def _validate_patch(patch: BlockTablePatch) -> None:
+    _same_length(
+        patch,
+        slots=patch.slots,
+        groups=patch.groups,
+        first_indices=patch.first_indices,
+        counts=patch.counts,
+    )
+    _counts_match(patch, "block ids", patch.counts, patch.block_ids)
+
+
+def _validate_copy(copy: Copy | Store | Load) -> None:
+    _same_length(copy, sources=copy.sources, destinations=copy.destinations)
+
+
+def _validate_label(label: Label) -> None:
+    count = len(label.block_ids)
+    validate_label_command(label, max(1, len(label.digests) // count) if count else 1)
+    if any(not 0 <= index < count for index in label.extra_keys):
+        raise MalformedMessageError(f"Label of {count} blocks has extra keys for other ones")
+
+
+def _validate_forward(forward: WriteExpected) -> None:
+    _same_length(forward, verify_slots=forward.verify_slots, verify_lengths=forward.verify_lengths)
+    num_rows = _same_length(
+        forward,
+        slots=forward.slots,
+        is_new=forward.is_new,
+        starts=forward.starts,
+        counts=forward.counts,
+        token_starts=forward.token_starts,
+        token_counts=forward.token_counts,
+    )
+    if len(forward.content_keys) != num_rows:
+        raise MalformedMessageError(
+            f"WriteExpected of {num_rows} rows with {len(forward.content_keys)} content keys"
+        )
+    _counts_match(forward, "tokens", forward.token_counts, forward.token_ids)
+
+
+_PLAIN: dict[Any, _Convert] = {int: _int_in, bool: _bool_in, str: _str_in, bytes: _bytes_in}
+
+_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
+    BlockTablePatch: _validate_patch,
+    Copy: _validate_copy,
+    Store: _validate_copy,
+    Load: _validate_copy,
+    Label: _validate_label,
+    WriteExpected: _validate_forward,
+}
+
+_MESSAGES_BY_TYPE: dict[type[Any], _Codec] = {
+    cls: _Codec(cls)
+    for direction in (ToWorker, FromWorker, FromClient, ToClient)
+    for cls in typing.get_args(direction)
+}
+_MESSAGES_BY_TAG = {codec.tag: codec for codec in _MESSAGES_BY_TYPE.values()}

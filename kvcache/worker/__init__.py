@@ -1,0 +1,28 @@
+"""One rank of the cluster: real tensors, and a plain class that obeys the coordinator.
+
+The only part of the package that imports torch. Start with worker.py.
+"""
+
+from __future__ import annotations
+
+from kvcache.worker.copy_engine import CopyEngine, CpuCopyEngine, PendingCopy
+from kvcache.worker.cuda_engine import CudaCopyEngine, make_copy_engine
+from kvcache.worker.layout import PoolLayout
+from kvcache.worker.settings import WorkerSettings, WorkerStatistics
+from kvcache.worker.tensors import CanonicalKVCaches, HostPool, KVCachePool
+from kvcache.worker.worker import KVCacheWorker
+
+__all__ = [
+    "CanonicalKVCaches",
+    "CopyEngine",
+    "CpuCopyEngine",
+    "CudaCopyEngine",
+    "HostPool",
+    "KVCachePool",
+    "KVCacheWorker",
+    "PendingCopy",
+    "PoolLayout",
+    "WorkerSettings",
+    "WorkerStatistics",
+    "make_copy_engine",
+]

@@ -1,0 +1,112 @@
+"""Commands that are applied but not executed: they wait for the forward of their step.
+
+Stands between application, which puts them here, and `begin_forward`, which executes everything up
+to its number in order. Loads and stores do not wait for forwards: whatever is still waiting for a
+block they touch belongs to a step that is over, and is executed first (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import BlockTablePatch, Copy, Zero
+from kvcache.messages import StepCommands
+from kvcache.worker.block_tables import BlockTables
+from kvcache.worker.copy_engine import CopyEngine
+from kvcache.worker.history import BlockHistory
+from kvcache.worker.tensors import CanonicalKVCaches
+
+DeferredCommand: TypeAlias = Zero | Copy | BlockTablePatch
+
+
+class DeferredCommands:
+    """A queue of numbered commands, and the ability to execute them. Numbers only rise."""
+
+    def __init__(
+        self,
+        canonical: CanonicalKVCaches,
+        tables: BlockTables,
+        engine: CopyEngine,
+        history: BlockHistory,
+    ) -> None:
+        """Execute on these."""
+        self._canonical = canonical
+        self._tables = tables
+        self._engine = engine
+        self._history = history
+        self._waiting: deque[tuple[int, list[DeferredCommand]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def highest_seq(self) -> int:
+        """Number of the last waiting message, 0 when none waits."""
+        return self._waiting[-1][0] if self._waiting else 0
+
+    def add(self, message: StepCommands) -> None:
+        """Keep what the forward of `message` must execute."""
+        commands = [c for c in message.commands if isinstance(c, (Zero, Copy, BlockTablePatch))]
+        if commands:
+            self._waiting.append((message.seq, commands))
+
+    def execute(self, up_to_seq: int) -> None:
+        """Execute everything up to and including `up_to_seq`, in order."""
+        while self._waiting and self._waiting[0][0] <= up_to_seq:
+            seq, commands = self._waiting.popleft()
+            for command in commands:
+                self._execute(seq, command)
+
+    def settle(self, block_ids: Int32Array) -> None:
+        """Execute now, in order, the zeroes and copies that touch `block_ids`.
+
+        The coordinator starts a transfer on a block only when every step that has it in its tables
+        completed or failed, so these cannot be wanted by a forward any more; executed later they
+        would destroy what the transfer wrote.
+        """
+        for seq, commands in self._waiting:
+            touching = [c for c in commands if _touches(c, block_ids)]
+            for command in touching:
+                self._execute(seq, command)
+                commands.remove(command)
+
+    def clear(self) -> None:
+        """Drop everything: a new epoch makes it void."""
+        self._waiting.clear()
+
+    def _execute(self, seq: int, command: DeferredCommand) -> None:
+        match command:
+            case BlockTablePatch():
+                self._tables.apply(command)
+                self._history.record(
+                    seq,
+                    "entered the table of slot",
+                    command.block_ids,
+                    np.repeat(command.slots, command.counts),
+                )
+            case Zero():
+                for rows in self._canonical.tensors:
+                    self._engine.zero_blocks(rows, command.block_ids)
+                self._history.record(seq, "zeroed", command.block_ids)
+            case Copy():
+                for rows in self._canonical.tensors:
+                    self._engine.copy_within(rows, command.sources, command.destinations)
+                self._history.record(
+                    seq, "copied from block", command.destinations, command.sources
+                )
+                self._history.record(seq, "copied to block", command.sources, command.destinations)
+
+
+def _touches(command: DeferredCommand, block_ids: Int32Array) -> bool:
+    match command:
+        case Zero():
+            return bool(np.isin(command.block_ids, block_ids).any())
+        case Copy():
+            both = np.concatenate((command.sources, command.destinations))
+            return bool(np.isin(both, block_ids).any())
+        case BlockTablePatch():
+            return False

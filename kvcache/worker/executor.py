@@ -1,0 +1,220 @@
+"""What one rank does with commands: the rank's memory, and everything that changes it.
+
+Stands between the worker, which decides whether and when a message is obeyed, and tensors, tables,
+labels and transfers. Labels, fences and transfers happen when a message is applied; tables, zeroes
+and copies when the forward of its step begins. Not thread-safe: the worker locks around it. Refuses
+messages that do not fit, before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from kvcache.commands import (
+    BlockTablePatch,
+    Copy,
+    Fence,
+    Label,
+    Load,
+    Reset,
+    Store,
+    Unlabel,
+    WriteExpected,
+    Zero,
+)
+from kvcache.errors import InvariantError, KVCacheError, RequestError
+from kvcache.labels import LabelTable
+from kvcache.messages import JobReport, StepCommands
+from kvcache.worker.block_tables import BlockTables
+from kvcache.worker.content import ContentChecker
+from kvcache.worker.copy_engine import CopyEngine
+from kvcache.worker.deferred import DeferredCommands
+from kvcache.worker.forwards import ForwardGate
+from kvcache.worker.history import BlockHistory
+from kvcache.worker.layout import PoolLayout
+from kvcache.worker.settings import WorkerSettings
+from kvcache.worker.tensors import HostPool, KVCachePool
+from kvcache.worker.transfers import TransferJobs
+from kvcache.worker.validation import CommandValidator
+
+
+class CommandExecutor:
+    """The memory of one rank and the books about it, changed by commands only."""
+
+    def __init__(self, settings: WorkerSettings, device: torch.device, engine: CopyEngine) -> None:
+        """Allocate everything the plan says.
+
+        Raises ConfigurationError for a plan that cannot be meant, NotEnoughMemoryError when pool or
+        host pool do not fit.
+        """
+        config = settings.kv_cache_config
+        self._rank = settings.rank
+        self._engine = engine
+        self.pool = KVCachePool(PoolLayout.from_config(config), device)
+        self.host = (
+            HostPool(self.pool.layout, config.host_blocks, is_pinned=device.type == "cuda")
+            if config.host_blocks
+            else None
+        )
+        self.block_tables = BlockTables(
+            settings.block_sizes,
+            config.num_blocks,
+            settings.max_num_seqs,
+            settings.max_model_len,
+            device,
+        )
+        self.labels = LabelTable(
+            config.num_blocks, settings.digest_bytes, max(settings.block_sizes, default=1)
+        )
+        self.gate = ForwardGate(settings.rank)
+        self.transfers = TransferJobs(self.pool, self.host, engine)
+        self.history = BlockHistory()
+        self.deferred = DeferredCommands(
+            self.pool.canonical, self.block_tables, engine, self.history
+        )
+        self._checker = self._make_checker(settings) if settings.is_content_checking else None
+        self._validator = CommandValidator(
+            config.num_blocks,
+            len(config.kv_cache_groups),
+            self.labels,
+            self.block_tables,
+            self._checker,
+        )
+        self._due: deque[tuple[int, WriteExpected]] = deque()
+        self.model_epoch = 0
+        self.num_bytes_compared = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a transfer runs, on the device too."""
+        return (
+            self.gate.is_open
+            or self.transfers.num_running > 0
+            or not self._engine.is_compute_idle()
+        )
+
+    @property
+    def next_due_seq(self) -> int | None:
+        """Number of the next content-checked forward, None when none is due."""
+        return self._due[0][0] if self._due else None
+
+    def validate(self, message: StepCommands) -> None:
+        """Raise BlockError or MalformedMessageError unless all of `message` can be obeyed."""
+        self._validator.validate(message)
+
+    def must_wait(self, message: StepCommands) -> bool:
+        """Say whether `message` fences a client whose forward may still run."""
+        fenced = [c.client_id for c in message.commands if isinstance(c, Fence)]
+        if not fenced:
+            return False
+        return any(self.gate.is_running(c) for c in fenced) or not self._engine.is_compute_idle()
+
+    def apply(self, message: StepCommands) -> None:
+        """Apply one validated message; what belongs into its forward is kept for that."""
+        for command in message.commands:
+            match command:
+                case Label():
+                    self.labels.apply(command)
+                case Unlabel():
+                    self.labels.withdraw(command.block_ids)
+                case Reset():
+                    self.labels.reset()
+                    self.model_epoch = command.model_epoch
+                case Fence():
+                    self.gate.fence(command.client_id)
+                case Store() | Load():
+                    self._start_transfer(message.seq, command)
+                case WriteExpected():
+                    self._due.append((message.seq, command))
+                case Zero() | Copy() | BlockTablePatch():
+                    pass  # executed when the forward begins
+        self.deferred.add(message)
+        self.gate.on_applied(message)
+
+    def begin_forward(self, seq: int) -> None:
+        """Open the forward of applied step `seq` and execute what waited for it; RequestError if it
+        may not begin."""
+        if self._due and self._due[0][0] <= seq:
+            raise RequestError(
+                f"forward {seq} of rank {self._rank}: this worker runs its content-checked forward "
+                f"{self._due[0][0]} itself, call run_due_forwards"
+            )
+        self.gate.begin(seq)
+        self.deferred.execute(seq)
+
+    def end_forward(self, seq: int) -> None:
+        """Close the open forward; raises RequestError if `seq` is not it."""
+        self.gate.end(seq)
+        self._engine.on_forward_end()
+
+    def run_due_forward(self) -> JobReport:
+        """Run the next content-checked forward; what goes wrong is in the report."""
+        seq, command = self._due.popleft()
+        if self._checker is None:
+            raise InvariantError(f"forward {seq} is due, but content checking is off")
+        try:
+            self.gate.begin(seq)
+        except RequestError as error:
+            self.deferred.execute(seq)
+            return JobReport(command.job_id, ok=False, detail=str(error))
+        num_bytes, problems = 0, []
+        self.deferred.execute(seq - 1)
+        try:
+            num_bytes += self._checker.verify(command.verify_slots, command.verify_lengths)
+        except KVCacheError as error:
+            problems.append(str(error))
+        self.deferred.execute(seq)
+        try:
+            num_bytes += self._checker.run(command, seq)
+        except KVCacheError as error:
+            problems.append(str(error))
+        self.end_forward(seq)
+        self.num_bytes_compared += num_bytes
+        return JobReport(
+            command.job_id, ok=not problems, num_bytes=num_bytes, detail="; ".join(problems)
+        )
+
+    def start_epoch(self) -> None:
+        """Drop what the old epoch left undone; labels and bytes stay."""
+        self._due.clear()
+        self.deferred.clear()
+        self.gate.reset()
+        if self._checker is not None:
+            self._checker.forget()
+
+    def check(self, applied_seq: int) -> None:
+        """Raise InvariantError if the books do not add up. Changes nothing."""
+        self.labels.check()
+        self.gate.check(applied_seq)
+        if self.deferred.highest_seq > applied_seq:
+            raise InvariantError(
+                f"rank {self._rank} defers commands of {self.deferred.highest_seq}, but applied "
+                f"only {applied_seq}"
+            )
+
+    def close(self) -> None:
+        """Wait for everything that was started."""
+        self.transfers.wait()
+        self._engine.close()
+
+    def _make_checker(self, settings: WorkerSettings) -> ContentChecker:
+        return ContentChecker(
+            self.pool,
+            settings.kv_cache_config.kv_cache_groups,
+            self.block_tables,
+            self.history,
+            rank=settings.rank,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+        )
+
+    def _start_transfer(self, seq: int, job: Store | Load) -> None:
+        if isinstance(job, Store):
+            self.deferred.settle(job.sources)
+            self.history.record(seq, "stored to host slot", job.sources, job.destinations)
+        else:
+            self.deferred.settle(job.destinations)
+            self.history.record(seq, "loaded from host slot", job.destinations, job.sources)
+        self.transfers.start(job)

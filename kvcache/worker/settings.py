@@ -1,0 +1,76 @@
+"""What a worker is made from, and what it says about itself: two frozen records.
+
+Stands before worker.py. Intervals are how often the worker speaks unasked; all are in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.delivery import ReceiverStatistics
+from kvcache.errors import ConfigurationError
+from kvcache.specs import KVCacheConfig, require_count
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Who a worker process is, and the plan it obeys.
+
+    `incarnation` is unique to the process. `fingerprint` is of the plan of all ranks,
+    `layout_fingerprint` says which bytes the labels speak about. `device` is a torch device name.
+    """
+
+    rank: int
+    kv_cache_config: KVCacheConfig
+    fingerprint: str
+    layout_fingerprint: str
+    incarnation: str
+    max_num_seqs: int
+    max_model_len: int
+    device: str = "cpu"
+    digest_bytes: int = 32
+    is_content_checking: bool = False
+    hello_interval_s: float = 0.2
+    repeat_interval_s: float = 0.5
+    heartbeat_interval_s: float = 1.0
+    max_buffered: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("rank", self.rank, at_least=0)
+        for name in ("max_num_seqs", "max_model_len", "digest_bytes", "max_buffered"):
+            require_count(name, getattr(self, name))
+        for name in ("hello_interval_s", "repeat_interval_s", "heartbeat_interval_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
+        if not self.incarnation:
+            raise ConfigurationError("incarnation is empty: give every process a name of its own")
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block size of each KV cache group, in tokens."""
+        return tuple(
+            group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups
+        )
+
+
+@dataclass(frozen=True)
+class WorkerStatistics:
+    """What one worker process has done so far. Counts are since the process started."""
+
+    rank: int
+    epoch: int
+    applied_seq: int
+    model_epoch: int
+    num_labels: int
+    num_forwards: int
+    num_deferred: int
+    num_running_jobs: int
+    num_unacknowledged_reports: int
+    num_failed_jobs: int
+    num_bytes_compared: int
+    num_invalid_messages: int
+    last_invalid_reason: str
+    num_foreign_messages: int
+    pool_bytes: int
+    host_bytes: int
+    receiver: ReceiverStatistics

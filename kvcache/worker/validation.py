@@ -1,0 +1,123 @@
+"""Whether a whole message can be obeyed: asked before any of its commands is.
+
+Stands between delivery and application. Checks what does not change with time: sizes that fit
+together, ids and slots that exist. Refuses a message as a whole; changes nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import (
+    BlockTablePatch,
+    Command,
+    Copy,
+    Fence,
+    Label,
+    Load,
+    Reset,
+    Store,
+    Unlabel,
+    WriteExpected,
+    Zero,
+)
+from kvcache.errors import BlockError, MalformedMessageError
+from kvcache.labels import LabelTable
+from kvcache.messages import StepCommands
+from kvcache.worker.block_tables import BlockTables
+from kvcache.worker.content import ContentChecker
+
+
+class CommandValidator:
+    """Says whether this rank can obey a message."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        labels: LabelTable,
+        tables: BlockTables,
+        checker: ContentChecker | None,
+    ) -> None:
+        """Check against these; `checker` None means that content checking is off."""
+        self._num_blocks = num_blocks
+        self._num_groups = num_groups
+        self._labels = labels
+        self._tables = tables
+        self._checker = checker
+
+    def validate(self, message: StepCommands) -> None:
+        """Raise BlockError or MalformedMessageError unless every command can be obeyed."""
+        for command in message.commands:
+            self._validate_command(command)
+        num_forwards = sum(isinstance(command, WriteExpected) for command in message.commands)
+        if num_forwards > 1:
+            raise MalformedMessageError(
+                f"a message brings {num_forwards} forwards: send at most one in each"
+            )
+
+    def _validate_command(self, command: Command) -> None:
+        match command:
+            case Zero():
+                self._require_blocks("zero", command.block_ids)
+            case Copy():
+                _require_pairs("copy", command.sources, command.destinations)
+                self._require_blocks("copy", command.sources)
+                self._require_blocks("copy", command.destinations)
+            case BlockTablePatch():
+                self._tables.validate(command)
+            case Label():
+                self._labels.validate(command)
+                groups = command.groups
+                if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < (
+                    self._num_groups
+                ):
+                    raise BlockError(
+                        f"label for group {int(groups.min())}..{int(groups.max())}, this rank has "
+                        f"{self._num_groups} groups"
+                    )
+            case Unlabel():
+                self._require_blocks("unlabel", command.block_ids)
+            case Store():
+                _require_pairs("store", command.sources, command.destinations)
+                self._require_blocks("store", command.sources)
+            case Load():
+                _require_pairs("load", command.sources, command.destinations)
+                self._require_blocks("load", command.destinations)
+            case Reset():
+                if command.model_epoch < 0:
+                    raise MalformedMessageError(f"reset to model epoch {command.model_epoch}")
+            case Fence():
+                if not command.client_id:
+                    raise MalformedMessageError("fence names no client")
+            case WriteExpected():
+                if self._checker is None:
+                    raise MalformedMessageError(
+                        "write_expected was sent to a worker without content checking: switch it "
+                        "on for workers too"
+                    )
+                self._checker.validate(command)
+            case _:
+                raise MalformedMessageError(
+                    f"command of type {type(command).__name__} is not known here"
+                )
+
+    def _require_blocks(self, verb: str, block_ids: Int32Array) -> None:
+        """Raise unless all ids are blocks of the pool, and none is the null block."""
+        if len(block_ids) and not 0 < int(block_ids.min()) <= int(block_ids.max()) < (
+            self._num_blocks
+        ):
+            raise BlockError(
+                f"{verb} of blocks {int(block_ids.min())}..{int(block_ids.max())}, this rank has "
+                f"1..{self._num_blocks - 1}"
+            )
+
+
+def _require_pairs(verb: str, sources: Int32Array, destinations: Int32Array) -> None:
+    if len(sources) != len(destinations):
+        raise MalformedMessageError(
+            f"{verb} has {len(sources)} sources and {len(destinations)} destinations"
+        )
+    if len(destinations) > 1 and len(np.unique(destinations)) != len(destinations):
+        raise MalformedMessageError(f"{verb} writes a destination twice")

@@ -1,0 +1,355 @@
+"""The worker of one rank: owns the rank's KV bytes and obeys one coordinator.
+
+A message's way: validation as a whole -> delivery rules (CommandReceiver) -> applied in order by
+the executor, acknowledged -> tables, zeroes and copies when the forward of the step begins. A plain
+class without threads, sockets or Ray: somebody feeds `on_message` and `on_tick` and sends what they
+return, from one thread if they like, and runs forwards in another. Refuses to decide anything: it
+never seals, frees or evicts by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kvcache.clock import Clock
+from kvcache.delivery import NO_EPOCH, CommandReceiver
+from kvcache.errors import (
+    ClusterError,
+    DeadlineError,
+    InvalidInputError,
+    ProtocolError,
+    StaleEpochError,
+)
+from kvcache.labels import LabelSet, LabelTable
+from kvcache.messages import FinishedAck, Grant, Message, Ping, StepCommands
+from kvcache.worker.block_tables import BlockTables
+from kvcache.worker.copy_engine import CopyEngine
+from kvcache.worker.cuda_engine import make_copy_engine
+from kvcache.worker.executor import CommandExecutor
+from kvcache.worker.reports import ReportOutbox
+from kvcache.worker.settings import WorkerSettings, WorkerStatistics
+
+logger = logging.getLogger(__name__)
+
+
+class KVCacheWorker:
+    """One rank's tensors, block tables, labels and transfers.
+
+    `kv_caches[layer_name]` is what the model runner reads and writes, `block_tables[group]` the
+    table it reads them by, valid between `begin_forward` and `end_forward`. All methods may be
+    called from any thread.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        clock: Clock,
+        copy_engine: CopyEngine | None = None,
+        poll: Callable[[float], None] | None = None,
+    ) -> None:
+        """Allocate everything the plan says.
+
+        `copy_engine` defaults to the one for the device. `poll(timeout_s)` receives messages and
+        hands them to `on_message`; give it where no thread does, and `begin_forward` calls it.
+
+        Raises:
+            ConfigurationError: the plan or the device cannot be meant.
+            NotEnoughMemoryError: the pool or the host pool does not fit.
+        """
+        device = torch.device(settings.device)
+        engine = copy_engine or make_copy_engine(device)
+        self.settings = settings
+        self._clock = clock
+        self._poll = poll
+        self._condition = threading.Condition()
+        self._executor = CommandExecutor(settings, device, engine)
+        self._receiver = CommandReceiver(
+            settings.rank, settings.incarnation, settings.fingerprint, settings.max_buffered
+        )
+        self._reports = ReportOutbox(self._receiver)
+        self._ready: deque[StepCommands] = deque()
+        self._outbox: list[Message] = []
+        self._last_sent_s = clock.now()
+        self._last_hello_s: float | None = None
+        self._is_closed = False
+        self._num_invalid = 0
+        self._last_invalid = ""
+        self._num_foreign = 0
+
+    @property
+    def kv_caches(self) -> Mapping[str, torch.Tensor]:
+        """Tensor of each layer, `(num_blocks, *page_shape)`; views that live as the worker does."""
+        return self._executor.pool.kv_caches
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """`block_tables[group]` is the numpy table, `.tensor(group)` the one on the device."""
+        return self._executor.block_tables
+
+    @property
+    def labels(self) -> LabelTable:
+        """What each block is labelled with. Changed by commands only."""
+        return self._executor.labels
+
+    @property
+    def epoch(self) -> int:
+        """The granted epoch, 0 before the first grant."""
+        return self._receiver.epoch
+
+    @property
+    def applied_seq(self) -> int:
+        """Everything up to this number of the present epoch is applied."""
+        return self._receiver.applied_seq
+
+    @property
+    def client_steps(self) -> Mapping[str, int]:
+        """Number of each client's last applied step. A copy."""
+        with self._condition:
+            return self._executor.gate.client_steps
+
+    # --- messages
+
+    def on_message(self, message: Message) -> list[Message]:
+        """Obey one message; return what to send to the coordinator.
+
+        Whatever must not be obeyed is counted and dropped, never raised: see `statistics`.
+        """
+        with self._condition:
+            if self._is_closed:
+                return []
+            match message:
+                case Grant():
+                    self._on_grant(message)
+                case StepCommands():
+                    self._on_commands(message)
+                case FinishedAck() if self._is_present(message.nonce, message.epoch):
+                    self._reports.acknowledge(message.job_ids)
+                case Ping() if self._is_present(message.nonce, message.epoch):
+                    self._outbox.append(self._receiver.heartbeat())
+                    self._repeat_reports(after_s=0.0)
+                case _:
+                    self._num_foreign += 1
+            return self._take_replies()
+
+    def on_tick(self) -> list[Message]:
+        """Return what is due without being asked: an introduction until granted, reports that are
+        not acknowledged, a sign of life after silence. Also moves put-off work on."""
+        with self._condition:
+            if self._is_closed:
+                return []
+            self._advance()
+            now_s = self._clock.now()
+            if self._receiver.epoch == NO_EPOCH:
+                last = self._last_hello_s
+                if last is None or now_s - last >= self.settings.hello_interval_s:
+                    self._last_hello_s = now_s
+                    self._outbox.append(self._receiver.hello())
+            else:
+                self._repeat_reports(self.settings.repeat_interval_s)
+                is_silent = now_s - self._last_sent_s >= self.settings.heartbeat_interval_s
+                if is_silent and not self._outbox:
+                    self._outbox.append(self._receiver.heartbeat())
+            return self._take_replies()
+
+    # --- forwards
+
+    def begin_forward(self, epoch: int, seq: int, timeout_s: float) -> None:
+        """Return when the forward of step `seq` may run on this rank.
+
+        Everything up to `seq` is applied then, and its table patches, zeroes and copies are
+        executed (on CUDA: queued on the current stream). Until `end_forward` no new coordinator is
+        obeyed.
+
+        Raises:
+            StaleEpochError: another epoch holds or is about to; also while waiting.
+            RequestError: another forward is open, this one has begun before, or its client was
+                given up.
+            DeadlineError: `seq` was not applied within `timeout_s`; it may be asked for again.
+        """
+        deadline_s = self._clock.now() + timeout_s
+        while True:
+            with self._condition:
+                self._require_epoch(epoch)
+                self._executor.gate.require_in_order(seq)
+                if self._receiver.applied_seq >= seq:
+                    self._executor.begin_forward(seq)
+                    return
+                remaining_s = deadline_s - self._clock.now()
+                if remaining_s <= 0:
+                    raise DeadlineError(
+                        f"rank {self.settings.rank} has applied {self._receiver.applied_seq} of "
+                        f"epoch {epoch}, {seq} did not arrive within {timeout_s} s: ask again, or "
+                        "give the step up"
+                    )
+                if self._poll is None:
+                    self._condition.wait(remaining_s)
+                    continue
+            self._poll(remaining_s)
+
+    def end_forward(self, epoch: int, seq: int) -> None:
+        """Say that the forward of step `seq` is over (on CUDA: queued). What waited for its end
+        moves on; answers leave with the next `on_message` or `on_tick`.
+
+        Raises StaleEpochError for another epoch, RequestError when it is not open.
+        """
+        with self._condition:
+            if epoch != self._receiver.epoch:
+                raise StaleEpochError(
+                    f"forward {seq} of epoch {epoch} ends on rank {self.settings.rank}, which is "
+                    f"in epoch {self._receiver.epoch}"
+                )
+            self._executor.end_forward(seq)
+            self._advance()
+            self._condition.notify_all()
+
+    def run_due_forwards(self) -> list[Message]:
+        """Run the content-checked forwards that are due, in order; return their reports.
+
+        Call it after the replies of `on_message` have been sent: *applied* must not wait for bytes.
+        """
+        with self._condition:
+            if self._is_closed:
+                return []
+            while self._executor.next_due_seq is not None and not self._receiver.pending_grant:
+                self._reports.add(self._executor.run_due_forward())
+            return self._take_replies()
+
+    # --- books
+
+    def collect_labels(self) -> LabelSet:
+        """Return the labels of all blocks, as of the last applied message; a copy."""
+        with self._condition:
+            return self.labels.collect(
+                self.settings.rank,
+                self._receiver.epoch,
+                self._receiver.applied_seq,
+                self.settings.layout_fingerprint,
+            )
+
+    def statistics(self) -> WorkerStatistics:
+        """Return the figures of this process, frozen."""
+        with self._condition:
+            executor, receiver = self._executor, self._receiver
+            host = executor.host
+            return WorkerStatistics(
+                rank=self.settings.rank,
+                epoch=receiver.epoch,
+                applied_seq=receiver.applied_seq,
+                model_epoch=executor.model_epoch,
+                num_labels=len(executor.labels),
+                num_forwards=executor.gate.num_forwards,
+                num_deferred=len(executor.deferred),
+                num_running_jobs=executor.transfers.num_running,
+                num_unacknowledged_reports=len(self._reports),
+                num_failed_jobs=self._reports.num_failed,
+                num_bytes_compared=executor.num_bytes_compared,
+                num_invalid_messages=self._num_invalid,
+                last_invalid_reason=self._last_invalid,
+                num_foreign_messages=self._num_foreign,
+                pool_bytes=executor.pool.layout.size_bytes,
+                host_bytes=0 if host is None else host.num_slots * host.slot_bytes,
+                receiver=receiver.statistics(),
+            )
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the books do not add up. Changes nothing."""
+        with self._condition:
+            self._executor.check(self._receiver.applied_seq)
+
+    def close(self) -> None:
+        """Wait for what was started and stop obeying. May be called again."""
+        with self._condition:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._executor.close()
+            self._condition.notify_all()
+
+    # --- under the lock
+
+    def _on_grant(self, grant: Grant) -> None:
+        """Take a grant, now or when nothing of the old epoch runs any more."""
+        epoch = self._receiver.epoch
+        reply = self._receiver.on_grant(grant, self._executor.is_busy)
+        if reply is not None:
+            self._outbox.append(reply)
+        if self._receiver.epoch != epoch:
+            self._ready.clear()
+            self._reports.clear()
+            self._executor.start_epoch()
+
+    def _on_commands(self, message: StepCommands) -> None:
+        """Pass a message through validation and delivery; keep what may be applied now.
+
+        Validated first, so that an invalid copy of a message does not take its number.
+        """
+        is_ours = self._is_present(message.nonce, message.epoch)
+        if is_ours and message.seq > self._receiver.applied_seq:
+            try:
+                self._executor.validate(message)
+            except (InvalidInputError, ProtocolError) as error:
+                self._num_invalid += 1
+                self._last_invalid = f"message {message.epoch}:{message.seq}: {error}"
+                logger.error("rank %d refuses %s", self.settings.rank, self._last_invalid)
+                return
+        received = self._receiver.on_commands(message)
+        self._ready.extend(received.ready)
+        self._outbox.extend(received.replies)
+
+    def _is_present(self, nonce: str, epoch: int) -> bool:
+        receiver = self._receiver
+        return epoch != NO_EPOCH and (nonce, epoch) == (receiver.nonce, receiver.epoch)
+
+    def _advance(self) -> None:
+        """Do what has become possible: collect ended copies, take a put-off grant, apply."""
+        for report in self._executor.transfers.poll():
+            self._reports.add(report)
+        pending = self._receiver.pending_grant
+        if pending is not None:
+            self._on_grant(pending)
+        self._apply_ready()
+
+    def _apply_ready(self) -> None:
+        """Apply what is in order; a fence waits until no forward of its client runs.
+
+        Nothing is applied while a grant is put off: the old epoch is over already.
+        """
+        if self._receiver.pending_grant is not None:
+            return
+        applied: Message | None = None
+        while self._ready and not self._executor.must_wait(self._ready[0]):
+            message = self._ready.popleft()
+            self._executor.apply(message)
+            applied = self._receiver.confirm_applied(message.seq)
+        if applied is not None:
+            self._outbox.append(applied)
+
+    def _repeat_reports(self, after_s: float) -> None:
+        self._outbox.extend(self._reports.take_due(self._clock.now(), after_s))
+
+    def _take_replies(self) -> list[Message]:
+        """Move put-off work on, and return everything that waits to be sent."""
+        self._advance()
+        now_s = self._clock.now()
+        self._outbox.extend(self._reports.take_due(now_s))
+        replies, self._outbox = self._outbox, []
+        if replies:
+            self._last_sent_s = now_s
+        self._condition.notify_all()
+        return replies
+
+    def _require_epoch(self, epoch: int) -> None:
+        if self._is_closed:
+            raise ClusterError(f"rank {self.settings.rank} is closed: no forward can begin")
+        receiver = self._receiver
+        if epoch != receiver.epoch or epoch == NO_EPOCH or receiver.pending_grant is not None:
+            raise StaleEpochError(
+                f"forward of epoch {epoch} on rank {self.settings.rank}, which is in epoch "
+                f"{receiver.highest_epoch}: what was scheduled before is void, attach again"
+            )

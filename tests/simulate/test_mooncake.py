@@ -1,0 +1,128 @@
+"""Mooncake's trace format, whole and broken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.errors import TraceError
+from kvcache.simulate import MooncakeTrace
+
+GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [3, 4, 9]}
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> Path:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_line_becomes_a_request(tmp_path: Path) -> None:
+    (request,) = MooncakeTrace(write(tmp_path / "trace.jsonl", GOOD))
+    assert request.request_id == "line-1"
+    assert request.num_prompt_tokens == len(request.token_ids) == 1100
+    assert request.num_output_tokens == 7
+    assert request.arrival_s == 1.5
+    assert int(request.token_ids.min()) >= 0
+
+
+def test_equal_hash_ids_give_equal_tokens_and_others_do_not(tmp_path: Path) -> None:
+    other = {**GOOD, "hash_ids": [3, 5, 9]}
+    first, second = MooncakeTrace(write(tmp_path / "trace.jsonl", GOOD, other))
+    one, two = first.token_ids, second.token_ids
+    assert one[:512].tolist() == two[:512].tolist()
+    assert one[512:1024].tolist() != two[512:1024].tolist()
+    assert one[1024:].tolist() == two[1024:].tolist()
+
+
+def test_a_partial_block_is_the_start_of_the_whole_one(tmp_path: Path) -> None:
+    shorter = {**GOOD, "input_length": 1030}
+    first, second = MooncakeTrace(write(tmp_path / "trace.jsonl", GOOD, shorter))
+    assert first.token_ids[:1030].tolist() == second.token_ids.tolist()
+
+
+def test_gzip_and_plain_read_the_same(tmp_path: Path) -> None:
+    plain = write(tmp_path / "trace.jsonl", GOOD, GOOD)
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    tokens = [[r.token_ids.tolist() for r in MooncakeTrace(path)] for path in (plain, packed)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 2
+
+
+def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
+    (request,) = MooncakeTrace(write(tmp_path / "trace.jsonl", "", "  ", GOOD))
+    assert request.request_id == "line-3"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{not json", "is not JSON (Expecting property name enclosed in double quotes: line 1"),
+        ("[1, 2]", "holds [1, 2], not an object"),
+        ({"output_length": 1, "hash_ids": [1]}, "has no input_length"),
+        ({"input_length": 5, "hash_ids": [1]}, "has no output_length"),
+        ({"input_length": 5, "output_length": 1}, "has no hash_ids"),
+        ({**GOOD, "input_length": -1}, "has input_length -1, below 1"),
+        ({**GOOD, "input_length": 0}, "has input_length 0, below 1"),
+        ({**GOOD, "output_length": -3}, "has output_length -3, below 0"),
+        ({**GOOD, "input_length": 1100.0}, "has input_length 1100.0, not a whole number"),
+        ({**GOOD, "input_length": True}, "has input_length true, not a whole number"),
+        ({**GOOD, "output_length": "7"}, 'has output_length "7", not a whole number'),
+        ({**GOOD, "hash_ids": 7}, "has hash_ids 7, not a list"),
+        ({**GOOD, "hash_ids": [3, 4.5, 9]}, "has hash id 4.5, not a whole number"),
+        (
+            {**GOOD, "hash_ids": [3, -4, 9]},
+            "has hash id -4, not in 0 to 9223372036854775807",
+        ),
+        (
+            {**GOOD, "hash_ids": [3, 4]},
+            "has 2 hash_ids, but 1100 input tokens take 3 blocks of 512",
+        ),
+        (
+            {**GOOD, "hash_ids": [3, 4, 9, 10]},
+            "has 4 hash_ids, but 1100 input tokens take 3 blocks of 512",
+        ),
+        ({**GOOD, "timestamp": "now"}, 'has timestamp "now", not a number'),
+        ({**GOOD, "timestamp": -1}, "has timestamp -1, not a number of at least 0"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: dict[str, Any] | str, what: str) -> None:
+    path = write(tmp_path / "trace.jsonl", GOOD, line, GOOD)
+    requests = iter(MooncakeTrace(path))
+    assert next(requests).request_id == "line-1"
+    with pytest.raises(TraceError) as caught:
+        next(requests)
+    message = str(caught.value)
+    assert message.startswith(f"{path}, line 2: {what}")
+    assert message.endswith(": repair or remove the line")
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\xff\xfe{}\n")
+    with pytest.raises(TraceError, match=r"trace\.jsonl, line 1: is not JSON"):
+        list(MooncakeTrace(path))
+
+
+def test_a_truncated_gzip_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 200)[:60])
+    with pytest.raises(TraceError) as caught:
+        list(MooncakeTrace(path))
+    assert str(caught.value) == (
+        f"{path}, line 1: the compressed file breaks off or is damaged (Compressed file ended "
+        "before the end-of-stream marker was reached): fetch it again"
+    )
+
+
+def test_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "gone.jsonl"
+    with pytest.raises(TraceError) as caught:
+        MooncakeTrace(path)
+    assert str(caught.value) == (
+        f"{path}: cannot be read (No such file or directory): name a Mooncake trace"
+    )
