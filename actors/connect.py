@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
 from actors.names import RAY_NAMESPACE
@@ -18,7 +20,8 @@ from kvcache.messages import WorkerAddress
 def this_node() -> NodeAddress:
     """Return where this process runs."""
     node_id = ray.get_runtime_context().get_node_id()
-    return NodeAddress(str(node_id), str(ray.util.get_node_ip_address()))
+    get_host: Any = ray.util.get_node_ip_address
+    return NodeAddress(str(node_id), str(get_host()))
 
 
 def connect_peer(

@@ -2,9 +2,9 @@
 
     report ─▶ (the launcher plans) ─▶ allocate ─▶ attach ─▶ poll, poll, poll ... ─▶ close
 
-`WorkerActor` polls from a thread of its own. An engine that keeps the KV cache inside its own actors
-makes an `EmbeddedWorker` there and polls from its own loop: no busy thread is started. Knows nothing
-of Ray; the actor methods that pass the cluster's calls on are in worker.py.
+`WorkerActor` polls from a thread of its own. An engine that keeps the KV cache inside its own
+actors makes an `EmbeddedWorker` there and polls from its own loop: no busy thread is started.
+Knows nothing of Ray; the actor methods that pass the cluster's calls on are in worker.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where workers run: one placement group, one bundle per pipeline stage.
 
-The tensor-parallel ranks of a stage share a bundle and so a node; a stage wider than any node cannot
-be placed and says so. The coordinator is not in the group: it may restart anywhere.
+The tensor-parallel ranks of a stage share a bundle and so a node; a stage wider than any node
+cannot be placed and says so. The coordinator is not in the group: it may restart anywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def create_placement(config: ClusterConfig, is_detached: bool, timeout_s: float)
     """
     bundle = stage_resources(config)
     num_stages = config.parallel.pipeline_parallel_size
-    group = placement_group(
+    group: PlacementGroup = placement_group(
         [dict(bundle) for _ in range(num_stages)],
         strategy="PACK",
         name=placement_group_name(config.name),
@@ -79,7 +79,8 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
 
 def _describe_nodes() -> str:
     """Return CPUs and GPUs of every living node."""
-    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
+    list_nodes: Any = ray.nodes
+    nodes = [node for node in list_nodes() if node["Alive"]]
     figures = [
         f"{node['Resources'].get('CPU', 0):g} CPU / {node['Resources'].get('GPU', 0):g} GPU"
         for node in nodes

@@ -6,7 +6,8 @@ No torch and no Ray in here, so that every process can read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from actors.transport.protocol import TransportStatistics
 from kvcache.planner import RankMemory
@@ -44,3 +45,43 @@ class HostStatistics:
     transport: TransportStatistics
     malformed: int
     misdirected: int
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank as the coordinator sees it. `problem` is empty while all is well."""
+
+    rank: int
+    place: int
+    node_id: str
+    host: str
+    process_id: int
+    gpu_ids: tuple[str, ...]
+    problem: str
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What a running cluster is and how it does, for people and programs.
+
+    `state`: "starting", "ready", "degraded" (a rank is lost: clients get errors that name it),
+    "failed" (the coordinator itself has ended by an error, see `problem`).
+    """
+
+    name: str
+    state: str
+    problem: str
+    model: str
+    epoch: int
+    fingerprint: str
+    num_blocks: int
+    max_model_len: int
+    transport: str
+    coordinator_process_id: int
+    coordinator_node: NodeAddress
+    ranks: tuple[RankStatus, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return asdict(self)

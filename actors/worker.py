@@ -51,7 +51,8 @@ class WorkerMethods:
             def __init__(self, config, place):
                 self.kvcache = EmbeddedWorker(config, place, connect_peer)
 
-    Then pass the handles, in order of places, to `KVCacheCluster.launch(config, worker_actors=...)`.
+    Then pass the handles, in order of places, to
+    `KVCacheCluster.launch(config, worker_actors=...)`.
     """
 
     kvcache: EmbeddedWorker

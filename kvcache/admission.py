@@ -7,7 +7,7 @@ order in which requests come is the engine's choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvcache.core import CacheHit, Core, Reservation, TableChange
 from kvcache.prefix_statistics import PrefixCacheStats
@@ -82,6 +82,10 @@ class Admission:
         if stats is not None:
             self._stats = PrefixCacheStats()
         return stats
+
+    def dump_state(self) -> dict[str, object]:
+        """Return the counts as plain values."""
+        return {} if self._stats is None else asdict(self._stats)
 
     def reservation(self, demand: Demand, num_spare_blocks: int = 0) -> Reservation:
         """Return what to ask of the core; slots end with the model's length."""

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from kvcache.admission import Admission
 from kvcache.clock import Clock
 from kvcache.commands import Command, Reset
 from kvcache.core import CacheHit, Core
@@ -31,16 +32,23 @@ class CacheControl:
     `state_number` grows with every change of the core, so that a hit found earlier is recognised.
     """
 
-    def __init__(self, core: Core, book: RequestBook, clock: Clock, max_pinned_blocks: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        book: RequestBook,
+        admission: Admission,
+        clock: Clock,
+        max_pinned_blocks: int,
+    ) -> None:
         """Watch over `core`; pins hold at most `max_pinned_blocks` blocks."""
         self._core = core
         self._book = book
+        self._admission = admission
         self._clock = clock
         self._pins = PinTable(max_pinned_blocks)
         self._commands: list[Command] = []
         self.state_number = 0
         self.model_epoch = 0
-        self.num_resets = 0
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
 
@@ -139,7 +147,7 @@ class CacheControl:
                 )
             return False
         self.changed()
-        self.num_resets += 1
+        self._admission.record_reset()
         if self.is_draining:
             self.is_draining = False
             self.model_epoch += 1

@@ -13,30 +13,409 @@ requests of steps, and steps those of calls. One owner, one thread.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Mapping, Sequence
 
-from kvcache.admission import Admission, AdmissionLimits
 from kvcache.cache_blocks import KVCacheBlocks
+from kvcache.cache_control import prefix_request
 from kvcache.clock import Clock, SystemClock
 from kvcache.commands import Command
-from kvcache.core import CacheEvent, Core, EventSink, NullOffloadHooks, OffloadHooks
-from kvcache.core_registry import CORES, CoreFactory, CoreSettings, make_core
-from kvcache.errors import ConfigurationError, RequestError
-from kvcache.events_buffer import EventBuffer
-from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
+from kvcache.core import CacheEvent, EventSink, NullOffloadHooks, OffloadHooks
+from kvcache.core_registry import CORES, CoreFactory
+from kvcache.errors import RequestError
+from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.labels import LabelSet
+from kvcache.manager_parts import ManagerParts, ManagerSettings
 from kvcache.manager_statistics import ManagerStatistics
 from kvcache.pins import Pin
-from kvcache.prefix_keeper import PrefixKeeper
 from kvcache.prefix_statistics import PrefixCacheStats
 from kvcache.request import LoRARequest, Request, TokenIds
-from kvcache.request_book import RequestBook
-from kvcache.request_calls import RequestCalls
-from kvcache.slots import SlotTable
-from kvcache.specs import KVCacheConfig, require_count
+from kvcache.request_calls import Wanted
+from kvcache.specs import KVCacheConfig
 from kvcache.step import StepRequest, StepResult
-from kvcache.step_execution import StepExecutor
-from kvcache.step_ledger import ClientSteps
-from kvcache.step_plan import StepPlanner
+
+
+class KVCacheManager:
+    """The KV cache of one engine: requests on top of one core."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        *,
+        enable_caching: bool = True,
+        caching_hash_algo: str = "sha256",
+        use_eagle: bool = False,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        watermark: float = 0.0,
+        eviction_policy: str = "lru",
+        core: str = "blocks",
+        max_num_seqs: int = 256,
+        max_pin_share: float = 0.5,
+        hash_seed: str = DEFAULT_HASH_SEED,
+        clock: Clock | None = None,
+        offload_hooks: OffloadHooks | None = None,
+        event_sink: EventSink | None = None,
+        zero_new_blocks: bool = False,
+        core_factories: Mapping[str, CoreFactory] = CORES,
+    ) -> None:
+        """Make a manager with an empty cache.
+
+        Args:
+            kv_cache_config: the plan; `num_blocks` counts the null block.
+            max_model_len: most tokens of a request.
+            enable_caching: whether anything is ever found again.
+            caching_hash_algo: name of the digest, see `get_hash_fn`.
+            use_eagle: drop the last block of a hit, whose hidden states a draft head needs.
+            log_stats: count look-ups for `make_prefix_cache_stats`.
+            enable_kv_cache_events: keep events for `take_events`.
+            watermark: share of the blocks that must stay free when a request is let in while
+                another one runs, so that running ones can go on.
+            eviction_policy: which cached block goes first.
+            core: name of the core, one of `core_factories`.
+            max_num_seqs: slots, and so running requests.
+            max_pin_share: largest share of the blocks that pins may hold.
+            hash_seed: start of every digest chain.
+            clock: what pins are timed by; the machine's by default.
+            offload_hooks: the tiers below; none by default.
+            event_sink: who hears of every event at once.
+            zero_new_blocks: whether workers clear a block before a request gets it.
+
+        Raises:
+            ConfigurationError: a value cannot be meant; names it, and what could be.
+        """
+        settings = ManagerSettings(
+            kv_cache_config,
+            max_model_len,
+            enable_caching,
+            caching_hash_algo,
+            use_eagle,
+            log_stats,
+            enable_kv_cache_events,
+            watermark,
+            eviction_policy,
+            core,
+            max_num_seqs,
+            max_pin_share,
+            hash_seed,
+            zero_new_blocks,
+        )
+        parts = ManagerParts(
+            settings,
+            SystemClock() if clock is None else clock,
+            NullOffloadHooks() if offload_hooks is None else offload_hooks,
+            event_sink,
+            core_factories,
+        )
+        self._hasher = parts.hasher
+        self._events = parts.events
+        self._core = parts.core
+        self._slots = parts.slots
+        self._book = parts.book
+        self._ledger = parts.ledger
+        self._admission = parts.admission
+        self._control = parts.control
+        self._calls = parts.calls
+        self._planner = parts.planner
+        self._executor = parts.executor
+
+    # A request, call by call.
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """Return the longest prefix of the request that is cached, and its length in tokens.
+
+        At most `num_tokens - 1` tokens: the last one is always computed. Changes nothing but
+        statistics. The blocks are held by nobody: valid until the next change of the manager, and
+        `allocate_slots` checks that.
+
+        Raises:
+            RequestError: the request has another hasher or another model epoch.
+        """
+        return self._calls.get_computed_blocks(request)
+
+    def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_draft_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_external_computed_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+    ) -> KVCacheBlocks | None:
+        """Give the request slots for more tokens, all or nothing; None if there is no room.
+
+            | computed | new computed | external | new ....... [drafts] | lookahead |
+            0          ▲ request.num_computed_tokens                    ▲ caching ends before drafts
+
+        Blocks behind the window of the tokens computed so far are freed first, which persists
+        even on None. Full blocks become hittable, never those of draft or lookahead tokens, and
+        none with `delay_cache_blocks`. A request that is not known gets a slot as well. The
+        caller sets `request.num_computed_tokens` afterwards.
+
+        Args:
+            num_new_tokens: to be computed now, drafts included, external ones not.
+            num_new_computed_tokens, new_computed_blocks: what `get_computed_blocks` returned.
+            num_draft_tokens: how many of the new tokens are drafts.
+            num_lookahead_tokens: slots beyond them.
+            num_external_computed_tokens: tokens whose bytes come from elsewhere.
+            num_encoder_tokens: no attention kind here keeps encoder tokens; must be 0.
+
+        Returns:
+            The blocks that are new in the request's tables, adopted ones not included.
+
+        Raises:
+            RequestError: counts that contradict each other or the request; nothing was changed.
+        """
+        wanted = Wanted(
+            num_new_tokens,
+            num_new_computed_tokens,
+            num_draft_tokens,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            num_encoder_tokens,
+        )
+        return self._calls.allocate_slots(
+            request, wanted, new_computed_blocks, delays_caching=delay_cache_blocks
+        )
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Make the request's full blocks up to `num_computed_tokens` hittable (after a delay).
+
+        Raises:
+            RequestError: the request has no blocks, or not so many tokens.
+        """
+        self._calls.cache_blocks(request, num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """Give the request's blocks back, tail first, and forget it. Unknown: no effect.
+
+        Raises:
+            RequestError: a step admitted it, or another object has its id.
+        """
+        self._calls.free(request)
+
+    def free_block_hashes(self, request: Request) -> None:
+        """Make no further block of the request hittable; those that are stay so."""
+        self._calls.free_block_hashes(request)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return copies of the request's block tables, one per group; empty if it has none."""
+        return self._core.block_ids(request_id)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Return the blocks of the request, one table per group; empty if it has none."""
+        return KVCacheBlocks(self._core.block_ids(request_id))
+
+    def create_empty_block_list(self) -> KVCacheBlocks:
+        """Return no blocks, for each group."""
+        return KVCacheBlocks([() for _ in self._core.block_ids("")])
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are in use, 0.0 to 1.0."""
+        return self._core.usage()
+
+    def get_num_common_prefix_blocks(
+        self, request: Request, num_running_requests: int
+    ) -> list[int]:
+        """Return, per group, how many leading blocks all running requests share with this one."""
+        return self._core.common_prefix_blocks(request.request_id, num_running_requests)
+
+    # A whole step.
+
+    def step(self, request: StepRequest) -> StepResult:
+        """Do all of a scheduling step; see `StepRequest` for the order and `StepResult`.
+
+        Preempted requests stay known, without slot and blocks. `preempted_swap` does what
+        `preempted_recompute` does: what the tiers below kept of the blocks they find again.
+        Step numbers that never reached the manager count as complete once a later one does.
+        `epoch` is copied into the result, whose `seq` is 0: both are the coordinator's.
+
+        Raises:
+            RequestError: the step contradicts what is known, or itself; nothing was changed.
+            BacklogFullError: too many steps of the client are unfinished; nothing was changed.
+        """
+        client = self._ledger.look_up(request.client_id)
+        plan = self._planner.plan(request, client, self._control.model_epoch)
+        self._ledger.keep(client, has_failed=plan.rollback is not None)
+        self._control.changed()
+        self._control.refresh()
+        result = self._executor.execute(plan)
+        self._control.refresh()
+        return result
+
+    def release_client(self, client_id: str) -> tuple[str, ...]:
+        """Forget a client that is gone: its unfinished steps are void, its requests freed.
+
+        Call it only when no rank can still run any of its steps. Returns the ids of the requests;
+        a client that is not known has none.
+        """
+        client = self._ledger.forget(client_id)
+        if client is None:
+            return ()
+        self._control.changed()
+        self._core.fail_steps(client_id, client.completed_step + 1)
+        gone = self._book.of_client(client.index)
+        for known in gone:
+            self._book.forget(known)
+            self._executor.say_finished(known.request.request_id)
+        self._control.refresh()
+        return tuple(known.request.request_id for known in gone)
+
+    def get_request(self, request_id: str) -> Request | None:
+        """Return the request with all its tokens, or None. Valid until the next step."""
+        return self._book.up_to_date(request_id)
+
+    def slot_of(self, request_id: str) -> int | None:
+        """Return the slot of a running request; None if it is preempted or not known."""
+        known = self._book.get(request_id)
+        return known.slot if known is not None and known.is_running else None
+
+    def request_in_slot(self, slot: int) -> Request | None:
+        """Return the request that runs in `slot`, with all its tokens; None if it is free.
+
+        Raises:
+            RequestError: there is no such slot.
+        """
+        if not 0 <= slot < self._slots.num_slots:
+            raise RequestError(
+                f"slot {slot} does not exist: slots are 0 to {self._slots.num_slots - 1}"
+            )
+        return self._slots.request_in(slot)
+
+    # The cache as a whole.
+
+    @property
+    def model_epoch(self) -> int:
+        """Generation of the model's weights; part of every namespace."""
+        return self._control.model_epoch
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a reset waits for running requests to leave."""
+        return self._control.is_draining
+
+    def reset_prefix_cache(self, drain: bool = False) -> bool:
+        """Forget everything cached; return whether that is done.
+
+        Refused while blocks are in use: False, the number is logged and in the statistics. With
+        `drain` hits stop at once, pins are dropped, running requests finish without being cached;
+        the cache is emptied and the model epoch advanced when the last block has come free, now
+        or in a later call. Asking again tells whether it has.
+        """
+        return self._control.reset(drain=drain)
+
+    def evict_blocks(self, block_ids: Sequence[int]) -> None:
+        """Forget the contents of these blocks, and of cached blocks that continue them.
+
+        Raises:
+            BlockError: an id that does not exist.
+        """
+        self._control.evict(block_ids)
+
+    def pin_prefix(
+        self,
+        tokens: TokenIds,
+        ttl_s: float,
+        *,
+        lora: LoRARequest | None = None,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prefix from being evicted for `ttl_s` seconds.
+
+        Only whole blocks that are cached now are pinned; the pin says how many tokens they hold.
+        It ends at its time limit (seen by the next call or step), by `unpin_prefix`, or by a drain.
+
+        Raises:
+            RequestError: no tokens, or a time limit that is not above 0.
+            PinLimitError: pins would hold more than `max_pin_share` of the blocks.
+        """
+        self._control.refresh()
+        request = prefix_request(
+            tokens,
+            lora=lora,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            model_epoch=self._control.model_epoch,
+        )
+        request.attach_block_hasher(self._hasher)
+        return self._control.pin(request, ttl_s, request.num_tokens - 1)
+
+    def unpin_prefix(self, pin: Pin) -> bool:
+        """End a pin; False if it had ended already."""
+        self._control.refresh()
+        return self._control.unpin(pin.pin_id)
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the events since the last time; always empty without `enable_kv_cache_events`."""
+        return self._events.take()
+
+    def take_commands(self) -> list[Command]:
+        """Return what workers must do, in order, since the last time.
+
+        Table changes of per-request calls come last, as one patch. Those of a step are in its
+        `StepResult` and not here.
+        """
+        commands = self._control.take_commands()
+        patch = self._calls.take_patch()
+        return [*commands, patch] if len(patch.slots) else commands
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Return the counts since the last time and start anew; None without `log_stats`."""
+        return self._admission.take_stats()
+
+    # The books.
+
+    def statistics(self) -> ManagerStatistics:
+        """Return figures, frozen."""
+        num_running, num_preempted = self._book.counts()
+        return ManagerStatistics(
+            core=self._core.statistics(),
+            num_running_requests=num_running,
+            num_preempted_requests=num_preempted,
+            num_free_slots=self._slots.num_free,
+            num_pins=self._control.num_pins,
+            num_clients=len(self._ledger),
+            num_unfinished_steps=self._ledger.num_unfinished_steps,
+            num_steps=self._ledger.num_steps,
+            num_failed_step_reports=self._ledger.num_failures,
+            num_preemptions=self._book.num_preemptions,
+            num_blocks_refusing_reset=self._control.num_blocks_refusing_reset,
+            model_epoch=self._control.model_epoch,
+            is_draining=self._control.is_draining,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError`, with the sum that fails, if the books do not add up."""
+        self._book.check()
+        self._control.check()
+        self._core.check()
+
+    def dump_state(self) -> dict[str, object]:
+        """Return the whole state as plain values, for comparison."""
+        return {
+            "core": self._core.dump_state(),
+            "requests": self._book.dump_state(),
+            "cache": self._control.dump_state(),
+            "clients": self._ledger.dump_state(),
+            "statistics": self._admission.dump_state(),
+        }
+
+    def restore(self, labels: Sequence[LabelSet]) -> int:
+        """Rebuild an empty cache from the labels of all ranks; return how many blocks were kept.
+
+        Raises:
+            RequestError: requests are known; nothing was changed.
+        """
+        num_running, num_preempted = self._book.counts()
+        if num_running or num_preempted:
+            raise RequestError(
+                f"cannot restore: {num_running} requests run and {num_preempted} are preempted: "
+                "restore a new manager"
+            )
+        self._control.changed()
+        return self._core.restore(labels)

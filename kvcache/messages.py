@@ -168,9 +168,11 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Attach:
-    """A client introduces itself. `client_id` contains its incarnation."""
+    """A client introduces itself. `client_id` contains its incarnation. `next_step` is the number
+    its next step will have: numbers never restart, and lower ones that got no answer are void."""
 
     client_id: str
+    next_step: int = 1
 
 
 @dataclass(frozen=True)

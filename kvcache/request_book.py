@@ -159,7 +159,9 @@ class RequestBook:
             request = self.up_to_date(request_id)
             if request is None:
                 continue
-            num_computed = int(self.slots.num_computed[known.slot]) if known.is_running else 0
+            num_computed = request.num_computed_tokens
+            if known.is_running and known.client_index != CALLER:
+                num_computed = int(self.slots.num_computed[known.slot])
             state[request_id] = {
                 "slot": known.slot,
                 "tokens": request.all_token_ids.tolist(),

@@ -8,6 +8,7 @@ longer true.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from kvcache.admission import Admission, Demand
 from kvcache.cache_blocks import KVCacheBlocks
@@ -21,6 +22,18 @@ from kvcache.slots import CALLER
 from kvcache.step_execution import join_patches
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The counts of one `allocate_slots` call."""
+
+    num_new_tokens: int
+    num_new_computed_tokens: int
+    num_draft_tokens: int
+    num_lookahead_tokens: int
+    num_external_computed_tokens: int
+    num_encoder_tokens: int
+
+
 class RequestCalls:
     """What callers may do with single requests."""
 
@@ -31,8 +44,10 @@ class RequestCalls:
         admission: Admission,
         control: CacheControl,
         hooks: OffloadHooks,
-        hasher: BlockHasher | None,
+        *,
+        hasher: BlockHasher,
         block_sizes: Sequence[int],
+        max_model_len: int,
     ) -> None:
         """Work on the same book and core as steps do."""
         self._book = book
@@ -42,6 +57,7 @@ class RequestCalls:
         self._hooks = hooks
         self._hasher = hasher
         self._block_sizes = tuple(block_sizes)
+        self._max_model_len = max_model_len
         # First stale column per group of the worker's table, by slot, until a patch is taken.
         self._stale: dict[int, list[int | None]] = {}
 
@@ -54,9 +70,17 @@ class RequestCalls:
         return blocks, hit.num_tokens
 
     def allocate_slots(
-        self, request: Request, demand: Demand, hit: CacheHit | None, look_up_number: int | None
+        self,
+        request: Request,
+        wanted: Wanted,
+        new_computed_blocks: KVCacheBlocks | None,
+        *,
+        delays_caching: bool,
     ) -> KVCacheBlocks | None:
         """Reserve blocks for a request; seat it if it is not known."""
+        _check_wanted(request, wanted, self._max_model_len)
+        hit, look_up_number = _adopted(wanted, new_computed_blocks)
+        demand = _demand(request, wanted, delays_caching=delays_caching)
         self._prepare(request)
         known = self._book.require_caller_owned(request)
         if hit is not None:
@@ -68,13 +92,12 @@ class RequestCalls:
                 return None
             known, changes = admitted.known, admitted.changes
         else:
-            self._book.slots.adopt(known.slot, demand.num_computed_tokens)
             reserved = self._core.reserve(request, self._admission.reservation(demand))
             if reserved is None:
                 return None
             changes = reserved
         slot = known.slot
-        self._book.slots.adopt(slot, max(demand.num_computed_tokens, demand.num_slot_tokens))
+        self._book.slots.adopt(slot, demand.num_computed_tokens)
         self._note_stale(slot, changes)
         return self._new_blocks(demand, changes, hit)
 
@@ -133,8 +156,7 @@ class RequestCalls:
                     f"epoch {self._control.model_epoch}: create it with "
                     "model_epoch=manager.model_epoch"
                 )
-        if self._hasher is not None:
-            request.attach_block_hasher(self._hasher)
+        request.attach_block_hasher(self._hasher)
         self._control.refresh()
 
     def _check_hit(
@@ -192,3 +214,60 @@ class RequestCalls:
                     if index >= num_full:
                         unhashed[group].append(block)
         return KVCacheBlocks(new, unhashed)
+
+
+def _adopted(wanted: Wanted, blocks: KVCacheBlocks | None) -> tuple[CacheHit | None, int | None]:
+    """The hit that a call brings, and the state of the cache it was found in."""
+    if not blocks and not wanted.num_new_computed_tokens:
+        return None, None
+    ids = () if blocks is None else blocks.get_block_ids()
+    hit = CacheHit(tuple(tuple(group) for group in ids), wanted.num_new_computed_tokens)
+    return hit, None if blocks is None else blocks.look_up_number
+
+
+def _demand(request: Request, wanted: Wanted, *, delays_caching: bool) -> Demand:
+    start = (
+        request.num_computed_tokens
+        + wanted.num_new_computed_tokens
+        + wanted.num_external_computed_tokens
+    )
+    end = start + wanted.num_new_tokens
+    num_cached = min(end - wanted.num_draft_tokens, request.num_tokens)
+    return Demand(start, end + wanted.num_lookahead_tokens, 0 if delays_caching else num_cached)
+
+
+def _check_wanted(request: Request, wanted: Wanted, max_model_len: int) -> None:
+    """Refuse what `allocate_slots` cannot mean."""
+    request_id = request.request_id
+    for name, count in asdict(wanted).items():
+        if count < 0:
+            raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
+    if wanted.num_encoder_tokens:
+        raise RequestError(
+            f"request {request_id}: {wanted.num_encoder_tokens} encoder tokens, but no KV cache "
+            "group keeps encoder tokens: pass 0"
+        )
+    num_new, num_draft = wanted.num_new_tokens, wanted.num_draft_tokens
+    adopted = wanted.num_new_computed_tokens + wanted.num_external_computed_tokens
+    if num_new + adopted == 0:
+        raise RequestError(
+            f"request {request_id}: no new tokens and none to adopt: pass num_new_tokens of at "
+            "least 1"
+        )
+    if num_draft > num_new:
+        raise RequestError(
+            f"request {request_id}: {num_draft} draft tokens of {num_new} new ones: drafts are "
+            "part of num_new_tokens"
+        )
+    end = request.num_computed_tokens + adopted + num_new - num_draft
+    if end > request.num_tokens:
+        raise RequestError(
+            f"request {request_id}: {request.num_computed_tokens} computed, {adopted} adopted and "
+            f"{num_new - num_draft} new tokens make {end}, but it has {request.num_tokens} tokens: "
+            "append the tokens first, or pass fewer"
+        )
+    if end > max_model_len:
+        raise RequestError(
+            f"request {request_id}: {end} tokens, the model takes {max_model_len}: finish the "
+            "request"
+        )

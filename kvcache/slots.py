@@ -28,7 +28,7 @@ FREE = -1
 """Generation and client index of a slot in which nobody sits."""
 
 CALLER = 0
-"""Client index of requests whose caller appends tokens himself: they are never brought up to date."""
+"""Client index of requests whose caller appends tokens himself; they are always up to date."""
 
 _MIN_PENDING_TOKENS = 32
 
@@ -42,7 +42,7 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, hash_block_size: int) -> None:
-        """Make `num_slots` free slots. A row holds back less than a block of tokens, at least 32."""
+        """Make `num_slots` free slots, where rows hold back up to two blocks of tokens."""
         self.num_slots = num_slots
         self.num_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(num_slots, dtype=np.int32)

@@ -57,6 +57,11 @@ class StepReceiver:
         """Answers the client has not acknowledged."""
         return len(self._answers)
 
+    def skip_to(self, next_step: int) -> None:
+        """Expect `next_step` next; lower numbers that were not taken are void."""
+        self._next_step = max(self._next_step, next_step)
+        self._buffered = {n: m for n, m in self._buffered.items() if n >= self._next_step}
+
     def on_step(self, message: StepMessage) -> ReceivedStep:
         """Keep a step for `take_ready`, or return the answer it got before.
 

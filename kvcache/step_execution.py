@@ -19,9 +19,10 @@ from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import CacheHit, Core, OffloadAnswer, OffloadHooks, RowBatch, TableChange
 from kvcache.request import Request
 from kvcache.request_book import RequestBook
+from kvcache.row_plan import RowPlan
 from kvcache.step import NO_SLOT, StepResult
 from kvcache.step_ledger import Rollback, Seating, StepRecord
-from kvcache.step_plan import RowPlan, StepPlan
+from kvcache.step_plan import StepPlan
 
 
 @dataclass
@@ -95,10 +96,14 @@ class StepExecutor:
             client.records.append(record)
         return self._result(plan, answer, is_reserved, patch)
 
+    def say_finished(self, request_id: str) -> None:
+        """Tell the tiers below that a request has gone."""
+        self._hooks.on_request_finished(request_id)
+
     def _take_back(self, rollback: Rollback) -> None:
         for known in rollback.forgotten:
             self._book.forget(known)
-            self._hooks.on_request_finished(known.request.request_id)
+            self.say_finished(known.request.request_id)
         for row in rollback.preempted_again:
             self._book.undo_resume(row.known)
             _take_back_tokens(row.known.request, row.num_tokens)
@@ -110,7 +115,7 @@ class StepExecutor:
     def _let_go(self, plan: StepPlan, record: StepRecord) -> None:
         for known in plan.finished:
             self._book.forget(known)
-            self._hooks.on_request_finished(known.request.request_id)
+            self.say_finished(known.request.request_id)
         for known in plan.preempted:
             self._book.preempt(known)
             record.preempted.append(Seating(known, known.generation, known.request.num_tokens))
@@ -145,7 +150,7 @@ class StepExecutor:
         wanted = rows.settled_computed + rows.num_new
         if num_lookahead_tokens:
             wanted += num_lookahead_tokens * (rows.num_new > 0)
-        return np.minimum(wanted, self._max_model_len, dtype=np.int32)
+        return int32_array(np.minimum(wanted, self._max_model_len))
 
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
         step, index = plan.request, plan.client.index
@@ -231,9 +236,7 @@ class StepExecutor:
         )
 
 
-def join_patches(
-    patch: BlockTablePatch, changes: list[tuple[int, TableChange]]
-) -> BlockTablePatch:
+def join_patches(patch: BlockTablePatch, changes: list[tuple[int, TableChange]]) -> BlockTablePatch:
     """Return `patch` followed by the changes of the tables in the given slots."""
     if not changes:
         return patch

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.request_book import KnownRequest, RequestBook
-from kvcache.slots import Int64Array, SlotTable
+from kvcache.slots import CALLER, Int64Array, SlotTable
 
 _NO_GENERATIONS: Int64Array = np.empty(0, dtype=np.int64)
 _NO_GENERATIONS.flags.writeable = False
@@ -174,3 +174,50 @@ def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> 
 
 def _is_still_known(known: KnownRequest, book: RequestBook) -> bool:
     return book.get(known.request.request_id) is known
+
+
+class StepLedger:
+    """The clients of one manager, by id, each with its steps."""
+
+    def __init__(self) -> None:
+        """Know no client yet."""
+        self.num_steps = 0
+        self.num_failures = 0
+        self._clients: dict[str, ClientSteps] = {}
+        self._next_index = CALLER + 1
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @property
+    def num_unfinished_steps(self) -> int:
+        """Steps of all clients that could still be taken back."""
+        return sum(len(client.records) for client in self._clients.values())
+
+    def look_up(self, client_id: str) -> ClientSteps:
+        """Return the client's steps; of a new client, steps that are not kept yet."""
+        return self._clients.get(client_id) or ClientSteps(client_id, self._next_index)
+
+    def keep(self, client: ClientSteps, *, has_failed: bool) -> None:
+        """Count one more step of the client, and know it from now on."""
+        self.num_steps += 1
+        self.num_failures += has_failed
+        if client.client_id not in self._clients:
+            self._clients[client.client_id] = client
+            self._next_index += 1
+
+    def forget(self, client_id: str) -> ClientSteps | None:
+        """Know the client no more; return what was known."""
+        return self._clients.pop(client_id, None)
+
+    def dump_state(self) -> dict[str, object]:
+        """Return all clients as plain values, in order of id."""
+        return {
+            client_id: {
+                "last_step": client.last_step,
+                "completed_step": client.completed_step,
+                "void": list(client.void),
+                "unfinished": [record.step for record in client.records],
+            }
+            for client_id, client in sorted(self._clients.items())
+        }

@@ -8,38 +8,15 @@ preempted requests on what follows are worked out on copies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvcache.arrays import Int32Array, int32_array
 from kvcache.errors import BacklogFullError, RequestError
-from kvcache.request import LoRARequest, Request
+from kvcache.request import BlockHasher, LoRARequest, Request
 from kvcache.request_book import KnownRequest, RequestBook
-from kvcache.slots import FREE
-from kvcache.step import NO_STEP, NewRequest, ResumedRequest, RunningRequests, StepRequest
+from kvcache.row_plan import RowPlan, RowPlanner
+from kvcache.step import NO_STEP, NewRequest, ResumedRequest, StepRequest
 from kvcache.step_ledger import ClientSteps, Rollback
-
-_ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
-
-
-@dataclass(frozen=True, eq=False)
-class RowPlan:
-    """The running rows of a step, checked and settled on paper. Shapes `(n,)`.
-
-    `num_computed` and `num_tokens` are the rows' figures before the step, `settled_computed` after
-    rejected drafts are taken back; `counts[i]` of `token_ids` are appended to row `i`.
-    """
-
-    slots: Int32Array
-    num_new: Int32Array
-    num_draft: Int32Array
-    num_computed: Int32Array
-    num_tokens: Int32Array
-    settled_computed: Int32Array
-    counts: Int32Array
-    token_ids: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +37,18 @@ class StepPlanner:
     """Checks step requests against what a manager knows. Changes nothing."""
 
     def __init__(
-        self, book: RequestBook, max_model_len: int, max_unfinished_steps: int
+        self,
+        book: RequestBook,
+        max_model_len: int,
+        max_unfinished_steps: int,
+        hasher: BlockHasher,
     ) -> None:
-        """Check against `book`; requests hold at most `max_model_len` tokens."""
+        """Check against `book`; requests get `hasher` and hold at most `max_model_len` tokens."""
         self._book = book
-        self._slots = book.slots
+        self._rows = RowPlanner(book.slots, max_model_len)
         self._max_model_len = max_model_len
         self._max_unfinished_steps = max_unfinished_steps
+        self._hasher = hasher
 
     def plan(self, request: StepRequest, client: ClientSteps, model_epoch: int) -> StepPlan:
         """Check a step of `client` and return what it will do.
@@ -89,7 +71,7 @@ class StepPlanner:
         finished = self._finished(where, request.finished, client)
         preempted = self._preempted(where, request, client, forgotten | waiting)
         leaving = {*finished, *preempted}
-        rows = self._rows(where, request, client, rollback, leaving)
+        rows = self._rows.plan(where, request, client, rollback, leaving)
         resumed = self._resumed(where, request.resumed, client, forgotten, waiting)
         if request.num_lookahead_tokens < 0:
             raise RequestError(
@@ -151,9 +133,7 @@ class StepPlanner:
             plans.append((known, item.max_new_tokens))
         return tuple(plans)
 
-    def _known(
-        self, where: str, verb: str, request_id: str, client: ClientSteps
-    ) -> KnownRequest:
+    def _known(self, where: str, verb: str, request_id: str, client: ClientSteps) -> KnownRequest:
         known = self._book.get(request_id)
         if known is None:
             raise RequestError(
@@ -193,122 +173,10 @@ class StepPlanner:
                 f"external computed tokens, but {len(new.token_ids)} tokens: the last one is "
                 "always computed, pass fewer"
             )
-        return make_request(new, model_epoch)
-
-    def _rows(
-        self,
-        where: str,
-        request: StepRequest,
-        client: ClientSteps,
-        rollback: Rollback | None,
-        leaving: Iterable[KnownRequest],
-    ) -> RowPlan:
-        running = request.running
-        counts = _check_row_shapes(where, running)
-        slots = int32_array(running.slots)
-        num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
-        if not len(slots):
-            return RowPlan(slots, *(int32_array(()),) * 7)
-        client_index, computed, tokens = self._figures_after(rollback)
-        self._check_slots(where, slots, client_index, client)
-        self._check_not_leaving(where, slots, leaving)
-        _refuse(where, slots, num_new < 0, "num_new_tokens", num_new, "pass 0 or more")
-        bad = (num_draft < 0) | (num_draft > num_new)
-        _refuse(where, slots, bad, "num_draft_tokens", num_draft, "pass 0 to num_new_tokens")
-        row_computed, row_tokens = computed[slots], tokens[slots]
-        rejected = running.num_rejected_tokens
-        bad = (rejected < 0) | (rejected > np.maximum(row_computed - row_tokens, 0))
-        remedy = "pass 0 to the number of drafts that were scheduled last"
-        _refuse(where, slots, bad, "num_rejected_tokens", rejected, remedy)
-        settled = row_computed - rejected
-        after = row_tokens + counts
-        self._check_row_lengths(where, slots, settled, after, num_new - num_draft)
-        return RowPlan(
-            slots,
-            int32_array(num_new),
-            int32_array(num_draft),
-            row_computed,
-            row_tokens,
-            int32_array(settled),
-            counts,
-            int32_array(running.token_ids),
-        )
-
-    def _figures_after(
-        self, rollback: Rollback | None
-    ) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Whose each slot is, its computed and known tokens, once failed steps are taken back."""
-        table = self._slots
-        if rollback is None:
-            return table.client_index, table.num_computed, table.num_tokens
-        client_index, computed = table.client_index.copy(), table.num_computed.copy()
-        tokens = table.num_tokens.copy()
-        for row in rollback.rows:
-            computed[row.known.slot] = row.num_computed
-            tokens[row.known.slot] = row.num_tokens
-        for known in (*rollback.forgotten, *(row.known for row in rollback.preempted_again)):
-            if known.is_running:
-                client_index[known.slot] = FREE
-        return client_index, computed, tokens
-
-    def _check_slots(
-        self, where: str, slots: Int32Array, client_index: Int32Array, client: ClientSteps
-    ) -> None:
-        num_slots = self._slots.num_slots
-        if int(slots.min()) < 0 or int(slots.max()) >= num_slots:
-            bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
-            raise RequestError(f"{where}: slot {bad} does not exist: slots are 0 to {num_slots - 1}")
-        times = np.bincount(slots)
-        if int(times.max()) > 1:
-            raise RequestError(
-                f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
-                "slot once"
-            )
-        strange = client_index[slots] != client.index
-        if strange.any():
-            raise RequestError(
-                f"{where}: slot {int(slots[strange][0])} does not run a request of this client: "
-                "name slots of its running requests only"
-            )
-
-    def _check_not_leaving(
-        self, where: str, slots: Int32Array, leaving: Iterable[KnownRequest]
-    ) -> None:
-        left = {known.slot: known for known in leaving if known.is_running}
-        if left:
-            both = np.isin(slots, np.fromiter(left, dtype=np.int32))
-            if both.any():
-                known = left[int(slots[both][0])]
-                raise RequestError(
-                    f"{where}: request {known.request.request_id} is finished or preempted and "
-                    f"also runs on in slot {known.slot}: leave its row out"
-                )
-
-    def _check_row_lengths(
-        self,
-        where: str,
-        slots: Int32Array,
-        settled: Int32Array,
-        tokens: Int32Array,
-        num_owned: Int32Array,
-    ) -> None:
-        short = settled + num_owned > tokens
-        if short.any():
-            i = int(np.flatnonzero(short)[0])
-            raise RequestError(
-                f"{where}: slot {int(slots[i])} would have {int(settled[i] + num_owned[i])} "
-                f"computed tokens, but has {int(tokens[i])} tokens: append the tokens first, or "
-                "schedule fewer"
-            )
-        if int(tokens.max()) > self._max_model_len:
-            i = int(tokens.argmax())
-            raise RequestError(
-                f"{where}: slot {int(slots[i])} would have {int(tokens[i])} tokens, the model "
-                f"takes {self._max_model_len}: finish the request"
-            )
+        return make_request(new, model_epoch, self._hasher)
 
 
-def make_request(new: NewRequest, model_epoch: int) -> Request:
+def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher) -> Request:
     """Return the request that `new` describes; raises `RequestError` for what cannot be one."""
     if new.lora_name is None and new.lora_path is not None:
         raise RequestError(
@@ -330,6 +198,7 @@ def make_request(new: NewRequest, model_epoch: int) -> Request:
         mm_hashes=new.mm_hashes,
         cache_salt=new.cache_salt,
         skip_reading_prefix_cache=new.skip_reading_prefix_cache,
+        block_hasher=hasher,
         tenant=new.tenant,
         model_epoch=model_epoch,
     )
@@ -390,52 +259,4 @@ def _check_max_new_tokens(where: str, request_id: str, max_new_tokens: int) -> N
         raise RequestError(
             f"{where}: request {request_id} has max_new_tokens {max_new_tokens}: at least one "
             "token is scheduled, pass 1 or more"
-        )
-
-
-def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
-    """Refuse arrays that do not fit each other; return how many tokens each row appends."""
-    n = len(running.slots)
-    for name in _ROW_FIELDS:
-        values = getattr(running, name)
-        if values.shape != (n,):
-            raise RequestError(
-                f"{where}: running.{name} has shape {values.shape} for {n} slots: pass one number "
-                "per slot"
-            )
-    offsets, token_ids = running.token_offsets, running.token_ids
-    if offsets.shape != (n + 1,) or token_ids.ndim != 1:
-        raise RequestError(
-            f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
-            f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
-        )
-    counts = int32_array(np.diff(offsets))
-    if int(offsets[0]) != 0 or int(offsets[-1]) != len(token_ids) or (counts < 0).any():
-        raise RequestError(
-            f"{where}: running.token_offsets run from {int(offsets[0])} to {int(offsets[-1])} for "
-            f"{len(token_ids)} token ids: pass offsets that rise from 0 to that number"
-        )
-    num_drafts = int(running.num_draft_tokens.sum())
-    if len(running.draft_token_ids) not in (0, num_drafts):
-        raise RequestError(
-            f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} drafts: "
-            "pass one per draft or none"
-        )
-    for name in ("token_ids", "draft_token_ids"):
-        ids = getattr(running, name)
-        if len(ids) and int(ids.min()) < 0:
-            i = int(ids.argmin())
-            raise RequestError(
-                f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
-            )
-    return counts
-
-
-def _refuse(
-    where: str, slots: Int32Array, bad: np.ndarray, name: str, values: Int32Array, remedy: str
-) -> None:
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
-        raise RequestError(
-            f"{where}: slot {int(slots[i])} has {name} {int(values[i])}: {remedy}"
         )

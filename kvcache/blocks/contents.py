@@ -108,8 +108,6 @@ class ContentIndex:
             tables[block_id] = table
             parent = digest
         self.num_cached += len(run.block_ids)
-        # A table that lost its last content was dropped from the map: bring it back.
-        self._tables_by_key[table.namespace, table.group] = table
         if run.client_id:
             self.unsealed.update(dict.fromkeys(run.block_ids, run))
             count = self._num_unsealed.get(run.client_id, 0)

@@ -43,20 +43,32 @@ class CachedRun:
 
 
 class StepLedger:
-    """Runs whose step is neither complete nor failed, per client in order of steps."""
+    """The open step, and the runs whose step is neither complete nor failed.
+
+    `client_id` is empty and `step` is `NO_STEP` while none is open. Runs are kept per client, in
+    order of steps.
+    """
 
     def __init__(self) -> None:
         """Know no step."""
+        self.client_id = ""
+        self.step = NO_STEP
         self._runs: dict[str, deque[CachedRun]] = {}
 
-    def require_order(self, client_id: str, step: int) -> None:
-        """Raise RequestError if a later step of the client has runs already."""
+    def open(self, client_id: str, step: int) -> None:
+        """Open a step; raises RequestError, unchanged, if a later one of the client has runs."""
         runs = self._runs.get(client_id)
-        if runs and runs[-1].step > step:
+        if not client_id or step < 0 or (runs and runs[-1].step > step):
+            latest = f", whose latest is {runs[-1].step}" if runs else ""
             raise RequestError(
-                f"step {step} of client {client_id} opens after its step {runs[-1].step}: step "
-                "numbers only grow"
+                f"cannot open step {step} of client {client_id!r}{latest}: a client has a name, "
+                "and its step numbers count up from 0 or more"
             )
+        self.client_id, self.step = client_id, step
+
+    def close(self) -> None:
+        """End the open step, if any."""
+        self.client_id, self.step = "", NO_STEP
 
     def add(self, run: CachedRun) -> None:
         """Remember a run of the latest step of its client."""

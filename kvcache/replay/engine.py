@@ -184,7 +184,8 @@ class ReplayEngine:
             replace(self._request(), completed_step=failed_step - 1, failed_step=failed_step)
         )
         self._tally.num_failed_steps += last_step - failed_step + 1
-        withdrawn = []
+        withdrawn: list[ReplayedRequest] = []
+        seatless: list[str] = []  # of these the manager must have said the same
         for before in self._undo_log.undo(failed_step):
             request = before.request
             if request.is_gone:
@@ -201,11 +202,13 @@ class ReplayEngine:
                 withdrawn.append(request)
             elif row is not None:
                 self._waiting.put_preempted(request)
+            if before.is_new or row is not None:
+                seatless.append(request.request_id)
         self._waiting.put_withdrawn(withdrawn)
-        if {request.request_id for request in withdrawn} != set(result.withdrawn):
+        if set(seatless) != set(result.withdrawn):
             raise InvariantError(
                 f"failed step {failed_step}: the manager has withdrawn {result.withdrawn}, the "
-                f"engine {tuple(request.request_id for request in withdrawn)}"
+                f"engine {tuple(seatless)}"
             )
         self._must_preempt = self._is_refused = False
         self._await_pipeline(0)

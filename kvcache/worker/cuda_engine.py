@@ -25,15 +25,15 @@ from kvcache.worker.copy_engine import (
 )
 
 
-class _Event(Protocol):
-    """What is used of `torch.cuda.Event`, which has no types of its own."""
+class _Queryable(Protocol):
+    """What is asked of `torch.cuda.Event`, whose own method has no types."""
 
-    def record(self, stream: torch.cuda.Stream | None = None) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """Say whether everything before the event is over."""
 
 
-_make_event: Callable[[], _Event] = torch.cuda.Event
+# Typed names for constructors that have no types of their own.
+_make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
 _make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
 
 
@@ -41,12 +41,12 @@ _make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
 class _EventCopy:
     """A transfer that is over when `event` is. Keeps alive what the copy still uses."""
 
-    event: _Event
+    event: torch.cuda.Event
     kept_alive: tuple[torch.Tensor, ...]
 
     def is_done(self) -> bool:
         """Ask the event; never blocks."""
-        return self.event.query()
+        return _is_over(self.event)
 
     def wait(self) -> None:
         """Block until the event."""
@@ -65,7 +65,7 @@ class CudaCopyEngine:
             )
         self._device = device
         self._stream = _make_stream(device)
-        self._forward_end: _Event | None = None
+        self._forward_end: torch.cuda.Event | None = None
 
     def copy_blocks(
         self,
@@ -114,7 +114,7 @@ class CudaCopyEngine:
 
     def is_compute_idle(self) -> bool:
         """Ask the last forward's event."""
-        return self._forward_end is None or self._forward_end.query()
+        return self._forward_end is None or _is_over(self._forward_end)
 
     def wait_compute(self) -> None:
         """Wait for the last forward's event."""
@@ -128,6 +128,10 @@ class CudaCopyEngine:
 
     def _ids(self, ids: Int32Array) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self._device)
+
+
+def _is_over(event: _Queryable) -> bool:
+    return event.query()
 
 
 def _copy_runs(

@@ -29,7 +29,8 @@ def mix(values: Uint64Array) -> Uint64Array:
     """Return the splitmix64 output function of each value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: Uint64Array = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def name_seed(name: bytes) -> int:

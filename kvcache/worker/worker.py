@@ -33,6 +33,7 @@ from kvcache.worker.cuda_engine import make_copy_engine
 from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.reports import ReportOutbox
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
+from kvcache.worker.tensors import HostPool
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,11 @@ class KVCacheWorker:
     def block_tables(self) -> BlockTables:
         """`block_tables[group]` is the numpy table, `.tensor(group)` the one on the device."""
         return self._executor.block_tables
+
+    @property
+    def host_pool(self) -> HostPool | None:
+        """The host slots that stores write and loads read, None without a host tier."""
+        return self._executor.host
 
     @property
     def labels(self) -> LabelTable:
@@ -307,13 +313,13 @@ class KVCacheWorker:
         return epoch != NO_EPOCH and (nonce, epoch) == (receiver.nonce, receiver.epoch)
 
     def _advance(self) -> None:
-        """Do what has become possible: collect ended copies, take a put-off grant, apply."""
+        """Do what has become possible: apply, collect ended copies, take a put-off grant."""
+        self._apply_ready()
         for report in self._executor.transfers.poll():
             self._reports.add(report)
         pending = self._receiver.pending_grant
         if pending is not None:
             self._on_grant(pending)
-        self._apply_ready()
 
     def _apply_ready(self) -> None:
         """Apply what is in order; a fence waits until no forward of its client runs.

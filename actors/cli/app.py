@@ -1,0 +1,190 @@
+"""What can be typed: commands, arguments, options, and what becomes of errors.
+
+Imports neither Ray nor torch nor numpy, so that `--help` is there at once; every command imports
+its work when it runs. Exit codes: 0 done, 1 wrong bytes, 2 an error of ours (one line on stderr;
+`--verbose` shows the traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcache.errors import KVCacheError, WrongBytesError
+
+EXIT_WRONG_BYTES = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kvcache",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="KV-cache coordinator for distributed LLM inference on Ray.",
+)
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", help="The cluster's configuration, a YAML file.")
+]
+NameOption = Annotated[
+    str, typer.Option("--name", "-n", help="Name of the running cluster.", show_default=True)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")
+]
+
+
+def main() -> None:
+    """Entry point of the command `kvcache`."""
+    app()
+
+
+@app.command()
+def plan(config: ConfigOption, as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
+    """Show what a configuration means: blocks, bytes, tokens, concurrency, per rank."""
+
+    def work() -> None:
+        from actors.cli.planning import show_plan
+
+        show_plan(config, as_json)
+
+    _run(work, verbose)
+
+
+@app.command()
+def launch(
+    config: ConfigOption,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "-n", help="Name of the cluster; default: the configuration's."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when ready; the cluster stays.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Start a cluster and keep it until SIGTERM or Ctrl-C; with --detach, return when ready."""
+
+    def work() -> None:
+        from actors.cli.launching import launch_cluster
+
+        launch_cluster(config, name, detach)
+
+    _run(work, verbose)
+
+
+@app.command()
+def status(
+    name: NameOption = "kvcache", as_json: JsonOption = False, verbose: VerboseOption = False
+) -> None:
+    """Show a running cluster: ranks, epoch, blocks, steps, clients."""
+
+    def work() -> None:
+        from actors.cli.launching import show_status
+
+        show_status(name, as_json)
+
+    _run(work, verbose)
+
+
+@app.command()
+def stop(name: NameOption = "kvcache", verbose: VerboseOption = False) -> None:
+    """Stop a running cluster in order: nothing of it is left behind."""
+
+    def work() -> None:
+        from actors.cli.launching import stop_cluster
+
+        stop_cluster(name)
+
+    _run(work, verbose)
+
+
+@app.command()
+def replay(
+    workload: Annotated[
+        str,
+        typer.Argument(
+            help="conversations, a Mooncake trace (.jsonl, .jsonl.gz), a text file or a directory."
+        ),
+    ] = "conversations",
+    *,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="The cluster's configuration.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-l", help="Play the first N requests only.", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the conversations.")] = 0,
+    name: Annotated[
+        str | None, typer.Option("--name", "-n", help="Play on this running cluster.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Play in this process, without Ray.")
+    ] = False,
+    prefill_only: Annotated[
+        bool,
+        typer.Option(
+            "--prefill-only", help="No cluster: count hits of the prompts, one after another."
+        ),
+    ] = False,
+    blocks: Annotated[
+        str, typer.Option(help="With --prefill-only: capacity in blocks, or unlimited.")
+    ] = "unlimited",
+    block_size: Annotated[
+        int | None, typer.Option(help="With --prefill-only: tokens per block.", min=1)
+    ] = None,
+    pipeline_depth: Annotated[
+        int, typer.Option(help="Steps that may run while the next is scheduled.", min=1)
+    ] = 1,
+    as_json: JsonOption = False,
+    no_progress: Annotated[
+        bool, typer.Option("--no-progress", help="Show no progress bar.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Play a workload on a cluster, checking every byte, and show what the cache made of it."""
+
+    def work() -> None:
+        from actors.cli.replaying import ReplayChoices, count_prefills, replay_workload
+
+        choices = ReplayChoices(
+            workload=workload,
+            config=config,
+            limit=limit,
+            seed=seed,
+            name=name,
+            is_local=local,
+            blocks=blocks,
+            block_size=block_size,
+            pipeline_depth=pipeline_depth,
+            as_json=as_json,
+            has_progress=not no_progress,
+        )
+        if prefill_only:
+            count_prefills(choices)
+        else:
+            replay_workload(choices)
+
+    _run(work, verbose)
+
+
+def _run(work: Callable[[], None], verbose: bool) -> None:
+    """Do a command's work; errors of ours become one line and an exit code."""
+    try:
+        work()
+    except KVCacheError as error:
+        if verbose:
+            raise
+        print(f"kvcache: {error}", file=sys.stderr)
+        is_wrong = isinstance(error, WrongBytesError)
+        raise typer.Exit(EXIT_WRONG_BYTES if is_wrong else EXIT_ERROR) from error
+    except KeyboardInterrupt:
+        print("kvcache: interrupted", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -1,0 +1,103 @@
+"""How far a replay has got, while it runs: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvcache.clock import Clock
+from kvcache.replay.report import ReplayReport
+from kvcache.simulate.counting import PrefillCount
+from kvcache.simulate.workload import Workload
+
+_LINE_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class WorkloadSize:
+    """How much there is to play."""
+
+    num_requests: int
+    num_input_tokens: int
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Input and output."""
+        return self.num_input_tokens + self.num_output_tokens
+
+
+def measure_workload(workload: Workload) -> WorkloadSize:
+    """Read all of a workload once, without making its tokens.
+
+    Whatever is broken in it is found here, before anything has been started.
+    """
+    num_requests = num_input_tokens = num_output_tokens = 0
+    for request in workload:
+        num_requests += 1
+        num_input_tokens += request.num_prompt_tokens
+        num_output_tokens += request.num_output_tokens
+    return WorkloadSize(num_requests, num_input_tokens, num_output_tokens)
+
+
+class ReplayProgress:
+    """Shows a replay of `size` on stderr while the `with` block runs; nothing unless `is_shown`."""
+
+    def __init__(self, title: str, size: WorkloadSize, clock: Clock, *, is_shown: bool) -> None:
+        console = Console(file=sys.stderr)
+        self._size = size
+        self._clock = clock
+        self._title = title
+        self._has_bar = is_shown and console.is_terminal
+        self._has_lines = is_shown and not console.is_terminal
+        self._start_s = self._line_s = clock.now()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self._has_bar,
+            transient=True,
+        )
+        self._task = self._bar.add_task(title, total=size.num_tokens, rate="")
+
+    def __enter__(self) -> ReplayProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show_replay(self, report: ReplayReport) -> None:
+        """Show how far a replay on a cluster has got."""
+        rate = f"{report.steps_per_s:,.0f} steps/s  hit rate {report.hit_rate:.1%}"
+        self._show(report.num_prompt_tokens + report.num_output_tokens, rate)
+
+    def show_count(self, count: PrefillCount) -> None:
+        """Show how far the counting rule has got."""
+        per_s = count.num_input_tokens / count.wall_time_s if count.wall_time_s else 0.0
+        rate = f"{per_s / 1e6:,.1f}M tokens/s  hit rate {count.hit_rate:.1%}"
+        self._show(count.num_input_tokens, rate)
+
+    def _show(self, num_tokens: int, rate: str) -> None:
+        if self._has_bar:
+            self._bar.update(self._task, completed=num_tokens, rate=rate)
+        now_s = self._clock.now()
+        if self._has_lines and now_s - self._line_s >= _LINE_INTERVAL_S:
+            self._line_s = now_s
+            share = num_tokens / max(1, self._size.num_tokens)
+            left_s = (now_s - self._start_s) * (1 - share) / share if share else 0.0
+            print(f"{self._title}: {share:.0%}  {rate}  {left_s:.0f} s left", file=sys.stderr)

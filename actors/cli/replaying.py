@@ -1,0 +1,136 @@
+"""`kvcache replay`: a workload on a cluster, every byte checked, and what the cache made of it.
+
+Three ways to play: on a cluster that is started for it or is running already, in this process
+without Ray, or by the counting rule without any cluster at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from actors.cli.playground import open_playground
+from actors.cli.progress import ReplayProgress, measure_workload
+from actors.cli.tables import bytes_text, facts_table, print_json
+from kvcache.clock import SystemClock
+from kvcache.errors import ConfigurationError, WrongBytesError
+from kvcache.replay.engine import ReplayEngine
+from kvcache.replay.report import ReplayReport
+from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
+from kvcache.simulate.opening import open_workload
+
+UNLIMITED = "unlimited"
+
+
+@dataclass(frozen=True)
+class ReplayChoices:
+    """What was typed."""
+
+    workload: str
+    config: Path | None
+    limit: int | None
+    seed: int
+    name: str | None
+    is_local: bool
+    blocks: str
+    block_size: int | None
+    pipeline_depth: int
+    as_json: bool
+    has_progress: bool
+
+
+def count_prefills(choices: ReplayChoices) -> None:
+    """Count the hits of the prompts alone and print the figures."""
+    options = CountingOptions(_parse_blocks(choices.blocks), choices.block_size)
+    workload = open_workload(choices.workload, limit=choices.limit, seed=choices.seed)
+    clock = SystemClock()
+    size = measure_workload(workload)
+    with ReplayProgress(workload.name, size, clock, is_shown=choices.has_progress) as progress:
+        count = count_prefill_hits(workload, options, clock, progress.show_count)
+    if choices.as_json:
+        print_json(count.to_json())
+    else:
+        _print_count(count)
+
+
+def replay_workload(choices: ReplayChoices) -> None:
+    """Play the workload and print the report; raises WrongBytesError after having printed it."""
+    workload = open_workload(choices.workload, limit=choices.limit, seed=choices.seed)
+    clock = SystemClock()
+    size = measure_workload(workload)
+    with open_playground(choices.config, choices.name, choices.is_local) as ground:
+        title = f"{workload.name} on {ground.title}"
+        progress = ReplayProgress(title, size, clock, is_shown=choices.has_progress)
+        limits = replace(ground.limits, pipeline_depth=choices.pipeline_depth)
+        engine = ReplayEngine(workload, ground.stepper, limits, clock, progress.show_replay)
+        try:
+            with progress:
+                report = engine.run()
+        except WrongBytesError:
+            _print_report(engine.report(), ground.title, choices.as_json)
+            raise
+    _print_report(report, ground.title, choices.as_json)
+
+
+def _parse_blocks(text: str) -> int | None:
+    """Return the capacity that was typed; None for unlimited. Raises ConfigurationError."""
+    if text == UNLIMITED:
+        return None
+    digits = text.replace("_", "").replace(",", "")
+    if not (digits.isascii() and digits.isdigit() and int(digits)):
+        raise ConfigurationError(
+            f"--blocks {text!r} is no capacity: give a number of at least 1, or {UNLIMITED}"
+        )
+    return int(digits)
+
+
+def _print_count(count: PrefillCount) -> None:
+    capacity = UNLIMITED if count.num_blocks is None else f"{count.num_blocks:,} blocks"
+    Console().print(
+        facts_table(
+            f"{count.workload}, prompts only",
+            {
+                "capacity": f"{capacity} of {count.block_size} tokens",
+                "requests": f"{count.num_requests:,}",
+                "tokens": f"{count.num_input_tokens:,}",
+                "block references": f"{count.num_block_references:,}",
+                "hit blocks": f"{count.num_hit_blocks:,}",
+                "hit rate": f"{count.hit_rate:.4f}",
+                "evictions": f"{count.num_evictions:,}",
+                "time": f"{count.wall_time_s:.1f} s",
+            },
+        )
+    )
+
+
+def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
+    if as_json:
+        print_json(report.to_json())
+        return
+    tokens = f"{report.num_prompt_tokens:,} prompt, {report.num_output_tokens:,} output"
+    again = f"{report.num_recomputed_tokens:,} tokens computed twice"
+    Console().print(
+        facts_table(
+            f"{report.workload} on {title}",
+            {
+                "requests": f"{report.num_requests:,}",
+                "tokens": tokens,
+                "hit rate": f"{report.hit_rate:.1%} of prompt tokens",
+                "not computed again": f"{report.num_hit_tokens:,} tokens",
+                "evictions": f"{report.num_evictions:,} blocks",
+                "preemptions": f"{report.num_preemptions:,} ({again})",
+                "copies": f"{report.num_copies:,}",
+                "peak usage": f"{report.peak_usage:.1%} of blocks",
+                "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
+                "time": f"{report.wall_time_s:.1f} s",
+                "bytes checked": f"{report.bytes_checked:,} ({bytes_text(report.bytes_checked)})",
+                "wrong bytes": _wrong_text(report),
+            },
+        )
+    )
+
+
+def _wrong_text(report: ReplayReport) -> str:
+    return f"in {report.num_wrong_blocks:,} blocks" if report.num_wrong_blocks else "0"

@@ -1,0 +1,36 @@
+"""The Ray session of one command: the running Ray cluster if there is one, else one of its own.
+
+Ray itself finds a running cluster (a job's, `ray start`'s). What a command has started it stops.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from kvcache.errors import NotRunningError
+
+
+@contextmanager
+def ray_session(*, may_start: bool) -> Iterator[bool]:
+    """Connect to Ray for the `with` block; yield whether this command has started it.
+
+    Raises NotRunningError when no Ray runs and `may_start` is false.
+    """
+    has_started = False
+    try:
+        ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        if not may_start:
+            raise NotRunningError(
+                "no Ray cluster is running here: start one with `ray start --head`"
+            ) from error
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+        has_started = True
+    try:
+        yield has_started
+    finally:
+        ray.shutdown()

@@ -1,0 +1,66 @@
+"""Where the coordinator listens, for whom: locally by an abstract address, across nodes by TCP.
+
+A place to listen is opened when the first peer asks for it. Beyond loopback every connection needs
+the cluster's keys; `transport.curve: always` asks for them everywhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from actors.reports import NodeAddress
+from actors.transport import Endpoint
+from actors.transport.curve import CurveKeys
+from actors.transport.zmq_server import ZmqServer, local_address, network_address
+from kvcache.config import TransportConfig
+
+
+class EndpointBook:
+    """The endpoints of one ZMQ server. Owned by the thread that owns the server."""
+
+    def __init__(
+        self, server: ZmqServer, config: TransportConfig, keys: CurveKeys, node: NodeAddress
+    ) -> None:
+        """Listen nowhere yet. `node` is where the server runs."""
+        self._server = server
+        self._config = config
+        self._keys = keys
+        self._node = node
+        self._opened: dict[str, Endpoint] = {}
+
+    def endpoint_for(self, peer_node: NodeAddress) -> Endpoint:
+        """Return where a process on `peer_node` connects to, opening it if it is not open yet.
+
+        On the server's own node an abstract local address; on another node of the same host,
+        `bind_host`; further away the server's address on the network, unless `bind_host` names
+        one. A `bind_host` beyond loopback is used for everybody. Raises ClusterError if it cannot
+        be bound.
+        """
+        bind_host = self._config.bind_host
+        if not is_loopback(bind_host):
+            return self._open(bind_host)
+        if peer_node.node_id == self._node.node_id:
+            return self._open("")
+        return self._open(bind_host if peer_node.host == self._node.host else self._node.host)
+
+    def _open(self, host: str) -> Endpoint:
+        """Return the endpoint on `host`, or the local one for an empty name."""
+        endpoint = self._opened.get(host)
+        if endpoint is None:
+            is_remote = bool(host) and not is_loopback(host)
+            is_guarded = is_remote or self._config.curve == "always"
+            address = network_address(host) if host else local_address()
+            bound = self._server.bind(address, is_guarded)
+            endpoint = Endpoint(bound, self._keys.for_peers() if is_guarded else None)
+            self._opened[host] = endpoint
+        return endpoint
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether `host` is this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,259 @@
+"""Bringing a cluster up, or leaving nothing behind.
+
+    coordinator (its name is the launch lock) ─▶ placement group ─▶ workers ─▶ reports
+    ─▶ one plan ─▶ every rank allocates ─▶ fingerprints compared ─▶ coordinator takes over ─▶ ready
+
+Whatever goes wrong, and whoever interrupts: everything made so far is taken down again, and one
+error says which rank failed and why. Refuses to wait for anything beyond `deadlines.startup_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
+from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
+from actors.placement import create_placement
+from actors.reports import WorkerReport
+from actors.shutdown import ClusterParts, take_down
+from actors.transport.curve import generate_curve_keys
+from kvcache.config import ClusterConfig
+from kvcache.errors import (
+    AlreadyRunningError,
+    KVCacheError,
+    NotEnoughMemoryError,
+    PlanMismatchError,
+    StartupError,
+)
+from kvcache.planner import Plan, plan_kv_cache, plan_options
+
+OnProgress = Callable[[str], None]
+"""Told what start-up is doing, one short line each time."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to launch, beside the configuration.
+
+    `worker_actors`: the engine's own actors (see `WorkerMethods`), in order of places; then no
+    worker is started and no placement group made. `worker_class`: a subclass of `WorkerActor`.
+    """
+
+    is_detached: bool = False
+    on_progress: OnProgress = lambda line: None
+    worker_actors: Sequence[Any] = ()
+    worker_class: type[Any] | None = None
+
+
+@dataclass
+class Launch:
+    """One launch, from nothing to a running cluster. Use once: `Launch(config, options).run()`."""
+
+    config: ClusterConfig
+    options: LaunchOptions
+    parts: ClusterParts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = ClusterParts(self.config.name, self.config.deadlines.shutdown_s)
+        self._give_up_s = time.monotonic() + self.config.deadlines.startup_s
+
+    def run(self) -> ClusterParts:
+        """Bring the cluster up and return what it is made of.
+
+        Raises AlreadyRunningError, StartupError or NotEnoughMemoryError, with nothing left running.
+        """
+        self._say(f"starting the coordinator of {self.config.name}")
+        self.parts.coordinator = self._create_coordinator()
+        try:
+            self._start()
+        except BaseException as error:
+            take_down(self.parts)
+            if isinstance(error, RayError):
+                raise StartupError(
+                    f"{self.config.name} cannot start: {first_line(error)}"
+                ) from error
+            raise
+        return self.parts
+
+    def _start(self) -> None:
+        workers = self._obtain_workers()
+        self._say(f"waiting for {len(workers)} worker(s)")
+        reports = self._reports(workers)
+        self.parts.process_ids = tuple(report.process_id for report in reports)
+        order = rank_order(reports, self.config.parallel.tensor_parallel_size)
+        ranked = [workers[place] for place in order]
+        plan = self._plan([reports[place] for place in order])
+        self._say(f"allocating {plan.num_blocks} blocks on every rank")
+        self._allocate(ranked, plan)
+        self._say("connecting coordinator and workers")
+        coordinator: Any = self.parts.coordinator
+        ready = coordinator.begin.remote(plan, ranked, [reports[place] for place in order])
+        self._await([ready], "connect to the workers", who="the coordinator")
+        self._say("ready")
+
+    def _create_coordinator(self) -> Any:
+        name = coordinator_name(self.config.name)
+        actor = ray.remote(concurrency_groups=COORDINATOR_CONCURRENCY_GROUPS)(CoordinatorActor)
+        try:
+            return actor.options(
+                name=name,
+                namespace=RAY_NAMESPACE,
+                lifetime="detached" if self.options.is_detached else None,
+                max_restarts=-1,
+                max_task_retries=0,
+                num_cpus=0,
+            ).remote(self.config, generate_curve_keys())
+        except ValueError as error:
+            if not is_actor_known(name):
+                raise
+            raise AlreadyRunningError(
+                f"a cluster named {self.config.name!r} is running: connect to it, stop it, or "
+                "launch under another name"
+            ) from error
+
+    def _obtain_workers(self) -> list[Any]:
+        num_ranks = self.config.parallel.num_ranks
+        if self.options.worker_actors:
+            given = list(self.options.worker_actors)
+            if len(given) != num_ranks:
+                raise StartupError(
+                    f"{len(given)} worker actors were given, the configuration has {num_ranks} "
+                    "ranks: pass one actor for each"
+                )
+            self.parts.foreign_workers = given
+            return given
+        self._say("reserving room for the workers")
+        group = create_placement(self.config, self.options.is_detached, self._remaining_s())
+        self.parts.placement = group
+        workers = [self._create_worker(group, place) for place in range(num_ranks)]
+        self.parts.workers = workers
+        return workers
+
+    def _create_worker(self, group: PlacementGroup, place: int) -> Any:
+        from actors.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor
+
+        worker_class = self.options.worker_class or WorkerActor
+        actor = ray.remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)(worker_class)
+        stage = place // self.config.parallel.tensor_parallel_size
+        return actor.options(
+            name=worker_name(self.config.name, place),
+            namespace=RAY_NAMESPACE,
+            lifetime="detached" if self.options.is_detached else None,
+            max_restarts=0,
+            max_task_retries=0,
+            num_cpus=self.config.workers.num_cpus_per_rank,
+            num_gpus=self.config.workers.num_gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=stage
+            ),
+        ).remote(self.config, place)
+
+    def _reports(self, workers: Sequence[Any]) -> list[WorkerReport]:
+        num_sharing = len(workers)
+        if self.config.workers.device == "cuda":
+            num_sharing = max(1, round(1 / self.config.workers.num_gpus_per_rank))
+        calls = [worker.kvcache_report.remote(num_sharing) for worker in workers]
+        return self._await(calls, "start and report")
+
+    def _plan(self, reports: Sequence[WorkerReport]) -> Plan:
+        try:
+            return plan_kv_cache(
+                plan_options(self.config),
+                [report.specs for report in reports],
+                [report.memory for report in reports],
+            )
+        except PlanMismatchError as error:
+            raise StartupError(f"the ranks do not fit together: {error}") from error
+
+    def _allocate(self, ranked: Sequence[Any], plan: Plan) -> None:
+        calls = [worker.kvcache_allocate.remote(rank, plan) for rank, worker in enumerate(ranked)]
+        for rank, fingerprint in enumerate(self._await(calls, "allocate its blocks")):
+            if fingerprint != plan.fingerprint:
+                raise StartupError(
+                    f"rank {rank} has plan {fingerprint}, the launcher has {plan.fingerprint}: "
+                    "run the same release everywhere"
+                )
+
+    def _await(self, calls: Sequence[Any], what: str, who: str = "") -> list[Any]:
+        """Return the answers of `calls`, one per rank (or of `who`), or raise for the first bad."""
+        waiting = {call: who or f"rank {rank}" for rank, call in enumerate(calls)}
+        while waiting:
+            ended, _ = ray.wait(list(waiting), num_returns=1, timeout=self._remaining_s())
+            if not ended:
+                raise StartupError(
+                    f"{', '.join(waiting.values())} did not {what} within "
+                    f"{self.config.deadlines.startup_s:g} s: look at the Ray logs of that worker, "
+                    "or raise deadlines.startup_s"
+                )
+            for call in ended:
+                party = waiting.pop(call)
+                try:
+                    ray.get(call, timeout=0)
+                except GetTimeoutError:
+                    waiting[call] = party
+                except RayError as error:
+                    raise startup_error(party, what, error) from error
+        return list(ray.get(list(calls)))
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._give_up_s - time.monotonic())
+
+    def _say(self, line: str) -> None:
+        self.options.on_progress(line)
+
+
+def rank_order(reports: Sequence[WorkerReport], stage_width: int) -> list[int]:
+    """Return which place each rank has. Within a stage ranks follow node and GPU, not the order in
+    which Ray happened to place them."""
+    order: list[int] = []
+    for start in range(0, len(reports), stage_width):
+        stage = list(range(start, min(start + stage_width, len(reports))))
+        order.extend(sorted(stage, key=lambda p: (reports[p].node.node_id, _gpus(reports[p]), p)))
+    return order
+
+
+def _gpus(report: WorkerReport) -> tuple[tuple[int, str], ...]:
+    """Return the GPU ids so that they sort as numbers."""
+    return tuple((int(gpu) if gpu.isdigit() else -1, gpu) for gpu in report.gpu_ids)
+
+
+def is_actor_known(name: str) -> bool:
+    """Say whether an actor of this name lives in our namespace."""
+    try:
+        ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def startup_error(party: str, what: str, error: RayError) -> KVCacheError:
+    """Return our error for what Ray says about a party that did not do `what`."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, NotEnoughMemoryError):
+        return NotEnoughMemoryError(f"{party}: {cause}")
+    if isinstance(cause, KVCacheError):
+        return StartupError(f"{party} could not {what}: {cause}")
+    verb = "died before it could" if isinstance(error, ActorDiedError) else "could not"
+    return StartupError(f"{party} {verb} {what}: {first_line(cause or error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the line of an error that says most: Ray wraps causes in tracebacks and advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if len(lines) == 1:
+        return (
+            f"{type(error).__name__}: {lines[0]}" if not isinstance(error, RayError) else lines[0]
+        )
+    raised = [line for line in lines if ": " in line and line.split(": ")[0].isidentifier()]
+    exits = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    return (raised[-1:] or exits[:1] or lines[:1])[0][:300]

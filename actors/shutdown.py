@@ -1,0 +1,92 @@
+"""Taking a cluster down, whatever state it is in.
+
+Order: the coordinator lets its sentinels go and closes its sockets, workers close theirs, then each
+actor is asked to end, killed if it does not, and the placement group goes last. Every wait has a
+deadline; whoever is dead already is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+
+from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
+from actors.placement import remove_placement, wait_until
+from actors.state import RayStateStore
+
+
+@dataclass
+class ClusterParts:
+    """What a cluster is made of; filled in as it comes up. `foreign_workers` are the engine's own
+    actors: they are closed, never ended. `process_ids` are those of all workers."""
+
+    name: str
+    shutdown_s: float
+    coordinator: Any = None
+    workers: list[Any] = field(default_factory=list)
+    foreign_workers: list[Any] = field(default_factory=list)
+    placement: PlacementGroup | None = None
+    process_ids: tuple[int, ...] = ()
+
+
+def take_down(parts: ClusterParts) -> None:
+    """End everything in `parts` and return when it is gone, or after twice `shutdown_s`."""
+    give_up_s = time.monotonic() + parts.shutdown_s
+    coordinators = [] if parts.coordinator is None else [parts.coordinator]
+    _settle([actor.close.remote() for actor in coordinators], give_up_s)
+    closing = [w.kvcache_close.remote() for w in [*parts.workers, *parts.foreign_workers]]
+    # A worker that hangs in its constructor never answers: a third of the time is for asking.
+    _settle(closing, min(give_up_s, time.monotonic() + parts.shutdown_s / 3))
+    actors = [*parts.workers, *coordinators]
+    ending = [actor.__ray_terminate__.remote() for actor in actors]
+    _settle(ending, min(give_up_s, time.monotonic() + parts.shutdown_s / 3))
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)
+    _await_gone(parts, give_up_s + parts.shutdown_s)
+    if parts.placement is not None:
+        remove_placement(parts.placement, parts.shutdown_s)
+    RayStateStore(parts.name).clear()
+
+
+def _settle(calls: Sequence[Any], give_up_s: float) -> None:
+    """Wait until every call has ended, well or badly."""
+    if calls:
+        remaining_s = max(0.0, give_up_s - time.monotonic())
+        ray.wait(list(calls), num_returns=len(calls), timeout=remaining_s)
+
+
+def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
+    """Wait until no name of the cluster is known any more and no worker process is left here."""
+    names = [coordinator_name(parts.name)]
+    names += [worker_name(parts.name, place) for place in range(len(parts.workers))]
+    own = parts.process_ids if parts.workers else ()
+
+    def is_gone() -> bool:
+        return not any(map(_is_known, names)) and not any(map(_is_process, own))
+
+    wait_until(is_gone, max(0.0, give_up_s - time.monotonic()))
+
+
+def _is_known(name: str) -> bool:
+    try:
+        ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_process(process_id: int) -> bool:
+    """Say whether a process of this machine has the id; one of another node counts as gone."""
+    try:
+        with open(f"/proc/{process_id}/cmdline", "rb") as file:
+            return b"ray::" in file.read()
+    except OSError:
+        return False

@@ -1,0 +1,161 @@
+"""What the coordinator knows of one client: its steps, their answers, and how far they have got.
+
+Lives for one epoch. Steps come in through the `StepReceiver`, are executed in order, and are then
+followed here until they are applied and finished on every rank. Refuses to execute anything.
+
+    received ──▶ executed, answered ──▶ applied by all ranks ──▶ forward finished on all ranks
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvcache.errors import InvariantError, RequestError
+from kvcache.job_book import EndedJob
+from kvcache.messages import FailedForward, Progress
+from kvcache.step import NO_STEP, StepRequest
+from kvcache.step_delivery import StepReceiver
+
+MAX_FAILURES = 32
+"""Failed forwards that are reported to a client; later ones only count."""
+
+
+@dataclass
+class _Executed:
+    """A step under way: the message that carries its commands, and its forward if there is one."""
+
+    step: int
+    seq: int
+    is_finished: bool
+
+
+class ClientLedger:
+    """The steps of one client in one epoch.
+
+    Invariant: `acknowledged_step, finished_step <= applied_step < receiver.next_step`, and the
+    steps under way are those above `finished_step` that were executed.
+    """
+
+    def __init__(self, client_id: str, max_stored: int, next_step: int, now_s: float) -> None:
+        """Expect `next_step` first; keep at most `max_stored` answers."""
+        self.client_id = client_id
+        self.receiver = StepReceiver(client_id, max_stored, next_step)
+        self.heard_s = now_s
+        self.progress_sent_s = now_s
+        self.fence_seq = 0
+        self._first_step = next_step
+        self._under_way: deque[_Executed] = deque()
+        self._applied_step = next_step - 1
+        self._finished_step = next_step - 1
+        self._acknowledged_step = next_step - 1
+        self._bytes_checked = 0
+        self._failures: list[FailedForward] = []
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the client was fenced; it is forgotten once every rank has applied that."""
+        return self.fence_seq > 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no step was executed yet."""
+        return self.receiver.next_step == self._first_step
+
+    @property
+    def finished_step(self) -> int:
+        """Every step up to this one is over on every rank."""
+        return self._finished_step
+
+    def start_at(self, next_step: int) -> None:
+        """Expect `next_step` first after all. Only while untouched."""
+        self.receiver.skip_to(next_step)
+        self._first_step = next_step
+        self._applied_step = self._finished_step = self._acknowledged_step = next_step - 1
+
+    def require_over(self, request: StepRequest) -> None:
+        """Raise `RequestError` unless what the step calls complete or failed is over everywhere.
+
+        A block must not be sealed, or given to somebody else, while a rank may still write it.
+        """
+        finished = self._finished_step
+        if request.completed_step > finished:
+            raise RequestError(
+                f"step {request.step} of {self.client_id}: completed_step "
+                f"{request.completed_step}, but only steps up to {finished} have finished on every "
+                "rank: wait for them"
+            )
+        last_step = request.step - 1
+        if request.failed_step != NO_STEP and finished < last_step:
+            raise RequestError(
+                f"step {request.step} of {self.client_id}: failed_step {request.failed_step}, but "
+                f"step {finished + 1} may still run on a rank: wait until step {last_step} is over"
+            )
+
+    def add_executed(self, step: int, seq: int, has_forward: bool) -> None:
+        """Follow a step whose commands are in message `seq`, 0 if it has none."""
+        self._under_way.append(_Executed(step, seq, not has_forward))
+
+    def on_applied(self, applied_by_all: int) -> bool:
+        """Note how far every rank has applied; say whether the client should hear of it."""
+        before = (self._applied_step, self._finished_step)
+        for executed in self._under_way:
+            if executed.seq > applied_by_all:
+                break
+            self._applied_step = max(self._applied_step, executed.step)
+        self._settle()
+        return before != (self._applied_step, self._finished_step)
+
+    def on_job_ended(self, job: EndedJob) -> bool:
+        """Note that a forward is over; say whether the client should hear of it."""
+        before = self._finished_step
+        self._bytes_checked += job.num_bytes
+        self._failures.extend(job.failures[: MAX_FAILURES - len(self._failures)])
+        for executed in self._under_way:
+            if executed.step == job.step:
+                executed.is_finished = True
+        self._settle()
+        return self._finished_step != before
+
+    def on_acknowledge(self, step: int) -> None:
+        """The client knows everything about its steps up to `step`."""
+        self.receiver.on_acknowledge(step)
+        self._acknowledged_step = max(self._acknowledged_step, min(step, self._finished_step))
+
+    def has_news(self) -> bool:
+        """Say whether the client may not know how far its steps have got."""
+        return self._acknowledged_step < max(self._finished_step, self._applied_step)
+
+    def progress(self, epoch: int, now_s: float) -> Progress:
+        """Return how far the steps have got."""
+        self.progress_sent_s = now_s
+        return Progress(
+            self.client_id,
+            epoch,
+            self._applied_step,
+            self._finished_step,
+            self._bytes_checked,
+            tuple(self._failures),
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the steps are not in order."""
+        steps = [executed.step for executed in self._under_way]
+        if steps != sorted(set(steps)) or (steps and steps[0] <= self._finished_step):
+            raise InvariantError(
+                f"client {self.client_id} has steps {steps} under way after {self._finished_step}"
+            )
+        if not self._finished_step <= self._applied_step < self.receiver.next_step:
+            raise InvariantError(
+                f"client {self.client_id}: finished {self._finished_step}, applied "
+                f"{self._applied_step}, next {self.receiver.next_step}"
+            )
+
+    def _settle(self) -> None:
+        """Move `finished_step` over steps that are applied and whose forward is over."""
+        while self._under_way:
+            first = self._under_way[0]
+            if not first.is_finished or first.step > self._applied_step:
+                return
+            self._finished_step = first.step
+            self._under_way.popleft()

@@ -1,0 +1,235 @@
+"""The content-checked forward of a step: which bytes every rank must find and write.
+
+Between the manager's answer and the message to the workers, when content checking is on. Keeps, for
+each running row, how far it is computed and which of its tokens the ranks have been told, so that a
+decode step sends one token per row. Refuses to decide anything: it follows what the manager answered.
+
+    verify [0, computed) of rows that go ──▶ write [start, start + count) of rows that run
+                                             verify [0, start) of rows that come (their hit)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.commands import WriteExpected
+from kvcache.errors import InvariantError
+from kvcache.request import MAX_TOKEN_ID, Request
+from kvcache.step import NO_SLOT, NO_STEP, StepRequest, StepResult
+
+RequestLookup = Callable[[str], Request | None]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """How a row stood before an unfinished step, None where the step brought it."""
+
+    step: int
+    figures: tuple[int, int, int] | None
+
+
+@dataclass
+class _Row:
+    """One running row, as the ranks know it.
+
+    `num_computed` positions are written or will be, drafts included; `num_told` of its own tokens
+    the ranks know; the first `num_right` positions hold what the last told tokens demand.
+    """
+
+    request_id: str
+    client_id: str
+    num_computed: int = 0
+    num_told: int = 0
+    num_right: int = 0
+    before: deque[_Before] = field(default_factory=deque)
+
+    def remember(self, step: int, completed_step: int, is_new: bool = False) -> None:
+        """Keep the figures for the case that `step` fails."""
+        while self.before and self.before[0].step <= completed_step:
+            self.before.popleft()
+        figures = None if is_new else (self.num_computed, self.num_told, self.num_right)
+        self.before.append(_Before(step, figures))
+
+    def take_back(self, from_step: int) -> bool:
+        """Undo the steps from `from_step` on; say whether the row was there before them."""
+        lowest_write = self.num_right
+        while self.before and self.before[-1].step >= from_step:
+            figures = self.before.pop().figures
+            if figures is None:
+                return False
+            self.num_computed, self.num_told, num_right = figures
+            lowest_write = min(lowest_write, num_right, self.num_told)
+        self.num_right = lowest_write
+        return True
+
+
+@dataclass
+class _Rows:
+    """The rows of a `WriteExpected`, as they are collected."""
+
+    slots: list[int] = field(default_factory=list)
+    is_new: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    token_starts: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    token_ids: list[Int32Array] = field(default_factory=list)
+    content_keys: list[bytes] = field(default_factory=list)
+
+    def add(
+        self, slot: int, start: int, count: int, token_start: int, tokens: Int32Array, key: bytes
+    ) -> None:
+        """Add a row; `key` is empty for one that runs on."""
+        self.slots.append(slot)
+        self.is_new.append(int(bool(key)))
+        self.starts.append(start)
+        self.counts.append(count)
+        self.token_starts.append(token_start)
+        self.token_counts.append(len(tokens))
+        self.token_ids.append(tokens)
+        self.content_keys.append(key)
+
+
+class ForwardPlanner:
+    """Makes the content-checked forwards of all clients' steps, in the order of the steps."""
+
+    def __init__(self, lookup: RequestLookup) -> None:
+        """`lookup` returns a known request with all its tokens."""
+        self._lookup = lookup
+        self._rows: dict[int, _Row] = {}
+        self._slots: dict[str, int] = {}
+
+    def plan(self, request: StepRequest, result: StepResult, job_id: int) -> WriteExpected:
+        """Return the forward of a step that the manager has just answered, and remember it."""
+        if request.failed_step != NO_STEP:
+            self._take_back(request.client_id, request.failed_step)
+        verify_slots, verify_lengths = self._let_go(request)
+        rows = _Rows()
+        self._run_on(request, result, rows)
+        self._admit(request, result, rows)
+        return WriteExpected(
+            job_id=job_id,
+            verify_slots=int32_array(verify_slots),
+            verify_lengths=int32_array(verify_lengths),
+            slots=int32_array(rows.slots),
+            is_new=int32_array(rows.is_new),
+            starts=int32_array(rows.starts),
+            counts=int32_array(rows.counts),
+            token_starts=int32_array(rows.token_starts),
+            token_counts=int32_array(rows.token_counts),
+            token_ids=np.concatenate(rows.token_ids) if rows.token_ids else EMPTY_INT32,
+            content_keys=tuple(rows.content_keys),
+        )
+
+    def forget_client(self, client_id: str) -> None:
+        """Drop the rows of a client that has gone."""
+        for slot in [s for s, row in self._rows.items() if row.client_id == client_id]:
+            self._drop(slot)
+
+    def _take_back(self, client_id: str, from_step: int) -> None:
+        for slot, row in list(self._rows.items()):
+            if row.client_id == client_id and not row.take_back(from_step):
+                self._drop(slot)
+
+    def _let_go(self, request: StepRequest) -> tuple[list[int], list[int]]:
+        """Forget rows that finish or are preempted; return what is to be verified of them."""
+        slots, lengths = [], []
+        for ids in (request.finished, request.preempted_recompute, request.preempted_swap):
+            for request_id in ids:
+                slot = self._slots.get(request_id)
+                if slot is not None:
+                    slots.append(slot)
+                    lengths.append(self._rows[slot].num_right)
+                    self._drop(slot)
+        return slots, lengths
+
+    def _run_on(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
+        running = request.running
+        draft_end = 0
+        columns: Iterator[tuple[int, int, int, int, int]] = zip(
+            running.slots.tolist(),
+            running.num_new_tokens.tolist(),
+            running.num_draft_tokens.tolist(),
+            running.num_rejected_tokens.tolist(),
+            result.running_scheduled.tolist(),
+            strict=True,
+        )
+        for slot, num_new, num_draft, num_rejected, is_scheduled in columns:
+            draft_end += num_draft
+            row = self._rows[slot]
+            row.remember(request.step, request.completed_step)
+            row.num_computed -= num_rejected
+            row.num_right = min(row.num_right, row.num_computed)
+            if not is_scheduled or not num_new:
+                continue
+            start, end = row.num_computed, row.num_computed + num_new
+            own_end = end - num_draft
+            told = min(row.num_told, start)
+            tokens = content_tokens(self._request(row.request_id), told, own_end)
+            if num_draft:
+                drafts = running.draft_token_ids[draft_end - num_draft : draft_end]
+                tokens = np.concatenate((tokens, drafts))
+            rows.add(slot, start, num_new, told, tokens, b"")
+            row.num_computed = row.num_right = end
+            row.num_told = own_end
+
+    def _admit(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
+        """Add the rows that come. External tokens have no other writer, so they are written too."""
+        names = [r.request_id for r in request.resumed] + [r.request_id for r in request.new]
+        external = [0] * len(request.resumed)
+        external += [r.num_external_computed_tokens for r in request.new]
+        for i, slot in enumerate(result.admitted_slots.tolist()):
+            if slot == NO_SLOT:
+                continue
+            known = self._request(names[i])
+            start = int(result.num_hit_tokens[i])
+            # The last token is always computed, so external ones never reach the end.
+            first = min(start + external[i], known.num_tokens - 1)
+            end = first + int(result.num_scheduled_tokens[i])
+            row = _Row(names[i], request.client_id)
+            row.remember(request.step, request.completed_step, is_new=True)
+            row.num_computed = row.num_told = row.num_right = end
+            self._rows[slot], self._slots[names[i]] = row, slot
+            tokens = content_tokens(known, 0, end)
+            rows.add(slot, start, end - start, 0, tokens, content_key(known))
+
+    def _request(self, request_id: str) -> Request:
+        request = self._lookup(request_id)
+        if request is None:
+            raise InvariantError(f"request {request_id} runs, but the manager does not know it")
+        return request
+
+    def _drop(self, slot: int) -> None:
+        row = self._rows.pop(slot)
+        del self._slots[row.request_id]
+
+
+def content_key(request: Request) -> bytes:
+    """Return what sets a request's content apart from equal tokens: never empty."""
+    space = request.namespace
+    return json.dumps([space.model_epoch, space.lora, space.salt, space.tenant]).encode()
+
+
+def content_tokens(request: Request, start: int, end: int) -> Int32Array:
+    """Return the tokens `[start, end)` with placeholders of images replaced by ids of the image.
+
+    So the content depends on an image exactly from its first placeholder on, as a block's digest
+    depends on it exactly from the block it touches.
+    """
+    tokens = request.all_token_ids[start:end]
+    for position, mm_hash in zip(request.mm_positions, request.mm_hashes, strict=True):
+        first, last = max(position.offset, start), min(position.end, end)
+        if first < last:
+            tokens = tokens.copy() if not tokens.flags.writeable else tokens
+            base = int.from_bytes(blake2b(mm_hash.encode(), digest_size=8).digest(), "big")
+            offsets = np.arange(first - position.offset, last - position.offset, dtype=np.int64)
+            ids = (base % MAX_TOKEN_ID + offsets * 7919) % MAX_TOKEN_ID
+            tokens[first - start : last - start] = ids
+    return tokens

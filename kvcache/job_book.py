@@ -1,0 +1,88 @@
+"""Jobs that end later than their command is applied, and which ranks have reported them.
+
+A job is over when every rank has reported it, and good only when it was good everywhere. Ranks are
+kept as a set, because reports are repeated until they are acknowledged. Refuses to know what a job
+does. Bounded by the command window: each message brings at most one forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcache.errors import InvariantError, MalformedMessageError
+from kvcache.messages import FailedForward, JobReport
+
+
+@dataclass
+class _Job:
+    """An open job. Invariant: `len(reported) < num_ranks`."""
+
+    client_id: str
+    step: int
+    reported: set[int] = field(default_factory=set)
+    num_bytes: int = 0
+    failures: list[FailedForward] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job that every rank has reported. `failures` is empty when it was good everywhere."""
+
+    job_id: int
+    client_id: str
+    step: int
+    num_bytes: int
+    failures: tuple[FailedForward, ...]
+
+
+class JobBook:
+    """Open jobs of one epoch. Numbers are never given twice, over epochs neither."""
+
+    def __init__(self, num_ranks: int) -> None:
+        """Know no job."""
+        self._num_ranks = num_ranks
+        self._last_id = 0
+        self._open: dict[int, _Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, client_id: str, step: int) -> int:
+        """Begin the job of a client's step; return its number."""
+        self._last_id += 1
+        self._open[self._last_id] = _Job(client_id, step)
+        return self._last_id
+
+    def report(self, rank: int, report: JobReport) -> EndedJob | None:
+        """Note one rank's report; return the job when it was the last one missing.
+
+        A repeat, or a report of a job that is over, changes nothing.
+
+        Raises MalformedMessageError for a number that was never given.
+        """
+        if not 0 < report.job_id <= self._last_id:
+            raise MalformedMessageError(
+                f"rank {rank} reports job {report.job_id}, the last one was {self._last_id}"
+            )
+        job = self._open.get(report.job_id)
+        if job is None or rank in job.reported:
+            return None
+        job.reported.add(rank)
+        job.num_bytes += report.num_bytes
+        if not report.ok:
+            job.failures.append(FailedForward(job.step, rank, report.detail))
+        if len(job.reported) < self._num_ranks:
+            return None
+        del self._open[report.job_id]
+        failures = tuple(sorted(job.failures, key=lambda failure: failure.rank))
+        return EndedJob(report.job_id, job.client_id, job.step, job.num_bytes, failures)
+
+    def clear(self) -> None:
+        """Forget all open jobs: their epoch is over."""
+        self._open.clear()
+
+    def check(self) -> None:
+        """Raise `InvariantError` if a job is open that every rank has reported."""
+        for job_id, job in self._open.items():
+            if len(job.reported) >= self._num_ranks:
+                raise InvariantError(f"job {job_id} is open, but all ranks have reported it")

@@ -1,0 +1,130 @@
+"""What a manager is made of, put together in one place.
+
+Settings are checked here, once. The parts know each other only as far as they are handed over
+below; the manager is their common face.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvcache.admission import Admission, AdmissionLimits
+from kvcache.cache_control import CacheControl
+from kvcache.clock import Clock
+from kvcache.core import EventSink, OffloadHooks
+from kvcache.core_registry import CoreFactory, CoreSettings, make_core
+from kvcache.errors import ConfigurationError
+from kvcache.events_buffer import EventBuffer
+from kvcache.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.request_book import RequestBook
+from kvcache.request_calls import RequestCalls
+from kvcache.slots import SlotTable
+from kvcache.specs import KVCacheConfig, require_count
+from kvcache.step_execution import StepExecutor
+from kvcache.step_ledger import StepLedger
+from kvcache.step_plan import StepPlanner
+
+MAX_UNFINISHED_STEPS = 256
+"""Steps of one client that may be neither complete nor failed at the same time."""
+
+
+@dataclass(frozen=True)
+class ManagerSettings:
+    """The settings of a manager; `KVCacheManager` says what each means.
+
+    Raises:
+        ConfigurationError: a value cannot be meant; names it, and what could be.
+    """
+
+    kv_cache_config: KVCacheConfig
+    max_model_len: int
+    enable_caching: bool
+    caching_hash_algo: str
+    use_eagle: bool
+    log_stats: bool
+    enable_kv_cache_events: bool
+    watermark: float
+    eviction_policy: str
+    core: str
+    max_num_seqs: int
+    max_pin_share: float
+    hash_seed: str
+    zero_new_blocks: bool
+
+    def __post_init__(self) -> None:
+        require_count("max_model_len", self.max_model_len)
+        require_count("max_num_seqs", self.max_num_seqs)
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigurationError(
+                f"watermark is {self.watermark}: pass a share from 0.0 to below 1.0"
+            )
+        if not 0.0 <= self.max_pin_share <= 1.0:
+            raise ConfigurationError(
+                f"max_pin_share is {self.max_pin_share}: pass a share from 0.0 to 1.0"
+            )
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block of each KV cache group."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return tuple(group.kv_cache_spec.block_size for group in groups)
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per digest: what divides every group's block size."""
+        return math.gcd(*self.block_sizes) or 1
+
+
+class ManagerParts:
+    """One of each, wired."""
+
+    def __init__(
+        self,
+        settings: ManagerSettings,
+        clock: Clock,
+        hooks: OffloadHooks,
+        event_sink: EventSink | None,
+        core_factories: Mapping[str, CoreFactory],
+    ) -> None:
+        """Make the parts of a manager with an empty cache; raises `ConfigurationError`."""
+        config = settings.kv_cache_config
+        max_model_len = settings.max_model_len
+        self.hasher = get_request_block_hasher(
+            settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
+        )
+        self.events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
+        core_settings = CoreSettings(
+            config,
+            settings.enable_caching,
+            settings.use_eagle,
+            settings.eviction_policy,
+            self.events,
+            hooks,
+            settings.zero_new_blocks,
+        )
+        self.core = make_core(settings.core, core_settings, core_factories)
+        self.slots = SlotTable(settings.max_num_seqs, settings.hash_block_size)
+        self.book = RequestBook(self.slots, self.core)
+        self.ledger = StepLedger()
+        self.admission = Admission(
+            self.book,
+            self.core,
+            AdmissionLimits(max_model_len, int(settings.watermark * config.num_blocks)),
+            log_stats=settings.log_stats,
+        )
+        max_pinned_blocks = int(settings.max_pin_share * max(0, config.num_blocks - 1))
+        self.control = CacheControl(self.core, self.book, self.admission, clock, max_pinned_blocks)
+        self.calls = RequestCalls(
+            self.book,
+            self.core,
+            self.admission,
+            self.control,
+            hooks,
+            hasher=self.hasher,
+            block_sizes=settings.block_sizes,
+            max_model_len=max_model_len,
+        )
+        self.planner = StepPlanner(self.book, max_model_len, MAX_UNFINISHED_STEPS, self.hasher)
+        self.executor = StepExecutor(self.book, self.core, self.admission, hooks, max_model_len)

@@ -1,0 +1,342 @@
+"""What every attention kind's manager does: keep the block tables of one KV cache group.
+
+Stands between a coordinator, which asks every group the same, and the pool. A kind says which
+prefix it can start from (`longest_match`) and which blocks it no longer reads
+(`num_skipped_blocks`); the rest is here. Refuses to decide across groups: whoever allocates has
+counted first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import groupby
+from typing import ClassVar
+
+import numpy as np
+
+from kvcache.blocks.contents import Finder
+from kvcache.blocks.pool import NULL_ID, BlockPool
+from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
+from kvcache.blocks.run import CachedRun
+from kvcache.errors import ConfigurationError, RequestError
+from kvcache.hashing import BlockHash, generate_block_hash_extra_keys, need_extra_keys
+from kvcache.request import Namespace, Request
+from kvcache.specs import KVCacheSpec, ceil_div
+
+NEVER = 1 << 62
+
+
+class SingleTypeKVCacheManager(ABC):
+    """Block tables of one group, by request id.
+
+    Invariants: the first `num_cached_blocks` blocks of a table were made hittable, are null or
+    were adopted as hits, unless they were withdrawn since; the first `_first_kept` are null.
+    """
+
+    supports_eagle: ClassVar[bool] = True
+
+    def __init__(
+        self, spec: KVCacheSpec, pool: BlockPool, group: int, hash_block_size: int
+    ) -> None:
+        """Manage group `group` of `pool`; requests have a digest per `hash_block_size` tokens.
+
+        Raises:
+            ConfigurationError: the group's block size is no multiple of that.
+        """
+        if spec.block_size % hash_block_size:
+            raise ConfigurationError(
+                f"group {group} has blocks of {spec.block_size} tokens and digests come every "
+                f"{hash_block_size}: hash at a divisor of every group's block size"
+            )
+        self.spec = spec
+        self.group = group
+        self.block_size = spec.block_size
+        self._pool = pool
+        self._hashes_per_block = spec.block_size // hash_block_size
+        self._tables: dict[str, list[int]] = {}
+        self._num_cached: dict[str, int] = {}
+        self._first_kept: dict[str, int] = {}
+
+    # --- what a kind answers -------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def longest_match(
+        cls,
+        find: Finder,
+        digests: Sequence[BlockHash],
+        max_blocks: int,
+        spec: KVCacheSpec,
+        num_extra_blocks: int,
+        alignment_blocks: int,
+    ) -> list[int]:
+        """Return the longest prefix a request can start from, null for blocks it would not read.
+
+        At most `max_blocks` long, a multiple of `alignment_blocks`; its last `num_extra_blocks`
+        will be dropped, and what is left must still do. Changes nothing.
+        """
+
+    @abstractmethod
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Return how many leading blocks nobody reads any more after so many computed tokens."""
+
+    @abstractmethod
+    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
+        """Return how many leading blocks every running request shares."""
+
+    def next_skip_tokens(self, request_id: str) -> int:
+        """Return the computed tokens from which on one more block is skipped; NEVER if none."""
+        return NEVER
+
+    # --- look-up -------------------------------------------------------------------------------
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Sequence[BlockHash],
+        max_length: int,
+        group_ids: Sequence[int],
+        pool: BlockPool,
+        spec: KVCacheSpec,
+        use_eagle: bool = False,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> tuple[list[int], ...]:
+        """Return, per group, the block ids of the longest prefix that hits in all of `group_ids`.
+
+        `block_hashes` come one per block of `spec`. At most `max_length` tokens; with `use_eagle`
+        the last matched block is dropped. Null blocks for skipped positions. Changes nothing.
+        """
+        max_blocks = min(len(block_hashes), max_length // spec.block_size)
+        finders = [pool.contents.finder(namespace, group) for group in group_ids]
+        matches = cls.match_all(finders, block_hashes, max_blocks, spec, int(use_eagle), 1)
+        if use_eagle:
+            for match in matches:
+                del match[-1:]
+        return matches
+
+    @classmethod
+    def match_all(
+        cls,
+        finders: Sequence[Finder],
+        digests: Sequence[BlockHash],
+        max_blocks: int,
+        spec: KVCacheSpec,
+        num_extra_blocks: int,
+        alignment_blocks: int,
+    ) -> tuple[list[int], ...]:
+        """Do `longest_match` for several groups of one spec: a digest hits if all have it."""
+        limits = (max_blocks, spec, num_extra_blocks, alignment_blocks)
+        if len(finders) == 1:
+            return (cls.longest_match(finders[0], digests, *limits),)
+
+        def find_in_all(digest: BlockHash) -> int | None:
+            found = [find(digest) for find in finders]
+            return None if None in found else found[0]
+
+        match = cls.longest_match(find_in_all, digests, *limits)
+        return tuple(
+            [
+                (find(digest) or NULL_ID) if block_id else NULL_ID
+                for digest, block_id in zip(digests, match, strict=False)
+            ]
+            for find in finders
+        )
+
+    # --- allocation ----------------------------------------------------------------------------
+
+    def table(self, request_id: str) -> Sequence[int]:
+        """Return a request's table, empty if unknown. Belongs to the manager: do not change it."""
+        return self._tables.get(request_id, ())
+
+    def request_ids(self) -> Sequence[str]:
+        """Return the requests that have a table."""
+        return list(self._tables)
+
+    def num_cached_blocks(self, request_id: str) -> int:
+        """Return up to where the request's blocks need not be made hittable any more."""
+        return self._num_cached.get(request_id, 0)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[int] = (),
+        num_computed_tokens: int = 0,
+    ) -> int:
+        """Return how many free blocks a table for `num_tokens` takes, hits that are free included.
+
+        Positions before the first kept one after `num_computed_tokens` need none. No mutation.
+        """
+        total = ceil_div(num_tokens, self.block_size)
+        held = len(self._tables.get(request_id, ())) + len(new_computed_blocks)
+        skipped = min(self.num_skipped_blocks(num_computed_tokens), total)
+        needed = max(0, total - max(held, skipped))
+        if new_computed_blocks:
+            needed += self._pool.num_unheld(new_computed_blocks)
+        return needed
+
+    def save_new_computed_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Adopt a hit as the start of a request's table; raises RequestError if it has one."""
+        if self._tables.get(request_id):
+            raise RequestError(
+                f"request {request_id} holds {len(self._tables[request_id])} blocks of group "
+                f"{self.group} already: only a request without blocks adopts a hit"
+            )
+        table = list(block_ids)
+        first_kept = next((i for i, block_id in enumerate(table) if block_id), len(table))
+        self._pool.touch(table[first_kept:])
+        self._tables[request_id] = table
+        self._num_cached[request_id] = len(table)
+        self._first_kept[request_id] = first_kept
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int = 0
+    ) -> list[int]:
+        """Extend a request's table to `num_tokens`; return what entered it, nulls included.
+
+        Raises:
+            OutOfBlocksError: too few are free; nothing was changed.
+        """
+        table = self._tables.get(request_id, [])
+        total = ceil_div(num_tokens, self.block_size)
+        missing = total - len(table)
+        if missing <= 0:
+            self._tables.setdefault(request_id, table)
+            return []
+        skipped = min(self.num_skipped_blocks(num_computed_tokens), total)
+        num_null = max(0, skipped - len(table))
+        new = [NULL_ID] * num_null + self._pool.get_new_blocks(missing - num_null)
+        table += new
+        self._tables[request_id] = table
+        return new
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Free the blocks nobody reads any more, right to left, and put nulls in their place."""
+        table = self._tables.get(request_id)
+        if table is None:
+            return
+        end = min(self.num_skipped_blocks(num_computed_tokens), len(table))
+        start = self._first_kept.get(request_id, 0)
+        if end <= start:
+            return
+        freed = []
+        for index in range(end - 1, start - 1, -1):
+            if table[index] == NULL_ID:
+                break
+            freed.append(table[index])
+        self._pool.free_blocks(freed)
+        table[start:end] = [NULL_ID] * (end - start)
+        self._first_kept[request_id] = end
+
+    def free(self, request_id: str) -> None:
+        """Give all of a request's blocks back, tail first; an unknown request: no effect."""
+        self._pool.free_blocks([b for b in reversed(self.forget_request(request_id)) if b])
+
+    def forget_request(self, request_id: str) -> list[int]:
+        """Drop a request's table and return it. Whoever calls gives the references back."""
+        self._num_cached.pop(request_id, None)
+        self._first_kept.pop(request_id, None)
+        return self._tables.pop(request_id, [])
+
+    # --- caching -------------------------------------------------------------------------------
+
+    def group_hashes(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """Return one digest per block of this group: the last of those its tokens have."""
+        if self._hashes_per_block == 1:
+            return digests
+        return digests[self._hashes_per_block - 1 :: self._hashes_per_block]
+
+    def next_full_tokens(self, request_id: str) -> int:
+        """Return the tokens from which on one more block could be made hittable."""
+        return (self._num_cached.get(request_id, 0) + 1) * self.block_size
+
+    def rewind(self, request_id: str, num_cached_blocks: int) -> None:
+        """Blocks from `num_cached_blocks` on were withdrawn and may be made hittable again."""
+        if self._num_cached.get(request_id, 0) > num_cached_blocks:
+            self._num_cached[request_id] = num_cached_blocks
+
+    def require_cacheable(self, request: Request, num_tokens: int) -> None:
+        """Raise RequestError if `cache_blocks` could not do its work. Changes nothing."""
+        num_full = num_tokens // self.block_size
+        if num_full > request.num_tokens // self.block_size:
+            raise RequestError(
+                f"request {request.request_id} has {request.num_tokens} tokens, blocks up to token "
+                f"{num_tokens} cannot be full: append its tokens first"
+            )
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the request's full blocks up to `num_tokens` hittable, in the open step if any.
+
+        Null blocks are left out. Where the block before has lost its content, nothing is cached:
+        a content without its prefix could not be found.
+
+        Raises:
+            RequestError: it has fewer tokens or blocks; nothing was changed.
+        """
+        start = self._num_cached.get(request.request_id, 0)
+        end = num_tokens // self.block_size
+        if end <= start:
+            return
+        self.require_cacheable(request, num_tokens)
+        table = self._tables.get(request.request_id, [])
+        if end > len(table):
+            raise RequestError(
+                f"request {request.request_id} has {len(table)} blocks in group {self.group}, "
+                f"{end} cannot be cached: allocate them first"
+            )
+        digests = self.group_hashes(request.block_hashes)
+        contents = self._pool.contents
+        previous = (table[start - 1], digests[start - 1]) if start else None
+        if (
+            previous is not None
+            and self.spec.reads_whole_prefix
+            and not contents.holds(*previous, request.namespace, self.group)
+        ):
+            return
+        is_new = [b != NULL_ID and contents.digests[b] is None for b in table[start:end]]
+        for wanted, positions in groupby(range(start, end), key=lambda i: is_new[i - start]):
+            if wanted:
+                indices = list(positions)
+                self._pool.cache_full_blocks(
+                    self._run(request, table, digests, indices[0], indices[-1] + 1)
+                )
+        self._num_cached[request.request_id] = end
+
+    def _run(
+        self,
+        request: Request,
+        table: Sequence[int],
+        digests: Sequence[BlockHash],
+        start: int,
+        end: int,
+    ) -> CachedRun:
+        size, ledger = self.block_size, self._pool.ledger
+        extra_keys = ()
+        if need_extra_keys(request):
+            extra_keys = tuple(
+                generate_block_hash_extra_keys(request, i * size, (i + 1) * size, 0)[0]
+                for i in range(start, end)
+            )
+        return CachedRun(
+            table=self._pool.contents.table(request.namespace, self.group),
+            block_ids=list(table[start:end]),
+            digests=list(digests[start:end]),
+            parent=digests[start - 1] if start else self._none_hash(request),
+            token_ids=np.array(request.all_token_ids[start * size : end * size], dtype=np.int32),
+            block_size=size,
+            extra_keys=extra_keys,
+            request_id=request.request_id,
+            first_index=start,
+            client_id=ledger.client_id,
+            step=ledger.step,
+        )
+
+    @staticmethod
+    def _none_hash(request: Request) -> BlockHash:
+        hasher = request.block_hasher
+        if hasher is None:
+            raise RequestError(
+                f"request {request.request_id} has no block hasher: attach one before caching"
+            )
+        return hasher.none_hash

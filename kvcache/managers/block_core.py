@@ -1,0 +1,383 @@
+"""The reference core: block pool, managers and coordinator behind the `Core` protocol.
+
+Stands under `KVCacheManager`, which owns requests, slots and statistics. A look-up asks the
+coordinator; a reservation counts, adopts, allocates and caches; steps seal or withdraw what they
+made hittable. Refuses to know tokens' meaning, workers or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.blocks.audit import check_pool, dump_pool
+from kvcache.blocks.outbox import Outbox
+from kvcache.blocks.pool import KINDS_APART, BlockPool
+from kvcache.blocks.rebuild import rebuild
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.core import (
+    CacheHit,
+    CoreStatistics,
+    EventSink,
+    NullEventSink,
+    OffloadHooks,
+    ReferenceKind,
+    Reservation,
+    RowBatch,
+    RowsReserved,
+    TableChange,
+)
+from kvcache.errors import RequestError
+from kvcache.hashing import BlockHash
+from kvcache.labels import LabelSet
+from kvcache.managers.audit import check_tables, dump_tables
+from kvcache.managers.base import NEVER
+from kvcache.managers.coordinators import (
+    KVCacheCoordinator,
+    RowLimits,
+    get_kv_cache_coordinator,
+    ordered_groups,
+)
+from kvcache.request import Request
+from kvcache.specs import KVCacheConfig
+
+
+class BlockCore:
+    """A `Core` that maps digests to blocks, one block at a time."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        none_hash: BlockHash,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        eviction_policy: str = "lru",
+        events: EventSink | None = None,
+        offload: OffloadHooks | None = None,
+        medium: str = "device",
+        publish_all_groups: bool = False,
+        zero_new_blocks: bool = False,
+        has_workers: bool = True,
+    ) -> None:
+        """Make the books of an empty pool.
+
+        `none_hash` is the parent of every first block. Events of full-attention groups are
+        published, of all groups with `publish_all_groups` (or where no group is full attention).
+        Without workers no commands are kept.
+
+        Raises:
+            ConfigurationError: no block at all, an unknown policy, a kind that nobody serves.
+        """
+        groups = range(len(kv_cache_config.kv_cache_groups))
+        ordered = ordered_groups(kv_cache_config)
+        published = ordered if ordered and not publish_all_groups else frozenset(groups)
+        self._none_hash = none_hash
+        self._outbox = Outbox(
+            events or NullEventSink(),
+            medium,
+            none_hash=none_hash,
+            published_groups=published,
+            has_workers=has_workers,
+        )
+        self.pool = BlockPool(
+            kv_cache_config.num_blocks,
+            enable_caching=enable_caching,
+            ordered_groups=ordered,
+            eviction_policy=eviction_policy,
+            outbox=self._outbox,
+            offload=offload,
+            zero_new_blocks=zero_new_blocks,
+        )
+        self.coordinator: KVCacheCoordinator = get_kv_cache_coordinator(
+            kv_cache_config, self.pool, enable_caching=enable_caching, use_eagle=use_eagle
+        )
+        self._limits: dict[str, RowLimits] = {}
+        self._hashless: set[str] = set()
+        self._hits_stopped = False
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per digest that requests must come with."""
+        return self.coordinator.hash_block_size
+
+    @property
+    def can_hit(self) -> bool:
+        """Whether prefix caching is on: configured, and possible in every group."""
+        return self.coordinator.can_hit
+
+    def use_slots(self, slots: Mapping[str, int]) -> None:
+        """Read owner slots for labels from `slots`, by request id, from now on; a live view."""
+        self._outbox.slots = slots
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def open_step(self, client_id: str, step: int) -> None:
+        """Begin step `step` of `client_id`; raises RequestError for a step before its latest."""
+        self.pool.ledger.open(client_id, step)
+        self.pool.contents.client_id = client_id
+
+    def close_step(self) -> None:
+        """End the open step, if any."""
+        self.pool.ledger.close()
+        self.pool.contents.client_id = None
+
+    def complete_steps(self, client_id: str, through_step: int) -> None:
+        """Seal what the client's steps up to `through_step` made hittable and still stands."""
+        for run in self.pool.ledger.take_through(client_id, through_step):
+            self.pool.seal(run)
+
+    def fail_steps(self, client_id: str, from_step: int) -> None:
+        """Withdraw what the client's steps from `from_step` on made hittable, last steps first.
+
+        Requests that adopted such blocks keep them, without content.
+        """
+        for run in self.pool.ledger.take_from(client_id, from_step):
+            self.pool.withdraw(run)
+            manager = self.coordinator.managers[run.table.group]
+            manager.rewind(run.request_id, run.first_index)
+            self._limits.pop(run.request_id, None)
+
+    # --- a request's way -----------------------------------------------------------------------
+
+    def look_up(self, request: Request) -> CacheHit:
+        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
+        coordinator = self.coordinator
+        if not coordinator.can_hit or self._hits_stopped or request.skip_reading_prefix_cache:
+            return CacheHit(tuple(() for _ in coordinator.managers), 0)
+        return coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1, request.namespace
+        )
+
+    def reserve(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None = None
+    ) -> list[TableChange] | None:
+        """Give the request blocks, all or nothing over all groups; see `Core.reserve`.
+
+        Raises:
+            RequestError: it would cache tokens it does not have or has no slots for, or adopts a
+                hit although it has blocks; nothing was changed.
+        """
+        self._require_possible(request, reservation, hit)
+        return self._reserve(request, reservation, hit)
+
+    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
+        """Do what `reserve` does for every running row of a step, in one call."""
+        requests, limits = rows.requests, self._limits
+        columns = (rows.num_computed_tokens, rows.num_slot_tokens, rows.num_cached_tokens)
+        if any(len(column) != len(requests) for column in (rows.slots, *columns)):
+            raise RequestError(
+                f"a batch of {len(requests)} rows has columns of "
+                f"{[len(column) for column in (rows.slots, *columns)]} entries: give one per row"
+            )
+        busy: list[tuple[int, Reservation]] = []
+        figures = zip(requests, *(column.tolist() for column in columns), strict=True)
+        for row, (request, computed, wanted, cached) in enumerate(figures):
+            limit = limits.get(request.request_id)
+            if (
+                limit is None
+                or wanted > limit.capacity_tokens
+                or cached >= limit.next_full_tokens
+                or computed >= limit.next_skip_tokens
+            ):
+                reservation = Reservation(computed, wanted, cached)
+                self._require_possible(request, reservation, None)
+                busy.append((row, reservation))
+        is_reserved = np.ones(len(requests), dtype=np.int32)
+        changes: list[tuple[int, TableChange]] = []
+        slots = rows.slots.tolist()
+        for row, reservation in busy:
+            changed = self._reserve(requests[row], reservation, None)
+            if changed is None:
+                is_reserved[row] = 0
+            else:
+                changes += [(slots[row], change) for change in changed]
+        return RowsReserved(is_reserved, _patch(changes))
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Make the request's full blocks up to `num_tokens` hittable.
+
+        Raises:
+            RequestError: it has fewer tokens or blocks; nothing was changed.
+        """
+        if self._may_cache(request) and self.coordinator.has_blocks(request.request_id):
+            self.coordinator.cache_blocks(request, num_tokens)
+            self._limits.pop(request.request_id, None)
+
+    def free(self, request: Request) -> None:
+        """Give all its blocks back, tail first. A request without blocks: no effect."""
+        self.coordinator.free(request.request_id)
+        self._limits.pop(request.request_id, None)
+        self._hashless.discard(request.request_id)
+
+    def forget_hashes(self, request: Request) -> None:
+        """Make no further block of this running request hittable (used while draining)."""
+        self._hashless.add(request.request_id)
+        self._limits.pop(request.request_id, None)
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return copies of the request's tables, one list per group; empty lists if unknown."""
+        return self.coordinator.get_blocks(request_id)
+
+    def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
+        """Return, per group, how many leading blocks every running request shares."""
+        return self.coordinator.get_num_common_prefix_blocks(request_id, num_running_requests)
+
+    # --- contents ------------------------------------------------------------------------------
+
+    def pin(self, hit: CacheHit) -> None:
+        """Hold the blocks of `hit` by a pin reference; raises BlockError if one is gone."""
+        self.pool.touch(self.coordinator.tail_first(hit.block_ids), ReferenceKind.PIN)
+
+    def unpin(self, hit: CacheHit) -> None:
+        """Give a pin reference back; raises BlockError, unchanged, if one has none."""
+        self.pool.free_blocks(self.coordinator.tail_first(hit.block_ids), ReferenceKind.PIN)
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Forget the contents of these blocks and of their cached descendants."""
+        self.pool.evict_blocks(block_ids)
+
+    def reset(self) -> int:
+        """Forget every content if no block is in use. Return how many are in use (0: done)."""
+        if not self.pool.reset_prefix_cache():
+            return self.pool.num_blocks_in_use()
+        self._hits_stopped = False
+        return 0
+
+    def stop_hits(self) -> None:
+        """From now on nothing hits and nothing becomes hittable, until a `reset` succeeds."""
+        self._hits_stopped = True
+        self._limits.clear()
+
+    # --- figures -------------------------------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """Return label, unlabel and zero commands since the last call, in order."""
+        return self._outbox.take_commands()
+
+    def num_free_blocks(self) -> int:
+        """Return how many blocks could be taken now, cached ones included."""
+        return self.pool.get_num_free_blocks()
+
+    def usage(self) -> float:
+        """Return the share of blocks that are in use, 0.0 to 1.0."""
+        return self.pool.get_usage()
+
+    def statistics(self) -> CoreStatistics:
+        """Return figures, frozen. O(blocks)."""
+        pool = self.pool
+        num_cached = pool.contents.num_cached
+        apart = {kind: pool.blocks_held(kind) for kind in KINDS_APART}
+        references = {kind.value: sum(held.values()) for kind, held in apart.items()}
+        references[ReferenceKind.REQUEST.value] = pool.total_references() - sum(references.values())
+        return CoreStatistics(
+            num_blocks=pool.num_total_blocks,
+            num_free_blocks=pool.get_num_free_blocks(),
+            num_cached_blocks=num_cached,
+            num_sealed_blocks=num_cached - len(pool.contents.unsealed),
+            num_pinned_blocks=len(apart[ReferenceKind.PIN]),
+            num_in_flight_blocks=len(apart[ReferenceKind.TRANSFER]),
+            num_quarantined_blocks=len(pool.quarantined_blocks()),
+            num_evictions=pool.num_evictions,
+            references=references,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` with the failed sum if the books do not add up. O(blocks)."""
+        check_pool(self.pool)
+        check_tables(self.pool, self.coordinator)
+
+    def dump_state(self) -> dict[str, object]:
+        """Return the whole state in a canonical form made of plain values, for comparison."""
+        return {
+            **dump_pool(self.pool),
+            "tables": dump_tables(self.coordinator),
+            "hashless": sorted(self._hashless),
+            "hits_stopped": self._hits_stopped,
+        }
+
+    def restore(self, labels: Sequence[LabelSet]) -> int:
+        """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
+
+        Raises:
+            BlockError: something is held or cached here already; nothing was changed.
+        """
+        sizes = [spec.block_size for spec in self.coordinator.specs] if self.can_hit else []
+        return rebuild(self.pool, labels, self._none_hash, sizes)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _may_cache(self, request: Request) -> bool:
+        return (
+            self.coordinator.can_hit
+            and not self._hits_stopped
+            and request.request_id not in self._hashless
+        )
+
+    def _require_possible(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    ) -> None:
+        if reservation.num_cached_tokens > reservation.num_slot_tokens:
+            raise RequestError(
+                f"request {request.request_id}: {reservation.num_cached_tokens} tokens to cache, "
+                f"but slots for {reservation.num_slot_tokens}: reserve slots for all of them"
+            )
+        if self._may_cache(request):
+            for manager in self.coordinator.managers:
+                manager.require_cacheable(request, reservation.num_cached_tokens)
+        if hit is not None and self.coordinator.has_blocks(request.request_id):
+            raise RequestError(
+                f"request {request.request_id} has blocks already: only a request without blocks "
+                "adopts a hit"
+            )
+
+    def _reserve(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    ) -> list[TableChange] | None:
+        coordinator, request_id = self.coordinator, request.request_id
+        computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
+        if hit is None:
+            coordinator.remove_skipped_blocks(request_id, computed)
+        needed = coordinator.get_num_blocks_to_allocate(request_id, wanted, hit, computed)
+        if needed + reservation.num_spare_blocks > self.pool.get_num_free_blocks():
+            self._limits.pop(request_id, None)
+            return None
+        if hit is not None:
+            coordinator.save_new_computed_blocks(request_id, hit)
+        new = coordinator.allocate_new_blocks(request_id, wanted, computed)
+        changes = []
+        for group, entered in enumerate(new):
+            if hit is not None:
+                entered = [*hit.block_ids[group], *entered]
+            if entered:
+                first = len(coordinator.managers[group].table(request_id)) - len(entered)
+                changes.append(TableChange(group, first, entered))
+        if reservation.num_cached_tokens and self._may_cache(request):
+            coordinator.cache_blocks(request, reservation.num_cached_tokens)
+        limits = coordinator.row_limits(request_id)
+        if not self._may_cache(request):
+            limits = RowLimits(limits.capacity_tokens, NEVER, limits.next_skip_tokens)
+        self._limits[request_id] = limits
+        return changes
+
+
+def _patch(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
+    """Return the changes of rows (slot, change) as one command."""
+    if not changes:
+        return EMPTY_PATCH
+    block_ids: list[int] = []
+    for _, change in changes:
+        block_ids += change.block_ids
+    return BlockTablePatch(
+        slots=_column(slot for slot, _ in changes),
+        groups=_column(change.group for _, change in changes),
+        first_indices=_column(change.first_index for _, change in changes),
+        counts=_column(len(change.block_ids) for _, change in changes),
+        block_ids=int32_array(block_ids),
+    )
+
+
+def _column(values: Iterable[int]) -> Int32Array:
+    return int32_array(list(values))

@@ -1,0 +1,320 @@
+"""All KV cache groups of a model together: one hit, one count, one allocation.
+
+Stands between a core and the managers of the groups. A hit must hold in every group, so kinds
+shorten each other's hits until all agree. Refuses to allocate by halves: the core counts with
+`get_num_blocks_to_allocate` before it allocates.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle
+from math import gcd, lcm
+
+from kvcache.blocks.pool import NULL_ID, BlockPool
+from kvcache.core import CacheHit
+from kvcache.errors import ConfigurationError
+from kvcache.hashing import BlockHash
+from kvcache.managers.base import NEVER, SingleTypeKVCacheManager
+from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
+from kvcache.request import Namespace, Request
+from kvcache.specs import KVCacheConfig, KVCacheSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """How far a request can go on before anything must be done for it, in tokens.
+
+    Nothing is to be done while its slots end at or before `capacity_tokens`, what is cached before
+    `next_full_tokens`, and what is computed before `next_skip_tokens`.
+    """
+
+    capacity_tokens: int
+    next_full_tokens: int
+    next_skip_tokens: int
+
+
+class KVCacheCoordinator(ABC):
+    """The managers of all groups, asked in order of group."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        pool: BlockPool,
+        *,
+        use_eagle: bool = False,
+        managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
+    ) -> None:
+        """Make a manager per group. Raises ConfigurationError for a kind that nobody serves."""
+        self.specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+        self.pool = pool
+        self.use_eagle = use_eagle
+        self.hash_block_size = hash_block_size(kv_cache_config)
+        self.managers = tuple(
+            get_manager_for_kv_cache_spec(spec, managers)(spec, pool, group, self.hash_block_size)
+            for group, spec in enumerate(self.specs)
+        )
+
+    @property
+    def can_hit(self) -> bool:
+        """Whether anything is ever cached."""
+        return True
+
+    @abstractmethod
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
+    ) -> CacheHit:
+        """Return the longest prefix of at most `max_length` tokens that hits in every group.
+
+        `block_hashes` come one per `hash_block_size` tokens. Changes nothing.
+        """
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        hit: CacheHit | None = None,
+        num_computed_tokens: int = 0,
+    ) -> int:
+        """Return how many free blocks the request takes in all groups. Changes nothing."""
+        return sum(
+            manager.get_num_blocks_to_allocate(
+                request_id,
+                num_tokens,
+                hit.block_ids[manager.group] if hit else (),
+                num_computed_tokens,
+            )
+            for manager in self.managers
+        )
+
+    def save_new_computed_blocks(self, request_id: str, hit: CacheHit) -> None:
+        """Adopt a hit in every group; raises RequestError if the request has blocks."""
+        for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
+            manager.save_new_computed_blocks(request_id, block_ids)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_computed_tokens: int = 0
+    ) -> list[list[int]]:
+        """Extend all tables to `num_tokens`; return what entered each. There is room."""
+        return [
+            manager.allocate_new_blocks(request_id, num_tokens, num_computed_tokens)
+            for manager in self.managers
+        ]
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make full blocks up to `num_tokens` hittable in every group."""
+        for manager in self.managers:
+            manager.require_cacheable(request, num_tokens)
+        for manager in self.managers:
+            manager.cache_blocks(request, num_tokens)
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Free what no group reads any more."""
+        for manager in self.managers:
+            manager.remove_skipped_blocks(request_id, num_computed_tokens)
+
+    def free(self, request_id: str) -> None:
+        """Give all blocks back, the last tokens' first, groups side by side."""
+        self.pool.free_blocks(
+            self.tail_first([manager.forget_request(request_id) for manager in self.managers])
+        )
+
+    def tail_first(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Return the blocks of one request's tables, null left out, last tokens first."""
+        if len(tables) == 1:
+            order = list(reversed(tables[0]))
+        elif len({len(table) for table in tables}) == 1 and len({*map(self._size, self.specs)}) == 1:
+            order = list(chain.from_iterable(zip(*map(reversed, tables), strict=True)))
+        else:
+            placed = [
+                (-(index + 1) * spec.block_size, group, block_id)
+                for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True))
+                for index, block_id in enumerate(table)
+            ]
+            order = [block_id for _, _, block_id in sorted(placed)]
+        return [block_id for block_id in order if block_id] if NULL_ID in order else order
+
+    def get_num_common_prefix_blocks(
+        self, request_id: str, num_running_requests: int
+    ) -> list[int]:
+        """Return, per group, how many leading blocks every running request shares."""
+        return [
+            manager.get_num_common_prefix_blocks(request_id, num_running_requests)
+            for manager in self.managers
+        ]
+
+    def get_blocks(self, request_id: str) -> tuple[list[int], ...]:
+        """Return copies of a request's tables; empty lists if it is unknown."""
+        return tuple(list(manager.table(request_id)) for manager in self.managers)
+
+    def has_blocks(self, request_id: str) -> bool:
+        """Say whether the request has a table of any length in any group."""
+        return any(manager.table(request_id) for manager in self.managers)
+
+    def row_limits(self, request_id: str) -> RowLimits:
+        """Return how far a request can go on before anything must be done for it."""
+        managers = self.managers
+        return RowLimits(
+            min((len(m.table(request_id)) * m.block_size for m in managers), default=NEVER),
+            min((m.next_full_tokens(request_id) for m in managers), default=NEVER)
+            if self.can_hit
+            else NEVER,
+            min((m.next_skip_tokens(request_id) for m in managers), default=NEVER),
+        )
+
+    @staticmethod
+    def _size(spec: KVCacheSpec) -> int:
+        return spec.block_size
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Tables without any caching: every look-up misses, nothing becomes hittable."""
+
+    @property
+    def can_hit(self) -> bool:
+        return False
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
+    ) -> CacheHit:
+        """Return a miss."""
+        return CacheHit(tuple(() for _ in self.managers), 0)
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Cache nothing."""
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
+    """One group: its manager's hit is the hit."""
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
+    ) -> CacheHit:
+        """Return the group's longest hit."""
+        manager = self.managers[0]
+        (match,) = manager.find_longest_cache_hit(
+            block_hashes, max_length, [0], self.pool, manager.spec, self.use_eagle, namespace
+        )
+        return CacheHit((tuple(match),), len(match) * manager.block_size)
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinator):
+    """Several groups: the longest prefix on which all of them agree.
+
+    Groups of equal specs are looked up together. Every kind shortens the hit to its own longest
+    one, until no kind does: a fixed point, and the longest one, because a kind's hit for a shorter
+    limit is never longer. Lengths are multiples of the least common multiple of the block sizes;
+    EAGLE's last block is one such multiple, dropped once, after all agree.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        pool: BlockPool,
+        *,
+        use_eagle: bool = False,
+        managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
+    ) -> None:
+        """Make a manager per group, and put groups of equal specs together."""
+        super().__init__(kv_cache_config, pool, use_eagle=use_eagle, managers=managers)
+        kinds: dict[KVCacheSpec, list[int]] = {}
+        for group, spec in enumerate(self.specs):
+            kinds.setdefault(spec, []).append(group)
+        # What reads the whole prefix is cheap to look up and cuts the work of the others.
+        self._kinds = sorted(kinds.items(), key=lambda kind: not kind[0].reads_whole_prefix)
+        self._step_tokens = lcm(*(spec.block_size for spec in self.specs))
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
+    ) -> CacheHit:
+        """Return the longest hit that holds in every group."""
+        length = min(max_length, len(block_hashes) * self.hash_block_size)
+        length -= length % self._step_tokens
+        matches: dict[int, list[int]] = {}
+        num_agreed = 0
+        kinds = cycle(self._kinds)
+        while length and num_agreed < len(self._kinds):
+            spec, groups = next(kinds)
+            found = self._match(spec, groups, block_hashes, length, namespace)
+            matches.update(zip(groups, found, strict=True))
+            num_agreed = num_agreed + 1 if len(found[0]) * spec.block_size == length else 1
+            length = len(found[0]) * spec.block_size
+        length = max(0, length - self._step_tokens) if self.use_eagle else length
+        return CacheHit(
+            tuple(
+                tuple(matches.get(group, [])[: length // spec.block_size])
+                for group, spec in enumerate(self.specs)
+            ),
+            length,
+        )
+
+    def _match(
+        self,
+        spec: KVCacheSpec,
+        groups: Sequence[int],
+        block_hashes: Sequence[BlockHash],
+        length: int,
+        namespace: Namespace,
+    ) -> tuple[list[int], ...]:
+        manager = self.managers[groups[0]]
+        step_blocks = self._step_tokens // spec.block_size
+        return manager.match_all(
+            [self.pool.contents.finder(namespace, group) for group in groups],
+            manager.group_hashes(block_hashes),
+            length // spec.block_size,
+            spec,
+            step_blocks if self.use_eagle else 0,
+            step_blocks,
+        )
+
+
+def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Return the tokens per digest: the greatest common divisor of the groups' block sizes.
+
+    1 where there is no group.
+    """
+    return gcd(*(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups)) or 1
+
+
+def ordered_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """Return the groups in which a block is of no use without all blocks before it."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return frozenset(i for i, group in groups if group.kv_cache_spec.reads_whole_prefix)
+
+
+def get_kv_cache_coordinator(
+    kv_cache_config: KVCacheConfig,
+    pool: BlockPool,
+    *,
+    enable_caching: bool = True,
+    use_eagle: bool = False,
+    managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
+) -> KVCacheCoordinator:
+    """Return the coordinator for a plan. A group that cannot hit disables caching, with a warning.
+
+    Raises:
+        ConfigurationError: a kind that nobody serves, or that EAGLE cannot be used with.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    for spec in specs:
+        if use_eagle and not get_manager_for_kv_cache_spec(spec, managers).supports_eagle:
+            raise ConfigurationError(
+                f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}: turn it off"
+            )
+    unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
+    if enable_caching and unable:
+        logger.warning(
+            "prefix caching is off: KV cache groups of kind %s cannot start from cached blocks",
+            ", ".join(unable),
+        )
+    kind: type[KVCacheCoordinator]
+    if not enable_caching or unable or not specs:
+        kind = KVCacheCoordinatorNoPrefixCache
+    else:
+        kind = UnitaryKVCacheCoordinator if len(specs) == 1 else HybridKVCacheCoordinator
+    return kind(kv_cache_config, pool, use_eagle=use_eagle, managers=managers)

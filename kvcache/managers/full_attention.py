@@ -1,0 +1,43 @@
+"""Full attention (MLA too): every token reads all tokens before it, so no block is ever skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from kvcache.blocks.contents import Finder
+from kvcache.core import ReferenceKind
+from kvcache.hashing import BlockHash
+from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.specs import KVCacheSpec
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Hits are the blocks from the left until the first miss."""
+
+    @classmethod
+    def longest_match(
+        cls,
+        find: Finder,
+        digests: Sequence[BlockHash],
+        max_blocks: int,
+        spec: KVCacheSpec,
+        num_extra_blocks: int,
+        alignment_blocks: int,
+    ) -> list[int]:
+        # iter(callable, sentinel) stops at the first miss without a Python loop.
+        match = [*iter(map(find, islice(digests, max_blocks)).__next__, None)]
+        del match[len(match) - len(match) % alignment_blocks :]
+        return match
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
+        """Count leading blocks whose request references equal the running requests."""
+        count = 0
+        for block_id in self.table(request_id):
+            if self._pool.num_references(block_id, ReferenceKind.REQUEST) != num_running_requests:
+                break
+            count += 1
+        return count

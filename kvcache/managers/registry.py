@@ -1,0 +1,36 @@
+"""Which manager serves which kind of spec; open to kinds from outside.
+
+Asked once per group when a coordinator is built. Refuses kinds that nobody registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kvcache.errors import ConfigurationError
+from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.managers.full_attention import FullAttentionManager
+from kvcache.managers.sliding_window import SlidingWindowManager
+from kvcache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+MANAGERS: Mapping[str, type[SingleTypeKVCacheManager]] = MappingProxyType(
+    {
+        FullAttentionSpec.kind: FullAttentionManager,
+        SlidingWindowSpec.kind: SlidingWindowManager,
+    }
+)
+"""Manager by kind of spec. Pass an extended copy where kinds of your own are used."""
+
+
+def get_manager_for_kv_cache_spec(
+    spec: KVCacheSpec, managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS
+) -> type[SingleTypeKVCacheManager]:
+    """Return the manager class for a spec; raises ConfigurationError if its kind has none."""
+    manager = managers.get(spec.kind)
+    if manager is None:
+        raise ConfigurationError(
+            f"no manager serves KV cache specs of kind {spec.kind!r}: use one of "
+            f"{', '.join(sorted(managers))}, or register a manager for it"
+        )
+    return manager

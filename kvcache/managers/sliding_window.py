@@ -1,0 +1,80 @@
+"""Sliding window: a token reads itself and the `window - 1` tokens before it.
+
+    window 5, block 2      tokens  0 1 | 2 3 | 4 5 | 6 7 | 8      8 reads 4..8: the first two
+    8 tokens computed              null  null   b5    b9           blocks are skipped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.blocks.contents import Finder
+from kvcache.blocks.pool import NULL_ID, BlockPool
+from kvcache.errors import ConfigurationError
+from kvcache.hashing import BlockHash
+from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.specs import KVCacheSpec, SlidingWindowSpec, ceil_div
+
+
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """Hits are the rightmost run of blocks that covers a window; blocks before it are null."""
+
+    def __init__(
+        self, spec: KVCacheSpec, pool: BlockPool, group: int, hash_block_size: int
+    ) -> None:
+        """Manage a window group; raises ConfigurationError for a spec without a window."""
+        super().__init__(spec, pool, group, hash_block_size)
+        self._window = window_tokens(spec)
+
+    @classmethod
+    def longest_match(
+        cls,
+        find: Finder,
+        digests: Sequence[BlockHash],
+        max_blocks: int,
+        spec: KVCacheSpec,
+        num_extra_blocks: int,
+        alignment_blocks: int,
+    ) -> list[int]:
+        """Search the rightmost run of `max(1, ceil((window - 1) / block_size))` hits and the extra.
+
+        A run is tried from its left: a miss rules out every end behind it, so on a cold cache one
+        probe per window suffices, and no position is probed twice. Near the start the run is as
+        short as the prefix: then it is the leading run.
+        """
+        needed = max(1, ceil_div(window_tokens(spec) - 1, spec.block_size)) + num_extra_blocks
+        end = max_blocks - max_blocks % alignment_blocks
+        found: dict[int, int] = {}
+        while end > 0:
+            start = position = max(0, end - needed)
+            while position < end:
+                if position not in found:
+                    block_id = find(digests[position])
+                    if block_id is None:
+                        break
+                    found[position] = block_id
+                position += 1
+            if position == end:
+                return [NULL_ID] * start + [found[i] for i in range(start, end)]
+            end = position - position % alignment_blocks
+        return []
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Count the blocks wholly before the first token that the next one reads."""
+        return max(0, num_computed_tokens - self._window + 1) // self.block_size
+
+    def next_skip_tokens(self, request_id: str) -> int:
+        return (self._first_kept.get(request_id, 0) + 1) * self.block_size + self._window - 1
+
+    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
+        """Return 0: what requests share may be skipped by some of them."""
+        return 0
+
+
+def window_tokens(spec: KVCacheSpec) -> int:
+    """Return the window of a spec; raises ConfigurationError for another kind."""
+    if not isinstance(spec, SlidingWindowSpec):
+        raise ConfigurationError(
+            f"a spec of kind {spec.kind!r} has no window: use it with its own manager"
+        )
+    return spec.sliding_window

@@ -1,0 +1,215 @@
+"""Which processes serve the ranks, and in which epoch they obey this coordinator.
+
+The coordinator's book of its workers: who introduced itself, who has granted the epoch, who has
+been silent for how long. An epoch is saved before anybody hears of it. Refuses to be talked back:
+a process that was replaced stays replaced, however late its messages come.
+
+    Hello ──▶ known ──Grant / Granted──▶ granted      all ranks granted: the epoch can run
+                 ◀── a higher epoch, or another process of the rank ──┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from kvcache.errors import MalformedMessageError, StaleEpochError
+from kvcache.messages import Grant, Granted, Hello, Refused
+from kvcache.state_store import SmallState, StateStore
+
+MAX_EPOCH = 2**53
+"""No epoch is above this: a number from outside cannot push ours to where it ends."""
+
+_MAX_RETIRED = 64
+
+
+@dataclass
+class _Member:
+    """One rank: its process, None while nobody serves it, and when it was heard and spoken to."""
+
+    incarnation: str | None = None
+    is_granted: bool = False
+    heard_s: float = 0.0
+    asked_s: float = 0.0
+    refusal: str = ""
+    retired: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_RETIRED))
+
+
+class Membership:
+    """The ranks `0 .. num_ranks - 1` of one coordinator."""
+
+    def __init__(self, num_ranks: int, fingerprint: str, nonce: str, store: StateStore) -> None:
+        """Know nobody. The state is loaded now; no epoch is taken before `take_epoch`."""
+        self.fingerprint = fingerprint
+        self.nonce = nonce
+        self._store = store
+        self._state = store.load() or SmallState()
+        self._members = {rank: _Member() for rank in range(num_ranks)}
+        self._highest_seen = 0
+        self.epoch = 0
+
+    @property
+    def model_epoch(self) -> int:
+        """The saved model epoch."""
+        return self._state.model_epoch
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has granted the present epoch."""
+        return all(member.is_granted for member in self._members.values())
+
+    @property
+    def incarnations(self) -> dict[int, str]:
+        """Process of each rank that somebody serves."""
+        members = self._members.items()
+        return {rank: m.incarnation for rank, m in members if m.incarnation is not None}
+
+    def take_epoch(self, now_s: float) -> None:
+        """Take an epoch above every one known, save it, and ask all ranks anew.
+
+        Raises ClusterError when it cannot be saved; the old epoch is kept then.
+        """
+        epoch = 1 + max(self._state.epoch, self._highest_seen, self.epoch)
+        self._save(replace(self._state, epoch=epoch))
+        self.epoch = epoch
+        for member in self._members.values():
+            member.is_granted = False
+            member.refusal = ""
+            member.heard_s = now_s
+            member.asked_s = float("-inf")
+
+    def save_model_epoch(self, model_epoch: int) -> None:
+        """Save another model epoch."""
+        if model_epoch != self._state.model_epoch:
+            self._save(replace(self._state, model_epoch=model_epoch))
+
+    def serve(self, rank: int, incarnation: str) -> bool:
+        """Note which process serves `rank`; say whether that is another one than before.
+
+        Raises StaleEpochError for a process that was replaced already.
+        """
+        member = self._member(rank)
+        if member.incarnation == incarnation:
+            return False
+        if incarnation in member.retired:
+            raise StaleEpochError(f"process {incarnation} of rank {rank} was replaced")
+        self.retire(rank)
+        member.incarnation = incarnation
+        return True
+
+    def retire(self, rank: int) -> None:
+        """Nobody serves `rank` any more."""
+        member = self._member(rank)
+        if member.incarnation is not None:
+            member.retired.append(member.incarnation)
+        member.incarnation, member.is_granted = None, False
+
+    def on_hello(self, hello: Hello, now_s: float) -> bool:
+        """Note an introduction; say whether a higher epoch than ours holds there.
+
+        Raises:
+            MalformedMessageError: no such rank, or an impossible epoch.
+            StaleEpochError: a process that was replaced already.
+        """
+        if not 0 <= hello.highest_epoch <= MAX_EPOCH:
+            raise MalformedMessageError(f"epoch {hello.highest_epoch} from rank {hello.rank}")
+        member = self._member(hello.rank)
+        if member.incarnation != hello.incarnation:
+            raise StaleEpochError(f"process {hello.incarnation} does not serve rank {hello.rank}")
+        member.heard_s = now_s
+        self._highest_seen = max(self._highest_seen, hello.highest_epoch)
+        return hello.highest_epoch > self.epoch
+
+    def on_granted(self, granted: Granted, now_s: float) -> bool:
+        """Note a grant of the present epoch; say whether it is news. Raises as `heard`."""
+        self.heard(granted.rank, granted.incarnation, granted.nonce, granted.epoch, now_s)
+        member = self._members[granted.rank]
+        is_news = not member.is_granted
+        member.is_granted = True
+        return is_news
+
+    def on_refused(self, refused: Refused, now_s: float) -> bool:
+        """Note a refusal; say whether a higher epoch must be taken for it.
+
+        Raises as `heard` does, and MalformedMessageError for an impossible epoch.
+        """
+        if not 0 <= refused.highest_epoch <= MAX_EPOCH:
+            raise MalformedMessageError(f"epoch {refused.highest_epoch} from rank {refused.rank}")
+        self.heard(refused.rank, refused.incarnation, refused.nonce, self.epoch, now_s)
+        member = self._members[refused.rank]
+        if member.is_granted and refused.highest_epoch <= self.epoch:
+            return False
+        member.refusal = refused.reason
+        self._highest_seen = max(self._highest_seen, refused.highest_epoch)
+        return refused.highest_epoch >= self.epoch
+
+    def heard(self, rank: int, incarnation: str, nonce: str, epoch: int, now_s: float) -> None:
+        """Note a sign of life of a rank's present process, in our epoch.
+
+        Raises:
+            MalformedMessageError: no such rank.
+            StaleEpochError: another process, coordinator or epoch.
+        """
+        member = self._member(rank)
+        if (incarnation, nonce, epoch) != (member.incarnation, self.nonce, self.epoch):
+            raise StaleEpochError(
+                f"rank {rank}: process {incarnation}, coordinator {nonce}, epoch {epoch}; present "
+                f"are {member.incarnation}, {self.nonce}, {self.epoch}"
+            )
+        member.heard_s = now_s
+
+    def grants_due(self, now_s: float, resend_s: float) -> dict[int, Grant]:
+        """Return the grants to send now to processes that have not answered one."""
+        due = {}
+        for rank, member in self._members.items():
+            is_due = now_s - member.asked_s >= resend_s
+            if member.incarnation is not None and not member.is_granted and is_due:
+                member.asked_s = now_s
+                due[rank] = Grant(self.nonce, member.incarnation, self.epoch, self.fingerprint)
+        return due
+
+    def grant_now(self, rank: int, now_s: float) -> Grant | None:
+        """Return the grant of a process that has just introduced itself, granted or not."""
+        member = self._member(rank)
+        if member.incarnation is None:
+            return None
+        member.asked_s = now_s
+        return Grant(self.nonce, member.incarnation, self.epoch, self.fingerprint)
+
+    def pings_due(self, now_s: float, heartbeat_s: float) -> list[int]:
+        """Return the granted ranks that have been silent for a while and were not pinged since."""
+        due = []
+        for rank, member in self._members.items():
+            quiet_since_s = max(member.heard_s, member.asked_s)
+            if member.is_granted and now_s - quiet_since_s >= heartbeat_s:
+                member.asked_s = now_s
+                due.append(rank)
+        return due
+
+    def problem(self, now_s: float, silence_s: float) -> str:
+        """Say which ranks do not answer, and since when; empty when all do."""
+        problems = []
+        for rank, member in self._members.items():
+            silent_s = now_s - member.heard_s
+            if member.refusal and not member.is_granted:
+                problems.append(f"rank {rank} refuses: {member.refusal}")
+            elif silent_s > silence_s:
+                what = "not been heard of" if member.is_granted else "not granted the epoch"
+                problems.append(f"rank {rank} has {what} for {silent_s:.1f} s")
+        return "; ".join(problems)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not granted the present epoch."""
+        return [rank for rank, member in self._members.items() if not member.is_granted]
+
+    def _save(self, state: SmallState) -> None:
+        self._store.save(state)
+        self._state = state
+
+    def _member(self, rank: int) -> _Member:
+        member = self._members.get(rank)
+        if member is None:
+            raise MalformedMessageError(
+                f"rank {rank} does not exist, the ranks are 0..{len(self._members) - 1}"
+            )
+        return member

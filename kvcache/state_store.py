@@ -1,0 +1,141 @@
+"""The little that outlives a coordinator, and where it is kept.
+
+Written before it is used: an epoch, a model epoch or a range of event numbers counts only once it
+is saved, so that a restarted coordinator never hands one out again. Everything larger is where the
+bytes are, in the workers' labels. Refuses to guess: a state that cannot be read is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import msgpack
+
+from kvcache.errors import ClusterError, MalformedMessageError, VersionMismatchError
+
+STATE_VERSION = 1
+_MAX_STATE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SmallState:
+    """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved."""
+
+    epoch: int = 0
+    model_epoch: int = 0
+    next_event_chunk: int = 0
+    hash_seed: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the state as versioned msgpack."""
+        packed: bytes = msgpack.packb([STATE_VERSION, *astuple(self)])
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> SmallState:
+        """Return what `to_bytes` made; `where` names the place in messages.
+
+        Raises:
+            MalformedMessageError: not a state.
+            VersionMismatchError: another version.
+        """
+        remedy = "remove it to start cold"
+        try:
+            values = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise MalformedMessageError(
+                f"{where} holds no state ({len(data)} bytes, {error}): {remedy}"
+            ) from error
+        if type(values) is not list or not values or type(values[0]) is not int:
+            raise MalformedMessageError(f"{where} holds no state ({len(data)} bytes): {remedy}")
+        if values[0] != STATE_VERSION:
+            raise VersionMismatchError(
+                f"{where} has version {values[0]}, this package reads version {STATE_VERSION}: "
+                "run the same release, or remove it to start cold"
+            )
+        types = [type(getattr(cls(), f.name)) for f in fields(cls)]
+        numbers = [value for value in values[1:] if type(value) is int]
+        if [type(value) for value in values[1:]] != types or min(numbers) < 0:
+            raise MalformedMessageError(f"{where} holds fields {values[1:]!r}: {remedy}")
+        return cls(*values[1:])
+
+
+class StateStore(Protocol):
+    """A place for one `SmallState` that survives the coordinator's process."""
+
+    def load(self) -> SmallState | None:
+        """Return what was saved last, None if nothing ever was. Changes nothing."""
+
+    def save(self, state: SmallState) -> None:
+        """Replace what is saved; when this returns, `load` finds it after any crash.
+
+        Raises ClusterError when it cannot be written; the old state is kept then.
+        """
+
+
+class MemoryStateStore:
+    """A state that outlives a coordinator object, not the process. For tests and embedding."""
+
+    def __init__(self, state: SmallState | None = None) -> None:
+        """Hold `state`."""
+        self._state = state
+
+    def load(self) -> SmallState | None:
+        """Return what was saved last."""
+        return self._state
+
+    def save(self, state: SmallState) -> None:
+        """Keep `state`."""
+        self._state = state
+
+
+class FileStateStore:
+    """A file, replaced as a whole: written beside it, synced, renamed. Readable by its owner only."""
+
+    def __init__(self, path: Path) -> None:
+        """Use the file at `path`, which need not exist; its directory must."""
+        self.path = path
+
+    def load(self) -> SmallState | None:
+        """Return what was saved last. Raises as `SmallState.from_bytes`; ClusterError on I/O."""
+        try:
+            with open(self.path, "rb") as file:
+                data = file.read(_MAX_STATE_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ClusterError(f"state file {self.path} cannot be read: {error}") from error
+        return SmallState.from_bytes(data, f"state file {self.path}")
+
+    def save(self, state: SmallState) -> None:
+        """Replace the file atomically and durably."""
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self._write(beside, state.to_bytes())
+            os.replace(beside, self.path)
+            self._sync_directory()
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise ClusterError(
+                f"state file {self.path} cannot be written: {error}: free space or choose another "
+                "directory"
+            ) from error
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _sync_directory(self) -> None:
+        descriptor = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

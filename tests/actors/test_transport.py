@@ -1,0 +1,284 @@
+"""Both ends of every transport: who gets in, what is counted, and that nothing waits for ever."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from actors.transport import Endpoint, Inbound, Peer, client_peer, worker_peer
+from actors.transport.curve import CurveKeys, generate_curve_keys
+from actors.transport.mailbox import Mailbox
+from actors.transport.protocol import parse_identity
+from actors.transport.ray import RayServer
+from actors.transport.zmq_peer import ZmqPeer
+from actors.transport.zmq_server import ZmqLimits, ZmqServer, local_address, network_address
+from kvcache.errors import ClusterError, ConfigurationError, MalformedMessageError
+from kvcache.messages import Address, ClientAddress, WorkerAddress
+
+LIMITS = ZmqLimits(max_message_bytes=1000)
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def make_server(cleanup: ExitStack, keys: CurveKeys | None = None) -> ZmqServer:
+    server = ZmqServer(LIMITS, keys)
+    cleanup.callback(server.close)
+    return server
+
+
+def make_peer(
+    cleanup: ExitStack, endpoint: Endpoint, peer: Peer, limits: ZmqLimits = LIMITS
+) -> ZmqPeer:
+    made = ZmqPeer(endpoint, peer, limits)
+    cleanup.callback(made.close)
+    return made
+
+
+def receive_until(server: ZmqServer, is_enough: Callable[[list[Inbound]], bool]) -> list[Inbound]:
+    """Return what arrives until `is_enough` says so; fails at the deadline."""
+    inbound: list[Inbound] = []
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not is_enough(inbound):
+        assert time.monotonic() < give_up_s, (inbound, server.statistics())
+        inbound.extend(server.receive(0.05))
+    return inbound
+
+
+def receive_one(peer: ZmqPeer) -> bytes:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < give_up_s:
+        payloads = peer.receive(0.1)
+        if payloads:
+            assert len(payloads) == 1
+            return payloads[0]
+    raise AssertionError("nothing arrived")
+
+
+@pytest.mark.parametrize(
+    ("address", "is_guarded"),
+    [("", False), ("127.0.0.1", False), ("127.0.0.1", True), ("", True)],
+)
+def test_payloads_travel_both_ways_over_every_kind_of_endpoint(
+    cleanup: ExitStack, address: str, is_guarded: bool
+) -> None:
+    keys = generate_curve_keys()
+    server = make_server(cleanup, keys)
+    bound = server.bind(network_address(address) if address else local_address(), is_guarded)
+    endpoint = Endpoint(bound, keys.for_peers() if is_guarded else None)
+    worker = make_peer(cleanup, endpoint, worker_peer(3, "abc"))
+    client = make_peer(cleanup, endpoint, client_peer("engine-1"))
+    worker.send(b"from worker")
+    client.send(b"from client")
+    arrived = receive_until(server, lambda inbound: len(inbound) == 2)
+    assert {(i.peer, i.payload) for i in arrived} == {
+        (Peer(WorkerAddress(3), "abc"), b"from worker"),
+        (Peer(ClientAddress("engine-1")), b"from client"),
+    }
+    server.send([WorkerAddress(3), ClientAddress("engine-1")], b"to both")
+    assert (receive_one(worker), receive_one(client)) == (b"to both", b"to both")
+
+
+def test_one_server_listens_locally_without_keys_and_elsewhere_with_them(
+    cleanup: ExitStack,
+) -> None:
+    keys = generate_curve_keys()
+    server = make_server(cleanup, keys)
+    local = Endpoint(server.bind(local_address(), False))
+    remote = Endpoint(server.bind(network_address("127.0.0.1"), True), keys.for_peers())
+    for name, endpoint in (("near", local), ("far", remote)):
+        peer = make_peer(cleanup, endpoint, client_peer(name))
+        peer.send(name.encode())
+        assert receive_until(server, bool)[0].payload == name.encode()
+
+
+@pytest.mark.parametrize("kind", ["no keys", "keys of another cluster", "own keys"])
+def test_without_the_keys_nobody_gets_in(cleanup: ExitStack, kind: str) -> None:
+    keys, other = generate_curve_keys(), generate_curve_keys()
+    server = make_server(cleanup, keys)
+    address = server.bind(network_address("127.0.0.1"), True)
+    wrong = {
+        "no keys": None,
+        "keys of another cluster": other.for_peers(),
+        "own keys": CurveKeys(keys.server_public, b"", other.peer_public, other.peer_secret),
+    }[kind]
+    stranger = make_peer(cleanup, Endpoint(address, wrong), client_peer("stranger"))
+    stranger.send(b"let me in")
+    receive_until(server, lambda _: server.statistics().refused_connections > 0)
+    friend = make_peer(cleanup, Endpoint(address, keys.for_peers()), client_peer("friend"))
+    friend.send(b"hello")
+    assert [i.payload for i in receive_until(server, bool)] == [b"hello"]
+
+
+def test_what_is_not_ours_is_counted_and_the_next_message_arrives(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(local_address(), False))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    cleanup.callback(context.destroy, 0)
+    foreign = [
+        (b"nobody", [b"x"]),
+        (b"w:one:abc", [b"x"]),
+        (b"w:1:", [b"x"]),
+        (b"c:", [b"x"]),
+        (b"c:two-frames", [b"x", b"y"]),
+        (b"\xff\xfe", [b"x"]),
+    ]
+    for identity, frames in foreign:
+        dealer = context.socket(zmq.DEALER)
+        dealer.identity = identity
+        dealer.connect(endpoint.address)
+        dealer.send_multipart(frames)
+    receive_until(server, lambda _: server.statistics().foreign == len(foreign))
+    friend = make_peer(cleanup, endpoint, client_peer("friend"))
+    friend.send(b"hello")
+    assert [i.payload for i in receive_until(server, bool)] == [b"hello"]
+
+
+def test_payloads_over_the_limit_are_counted_and_much_longer_ones_cost_the_connection(
+    cleanup: ExitStack,
+) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(local_address(), False))
+    careless = make_peer(cleanup, endpoint, client_peer("careless"), ZmqLimits(10**6))
+    careless.send(b"x" * 1001)
+    receive_until(server, lambda _: server.statistics().oversized == 1)
+    careless.send(b"x" * 100_000)
+    careless.send(b"still here")
+    friend = make_peer(cleanup, endpoint, client_peer("friend"))
+    friend.send(b"hello")
+    arrived = receive_until(server, lambda inbound: any(i.payload == b"hello" for i in inbound))
+    assert all(len(i.payload) <= 1000 for i in arrived)
+
+
+def test_garbage_on_a_tcp_port_is_a_refused_connection(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    address = server.bind(network_address("127.0.0.1"), False)
+    host, _, port = address.removeprefix("tcp://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n" * 4)
+        receive_until(server, lambda _: server.statistics().refused_connections > 0)
+
+
+def test_what_cannot_be_delivered_is_counted(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(local_address(), False))
+    server.send([WorkerAddress(0), ClientAddress("nobody")], b"x")
+    assert server.statistics().undeliverable == 2
+    worker = make_peer(cleanup, endpoint, worker_peer(0, "a"))
+    worker.send(b"hello")
+    receive_until(server, bool)
+    worker.close()
+    give_up_s = time.monotonic() + DEADLINE_S
+    while server.statistics().undeliverable == 2:
+        assert time.monotonic() < give_up_s
+        server.send([WorkerAddress(0)], b"anybody?")
+
+
+def test_all_processes_of_a_rank_get_what_is_for_the_rank(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(local_address(), False))
+    processes = [make_peer(cleanup, endpoint, worker_peer(0, name)) for name in "ab"]
+    for process in processes:
+        process.send(b"hello")
+    receive_until(server, lambda inbound: len(inbound) == 2)
+    server.send([WorkerAddress(0)], b"grant")
+    assert [receive_one(process) for process in processes] == [b"grant", b"grant"]
+
+
+def test_a_message_over_the_limit_is_refused_before_it_is_sent(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(local_address(), False))
+    peer = make_peer(cleanup, endpoint, client_peer("c"))
+    message = (
+        "a message of 1001 bytes exceeds the limit of 1000: schedule less per step or raise the "
+        "limit"
+    )
+    with pytest.raises(MalformedMessageError) as caught:
+        peer.send(b"x" * 1001)
+    assert str(caught.value) == message
+    with pytest.raises(MalformedMessageError):
+        server.send([ClientAddress("c")], b"x" * 1001)
+
+
+def test_an_address_in_use_is_an_error_that_names_it(cleanup: ExitStack) -> None:
+    taken = make_server(cleanup).bind(local_address(), False)
+    with pytest.raises(ClusterError, match=f"cannot listen on {taken}"):
+        make_server(cleanup).bind(taken, False)
+
+
+@pytest.mark.parametrize("end", ["server", "peer", "mailbox"])
+def test_a_waiting_receive_is_woken_from_another_thread(cleanup: ExitStack, end: str) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(local_address(), False))
+    peer = make_peer(cleanup, endpoint, client_peer("c"))
+    waiting: dict[str, Callable[[float], list[object]]] = {
+        "server": lambda s: list(server.receive(s)),
+        "peer": lambda s: list(peer.receive(s)),
+        "mailbox": (box := Mailbox(4)).take,
+    }
+    wake = {"server": server.wake, "peer": peer.wake, "mailbox": box.wake}[end]
+    waker = threading.Timer(0.05, wake)
+    waker.start()
+    started_s = time.monotonic()
+    assert waiting[end](DEADLINE_S) == []
+    assert time.monotonic() - started_s < DEADLINE_S
+    waker.join()
+
+
+def test_the_descriptor_of_a_peer_becomes_readable(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    peer = make_peer(cleanup, Endpoint(server.bind(local_address(), False)), client_peer("c"))
+    peer.send(b"hello")
+    receive_until(server, bool)
+    while peer.receive(0.0):
+        pass
+    server.send([ClientAddress("c")], b"answer")
+    assert zmq.zmq_poll([(peer.fileno(), zmq.POLLIN)], int(DEADLINE_S * 1000))
+    assert receive_one(peer) == b"answer"
+
+
+@pytest.mark.parametrize("peer", [worker_peer(0, "a"), worker_peer(12, "x:y"), client_peer("c:1")])
+def test_identities_name_their_peers(peer: Peer) -> None:
+    assert parse_identity(peer.identity) == peer
+
+
+@pytest.mark.parametrize("client_id", ["", "x" * 254])
+def test_a_client_id_that_no_identity_can_hold_is_refused(client_id: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be a peer"):
+        client_peer(client_id)
+
+
+def test_a_full_mailbox_refuses_and_counts() -> None:
+    box = Mailbox(2)
+    assert [box.put(i) for i in range(3)] == [True, True, False]
+    assert (box.take(0.0), box.num_refused) == ([0, 1], 1)
+
+
+def test_the_fallback_server_counts_what_it_refuses_and_never_calls_twice() -> None:
+    calls: list[bytes] = []
+
+    class Handle:
+        class kvcache_deliver:  # noqa: N801 - the shape of Ray's actor handles
+            remote = staticmethod(calls.append)
+
+    workers: dict[int, object] = {0: Handle}
+    server = RayServer(workers.get, LIMITS)
+    server.post(b"c:me", b"step")
+    server.post(b"nobody", b"step")
+    server.post(b"c:me", b"x" * 1001)
+    assert server.receive(0.0) == [Inbound(Peer(ClientAddress("me")), b"step")]
+    to: list[Address] = [WorkerAddress(0), WorkerAddress(1), ClientAddress("me")]
+    server.send(to, b"answer")
+    assert (calls, server.collect("me", 0.0)) == ([b"answer"], [b"answer"])
+    figures = server.statistics()
+    assert (figures.foreign, figures.oversized, figures.undeliverable) == (1, 1, 1)

@@ -1,0 +1,162 @@
+"""The command line without Ray: plan, replay in this process, counting, errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_TP2 = ROOT / "configs" / "cpu_tp2.yaml"
+
+SMALL = """
+name: small
+model:
+  name: tiny
+  max_model_len: 2048
+  layers:
+    - {kind: full, count: 1, num_kv_heads: 2, head_size: 4}
+    - {kind: sliding_window, count: 1, num_kv_heads: 2, head_size: 4, window_tokens: 64}
+cache: {block_size: 16, num_blocks: 600, memory_per_rank: 1MiB}
+parallel: {tensor_parallel_size: 2}
+scheduler: {max_num_batched_tokens: 512, max_num_seqs: 8}
+content_check: {enabled: true}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]},
+        {"timestamp": 1, "input_length": 700, "output_length": 30, "hash_ids": [1, 3]},
+        {"timestamp": 2, "input_length": 1024, "output_length": 1, "hash_ids": [1, 4]},
+    ]
+    path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == exit_code, result.output
+    return result.stdout, result.stderr
+
+
+def test_plan_shows_blocks_tokens_and_ranks() -> None:
+    shown, _ = run("plan", "--config", CPU_TP2)
+    for text in ("131,071 and the null block", "2,097,136 tokens", "KV cache groups", "128.0 MiB"):
+        assert text in shown
+
+
+def test_plan_as_json_is_the_report() -> None:
+    shown, _ = run("plan", "--config", CPU_TP2, "--json")
+    report = json.loads(shown)
+    assert (report["name"], report["num_blocks"], len(report["ranks"])) == ("cpu-tp2", 131072, 2)
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "none.yaml"
+    shown, error = run("plan", "--config", path, exit_code=2)
+    assert shown == ""
+    assert error == (
+        f"kvcache: {path}: cannot be read (No such file or directory): check the path\n"
+    )
+
+
+def test_verbose_shows_where_an_error_comes_from(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "-v", "--config", str(tmp_path / "none.yaml")])
+    assert type(result.exception).__name__ == "ConfigurationError"
+
+
+def test_an_unknown_workload_is_refused_before_anything_starts(small: Path) -> None:
+    _, error = run("replay", "nonsense", "--config", small, exit_code=2)
+    assert error.startswith("kvcache: no workload 'nonsense': give 'conversations', a Mooncake")
+
+
+def test_a_broken_trace_is_refused_before_anything_starts(small: Path, trace: Path) -> None:
+    trace.write_text(trace.read_text() + "\n{}\n", encoding="utf-8")
+    _, error = run("replay", trace, "--config", small, exit_code=2)
+    assert error == (f"kvcache: {trace}, line 4: has no input_length: repair or remove the line\n")
+
+
+def test_a_replay_needs_something_to_play_on(trace: Path) -> None:
+    _, error = run("replay", trace, exit_code=2)
+    assert error == (
+        "kvcache: nothing to play on: give --config FILE for a new cluster, or --name NAME for a "
+        "running one\n"
+    )
+
+
+def test_a_running_cluster_has_its_own_configuration(small: Path, trace: Path) -> None:
+    _, error = run("replay", trace, "--config", small, "--name", "x", exit_code=2)
+    assert error == (
+        "kvcache: --name x plays on a running cluster, --config on a new one: give one of them\n"
+    )
+
+
+def test_prefill_only_counts_without_a_cluster(trace: Path) -> None:
+    shown, _ = run("replay", trace, "--prefill-only", "--blocks", "100", "--json")
+    count = json.loads(shown)
+    assert (count["num_requests"], count["num_block_references"]) == (3, 6)
+    assert (count["num_hit_blocks"], count["num_blocks"]) == (2, 100)
+    assert count["hit_rate"] == pytest.approx(2 / 6)
+
+
+def test_prefill_only_shows_a_table(trace: Path) -> None:
+    shown, _ = run("replay", trace, "--prefill-only")
+    assert "unlimited of 512 tokens" in shown
+    assert "0.3333" in shown
+
+
+def test_a_capacity_that_is_no_number_is_refused(trace: Path) -> None:
+    _, error = run("replay", trace, "--prefill-only", "--blocks", "many", exit_code=2)
+    assert error == (
+        "kvcache: --blocks 'many' is no capacity: give a number of at least 1, or unlimited\n"
+    )
+
+
+def test_a_local_replay_checks_every_byte(small: Path, trace: Path) -> None:
+    shown, _ = run("replay", trace, "--config", small, "--local", "--json", "--no-progress")
+    report = json.loads(shown)
+    assert (report["num_requests"], report["num_prompt_tokens"]) == (3, 2324)
+    assert report["num_output_tokens"] == 51
+    assert report["num_hit_tokens"] == 2 * 512
+    assert report["num_wrong_blocks"] == 0
+    assert report["bytes_checked"] > 100_000
+
+
+def test_a_local_replay_under_pressure_still_finds_no_wrong_byte(small: Path) -> None:
+    text = small.read_text(encoding="utf-8").replace("num_blocks: 600", "num_blocks: 300")
+    small.write_text(text, encoding="utf-8")
+    chosen = ("--config", small, "--local", "--json", "--limit", "24")
+    shown, _ = run("replay", ROOT / "kvcache" / "simulate", *chosen)
+    report = json.loads(shown)
+    assert report["num_requests"] == 24
+    assert report["num_wrong_blocks"] == 0
+    assert report["num_evictions"] > 0
+
+
+def test_help_imports_neither_ray_nor_torch() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from actors.cli import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "print(sorted({'ray', 'torch', 'numpy', 'pydantic'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

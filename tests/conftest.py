@@ -1,0 +1,48 @@
+"""What several test packages share: one Ray cluster for the whole run, protected by a token.
+
+Ray reads its settings from the environment when it is imported, so they are set here, first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRATCH = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
+"""Short, because Ray puts socket paths below it and those end at 107 characters."""
+
+TOKEN_FILE = SCRATCH / "token"
+TOKEN_FILE.touch(mode=0o600)
+TOKEN_FILE.write_text(secrets.token_hex(32))
+os.environ.pop("RAY_ADDRESS", None)
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN_PATH"] = str(TOKEN_FILE)
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+
+def pytest_sessionfinish() -> None:
+    """Remove what the run wrote outside the tree."""
+    shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """A Ray cluster of one node for the whole run; yields its address."""
+    import ray
+
+    context = ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _temp_dir=str(SCRATCH / "ray"),
+    )
+    yield context.address_info["address"]
+    ray.shutdown()

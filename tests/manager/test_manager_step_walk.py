@@ -1,0 +1,31 @@
+"""Random steps against a slow, obvious model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from slow_model import SlowModel
+from step_walk import StepWalk
+
+
+@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_do_what_a_slow_model_says(shape: Shape, seed: int) -> None:
+    print(f"seed {seed}, shape {shape.name}")
+    rng = random.Random(f"{shape.name} {seed}")
+    num_blocks = rng.choice([24, 40, 90])
+    num_slots = rng.choice([4, 8])
+    manager = make_manager(shape, num_blocks=num_blocks, max_num_seqs=num_slots, log_stats=True)
+    model = SlowModel(num_blocks, shape.groups, shape.max_model_len)
+    walk = StepWalk(manager, model, rng, num_slots)
+    for _ in range(120):
+        walk.step()
+    for _ in range(12):
+        walk.step(may_admit=False, finish_all=True)
+    assert model.requests == {}
+    assert manager.statistics().core.num_free_blocks == num_blocks - 1
+    stats = manager.make_prefix_cache_stats()
+    assert stats is not None
+    assert stats.hits + stats.preempted_hits == walk.num_hit_tokens

@@ -1,0 +1,267 @@
+"""What each command does, when it takes effect, and which messages are refused as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worker_support import (
+    Harness,
+    Row,
+    block_bytes,
+    fill_block,
+    full_groups,
+    ids,
+    label,
+    make_config,
+    patch,
+    write_expected,
+)
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import Command, Copy, Fence, Load, Reset, Store, Unlabel, Zero
+from kvcache.messages import Applied, Finished
+from kvcache.worker import CpuCopyEngine, PendingCopy
+
+
+def test_patches_zeroes_and_copies_wait_for_the_forward_and_labels_do_not() -> None:
+    harness = Harness.make()
+    worker = harness.worker
+    fill_block(worker, 3, 1.0)
+    fill_block(worker, 4, 2.0)
+    three, four = block_bytes(worker, 3), block_bytes(worker, 4)
+    replies = harness.send(
+        patch(1, [3, 4]), Copy(ids(3), ids(5)), Zero(ids(4)), label(9), Unlabel(ids(2))
+    )
+    assert replies == [Applied("coordinator-1", "process-a", 0, 1, 1)]
+    assert worker.labels.digest(9) == b"abcd"
+    assert worker.block_tables[0][1].tolist() == [0] * 8
+    assert (block_bytes(worker, 4), any(block_bytes(worker, 5))) == (four, False)
+    worker.begin_forward(1, 1, timeout_s=0.0)
+    assert worker.block_tables[0][1].tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
+    assert not any(block_bytes(worker, 4))
+    assert block_bytes(worker, 5) == three
+    worker.end_forward(1, 1)
+    worker.check()
+
+
+def test_a_forward_executes_everything_up_to_its_step_and_nothing_behind_it() -> None:
+    harness = Harness.make()
+    for block in (3, 4, 5):
+        harness.send(patch(0, [block]))
+    harness.worker.begin_forward(1, 2, timeout_s=0.0)
+    assert harness.worker.block_tables[0][0, 0] == 4
+    assert harness.worker.statistics().num_deferred == 1
+    harness.worker.end_forward(1, 2)
+    harness.forward()
+    assert harness.worker.block_tables[0][0, 0] == 5
+
+
+def test_unlabel_and_reset_forget_labels_and_collect_returns_the_rest() -> None:
+    harness = Harness.make()
+    harness.send(label(3), label(4, b"efgh"), label(5))
+    harness.send(Unlabel(ids(3)))
+    collected = harness.worker.collect_labels()
+    assert [(x.block_id, x.digest) for x in collected] == [(4, b"efgh"), (5, b"abcd")]
+    assert (collected.epoch, collected.applied_seq) == (1, 2)
+    assert collected.layout_fingerprint == "layout"
+    harness.send(Reset(7))
+    statistics = harness.worker.statistics()
+    assert (statistics.num_labels, statistics.model_epoch) == (0, 7)
+
+
+INVALID: list[tuple[tuple[Command, ...], str]] = [
+    ((Zero(ids(16)),), "zero of blocks 16..16, this rank has 1..15"),
+    ((Zero(ids(0)),), "zero of blocks 0..0, this rank has 1..15"),
+    ((Copy(ids(1), ids(2, 3)),), "copy has 1 sources and 2 destinations"),
+    ((Copy(ids(1, 2), ids(3, 3)),), "copy writes a destination twice"),
+    ((Copy(ids(-1), ids(3)),), "copy of blocks -1..-1, this rank has 1..15"),
+    ((patch(9, [1]),), "block table patch has slot 9..9, this rank has 0..3"),
+    ((label(99),), "label command for blocks 99..99, this rank has 1..15"),
+    ((replace(label(3), groups=ids(1)),), "label for group 1..1, this rank has 1 groups"),
+    ((Unlabel(ids(77)),), "unlabel of blocks 77..77, this rank has 1..15"),
+    ((Store(1, "host", ids(16), ids(0)),), "store of blocks 16..16, this rank has 1..15"),
+    ((Load(1, "host", ids(0, 1), ids(4, 4)),), "load writes a destination twice"),
+    ((Reset(-1),), "reset to model epoch -1"),
+    ((Fence(""),), "fence names no client"),
+    (("nonsense",), "command of type str is not known here"),
+    (
+        (write_expected(1, [Row(0, [1], 0, 1), Row(0, [1], 0, 1)]),),
+        "write_expected names a slot twice",
+    ),
+    (
+        (write_expected(1, [Row(0, [1, 2], 0, 3)]),),
+        "write_expected does not bring the tokens of every position it writes",
+    ),
+    (
+        (write_expected(1, [Row(0, [1] * 33, 0, 33)]),),
+        "write_expected reaches position 33, this rank is made for 32",
+    ),
+    ((write_expected(1), write_expected(2)), "a message brings 2 forwards: send at most one"),
+]
+
+
+@pytest.mark.parametrize(("commands", "reason"), INVALID)
+def test_an_invalid_message_is_refused_as_a_whole_and_leaves_its_number_free(
+    commands: tuple[Command, ...], reason: str
+) -> None:
+    harness = Harness.make(is_content_checking=True)
+    assert harness.send(label(3), patch(0, [1]), *commands) == []
+    statistics = harness.worker.statistics()
+    assert (statistics.num_invalid_messages, statistics.applied_seq) == (1, 0)
+    assert statistics.last_invalid_reason.startswith(f"message 1:1: {reason}")
+    assert (statistics.num_labels, statistics.num_deferred) == (0, 0)
+    harness.seq = 0
+    assert harness.send(label(3)) == [Applied("coordinator-1", "process-a", 0, 1, 1)]
+
+
+def test_content_checked_forwards_are_refused_where_checking_is_off() -> None:
+    harness = Harness.make()
+    harness.send(write_expected(1))
+    assert harness.worker.statistics().last_invalid_reason == (
+        "message 1:1: write_expected was sent to a worker without content checking: switch it on "
+        "for workers too"
+    )
+
+
+# --- transfers
+
+
+def with_host(**changes: Any) -> Harness:
+    harness = Harness.make(make_config(full_groups(), host_blocks=4), **changes)
+    rng = np.random.default_rng(0)
+    for tensor in harness.worker.kv_caches.values():
+        tensor.copy_(torch.from_numpy(rng.standard_normal(tensor.shape)))
+    return harness
+
+
+@pytest.mark.parametrize("layout", ["block_first", "layer_first"])
+def test_a_stored_block_comes_back_with_the_same_checksum(layout: str) -> None:
+    config = make_config(
+        full_groups(3),
+        layout="block_first" if layout == "block_first" else "layer_first",
+        host_blocks=4,
+    )
+    harness = Harness.make(config)
+    fill_block(harness.worker, 3, 1.0)
+    fill_block(harness.worker, 4, 2.0)
+    before = [block_bytes(harness.worker, b) for b in (3, 4)]
+    applied, finished = harness.send(Store(7, "host", ids(3, 4), ids(2, 0)))
+    assert isinstance(applied, Applied)
+    assert isinstance(finished, Finished)
+    harness.send(Load(8, "host", ids(2, 0), ids(9, 8)))
+    assert [block_bytes(harness.worker, b) for b in (9, 8)] == before
+    store, load = harness.reports[7], harness.reports[8]
+    assert store.ok
+    assert store.num_bytes == load.num_bytes == sum(len(b) for b in before)
+    assert store.checksum == load.checksum
+    assert 0 < store.checksum < 1 << 63
+
+
+def test_a_flipped_host_byte_fails_the_load_and_nothing_is_copied() -> None:
+    harness = with_host()
+    harness.send(Store(7, "host", ids(3, 4), ids(2, 0)))
+    before = block_bytes(harness.worker, 9)
+    host = harness.worker.host_pool
+    assert host is not None
+    host.tensors[0][0, 5] ^= 1
+    harness.send(Load(8, "host", ids(2, 0), ids(9, 8)))
+    report = harness.reports[8]
+    assert not report.ok
+    assert report.detail.startswith("checksum of host slot 0 is 0x")
+    assert report.detail.endswith(
+        "was stored: its bytes changed in host memory (1 of 2 slots are wrong)"
+    )
+    assert block_bytes(harness.worker, 9) == before
+    assert harness.worker.statistics().num_failed_jobs == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "detail"),
+    [
+        (Load(8, "host", ids(1), ids(9)), "host slot 1 holds nothing that this rank stored"),
+        (Load(8, "disk", ids(1), ids(9)), "medium 'disk' is not served here: only 'host' is"),
+        (Store(8, "host", ids(1), ids(4)), "host slots 4..4 are asked for, this rank has 0..3"),
+    ],
+)
+def test_jobs_that_cannot_be_done_are_reported(command: Store | Load, detail: str) -> None:
+    harness = with_host()
+    harness.send(command)
+    assert harness.reports[8].detail == detail
+    assert not harness.reports[8].ok
+
+
+def test_without_a_host_pool_every_job_fails_with_the_remedy() -> None:
+    harness = Harness.make()
+    harness.send(Store(8, "host", ids(1), ids(0)))
+    assert harness.reports[8].detail == ("this rank has no host pool: plan host_blocks above 0")
+
+
+def test_a_load_is_not_destroyed_by_commands_of_a_step_that_never_ran() -> None:
+    harness = with_host()
+    content = block_bytes(harness.worker, 3)
+    harness.send(Store(1, "host", ids(3), ids(0)))
+    harness.send(Zero(ids(9)), Copy(ids(4), ids(10)), patch(0, [9]))
+    harness.send(Load(2, "host", ids(0, 0), ids(9, 10)))
+    harness.send()
+    harness.forward()
+    assert block_bytes(harness.worker, 9) == content
+    assert block_bytes(harness.worker, 10) == content
+    assert harness.worker.block_tables[0][0, 0] == 9
+
+
+class _Later:
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def is_done(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+class LateEngine(CpuCopyEngine):
+    """Transfers that end when they are told to."""
+
+    def __init__(self) -> None:
+        self.copies: list[_Later] = []
+
+    def copy_blocks(
+        self,
+        sources: torch.Tensor,
+        source_ids: Int32Array,
+        destinations: torch.Tensor,
+        destination_ids: Int32Array,
+    ) -> PendingCopy:
+        super().copy_blocks(sources, source_ids, destinations, destination_ids)
+        self.copies.append(_Later())
+        return self.copies[-1]
+
+
+def test_a_transfer_that_ends_later_is_applied_now_and_reported_then() -> None:
+    engine = LateEngine()
+    harness = with_host(copy_engine=engine)
+    assert [type(m) for m in harness.send(Store(1, "host", ids(3), ids(0)))] == [Applied]
+    assert harness.worker.statistics().num_running_jobs == 1
+    harness.send(Load(2, "host", ids(0), ids(4)))
+    assert harness.reports[2].detail == (
+        "host slots [0] are in use by a running job: wait for its report"
+    )
+    engine.copies[0].is_over = True
+    harness.note(harness.worker.on_tick())
+    assert harness.reports[1].ok
+
+
+def test_a_grant_waits_for_copies_of_the_old_epoch() -> None:
+    engine = LateEngine()
+    harness = with_host(copy_engine=engine)
+    harness.send(Store(1, "host", ids(3), ids(0)))
+    harness.nonce, harness.epoch = "coordinator-2", 2
+    assert harness.grant() == []
+    engine.copies[0].is_over = True
+    assert [type(m).__name__ for m in harness.worker.on_tick()] == ["Granted"]
+    assert harness.worker.epoch == 2

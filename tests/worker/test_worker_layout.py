@@ -1,0 +1,148 @@
+"""Where bytes lie: arithmetic of layouts, aliasing, and refusals of impossible plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from worker_support import FULL, block_bytes, full_groups, hybrid_groups, make_config
+
+from kvcache.errors import ConfigurationError
+from kvcache.planner.layout import lay_out, pools_of
+from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvcache.worker import KVCachePool, PoolLayout
+
+CPU = torch.device("cpu")
+
+
+def test_block_first_keeps_a_block_of_all_layers_in_one_row() -> None:
+    layout = PoolLayout.from_config(make_config(full_groups(3), num_blocks=5))
+    page = FULL.page_size_bytes
+    assert [region.width_bytes for region in layout.regions] == [3 * page]
+    assert [layer.offset_bytes for layer in layout.layers] == [0, page, 2 * page]
+    assert layout.layers[1].strides == (3 * page // 2, 32, 8, 4, 1)
+    assert layout.block_bytes == 3 * page
+
+
+def test_layer_first_has_a_row_per_pool() -> None:
+    layout = PoolLayout.from_config(make_config(full_groups(3), 5, layout="layer_first"))
+    page = FULL.page_size_bytes
+    assert [(r.offset_bytes, r.stride_bytes, r.width_bytes) for r in layout.regions] == [
+        (0, page, page),
+        (5 * page, page, page),
+        (10 * page, page, page),
+    ]
+    assert layout.block_bytes == 3 * page
+
+
+@pytest.mark.parametrize("layout", ["block_first", "layer_first"])
+def test_what_the_planner_lays_out_is_understood(layout: str) -> None:
+    groups = hybrid_groups()
+    tensors = lay_out(
+        pools_of(groups), 7, "block_first" if layout == "block_first" else "layer_first"
+    )
+    pool = KVCachePool(PoolLayout.from_config(KVCacheConfig(7, tensors, groups)), CPU)
+    assert set(pool.kv_caches) == {"full.0", "full.1", "window.0", "window.1"}
+    assert pool.kv_caches["full.0"].shape == (7, 2, 4, 2, 4)
+    assert pool.kv_caches["window.0"].shape == (7, 2, 2, 4, 4)
+
+
+@pytest.mark.parametrize("layout", ["block_first", "layer_first"])
+def test_every_layer_has_bytes_of_its_own_in_every_block(layout: str) -> None:
+    config = make_config(
+        full_groups(3), 5, "block_first" if layout == "block_first" else "layer_first"
+    )
+    pool = KVCachePool(PoolLayout.from_config(config), CPU)
+    value = 0
+    for tensor in pool.kv_caches.values():
+        for block in range(5):
+            value += 1
+            tensor[block].fill_(value)
+    value = 0
+    for tensor in pool.kv_caches.values():
+        for block in range(5):
+            value += 1
+            assert bool((tensor[block] == value).all())
+
+
+def test_canonical_rows_are_the_bytes_of_the_layers() -> None:
+    pool = KVCachePool(PoolLayout.from_config(make_config(full_groups(2), 4)), CPU)
+    pool.kv_caches["layer.1"][3].fill_(1.5)
+    row = pool.canonical.tensors[0][3].numpy().tobytes()
+    page = FULL.page_size_bytes
+    assert row[:page] == bytes(page)
+    assert row[page:] == pool.kv_caches["layer.1"][3].numpy().tobytes()
+    assert pool.canonical.block_bytes == 2 * page
+
+
+def test_layers_of_different_groups_share_the_bytes_of_their_pool() -> None:
+    pool = KVCachePool(PoolLayout.from_config(make_config(hybrid_groups(), 6)), CPU)
+    pool.kv_caches["full.1"][2].fill_(2.0)
+    assert bool((pool.kv_caches["window.1"][2] == 2.0).all())
+    assert bool((pool.kv_caches["window.0"] == 0).all())
+    assert bool((pool.kv_caches["window.1"][3] == 0).all())
+
+
+def test_mla_pages_have_no_key_value_axis() -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, use_mla=True)
+    groups = (KVCacheGroupSpec(("mla",), spec),)
+    pool = KVCachePool(PoolLayout.from_config(make_config(groups, 3)), CPU)
+    assert pool.kv_caches["mla"].shape == (3, 4, 1, 8)
+
+
+def test_padded_pages_leave_their_padding_alone() -> None:
+    spec = replace(FULL, page_size_padded=FULL.page_size_bytes + 64)
+    groups = (KVCacheGroupSpec(("a", "b"), spec),)
+    pool = KVCachePool(PoolLayout.from_config(make_config(groups, 3)), CPU)
+    pool.kv_caches["a"].fill_(1.0)
+    pool.kv_caches["b"].fill_(1.0)
+    row = pool.canonical.tensors[0][1]
+    assert int((row != 0).sum()) == 2 * FULL.page_size_bytes // 2  # 1.0 is 00 3c
+    assert bool((row[FULL.page_size_bytes : FULL.page_size_bytes + 64] == 0).all())
+
+
+def test_a_model_without_attention_has_no_bytes() -> None:
+    pool = KVCachePool(PoolLayout.from_config(KVCacheConfig(1, (), ())), CPU)
+    assert pool.canonical.tensors == ()
+    assert pool.layout.block_bytes == 0
+
+
+def test_overlapping_pools_are_refused() -> None:
+    config = make_config(full_groups(2), 4)
+    first, second = config.kv_cache_tensors
+    broken = replace(config, kv_cache_tensors=(first, replace(second, offset=2)))
+    with pytest.raises(ConfigurationError, match=r"pools 0 and 1 overlap \(bytes 0 and 2"):
+        PoolLayout.from_config(broken)
+
+
+def test_a_layer_without_a_pool_is_refused() -> None:
+    config = make_config(full_groups(2), 4)
+    broken = replace(config, kv_cache_groups=full_groups(3))
+    with pytest.raises(
+        ConfigurationError, match=r"^layer layer\.2 of group 0 has no pool: plan one$"
+    ):
+        PoolLayout.from_config(broken)
+
+
+def test_two_layers_of_one_group_in_one_pool_are_refused() -> None:
+    config = make_config(hybrid_groups(), 4)
+    groups = (KVCacheGroupSpec(("full.0", "full.1", "window.0", "window.1"), FULL),)
+    with pytest.raises(ConfigurationError, match="share pool 0"):
+        PoolLayout.from_config(replace(config, kv_cache_groups=groups))
+
+
+def test_pages_that_leave_the_allocation_are_refused() -> None:
+    config = make_config(full_groups(1), 4)
+    (tensor,) = config.kv_cache_tensors
+    broken = replace(config, kv_cache_tensors=(replace(tensor, block_stride=1000),))
+    with pytest.raises(ConfigurationError, match="do not fit"):
+        PoolLayout.from_config(broken)
+
+
+def test_block_bytes_reads_what_was_written() -> None:
+    from worker_support import Harness, fill_block
+
+    worker = Harness.make().worker
+    fill_block(worker, 3, 1.0)
+    assert block_bytes(worker, 3) == b"\x00\x3c" * (FULL.page_size_bytes)
