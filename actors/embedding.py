@@ -77,6 +77,8 @@ class EmbeddedWorker:
         self.incarnation = secrets.token_hex(8)
         self._polling = threading.Lock()
         self._worker: KVCacheWorker | None = None
+        self._plan: Plan | None = None
+        self._report: WorkerReport | None = None
         self._transport: PeerTransport | None = None
         self._pending_endpoint: Endpoint | None = None
         self._carried = TransportStatistics()
@@ -100,7 +102,7 @@ class EmbeddedWorker:
 
     def report(self, node: NodeAddress, gpu_ids: Sequence[str], num_sharing: int) -> WorkerReport:
         """Say what this rank keeps and how much memory it may use. Changes nothing."""
-        return WorkerReport(
+        self._report = WorkerReport(
             place=self._place,
             incarnation=self.incarnation,
             process_id=os.getpid(),
@@ -109,6 +111,7 @@ class EmbeddedWorker:
             specs=self._specs,
             memory=RankMemory(free_memory_bytes(self._config, num_sharing)),
         )
+        return self._report
 
     def allocate(self, rank: int, plan: Plan) -> str:
         """Become `rank` of `plan`: allocate its tensors. Return the plan's fingerprint.
@@ -140,21 +143,27 @@ class EmbeddedWorker:
         )
         poll = None if self._is_threaded else self._poll_for_forward
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll)
+        self._plan = plan
         return settings.fingerprint
 
-    def attach(self, endpoint: Endpoint) -> None:
-        """Talk to the coordinator at `endpoint` from the next poll on, and to no other.
+    def assignment(self) -> tuple[int, Plan, WorkerReport]:
+        """Return rank, plan and report as they were. Raises NotRunningError before `allocate`."""
+        rank = self.worker.settings.rank
+        if self._plan is None or self._report is None:
+            raise NotRunningError(f"the worker at place {self._place} has made no report yet")
+        return rank, self._plan, self._report
 
-        Without a thread of its own the worker polls here until the coordinator has taken it over,
-        so that start-up does not wait for the engine; at most for one heartbeat.
-        """
+    def attach(self, endpoint: Endpoint) -> None:
+        """Talk to the coordinator at `endpoint` from the next poll on, and to no other."""
         self._pending_endpoint = endpoint
         self.wake()
+
+    def poll_until_granted(self) -> None:
+        """Poll until a coordinator has taken this worker over, at most for one heartbeat, so that
+        start-up does not wait for the engine's first poll."""
         give_up_s = self._clock.now() + self._config.transport.heartbeat_s
-        while not (self._is_threaded or self._is_closed or self._clock.now() > give_up_s):
+        while not (self._is_closed or self.worker.epoch or self._clock.now() > give_up_s):
             self.poll(self._tick_s)
-            if self.worker.epoch:
-                return
 
     # --- service
 

@@ -101,7 +101,7 @@ class Launch:
 
     def _create_coordinator(self) -> Any:
         name = coordinator_name(self.config.name)
-        actor = ray.remote(concurrency_groups=COORDINATOR_CONCURRENCY_GROUPS)(CoordinatorActor)
+        actor = _remote(CoordinatorActor, COORDINATOR_CONCURRENCY_GROUPS)
         try:
             return actor.options(
                 name=name,
@@ -141,7 +141,7 @@ class Launch:
         from actors.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor
 
         worker_class = self.options.worker_class or WorkerActor
-        actor = ray.remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)(worker_class)
+        actor = _remote(worker_class, WORKER_CONCURRENCY_GROUPS)
         stage = place // self.config.parallel.tensor_parallel_size
         return actor.options(
             name=worker_name(self.config.name, place),
@@ -208,6 +208,12 @@ class Launch:
 
     def _say(self, line: str) -> None:
         self.options.on_progress(line)
+
+
+def _remote(actor_class: type[Any], concurrency_groups: dict[str, int]) -> Any:
+    """Return Ray's form of a plain class."""
+    make_remote: Any = ray.remote
+    return make_remote(concurrency_groups=concurrency_groups)(actor_class)
 
 
 def rank_order(reports: Sequence[WorkerReport], stage_width: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, get_placement_group
 
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.placement import remove_placement, wait_until
@@ -34,6 +34,18 @@ class ClusterParts:
     foreign_workers: list[Any] = field(default_factory=list)
     placement: PlacementGroup | None = None
     process_ids: tuple[int, ...] = ()
+
+    def find_workers(self, num_ranks: int) -> None:
+        """Look up the worker actors of a cluster that somebody else launched; not an engine's."""
+        for place in range(num_ranks):
+            with contextlib.suppress(ValueError):
+                name = worker_name(self.name, place)
+                self.workers.append(ray.get_actor(name, namespace=RAY_NAMESPACE))
+
+    def find_placement(self, group_name: str) -> None:
+        """Look up the placement group of a cluster that somebody else launched."""
+        with contextlib.suppress(ValueError):
+            self.placement = get_placement_group(group_name)
 
 
 def take_down(parts: ClusterParts) -> None:
@@ -66,7 +78,7 @@ def _settle(calls: Sequence[Any], give_up_s: float) -> None:
 def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
     """Wait until no name of the cluster is known any more and no worker process is left here."""
     names = [coordinator_name(parts.name)]
-    names += [worker_name(parts.name, place) for place in range(len(parts.workers))]
+    names += [worker_name(parts.name, place) for place in range(len(parts.process_ids))]
     own = parts.process_ids if parts.workers else ()
 
     def is_gone() -> bool:

@@ -72,6 +72,13 @@ class WorkerMethods:
     def kvcache_attach(self, endpoint: Endpoint) -> None:
         """Talk to the coordinator at `endpoint` from now on."""
         self.kvcache.attach(endpoint)
+        self.kvcache.poll_until_granted()
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_assignment(self) -> tuple[int, Plan, WorkerReport]:
+        """Return the rank and plan that were allocated, and the report made before: all that a
+        restarted coordinator needs to know. Raises NotRunningError before that."""
+        return self.kvcache.assignment()
 
     @ray.method(concurrency_group=MAIL)
     def kvcache_deliver(self, payload: bytes) -> None:

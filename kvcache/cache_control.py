@@ -38,7 +38,9 @@ class CacheControl:
         book: RequestBook,
         admission: Admission,
         clock: Clock,
+        *,
         max_pinned_blocks: int,
+        model_epoch: int,
     ) -> None:
         """Watch over `core`; pins hold at most `max_pinned_blocks` blocks."""
         self._core = core
@@ -48,7 +50,7 @@ class CacheControl:
         self._pins = PinTable(max_pinned_blocks)
         self._commands: list[Command] = []
         self.state_number = 0
-        self.model_epoch = 0
+        self.model_epoch = model_epoch
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
 

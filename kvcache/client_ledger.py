@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvcache.errors import InvariantError, RequestError
 from kvcache.job_book import EndedJob
-from kvcache.messages import FailedForward, Progress
-from kvcache.step import NO_STEP, StepRequest
-from kvcache.step_delivery import StepReceiver
+from kvcache.messages import Call, FailedForward, Progress
+from kvcache.step import NO_STEP
+from kvcache.step_delivery import StepMessage, StepReceiver
 
 MAX_FAILURES = 32
 """Failed forwards that are reported to a client; later ones only count."""
@@ -33,6 +33,7 @@ class _Executed:
 class ClientLedger:
     """The steps of one client in one epoch.
 
+    `is_leaving`: it is served no more. `fence_seq`: number of the message that fences it, or 0.
     Invariant: `acknowledged_step, finished_step <= applied_step < receiver.next_step`, and the
     steps under way are those above `finished_step` that were executed.
     """
@@ -43,6 +44,7 @@ class ClientLedger:
         self.receiver = StepReceiver(client_id, max_stored, next_step)
         self.heard_s = now_s
         self.progress_sent_s = now_s
+        self.is_leaving = False
         self.fence_seq = 0
         self._first_step = next_step
         self._under_way: deque[_Executed] = deque()
@@ -51,11 +53,6 @@ class ClientLedger:
         self._acknowledged_step = next_step - 1
         self._bytes_checked = 0
         self._failures: list[FailedForward] = []
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the client was fenced; it is forgotten once every rank has applied that."""
-        return self.fence_seq > 0
 
     @property
     def is_untouched(self) -> bool:
@@ -73,7 +70,7 @@ class ClientLedger:
         self._first_step = next_step
         self._applied_step = self._finished_step = self._acknowledged_step = next_step - 1
 
-    def require_over(self, request: StepRequest) -> None:
+    def require_over(self, request: StepMessage) -> None:
         """Raise `RequestError` unless what the step calls complete or failed is over everywhere.
 
         A block must not be sealed, or given to somebody else, while a rank may still write it.
@@ -86,6 +83,8 @@ class ClientLedger:
                 "rank: wait for them"
             )
         last_step = request.step - 1
+        if isinstance(request, Call):
+            return
         if request.failed_step != NO_STEP and finished < last_step:
             raise RequestError(
                 f"step {request.step} of {self.client_id}: failed_step {request.failed_step}, but "

@@ -13,21 +13,30 @@ from typing import TypeAlias
 
 from kvcache.core import Core, EventSink, OffloadHooks
 from kvcache.errors import ConfigurationError
+from kvcache.hashing import BlockHash
 from kvcache.specs import KVCacheConfig
 
 
 @dataclass(frozen=True, eq=False)
 class CoreSettings:
-    """What a core is made from. `events` hears what is stored and removed, `offload` what may be
-    stored below; with `zero_new_blocks` a block's bytes are cleared when a request gets it."""
+    """What a core is made from.
+
+    `none_hash` is the parent of every first block. `events` hears what is stored and removed,
+    `offload` what may be stored below. `slots` is a live view of the running requests' slots, by
+    request id. With `zero_new_blocks` a block's bytes are cleared when a request gets it; without
+    workers no commands are kept.
+    """
 
     kv_cache_config: KVCacheConfig
+    none_hash: BlockHash
+    slots: Mapping[str, int]
     enable_caching: bool
     use_eagle: bool
     eviction_policy: str
     events: EventSink
     offload: OffloadHooks
     zero_new_blocks: bool
+    has_workers: bool
 
 
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
@@ -36,15 +45,19 @@ CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
 def _make_block_core(settings: CoreSettings) -> Core:
     from kvcache.managers.block_core import BlockCore
 
-    return BlockCore(
+    core = BlockCore(
         settings.kv_cache_config,
+        none_hash=settings.none_hash,
         enable_caching=settings.enable_caching,
         use_eagle=settings.use_eagle,
         policy_name=settings.eviction_policy,
         events=settings.events,
         offload=settings.offload,
         zero_new_blocks=settings.zero_new_blocks,
+        has_workers=settings.has_workers,
     )
+    core.use_slots(settings.slots)
+    return core
 
 
 CORES: Mapping[str, CoreFactory] = MappingProxyType({"blocks": _make_block_core})

@@ -2,7 +2,7 @@
 
 Between the manager's answer and the message to the workers, when content checking is on. Keeps, for
 each running row, how far it is computed and which of its tokens the ranks have been told, so that a
-decode step sends one token per row. Refuses to decide anything: it follows what the manager answered.
+decode step sends one token per row. Refuses to decide: it follows what the manager answered.
 
     verify [0, computed) of rows that go ──▶ write [start, start + count) of rows that run
                                              verify [0, start) of rows that come (their hit)
@@ -84,14 +84,14 @@ class _Rows:
     content_keys: list[bytes] = field(default_factory=list)
 
     def add(
-        self, slot: int, start: int, count: int, token_start: int, tokens: Int32Array, key: bytes
+        self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array, key: bytes = b""
     ) -> None:
-        """Add a row; `key` is empty for one that runs on."""
+        """Add a row that writes `span` and brings its tokens from `told` on; `key` if it is new."""
         self.slots.append(slot)
         self.is_new.append(int(bool(key)))
-        self.starts.append(start)
-        self.counts.append(count)
-        self.token_starts.append(token_start)
+        self.starts.append(span[0])
+        self.counts.append(span[1] - span[0])
+        self.token_starts.append(told)
         self.token_counts.append(len(tokens))
         self.token_ids.append(tokens)
         self.content_keys.append(key)
@@ -176,7 +176,7 @@ class ForwardPlanner:
             if num_draft:
                 drafts = running.draft_token_ids[draft_end - num_draft : draft_end]
                 tokens = np.concatenate((tokens, drafts))
-            rows.add(slot, start, num_new, told, tokens, b"")
+            rows.add(slot, (start, end), told, tokens)
             row.num_computed = row.num_right = end
             row.num_told = own_end
 
@@ -198,7 +198,7 @@ class ForwardPlanner:
             row.num_computed = row.num_told = row.num_right = end
             self._rows[slot], self._slots[names[i]] = row, slot
             tokens = content_tokens(known, 0, end)
-            rows.add(slot, start, end - start, 0, tokens, content_key(known))
+            rows.add(slot, (start, end), 0, tokens, content_key(known))
 
     def _request(self, request_id: str) -> Request:
         request = self._lookup(request_id)

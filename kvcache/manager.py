@@ -57,6 +57,8 @@ class KVCacheManager:
         offload_hooks: OffloadHooks | None = None,
         event_sink: EventSink | None = None,
         zero_new_blocks: bool = False,
+        has_workers: bool = True,
+        model_epoch: int = 0,
         core_factories: Mapping[str, CoreFactory] = CORES,
     ) -> None:
         """Make a manager with an empty cache.
@@ -80,6 +82,8 @@ class KVCacheManager:
             offload_hooks: the tiers below; none by default.
             event_sink: who hears of every event at once.
             zero_new_blocks: whether workers clear a block before a request gets it.
+            has_workers: without workers nobody takes commands, and none are kept.
+            model_epoch: generation of the weights that are loaded now.
 
         Raises:
             ConfigurationError: a value cannot be meant; names it, and what could be.
@@ -99,6 +103,8 @@ class KVCacheManager:
             max_pin_share,
             hash_seed,
             zero_new_blocks,
+            has_workers,
+            model_epoch,
         )
         parts = ManagerParts(
             settings,

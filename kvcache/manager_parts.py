@@ -52,10 +52,13 @@ class ManagerSettings:
     max_pin_share: float
     hash_seed: str
     zero_new_blocks: bool
+    has_workers: bool
+    model_epoch: int
 
     def __post_init__(self) -> None:
         require_count("max_model_len", self.max_model_len)
         require_count("max_num_seqs", self.max_num_seqs)
+        require_count("model_epoch", self.model_epoch, at_least=0)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigurationError(
                 f"watermark is {self.watermark}: pass a share from 0.0 to below 1.0"
@@ -95,18 +98,22 @@ class ManagerParts:
             settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
         )
         self.events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
+        slot_by_request: dict[str, int] = {}
         core_settings = CoreSettings(
             config,
+            self.hasher.none_hash,
+            slot_by_request,
             settings.enable_caching,
             settings.use_eagle,
             settings.eviction_policy,
             self.events,
             hooks,
             settings.zero_new_blocks,
+            settings.has_workers,
         )
         self.core = make_core(settings.core, core_settings, core_factories)
         self.slots = SlotTable(settings.max_num_seqs, settings.hash_block_size)
-        self.book = RequestBook(self.slots, self.core)
+        self.book = RequestBook(self.slots, self.core, slot_by_request)
         self.ledger = StepLedger()
         self.admission = Admission(
             self.book,
@@ -115,7 +122,14 @@ class ManagerParts:
             log_stats=settings.log_stats,
         )
         max_pinned_blocks = int(settings.max_pin_share * max(0, config.num_blocks - 1))
-        self.control = CacheControl(self.core, self.book, self.admission, clock, max_pinned_blocks)
+        self.control = CacheControl(
+            self.core,
+            self.book,
+            self.admission,
+            clock,
+            max_pinned_blocks=max_pinned_blocks,
+            model_epoch=settings.model_epoch,
+        )
         self.calls = RequestCalls(
             self.book,
             self.core,

@@ -31,6 +31,7 @@ class _Member:
     is_granted: bool = False
     heard_s: float = 0.0
     asked_s: float = 0.0
+    since_s: float = 0.0
     refusal: str = ""
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_RETIRED))
 
@@ -38,8 +39,20 @@ class _Member:
 class Membership:
     """The ranks `0 .. num_ranks - 1` of one coordinator."""
 
-    def __init__(self, num_ranks: int, fingerprint: str, nonce: str, store: StateStore) -> None:
-        """Know nobody. The state is loaded now; no epoch is taken before `take_epoch`."""
+    def __init__(
+        self,
+        num_ranks: int,
+        fingerprint: str,
+        nonce: str,
+        store: StateStore,
+        *,
+        patience_s: float,
+    ) -> None:
+        """Know nobody. The state is loaded now; no epoch is taken before `take_epoch`.
+
+        `patience_s`: longer than a message may be late.
+        """
+        self._patience_s = patience_s
         self.fingerprint = fingerprint
         self.nonce = nonce
         self._store = store
@@ -47,6 +60,7 @@ class Membership:
         self._members = {rank: _Member() for rank in range(num_ranks)}
         self._highest_seen = 0
         self.epoch = 0
+        self.is_epoch_doubted = False
 
     @property
     def model_epoch(self) -> int:
@@ -72,30 +86,48 @@ class Membership:
         epoch = 1 + max(self._state.epoch, self._highest_seen, self.epoch)
         self._save(replace(self._state, epoch=epoch))
         self.epoch = epoch
+        self.is_epoch_doubted = False
         for member in self._members.values():
             member.is_granted = False
             member.refusal = ""
             member.heard_s = now_s
             member.asked_s = float("-inf")
 
+    def doubt_epoch(self) -> None:
+        """The present epoch is over, but the next one could not be saved: nobody is granted."""
+        self.is_epoch_doubted = True
+        for member in self._members.values():
+            member.is_granted = False
+
     def save_model_epoch(self, model_epoch: int) -> None:
         """Save another model epoch."""
         if model_epoch != self._state.model_epoch:
             self._save(replace(self._state, model_epoch=model_epoch))
 
-    def serve(self, rank: int, incarnation: str) -> bool:
+    def serve(self, rank: int, incarnation: str, now_s: float) -> bool:
         """Note which process serves `rank`; say whether that is another one than before.
 
-        Raises StaleEpochError for a process that was replaced already.
+        A process that was replaced is taken back only when its successor does not answer: then
+        the successor's introduction was an old one that arrived late.
+
+        Raises StaleEpochError for a process that was replaced and is not taken back.
         """
         member = self._member(rank)
         if member.incarnation == incarnation:
             return False
         if incarnation in member.retired:
-            raise StaleEpochError(f"process {incarnation} of rank {rank} was replaced")
+            is_mute = not member.is_granted and now_s - member.since_s > self._patience_s
+            if member.incarnation is None or not is_mute:
+                raise StaleEpochError(f"process {incarnation} of rank {rank} was replaced")
+            member.retired.remove(incarnation)
         self.retire(rank)
-        member.incarnation = incarnation
+        member.incarnation, member.since_s = incarnation, now_s
+        member.asked_s = float("-inf")
         return True
+
+    def was_replaced(self, rank: int, incarnation: str, nonce: str) -> bool:
+        """Say whether a process that once obeyed this coordinator was replaced meanwhile."""
+        return nonce == self.nonce and incarnation in self._member(rank).retired
 
     def retire(self, rank: int) -> None:
         """Nobody serves `rank` any more."""
@@ -151,10 +183,11 @@ class Membership:
             StaleEpochError: another process, coordinator or epoch.
         """
         member = self._member(rank)
-        if (incarnation, nonce, epoch) != (member.incarnation, self.nonce, self.epoch):
+        present = (member.incarnation, self.nonce, self.epoch)
+        if self.is_epoch_doubted or (incarnation, nonce, epoch) != present:
             raise StaleEpochError(
                 f"rank {rank}: process {incarnation}, coordinator {nonce}, epoch {epoch}; present "
-                f"are {member.incarnation}, {self.nonce}, {self.epoch}"
+                f"are {present}"
             )
         member.heard_s = now_s
 
@@ -171,7 +204,7 @@ class Membership:
     def grant_now(self, rank: int, now_s: float) -> Grant | None:
         """Return the grant of a process that has just introduced itself, granted or not."""
         member = self._member(rank)
-        if member.incarnation is None:
+        if member.incarnation is None or self.is_epoch_doubted:
             return None
         member.asked_s = now_s
         return Grant(self.nonce, member.incarnation, self.epoch, self.fingerprint)

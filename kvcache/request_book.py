@@ -46,11 +46,12 @@ class RequestBook:
     Invariant: the slots of running requests are exactly the taken ones.
     """
 
-    def __init__(self, slots: SlotTable, core: Core) -> None:
-        """Know nobody yet."""
+    def __init__(self, slots: SlotTable, core: Core, slot_by_request: dict[str, int]) -> None:
+        """Know nobody yet. `slot_by_request` is kept up to date for others to read."""
         self.slots = slots
         self.num_preemptions = 0
         self._core = core
+        self._slot_by_request = slot_by_request
         self._known: dict[str, KnownRequest] = {}
 
     def get(self, request_id: str) -> KnownRequest | None:
@@ -81,6 +82,7 @@ class RequestBook:
             known = self._known[request.request_id] = KnownRequest(request, client_index)
         known.slot = self.slots.take(request, client_index, num_computed)
         known.generation = int(self.slots.generation[known.slot])
+        self._slot_by_request[request.request_id] = known.slot
         return known
 
     def preempt(self, known: KnownRequest) -> None:
@@ -136,6 +138,8 @@ class RequestBook:
                 f"{num_running} running requests sit in {len(seats)} slots, {self.slots.num_taken} "
                 "are taken"
             )
+        if self._slot_by_request != {k.request.request_id: s for s, k in seats.items()}:
+            raise InvariantError(f"slots by request {self._slot_by_request} are not the taken ones")
         for request_id, known in self._known.items():
             if known.is_running:
                 self._check_running(known)
@@ -176,4 +180,5 @@ class RequestBook:
         self.slots.sync(known.slot)
         self._core.free(known.request)
         self.slots.release(known.slot)
+        del self._slot_by_request[known.request.request_id]
         known.slot = NO_SLOT

@@ -19,7 +19,8 @@ from kvcache.slots import FREE, SlotTable
 from kvcache.step import RunningRequests, StepRequest
 from kvcache.step_ledger import ClientSteps, Rollback
 
-_ROW_FIELDS = ("num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
+_TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
+_ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +167,10 @@ class RowPlanner:
 def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
     """Refuse arrays that do not fit each other; return how many tokens each row appends."""
     n = len(running.slots)
+    for name in (*_ROW_FIELDS, *_TOKEN_FIELDS):
+        values = getattr(running, name)
+        if values.dtype != np.int32:
+            raise RequestError(f"{where}: running.{name} is of {values.dtype}: pass int32 arrays")
     for name in _ROW_FIELDS:
         values = getattr(running, name)
         if values.shape != (n,):

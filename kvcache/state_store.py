@@ -93,7 +93,7 @@ class MemoryStateStore:
 
 
 class FileStateStore:
-    """A file, replaced as a whole: written beside it, synced, renamed. Readable by its owner only."""
+    """A file, replaced as a whole: written beside it, synced, renamed. Only its owner reads it."""
 
     def __init__(self, path: Path) -> None:
         """Use the file at `path`, which need not exist; its directory must."""

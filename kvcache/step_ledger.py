@@ -105,8 +105,12 @@ class ClientSteps:
 
     def fail(self, step: int) -> None:
         """Drop the records of steps from `step` on; all of them are void."""
+        left: list[Seating] = []
         while self.records and self.records[-1].step >= step:
-            self.records.pop()
+            left += self.records.pop().preempted
+        if self.records:
+            # They stay preempted; an earlier step that fails later must know whose rows it ran.
+            self.records[-1].preempted += left
         kept = [r for r in self.void if r[0] < step]
         self.void = [*kept, (step, self.last_step)]
 

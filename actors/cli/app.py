@@ -1,7 +1,7 @@
 """What can be typed: commands, arguments, options, and what becomes of errors.
 
-Imports neither Ray nor torch nor numpy, so that `--help` is there at once; every command imports
-its work when it runs. Exit codes: 0 done, 1 wrong bytes, 2 an error of ours (one line on stderr;
+Imports nothing but typer, so that `--help` is there at once; every command imports its work when it
+runs. Exit codes: 0 done, 1 wrong bytes, 2 an error of ours (one line on stderr;
 `--verbose` shows the traceback), 130 interrupted.
 """
 
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from kvcache.errors import KVCacheError, WrongBytesError
 
 EXIT_WRONG_BYTES = 1
 EXIT_ERROR = 2
@@ -177,6 +175,8 @@ def replay(
 
 def _run(work: Callable[[], None], verbose: bool) -> None:
     """Do a command's work; errors of ours become one line and an exit code."""
+    from kvcache.errors import KVCacheError, WrongBytesError
+
     try:
         work()
     except KVCacheError as error:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from actors.client import StepClient
+from kvcache.config import ClusterConfig, load_config
+from kvcache.coordinator_settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError
 from kvcache.replay.engine import EngineLimits
-from kvcache.replay.stepper import Stepper
+from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper
+from kvcache.step import StepRequest, StepResult
+
+if TYPE_CHECKING:
+    from actors.cluster import KVCacheCluster
+
+_FIGURES_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,47 @@ class Playground:
     title: str
     stepper: Stepper
     limits: EngineLimits
+
+
+class ClientStepper:
+    """A cluster behind its client. `look` asks the cluster for the manager's figures."""
+
+    def __init__(
+        self, client: StepClient, look: Callable[[], CoordinatorStatistics | None]
+    ) -> None:
+        self._client = client
+        self._look = look
+        self._figures = CacheFigures(0, 0, 0, 0.0)
+
+    def submit(self, step: StepRequest) -> int:
+        """Send the step."""
+        return self._client.submit(step)
+
+    def wait_result(self, step: int) -> StepResult:
+        """Wait for the coordinator's answer."""
+        return self._client.wait_result(step)
+
+    def wait_finished(self, step: int) -> None:
+        """Wait until every rank has run the step's forward."""
+        self._client.wait_finished(step)
+
+    def progress(self) -> ForwardProgress:
+        """Say what the client has heard."""
+        client = self._client
+        return ForwardProgress(
+            finished_step=client.finished_step,
+            bytes_checked=client.bytes_checked,
+            failures=client.failures,
+        )
+
+    def figures(self) -> CacheFigures:
+        """Ask the coordinator; the last known figures where it has none."""
+        statistics = self._look()
+        if statistics is not None and statistics.manager is not None:
+            core = statistics.manager.core
+            share = 1 - core.num_free_blocks / core.num_blocks if core.num_blocks else 0.0
+            self._figures = CacheFigures(core.num_blocks, core.num_evictions, 0, share)
+        return self._figures
 
 
 @contextmanager
@@ -35,8 +86,68 @@ def open_playground(
         raise ConfigurationError(
             f"--name {name} plays on a running cluster, {other} on a new one: give one of them"
         )
-    if name is None and config_path is None:
+    if name is not None:
+        with _running_cluster(name) as ground:
+            yield ground
+    elif config_path is None:
         raise ConfigurationError(
             "nothing to play on: give --config FILE for a new cluster, or --name NAME for a "
             "running one"
         )
+    elif is_local:
+        with _local_cluster(load_config(config_path)) as ground:
+            yield ground
+    else:
+        with _own_cluster(load_config(config_path)) as ground:
+            yield ground
+
+
+@contextmanager
+def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
+    """Everything in this process, without Ray."""
+    from actors.local import LocalCluster
+
+    with LocalCluster(config) as cluster, cluster.client("replay") as client:
+        stepper = ClientStepper(client, lambda: cluster.statistics().coordinator)
+        yield Playground(f"{config.name}, in this process", stepper, _limits(config, cluster.plan))
+
+
+@contextmanager
+def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
+    """A cluster on Ray that lives as long as the replay."""
+    from actors.cli.launching import interrupted_by_sigterm, say
+    from actors.cli.sessions import ray_session
+    from actors.cluster import KVCacheCluster
+
+    with (
+        ray_session(may_start=True),
+        interrupted_by_sigterm(),
+        KVCacheCluster.launch(config, on_progress=say) as cluster,
+    ):
+        with _client_of(cluster) as ground:
+            yield ground
+        say(f"stopping {config.name}")
+
+
+@contextmanager
+def _running_cluster(name: str) -> Iterator[Playground]:
+    """A cluster that runs already, and goes on running."""
+    from actors.cli.sessions import ray_session
+    from actors.cluster import KVCacheCluster
+
+    with ray_session(may_start=False), _client_of(KVCacheCluster.connect(name)) as ground:
+        yield ground
+
+
+@contextmanager
+def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
+    limits = EngineLimits(
+        max_model_len=cluster.status().max_model_len,
+        max_num_batched_tokens=cluster.config.scheduler.max_num_batched_tokens,
+        max_num_seqs=cluster.config.scheduler.max_num_seqs,
+        stall_s=cluster.config.deadlines.step_s,
+        figures_interval_s=_FIGURES_INTERVAL_S,
+    )
+    with cluster.client("replay") as client:
+        stepper = ClientStepper(client, lambda: cluster.statistics().coordinator)
+        yield Playground(cluster.name, stepper, limits)

@@ -91,7 +91,8 @@ class TransportStatistics:
 
     `foreign`: from no identity of ours, or with another number of frames. `oversized`: longer than
     the limit. `undeliverable`: to a peer that is unknown, gone or does not keep up.
-    `refused_connections`: that failed the handshake, or were cut for sending what no peer sends.
+    `refused_connections`: that failed the handshake. `disconnections`: connections that ended, be
+    it in order or because they sent what no peer sends.
     """
 
     sent: int = 0
@@ -100,6 +101,7 @@ class TransportStatistics:
     oversized: int = 0
     undeliverable: int = 0
     refused_connections: int = 0
+    disconnections: int = 0
 
     def __add__(self, other: TransportStatistics) -> TransportStatistics:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -158,5 +160,5 @@ class PeerTransport(Protocol):
     def statistics(self) -> TransportStatistics:
         """Return figures, frozen."""
 
-    def close(self) -> None:
-        """Give everything back at once; what was not sent is lost. Repeatable."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Give everything back; what could not be sent within `linger_s` is lost. Repeatable."""

@@ -163,7 +163,7 @@ class RayPeer:
             sent=self._num_sent, received=self._num_received, undeliverable=self._inbox.num_refused
         )
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
         self._inbox.on_put = None
         self._readable.close()
@@ -182,7 +182,7 @@ class RayClientPeer(RayPeer):
         )
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
         if not self._is_closed.is_set():
             self._is_closed.set()

@@ -100,10 +100,11 @@ class ZmqPeer:
         """See `PeerTransport.statistics`."""
         return replace(self._statistics, sent=self._num_sent, received=self._num_received)
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
         if self._context.closed:
             return
-        self._socket.close(0)
-        self._context.destroy(0)
+        linger_ms = int(linger_s * 1000)
+        self._socket.close(linger_ms)
+        self._context.destroy(linger_ms)
         self._wake.close()

@@ -42,6 +42,7 @@ MONITORED_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_DISCONNECTED
 )
 
 
@@ -242,8 +243,8 @@ class ZmqServer:
         """Serve the monitor, the gate or the wake pipe, whichever became readable."""
         if source is self._monitor:
             while self._monitor.poll(0):
-                recv_monitor_message(self._monitor)
-                self._count(refused_connections=1)
+                is_end = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+                self._count(disconnections=int(is_end), refused_connections=int(not is_end))
         elif self._gate is not None and source is self._gate.socket:
             self._gate.answer()
         else:

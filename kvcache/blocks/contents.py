@@ -55,6 +55,14 @@ class ContentIndex:
         """Return every table that holds something."""
         return list(self._tables_by_key.values())
 
+    def is_ordered(self, group: int) -> bool:
+        """Whether blocks of a group are of no use without all blocks before them."""
+        return group in self._ordered_groups
+
+    def num_unsealed_by_client(self) -> dict[str, int]:
+        """Return a copy of the counts of unsealed blocks."""
+        return dict(self._num_unsealed)
+
     def table(self, namespace: Namespace, group: int) -> PrefixTable:
         """Return the table of a namespace and group, a new one where there is none."""
         key = (namespace, group)
@@ -97,8 +105,11 @@ class ContentIndex:
             and table.namespace == namespace
         )
 
-    def add(self, run: CachedRun) -> None:
-        """Make the blocks of `run` hittable; none of them has a content. Unsealed if in a step."""
+    def add(self, run: CachedRun, *, is_labelled: bool = False) -> None:
+        """Make the blocks of `run` hittable; none of them has a content. Unsealed if in a step.
+
+        `is_labelled`: the workers know already, no label is sent.
+        """
         digests, parents, tables, table = self.digests, self.parents, self.tables, run.table
         table.add(run.block_ids, run.digests, run.parent)
         parent = run.parent
@@ -113,7 +124,7 @@ class ContentIndex:
             count = self._num_unsealed.get(run.client_id, 0)
             self._num_unsealed[run.client_id] = count + len(run.block_ids)
         else:
-            self._outbox.sealed(run, list(range(len(run.block_ids))))
+            self._outbox.sealed(run, list(range(len(run.block_ids))), is_labelled=is_labelled)
 
     def seal(self, run: CachedRun) -> list[int]:
         """Seal what is left of `run`; return these blocks."""
@@ -133,27 +144,26 @@ class ContentIndex:
         """
         forgotten: list[int] = []
         kept: list[int] = []
-        digests, tables = self.digests, self.tables
         unlabelled: list[int] = []
         removed: dict[PrefixTable, list[BlockHash]] = {}
+        digests, parents, tables, unsealed = self.digests, self.parents, self.tables, self.unsealed
         for block_id in candidates:
-            table, digest = tables[block_id], digests[block_id]
-            if table is None or digest is None:
+            table, digest, parent = tables[block_id], digests[block_id], parents[block_id]
+            if table is None or digest is None or parent is None:
                 raise BlockError(f"block {block_id} holds nothing that could be forgotten")
             if digest in table.children and digest not in table.copies:
                 kept.append(block_id)
                 continue
-            parent = self.parents[block_id]
-            if parent is not None and table.discard(block_id, digest, parent) and table.published:
+            if table.discard(block_id, digest, parent) and table.published:
                 removed.setdefault(table, []).append(digest)
-            digests[block_id] = self.parents[block_id] = tables[block_id] = None
-            if self.unsealed and block_id in self.unsealed:
+            digests[block_id] = parents[block_id] = tables[block_id] = None
+            forgotten.append(block_id)
+            if block_id in unsealed:
                 self._no_longer_unsealed(block_id)
             else:
                 unlabelled.append(block_id)
             if not table.ids:
                 self._tables_by_key.pop((table.namespace, table.group), None)
-            forgotten.append(block_id)
         self.num_cached -= len(forgotten)
         self._outbox.unlabel(unlabelled)
         for table, gone in removed.items():
@@ -185,8 +195,10 @@ class ContentIndex:
         while pending:
             block_id = pending.pop()
             table, digest = self.tables[block_id], self.digests[block_id]
-            if table is None or digest is None or any(
-                copy not in doomed for copy in table.blocks(digest)
+            if (
+                table is None
+                or digest is None
+                or any(copy not in doomed for copy in table.blocks(digest))
             ):
                 continue
             for child in children.get((id(table), digest), ()):

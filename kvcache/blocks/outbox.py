@@ -66,7 +66,7 @@ class Outbox:
         self.slots: Mapping[str, int] = {}
         self._sink = sink
         self._medium = medium
-        self._none_hash = none_hash
+        self.none_hash = none_hash
         self._published_groups = (
             frozenset() if isinstance(sink, NullEventSink) else published_groups
         )
@@ -77,9 +77,9 @@ class Outbox:
         self._labels: list[tuple[CachedRun, list[int]]] = []
         self._zeros: list[int] = []
 
-    def sealed(self, run: CachedRun, indices: list[int]) -> None:
-        """The blocks at `indices` of `run` have their bytes now."""
-        if self._has_workers:
+    def sealed(self, run: CachedRun, indices: list[int], *, is_labelled: bool = False) -> None:
+        """The blocks at `indices` of `run` have their bytes now; label them unless they are."""
+        if self._has_workers and not is_labelled:
             if self._unlabels:
                 self._flush_unlabels()
             self._labels.append((run, indices))
@@ -153,7 +153,7 @@ class Outbox:
                 group=run.table.group,
                 medium=self._medium,
                 digests=tuple(digests),
-                parent_digest=None if parent == self._none_hash else parent,
+                parent_digest=None if parent == self.none_hash else parent,
                 token_ids=run.token_ids[first * run.block_size : end * run.block_size],
                 block_size=run.block_size,
                 namespace=run.table.namespace,
@@ -196,7 +196,7 @@ def build_label(sealed: Sequence[tuple[CachedRun, list[int]]], slots: Mapping[st
     )
 
 
-def _select(values: list[_T], indices: list[int]) -> list[_T]:
+def _select(values: Sequence[_T], indices: Sequence[int]) -> Sequence[_T]:
     if len(indices) == len(values):
         return values
     return [values[index] for index in indices]

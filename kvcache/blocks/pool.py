@@ -12,35 +12,23 @@ anybody holds, copies or may still write to, and to give back more references th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
-from typing import TypeVar
 
 from kvcache.arrays import int32_array
-from kvcache.blocks.block import BlockState, KVCacheBlock
+from kvcache.blocks.block import KVCacheBlock
 from kvcache.blocks.contents import ContentIndex
-from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
 from kvcache.blocks.outbox import EventLog, Outbox
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
+from kvcache.blocks.references import NULL_ID, ReferencedBlocks, each
 from kvcache.blocks.run import CachedRun, StepLedger
-from kvcache.core import CacheEvent, NullOffloadHooks, OffloadHooks, ReferenceKind
+from kvcache.core import CacheEvent, NullOffloadHooks, OffloadHooks
 from kvcache.errors import BlockError, ConfigurationError, OutOfBlocksError
 from kvcache.hashing import BlockHash
 from kvcache.policies import EntryInfo, make_eviction_policy
 from kvcache.request import Namespace
 
-NULL_ID = 0
 
-_T = TypeVar("_T")
-KINDS_APART = (ReferenceKind.PIN, ReferenceKind.FORK, ReferenceKind.TRANSFER)
-
-
-class BlockPool:
-    """Blocks `1..num_blocks - 1`, and block 0, the null block, which is nobody's.
-
-    Invariants: a block is in the free queue exactly when it has no reference, no content and no
-    quarantine; in the policy exactly when it has no reference, a content and no quarantine.
-    `_num_references` counts all kinds together, `_references[kind]` the rare kinds apart.
-    """
+class BlockPool(ReferencedBlocks):
+    """Blocks `1..num_blocks - 1`, and block 0, the null block, which is nobody's."""
 
     is_uniform = True
 
@@ -67,41 +55,35 @@ class BlockPool:
             raise ConfigurationError(
                 f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
             )
-        self.num_blocks = num_blocks
-        self.enable_caching = enable_caching
-        self.num_evictions = 0
-        self._event_log = EventLog()
-        self._outbox = outbox or Outbox(
-            self._event_log,
+        log = EventLog()
+        outbox = outbox or Outbox(
+            log,
             "device",
             none_hash=BlockHash(b""),
             published_groups=ordered_groups,
             has_workers=False,
         )
-        self.contents = ContentIndex(num_blocks, ordered_groups, self._outbox)
+        contents = ContentIndex(num_blocks, ordered_groups, outbox)
+        policy = make_eviction_policy(eviction_policy, num_blocks, self)
+        super().__init__(num_blocks, contents, policy)
+        self.enable_caching = enable_caching
+        self.num_evictions = 0
+        self.none_hash = outbox.none_hash
         self.ledger = StepLedger()
+        self._event_log = log
+        self._outbox = outbox
         self._offload = None if isinstance(offload, NullOffloadHooks) else offload
         self._zero_new_blocks = zero_new_blocks
-        self._num_references = [0] * num_blocks
-        self._references: dict[ReferenceKind, dict[int, int]] = {k: {} for k in KINDS_APART}
-        self._quarantined: set[int] = set()
-        self._blank = FreeKVCacheBlockQueue(num_blocks, range(1, num_blocks))
-        self._policy = make_eviction_policy(eviction_policy, num_blocks, self)
 
     # --- what there is -------------------------------------------------------------------------
-
-    @property
-    def num_total_blocks(self) -> int:
-        """Blocks that can be handed out at all: the null block is not one."""
-        return self.num_blocks - 1
 
     def get_num_free_blocks(self) -> int:
         """Return how many blocks `get_new_blocks` could hand out now, cached ones included."""
         return self._blank.num_free_blocks + len(self._policy)
 
-    def num_blocks_in_use(self) -> int:
-        """Return how many blocks have a reference of any kind."""
-        return self.num_total_blocks - self._num_references.count(0) + 1
+    def num_empty_blocks(self) -> int:
+        """Return how many blocks are free and hold nothing."""
+        return self._blank.num_free_blocks
 
     def get_usage(self) -> float:
         """Return the share of blocks that cannot be handed out, 0.0 to 1.0."""
@@ -112,46 +94,6 @@ class BlockPool:
         """Return a view of a block; raises BlockError if there is no such block."""
         self._require_known([block_id])
         return KVCacheBlock(self, block_id)
-
-    def state(self, block_id: int) -> BlockState:
-        """Return what may be done with a block."""
-        if block_id in self._quarantined:
-            return BlockState.QUARANTINED
-        if block_id in self._references[ReferenceKind.TRANSFER]:
-            return BlockState.IN_FLIGHT
-        if self.contents.digests[block_id] is not None:
-            is_sealed = block_id not in self.contents.unsealed
-            return BlockState.SEALED if is_sealed else BlockState.HITTABLE
-        return BlockState.OWNED if self._num_references[block_id] else BlockState.FREE
-
-    def digest(self, block_id: int) -> BlockHash | None:
-        """Return the digest by which a block can be found, None if it cannot."""
-        return self.contents.digests[block_id]
-
-    def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
-        """Return a block's references of one kind, or of all."""
-        total = self._num_references[block_id]
-        if kind is None:
-            return total
-        if kind is not ReferenceKind.REQUEST:
-            return self._references[kind].get(block_id, 0)
-        return total - sum(held.get(block_id, 0) for held in self._references.values())
-
-    def total_references(self) -> int:
-        """Return the references of all kinds to all blocks. O(n)."""
-        return sum(self._num_references)
-
-    def num_unheld(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these distinct blocks have no reference, null blocks left out."""
-        return _each(self._num_references, block_ids).count(0) - block_ids.count(NULL_ID)
-
-    def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
-        """Return a copy of the counts of a kind other than REQUEST: block id to references."""
-        return dict(self._references[kind])
-
-    def quarantined_blocks(self) -> set[int]:
-        """Return a copy of the quarantined ids."""
-        return set(self._quarantined)
 
     def get_all_free_blocks(self) -> list[int]:
         """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
@@ -212,8 +154,8 @@ class BlockPool:
             BlockError: a block is free, the null block, or has a digest; nothing was changed.
         """
         self._require_known(run.block_ids)
-        counts = _each(self._num_references, run.block_ids)
-        digests = _each(self.contents.digests, run.block_ids)
+        counts = each(self._num_references, run.block_ids)
+        digests = each(self.contents.digests, run.block_ids)
         if 0 in counts or digests.count(None) != len(digests) or NULL_ID in run.block_ids:
             wrong = [
                 b for b, n, d in zip(run.block_ids, counts, digests, strict=True) if not n or d
@@ -226,71 +168,6 @@ class BlockPool:
             self.ledger.add(run)
         elif self._offload is not None:
             self._offload.on_sealed(run.table.group, int32_array(run.block_ids))
-
-    def touch(
-        self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST
-    ) -> None:
-        """Take one reference more of each block, and save it from eviction.
-
-        Raises:
-            BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
-        """
-        self._require_known(block_ids)
-        if self._quarantined and not self._quarantined.isdisjoint(block_ids):
-            bad = sorted(self._quarantined.intersection(block_ids))
-            raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
-        references, digests = self._num_references, self.contents.digests
-        free = [b for b in dict.fromkeys(block_ids) if not references[b]]
-        if free:
-            if NULL_ID in free:
-                raise BlockError("the null block cannot be held: leave it out")
-            empty = [b for b in free if digests[b] is None]
-            if empty:
-                raise BlockError(
-                    f"blocks {empty[:5]} are free and hold nothing: take new ones instead"
-                )
-            self._policy.remove(free)
-        for block_id in block_ids:
-            references[block_id] += 1
-        if kind is not ReferenceKind.REQUEST:
-            held = self._references[kind]
-            for block_id in block_ids:
-                held[block_id] = held.get(block_id, 0) + 1
-
-    def free_blocks(
-        self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST
-    ) -> None:
-        """Give one reference of each block back. Of those now unheld the first is evicted first.
-
-        Cached ones go to the back of the eviction order, others to the front of the free queue.
-
-        Raises:
-            BlockError: unknown, or without a reference of this kind; nothing was changed.
-        """
-        if not block_ids:
-            return
-        self._require_known(block_ids)
-        self._require_references(block_ids, kind)
-        references = self._num_references
-        if kind is not ReferenceKind.REQUEST:
-            held = self._references[kind]
-            for block_id in block_ids:
-                held[block_id] -= 1
-                if not held[block_id]:
-                    del held[block_id]
-        unheld: Sequence[int]
-        if _each(references, block_ids).count(1) == len(block_ids):
-            unheld = block_ids
-            for block_id in block_ids:
-                references[block_id] = 0
-        else:
-            unheld = []
-            for block_id in block_ids:
-                references[block_id] -= 1
-                if not references[block_id]:
-                    unheld.append(block_id)
-        if unheld:
-            self._put_free(unheld)
 
     # --- contents ------------------------------------------------------------------------------
 
@@ -305,6 +182,17 @@ class BlockPool:
         wanted = list(block_ids)
         self._require_known(wanted)
         self._release_forgotten(self.contents.forget(wanted))
+
+    def adopt(self, runs: Sequence[CachedRun]) -> None:
+        """Enter contents that workers hold already, into free empty blocks; all are evictable.
+
+        Of each run the tail goes first; a run that continues another goes before it.
+        """
+        for run in runs:
+            self._blank.remove_n(run.block_ids)
+            self.contents.add(run, is_labelled=True)
+        for run in reversed(runs):
+            self._policy.insert(run.block_ids[::-1])
 
     def seal(self, run: CachedRun) -> None:
         """The bytes of what is left of an unsealed run are there."""
@@ -337,16 +225,6 @@ class BlockPool:
     def take_events(self) -> list[CacheEvent]:
         """Return events since the last call; empty where an outbox with its own sink was given."""
         return self._event_log.take()
-
-    # --- copies and their ends -----------------------------------------------------------------
-
-    def begin_transfer(self, block_ids: Sequence[int]) -> None:
-        """A copy starts to read or write these blocks: they stay until it has ended."""
-        self.touch(block_ids, ReferenceKind.TRANSFER)
-
-    def end_transfer(self, block_ids: Sequence[int]) -> None:
-        """A copy has ended on every rank; raises BlockError, unchanged, if none was under way."""
-        self.free_blocks(block_ids, ReferenceKind.TRANSFER)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """Somebody may still write to these blocks: forget them, and hand them out to nobody.
@@ -413,20 +291,6 @@ class BlockPool:
         for group, ids in by_group.items():
             self._offload.on_eviction_candidates(group, int32_array(ids))
 
-    def _put_free(self, block_ids: Sequence[int]) -> None:
-        """Queue blocks that have just lost their last reference."""
-        if self._quarantined:
-            block_ids = [b for b in block_ids if b not in self._quarantined]
-        digests = self.contents.digests
-        num_empty = _each(digests, block_ids).count(None)
-        if not num_empty:
-            self._policy.insert(block_ids)
-        elif num_empty == len(block_ids):
-            self._blank.prepend_n(block_ids)
-        else:
-            self._blank.prepend_n([b for b in block_ids if digests[b] is None])
-            self._policy.insert([b for b in block_ids if digests[b] is not None])
-
     def _release_forgotten(self, block_ids: Sequence[int]) -> None:
         """Move unheld blocks whose content has just been forgotten to the free queue."""
         unheld = [b for b in block_ids if not self._num_references[b]]
@@ -434,34 +298,3 @@ class BlockPool:
         if unheld:
             self._policy.discard(unheld)
             self._blank.prepend_n(unheld)
-
-    def _require_known(self, block_ids: Sequence[int]) -> None:
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
-            bad = [b for b in block_ids if not 0 <= b < self.num_blocks]
-            raise BlockError(
-                f"blocks {bad[:5]} do not exist: ids are below {self.num_blocks}"
-            )
-
-    def _require_references(self, block_ids: Sequence[int], kind: ReferenceKind) -> None:
-        """Raise BlockError unless each block has as many references of `kind` as it is given."""
-        is_distinct = len(set(block_ids)) == len(block_ids)
-        is_plain = kind is ReferenceKind.REQUEST and not any(self._references.values())
-        if is_distinct and is_plain and 0 not in _each(self._num_references, block_ids):
-            return
-        wanted: dict[int, int] = {}
-        for block_id in block_ids:
-            wanted[block_id] = wanted.get(block_id, 0) + 1
-        for block_id, count in wanted.items():
-            held = self.num_references(block_id, kind)
-            if held < count:
-                raise BlockError(
-                    f"block {block_id} is given back {count} times but has {held} "
-                    f"{kind.value} references: free what you hold, once"
-                )
-
-
-def _each(values: list[_T], indices: Sequence[int]) -> tuple[_T, ...]:
-    """Return `values[i]` for every index, at the speed of C."""
-    if len(indices) > 1:
-        return tuple(itemgetter(*indices)(values))
-    return tuple(values[index] for index in indices)

@@ -63,16 +63,14 @@ class PrefixTable:
 
     def discard(self, block_id: int, digest: BlockHash, parent: BlockHash) -> bool:
         """Remove one block; return whether `digest` is gone with it."""
-        if self.copies and digest in self.copies:
+        if digest in self.copies:
             self._discard_copy(block_id, digest)
             return False
         del self.ids[digest]
         if self.is_ordered:
-            left = self.children[parent] - 1
+            left = self.children.pop(parent) - 1
             if left:
                 self.children[parent] = left
-            else:
-                del self.children[parent]
         return True
 
     def blocks(self, digest: BlockHash) -> list[int]:

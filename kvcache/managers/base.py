@@ -10,21 +10,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
 
 from kvcache.blocks.contents import Finder
-from kvcache.blocks.pool import NULL_ID, BlockPool
+from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
+from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
 from kvcache.errors import ConfigurationError, RequestError
-from kvcache.hashing import BlockHash, generate_block_hash_extra_keys, need_extra_keys
+from kvcache.hashing import BlockHash, ExtraKeys, generate_block_hash_extra_keys, need_extra_keys
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheSpec, ceil_div
 
 NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class MatchLimits:
+    """What a match must fit, in blocks: at most `max_blocks` long, a multiple of
+    `alignment_blocks`; its last `num_extra_blocks` will be dropped, and the rest must still do."""
+
+    max_blocks: int
+    num_extra_blocks: int = 0
+    alignment_blocks: int = 1
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -66,15 +78,12 @@ class SingleTypeKVCacheManager(ABC):
         cls,
         find: Finder,
         digests: Sequence[BlockHash],
-        max_blocks: int,
         spec: KVCacheSpec,
-        num_extra_blocks: int,
-        alignment_blocks: int,
+        limits: MatchLimits,
     ) -> list[int]:
-        """Return the longest prefix a request can start from, null for blocks it would not read.
+        """Return the longest prefix within `limits` that a request can start from.
 
-        At most `max_blocks` long, a multiple of `alignment_blocks`; its last `num_extra_blocks`
-        will be dropped, and what is left must still do. Changes nothing.
+        Null for blocks it would not read. Changes nothing.
         """
 
     @abstractmethod
@@ -92,7 +101,7 @@ class SingleTypeKVCacheManager(ABC):
     # --- look-up -------------------------------------------------------------------------------
 
     @classmethod
-    def find_longest_cache_hit(
+    def find_longest_cache_hit(  # noqa: PLR0917 - the field's signature
         cls,
         block_hashes: Sequence[BlockHash],
         max_length: int,
@@ -109,7 +118,8 @@ class SingleTypeKVCacheManager(ABC):
         """
         max_blocks = min(len(block_hashes), max_length // spec.block_size)
         finders = [pool.contents.finder(namespace, group) for group in group_ids]
-        matches = cls.match_all(finders, block_hashes, max_blocks, spec, int(use_eagle), 1)
+        limits = MatchLimits(max_blocks, num_extra_blocks=int(use_eagle))
+        matches = cls.match_all(finders, block_hashes, spec, limits)
         if use_eagle:
             for match in matches:
                 del match[-1:]
@@ -120,21 +130,18 @@ class SingleTypeKVCacheManager(ABC):
         cls,
         finders: Sequence[Finder],
         digests: Sequence[BlockHash],
-        max_blocks: int,
         spec: KVCacheSpec,
-        num_extra_blocks: int,
-        alignment_blocks: int,
+        limits: MatchLimits,
     ) -> tuple[list[int], ...]:
         """Do `longest_match` for several groups of one spec: a digest hits if all have it."""
-        limits = (max_blocks, spec, num_extra_blocks, alignment_blocks)
         if len(finders) == 1:
-            return (cls.longest_match(finders[0], digests, *limits),)
+            return (cls.longest_match(finders[0], digests, spec, limits),)
 
         def find_in_all(digest: BlockHash) -> int | None:
             found = [find(digest) for find in finders]
             return None if None in found else found[0]
 
-        match = cls.longest_match(find_in_all, digests, *limits)
+        match = cls.longest_match(find_in_all, digests, spec, limits)
         return tuple(
             [
                 (find(digest) or NULL_ID) if block_id else NULL_ID
@@ -173,17 +180,24 @@ class SingleTypeKVCacheManager(ABC):
         skipped = min(self.num_skipped_blocks(num_computed_tokens), total)
         needed = max(0, total - max(held, skipped))
         if new_computed_blocks:
-            needed += self._pool.num_unheld(new_computed_blocks)
+            needed += self._pool.num_unheld(new_computed_blocks[skipped:])
         return needed
 
-    def save_new_computed_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Adopt a hit as the start of a request's table; raises RequestError if it has one."""
+    def save_new_computed_blocks(
+        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int = 0
+    ) -> None:
+        """Adopt a hit as the start of a request's table; raises RequestError if it has one.
+
+        Where tokens behind the hit come from elsewhere, positions that nobody reads any more after
+        `num_computed_tokens` stay null.
+        """
         if self._tables.get(request_id):
             raise RequestError(
                 f"request {request_id} holds {len(self._tables[request_id])} blocks of group "
                 f"{self.group} already: only a request without blocks adopts a hit"
             )
-        table = list(block_ids)
+        skipped = min(self.num_skipped_blocks(num_computed_tokens), len(block_ids))
+        table = [NULL_ID] * skipped + list(block_ids[skipped:])
         first_kept = next((i for i, block_id in enumerate(table) if block_id), len(table))
         self._pool.touch(table[first_kept:])
         self._tables[request_id] = table
@@ -225,7 +239,7 @@ class SingleTypeKVCacheManager(ABC):
             if table[index] == NULL_ID:
                 break
             freed.append(table[index])
-        self._pool.free_blocks(freed)
+        self._pool.give_back(freed)
         table[start:end] = [NULL_ID] * (end - start)
         self._first_kept[request_id] = end
 
@@ -278,7 +292,6 @@ class SingleTypeKVCacheManager(ABC):
         end = num_tokens // self.block_size
         if end <= start:
             return
-        self.require_cacheable(request, num_tokens)
         table = self._tables.get(request.request_id, [])
         if end > len(table):
             raise RequestError(
@@ -286,6 +299,8 @@ class SingleTypeKVCacheManager(ABC):
                 f"{end} cannot be cached: allocate them first"
             )
         digests = self.group_hashes(request.block_hashes)
+        if end > len(digests):
+            self.require_cacheable(request, num_tokens)
         contents = self._pool.contents
         previous = (table[start - 1], digests[start - 1]) if start else None
         if (
@@ -294,14 +309,24 @@ class SingleTypeKVCacheManager(ABC):
             and not contents.holds(*previous, request.namespace, self.group)
         ):
             return
-        is_new = [b != NULL_ID and contents.digests[b] is None for b in table[start:end]]
+        for first, stop in self._uncached_parts(table, start, end):
+            self._pool.cache_full_blocks(self._run(request, table, digests, first, stop))
+        self._num_cached[request.request_id] = end
+
+    def _uncached_parts(
+        self, table: Sequence[int], start: int, end: int
+    ) -> Sequence[tuple[int, int]]:
+        """Return the unbroken ranges in `[start, end)` of blocks that hold nothing yet."""
+        digests = self._pool.contents.digests
+        is_new = [b != NULL_ID and digests[b] is None for b in table[start:end]]
+        if False not in is_new:
+            return [(start, end)]
+        parts = []
         for wanted, positions in groupby(range(start, end), key=lambda i: is_new[i - start]):
             if wanted:
                 indices = list(positions)
-                self._pool.cache_full_blocks(
-                    self._run(request, table, digests, indices[0], indices[-1] + 1)
-                )
-        self._num_cached[request.request_id] = end
+                parts.append((indices[0], indices[-1] + 1))
+        return parts
 
     def _run(
         self,
@@ -312,7 +337,7 @@ class SingleTypeKVCacheManager(ABC):
         end: int,
     ) -> CachedRun:
         size, ledger = self.block_size, self._pool.ledger
-        extra_keys = ()
+        extra_keys: tuple[ExtraKeys | None, ...] = ()
         if need_extra_keys(request):
             extra_keys = tuple(
                 generate_block_hash_extra_keys(request, i * size, (i + 1) * size, 0)[0]

@@ -14,8 +14,9 @@ import numpy as np
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.blocks.audit import check_pool, dump_pool
 from kvcache.blocks.outbox import Outbox
-from kvcache.blocks.pool import KINDS_APART, BlockPool
+from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.rebuild import rebuild
+from kvcache.blocks.references import KINDS_APART
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.core import (
     CacheHit,
@@ -54,7 +55,7 @@ class BlockCore:
         none_hash: BlockHash,
         enable_caching: bool = True,
         use_eagle: bool = False,
-        eviction_policy: str = "lru",
+        policy_name: str = "lru",
         events: EventSink | None = None,
         offload: OffloadHooks | None = None,
         medium: str = "device",
@@ -86,7 +87,7 @@ class BlockCore:
             kv_cache_config.num_blocks,
             enable_caching=enable_caching,
             ordered_groups=ordered,
-            eviction_policy=eviction_policy,
+            eviction_policy=policy_name,
             outbox=self._outbox,
             offload=offload,
             zero_new_blocks=zero_new_blocks,
@@ -338,6 +339,16 @@ class BlockCore:
     ) -> list[TableChange] | None:
         coordinator, request_id = self.coordinator, request.request_id
         computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
+        limits = self._limits.get(request_id)
+        if (
+            limits is not None
+            and hit is None
+            and not reservation.num_spare_blocks
+            and wanted <= limits.capacity_tokens
+            and computed < limits.next_skip_tokens
+        ):
+            self._cache(request, reservation.num_cached_tokens)
+            return []
         if hit is None:
             coordinator.remove_skipped_blocks(request_id, computed)
         needed = coordinator.get_num_blocks_to_allocate(request_id, wanted, hit, computed)
@@ -345,22 +356,26 @@ class BlockCore:
             self._limits.pop(request_id, None)
             return None
         if hit is not None:
-            coordinator.save_new_computed_blocks(request_id, hit)
+            coordinator.save_new_computed_blocks(request_id, hit, computed)
         new = coordinator.allocate_new_blocks(request_id, wanted, computed)
         changes = []
         for group, entered in enumerate(new):
-            if hit is not None:
-                entered = [*hit.block_ids[group], *entered]
-            if entered:
-                first = len(coordinator.managers[group].table(request_id)) - len(entered)
-                changes.append(TableChange(group, first, entered))
-        if reservation.num_cached_tokens and self._may_cache(request):
-            coordinator.cache_blocks(request, reservation.num_cached_tokens)
-        limits = coordinator.row_limits(request_id)
-        if not self._may_cache(request):
-            limits = RowLimits(limits.capacity_tokens, NEVER, limits.next_skip_tokens)
-        self._limits[request_id] = limits
+            table = coordinator.managers[group].table(request_id)
+            first = 0 if hit is not None else len(table) - len(entered)
+            if len(table) > first:
+                changes.append(TableChange(group, first, list(table[first:])))
+        self._cache(request, reservation.num_cached_tokens)
         return changes
+
+    def _cache(self, request: Request, num_tokens: int) -> None:
+        """Cache what may be cached, and note how far the request can go on."""
+        may_cache = self._may_cache(request)
+        if num_tokens and may_cache:
+            self.coordinator.cache_blocks(request, num_tokens)
+        limits = self.coordinator.row_limits(request.request_id)
+        self._limits[request.request_id] = (
+            limits if may_cache else limits._replace(next_full_tokens=NEVER)
+        )
 
 
 def _patch(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, cycle
 from math import gcd, lcm
+from typing import NamedTuple
 
-from kvcache.blocks.pool import NULL_ID, BlockPool
+from kvcache.blocks.pool import BlockPool
+from kvcache.blocks.references import NULL_ID
 from kvcache.core import CacheHit
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
-from kvcache.managers.base import NEVER, SingleTypeKVCacheManager
+from kvcache.managers.base import NEVER, MatchLimits, SingleTypeKVCacheManager
 from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig, KVCacheSpec
@@ -26,8 +27,7 @@ from kvcache.specs import KVCacheConfig, KVCacheSpec
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLimits:
+class RowLimits(NamedTuple):
     """How far a request can go on before anything must be done for it, in tokens.
 
     Nothing is to be done while its slots end at or before `capacity_tokens`, what is cached before
@@ -92,10 +92,12 @@ class KVCacheCoordinator(ABC):
             for manager in self.managers
         )
 
-    def save_new_computed_blocks(self, request_id: str, hit: CacheHit) -> None:
+    def save_new_computed_blocks(
+        self, request_id: str, hit: CacheHit, num_computed_tokens: int = 0
+    ) -> None:
         """Adopt a hit in every group; raises RequestError if the request has blocks."""
         for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
-            manager.save_new_computed_blocks(request_id, block_ids)
+            manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_computed_tokens: int = 0
@@ -120,7 +122,7 @@ class KVCacheCoordinator(ABC):
 
     def free(self, request_id: str) -> None:
         """Give all blocks back, the last tokens' first, groups side by side."""
-        self.pool.free_blocks(
+        self.pool.give_back(
             self.tail_first([manager.forget_request(request_id) for manager in self.managers])
         )
 
@@ -128,7 +130,9 @@ class KVCacheCoordinator(ABC):
         """Return the blocks of one request's tables, null left out, last tokens first."""
         if len(tables) == 1:
             order = list(reversed(tables[0]))
-        elif len({len(table) for table in tables}) == 1 and len({*map(self._size, self.specs)}) == 1:
+        elif (
+            len({len(table) for table in tables}) == 1 and len({*map(self._size, self.specs)}) == 1
+        ):
             order = list(chain.from_iterable(zip(*map(reversed, tables), strict=True)))
         else:
             placed = [
@@ -139,9 +143,7 @@ class KVCacheCoordinator(ABC):
             order = [block_id for _, _, block_id in sorted(placed)]
         return [block_id for block_id in order if block_id] if NULL_ID in order else order
 
-    def get_num_common_prefix_blocks(
-        self, request_id: str, num_running_requests: int
-    ) -> list[int]:
+    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
         """Return, per group, how many leading blocks every running request shares."""
         return [
             manager.get_num_common_prefix_blocks(request_id, num_running_requests)
@@ -158,14 +160,12 @@ class KVCacheCoordinator(ABC):
 
     def row_limits(self, request_id: str) -> RowLimits:
         """Return how far a request can go on before anything must be done for it."""
-        managers = self.managers
-        return RowLimits(
-            min((len(m.table(request_id)) * m.block_size for m in managers), default=NEVER),
-            min((m.next_full_tokens(request_id) for m in managers), default=NEVER)
-            if self.can_hit
-            else NEVER,
-            min((m.next_skip_tokens(request_id) for m in managers), default=NEVER),
-        )
+        capacity = next_full = next_skip = NEVER
+        for manager in self.managers:
+            capacity = min(capacity, len(manager.table(request_id)) * manager.block_size)
+            next_full = min(next_full, manager.next_full_tokens(request_id))
+            next_skip = min(next_skip, manager.next_skip_tokens(request_id))
+        return RowLimits(capacity, next_full if self.can_hit else NEVER, next_skip)
 
     @staticmethod
     def _size(spec: KVCacheSpec) -> int:
@@ -266,10 +266,12 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return manager.match_all(
             [self.pool.contents.finder(namespace, group) for group in groups],
             manager.group_hashes(block_hashes),
-            length // spec.block_size,
             spec,
-            step_blocks if self.use_eagle else 0,
-            step_blocks,
+            MatchLimits(
+                max_blocks=length // spec.block_size,
+                num_extra_blocks=step_blocks if self.use_eagle else 0,
+                alignment_blocks=step_blocks,
+            ),
         )
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from kvcache.blocks.contents import Finder
 from kvcache.core import ReferenceKind
 from kvcache.hashing import BlockHash
-from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
 from kvcache.specs import KVCacheSpec
 
 
@@ -20,14 +20,12 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         cls,
         find: Finder,
         digests: Sequence[BlockHash],
-        max_blocks: int,
         spec: KVCacheSpec,
-        num_extra_blocks: int,
-        alignment_blocks: int,
+        limits: MatchLimits,
     ) -> list[int]:
         # iter(callable, sentinel) stops at the first miss without a Python loop.
-        match = [*iter(map(find, islice(digests, max_blocks)).__next__, None)]
-        del match[len(match) - len(match) % alignment_blocks :]
+        match = [*iter(map(find, islice(digests, limits.max_blocks)).__next__, None)]
+        del match[len(match) - len(match) % limits.alignment_blocks :]
         return match
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:

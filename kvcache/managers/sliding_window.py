@@ -1,7 +1,7 @@
 """Sliding window: a token reads itself and the `window - 1` tokens before it.
 
-    window 5, block 2      tokens  0 1 | 2 3 | 4 5 | 6 7 | 8      8 reads 4..8: the first two
-    8 tokens computed              null  null   b5    b9           blocks are skipped
+window 5, block 2      tokens  0 1 | 2 3 | 4 5 | 6 7 | 8      8 reads 4..8: the first two
+8 tokens computed              null  null   b5    b9           blocks are skipped
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.blocks.contents import Finder
-from kvcache.blocks.pool import NULL_ID, BlockPool
+from kvcache.blocks.pool import BlockPool
+from kvcache.blocks.references import NULL_ID
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
-from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
 from kvcache.specs import KVCacheSpec, SlidingWindowSpec, ceil_div
 
 
@@ -31,10 +32,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         cls,
         find: Finder,
         digests: Sequence[BlockHash],
-        max_blocks: int,
         spec: KVCacheSpec,
-        num_extra_blocks: int,
-        alignment_blocks: int,
+        limits: MatchLimits,
     ) -> list[int]:
         """Search the rightmost run of `max(1, ceil((window - 1) / block_size))` hits and the extra.
 
@@ -42,8 +41,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         probe per window suffices, and no position is probed twice. Near the start the run is as
         short as the prefix: then it is the leading run.
         """
-        needed = max(1, ceil_div(window_tokens(spec) - 1, spec.block_size)) + num_extra_blocks
-        end = max_blocks - max_blocks % alignment_blocks
+        needed = (
+            max(1, ceil_div(window_tokens(spec) - 1, spec.block_size)) + limits.num_extra_blocks
+        )
+        end = limits.max_blocks - limits.max_blocks % limits.alignment_blocks
         found: dict[int, int] = {}
         while end > 0:
             start = position = max(0, end - needed)
@@ -56,7 +57,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
                 position += 1
             if position == end:
                 return [NULL_ID] * start + [found[i] for i in range(start, end)]
-            end = position - position % alignment_blocks
+            end = position - position % limits.alignment_blocks
         return []
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:

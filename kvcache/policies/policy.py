@@ -74,10 +74,10 @@ class EvictionPolicy(Protocol):
         """Take entries out, because their content is forgotten. All of them are inserted."""
 
     def choose(self, num_blocks: int) -> Victims:
-        """Take out and return the entries to evict for `num_blocks` blocks; fewer if fewer exist."""
+        """Take out and return what to evict for `num_blocks` blocks; less if there is less."""
 
     def put_back(self, entries: Sequence[int]) -> None:
-        """Return entries from `choose` that must stay for now, to where they were, in that order."""
+        """Return entries from `choose` that must stay for now to where they were, in order."""
 
     def order(self) -> list[int]:
         """Return all inserted entries, the next victim first. For audits; changes nothing."""

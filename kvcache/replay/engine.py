@@ -112,7 +112,8 @@ class ReplayEngine:
         self._num_admissions = 0
         self._num_fruitless = 0  # steps in a row that changed nothing
         self._must_preempt = False  # a running row found no room in the last step
-        self._is_refused = False  # whoever waits first found no room; wait until somebody goes
+        self._is_refused = False  # whoever waits first found no room: it goes in before all others
+        self._has_room_come = False  # somebody has gone since then: worth another try
         self._start_s = self._advanced_s = self._figures_s = clock.now()
 
     def run(self) -> ReplayReport:
@@ -220,11 +221,11 @@ class ReplayEngine:
         finished = tuple(self._rows.remove(self._rows.done()))
         preempted: tuple[ReplayedRequest, ...] = ()
         if finished:
-            self._is_refused = False
+            self._has_room_come = True
         elif self._must_preempt and len(self._rows) > 1:
             # Whoever came last has lost least, and blocks of its prompt may still be found later.
             preempted = tuple(self._rows.remove([len(self._rows) - 1]))
-            self._is_refused = True
+            self._is_refused, self._has_room_come = True, False
         for request in finished:
             self._waiting.finish(request.request_id)
         rows = self._rows.plan(self._limits.max_num_batched_tokens)
@@ -239,10 +240,11 @@ class ReplayEngine:
         """Choose who may enter with the tokens and seats that running rows leave."""
         budget = self._limits.max_num_batched_tokens - num_planned_tokens
         seats = self._limits.max_num_seqs - len(self._rows)
-        if self._must_preempt or (self._is_refused and len(self._rows)):
+        must_wait = self._is_refused and not self._has_room_come and len(self._rows)
+        if self._must_preempt or must_wait:
             return (), ()
         picked, tokens = [], []
-        # Once refused, the first one waits for its turn alone: nobody takes its room meanwhile.
+        # Once refused, the first one is tried alone: nobody behind it takes the room it needs.
         for request in self._waiting.look_ahead(1 if self._is_refused else seats):
             if budget <= 0:
                 break
@@ -324,7 +326,7 @@ class ReplayEngine:
             request.is_known, request.admission = True, self._num_admissions
             self._rows.add(request, slot, num_hit_tokens + num_scheduled_tokens)
         if admitting:
-            self._is_refused = is_refused
+            self._is_refused, self._has_room_come = is_refused, False
         return admitted
 
     def _require_hope(self, result: StepResult) -> None:

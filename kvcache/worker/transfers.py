@@ -53,11 +53,6 @@ class TransferJobs:
         """Jobs whose copies are not over."""
         return len(self._running)
 
-    def checksum(self, slot: int) -> int | None:
-        """Return the checksum of what host slot `slot` was last given, or None."""
-        value = int(self._checksums[slot])
-        return None if value == NO_CHECKSUM else value
-
     def start(self, job: Store | Load) -> None:
         """Start a job, or note why it cannot be done; `poll` returns its report."""
         problem = self._problem(job)
@@ -66,18 +61,22 @@ class TransferJobs:
             return
         if self._host is None:
             return
-        pairs = zip(self._pool.canonical.tensors, self._host.tensors, strict=True)
         if isinstance(job, Store):
             self._checksums[job.destinations] = NO_CHECKSUM
-            copies = [
-                self._engine.copy_blocks(device, job.sources, host, job.destinations)
-                for device, host in pairs
-            ]
-        else:
-            copies = [
-                self._engine.copy_blocks(host, job.sources, device, job.destinations)
-                for device, host in pairs
-            ]
+        copies: list[PendingCopy] = []
+        try:
+            for device, host in zip(self._pool.canonical.tensors, self._host.tensors, strict=True):
+                source, destination = (device, host) if isinstance(job, Store) else (host, device)
+                copies.append(
+                    self._engine.copy_blocks(source, job.sources, destination, job.destinations)
+                )
+        except RuntimeError as error:
+            # The report says that nothing will write any more: wait for what was started.
+            for copy in copies:
+                copy.wait()
+            detail = f"the copy engine failed: {error}"
+            self._ended.append(JobReport(job.job_id, ok=False, detail=detail))
+            return
         self._running.append(_RunningJob(job, tuple(copies)))
 
     def poll(self) -> list[JobReport]:

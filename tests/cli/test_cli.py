@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from actors.cli import app
+from actors.cli import app, replaying
+from actors.cli.playground import Playground
+from kvcache.manager import KVCacheManager
+from kvcache.messages import FailedForward
+from kvcache.replay import EngineLimits, ForwardProgress, ManagerStepper
+from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TP2 = ROOT / "configs" / "cpu_tp2.yaml"
@@ -147,6 +154,33 @@ def test_a_local_replay_under_pressure_still_finds_no_wrong_byte(small: Path) ->
     assert report["num_requests"] == 24
     assert report["num_wrong_blocks"] == 0
     assert report["num_evictions"] > 0
+
+
+class WrongBytesStepper(ManagerStepper):
+    """A cluster whose rank 1 finds wrong bytes in step 2."""
+
+    def progress(self) -> ForwardProgress:
+        progress = super().progress()
+        if progress.finished_step < 2:
+            return progress
+        failure = FailedForward(2, 1, "block 7, layer 0: written by step 1, read by step 2")
+        return replace(progress, bytes_checked=4096, failures=(failure,))
+
+
+def test_a_wrong_byte_is_exit_code_1_with_the_report_and_the_blocks_history(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1)
+    config = KVCacheConfig(500, (), (KVCacheGroupSpec(("layer.0",), spec),))
+    stepper = WrongBytesStepper(KVCacheManager(config, 2048))
+    ground = Playground("a broken cluster", stepper, EngineLimits(2048, 512, 8))
+    monkeypatch.setattr(replaying, "open_playground", lambda *choices: nullcontext(ground))
+    shown, error = run("replay", trace, "--local", "--no-progress", exit_code=1)
+    assert "wrong bytes" in shown and "in 1 blocks" in shown
+    assert error == (
+        "kvcache: trace.jsonl: wrong bytes in 1 blocks, the replay has ended; what happened to "
+        "them:\nstep 2, rank 1: block 7, layer 0: written by step 1, read by step 2\n"
+    )
 
 
 def test_help_imports_neither_ray_nor_torch() -> None:

@@ -85,11 +85,7 @@ class SlowModel:
         return (self.epoch, request.salt, *request.tokens[:end])
 
     def is_cached(self, request: ModelRequest, index: int, group: int, client: str) -> bool:
-        wanted = self.prefix(request, index, group)
-        return any(
-            c.group == group and c.prefix == wanted and c.since[0] in ("", client)
-            for c in self.contents.values()
-        )
+        return bool(self.copies(request, index, group, client))
 
     def hit(self, request: ModelRequest, client: str) -> int:
         """The most tokens that every group can serve; at most all but the last."""
@@ -115,14 +111,19 @@ class SlowModel:
     # Blocks.
 
     def adopt(
-        self, request: ModelRequest, num_hit: int, real: tuple[list[int], ...], client: str
+        self,
+        request: ModelRequest,
+        num_hit: int,
+        real: tuple[list[int], ...],
+        client: str,
+        skip: int = 0,
     ) -> None:
         """Take the blocks of a hit from the real table, after looking at what they hold."""
         request.tables = []
         for g, group in enumerate(self.groups):
             num = num_hit // group.block_size
             ids = real[g][:num]
-            first = self.first_hit_index(num, g)
+            first = max(self.first_hit_index(num, g), self.num_skipped(skip, g))
             for index, block in enumerate(ids):
                 if index < first:
                     assert block == 0, f"position {index} of group {g} should be null: {ids}"
@@ -132,48 +133,74 @@ class SlowModel:
                 assert content.since[0] in ("", client)
             request.tables.append(list(ids))
 
-    def skip(self, request: ModelRequest, confirmed: int) -> None:
-        for group, table in zip(self.groups, request.tables, strict=True):
-            if group.window is None:
-                continue
-            for index in range(len(table)):
-                if (index + 1) * group.block_size <= confirmed - group.window + 1:
-                    table[index] = 0
+    def num_skipped(self, confirmed: int, group: int) -> int:
+        """Leading blocks that no token behind the confirmed ones reads."""
+        window, size = self.groups[group].window, self.groups[group].block_size
+        if window is None:
+            return 0
+        return sum((i + 1) * size <= confirmed - window + 1 for i in range(confirmed))
 
-    def num_wanted(self, request: ModelRequest, slot_tokens: int, num_hit: int = 0) -> int:
-        """Blocks that must be free: new ones, and those of the hit that nobody holds."""
-        held = self.references()
+    def skip(self, request: ModelRequest, confirmed: int) -> None:
+        for g, table in enumerate(request.tables):
+            for index in range(min(len(table), self.num_skipped(confirmed, g))):
+                table[index] = 0
+
+    def num_wanted(
+        self,
+        request: ModelRequest,
+        slot_tokens: int,
+        num_hit: int = 0,
+        client: str = "",
+        skip: int = 0,
+    ) -> range:
+        """How many blocks must be free: new ones, and those of the hit that nobody holds.
+
+        A range, because a content may be in a free block and in a held one, and the choice is the
+        manager's.
+        """
         wanted = 0
         for g, group in enumerate(self.groups):
             have = num_hit // group.block_size if not request.tables else len(request.tables[g])
+            have = max(have, self.num_skipped(skip, g))
             wanted += max(0, -(-slot_tokens // group.block_size) - have)
-        if num_hit:
-            wanted += len(self._free_hit_blocks(request, num_hit, held))
-        return wanted
-
-    def _free_hit_blocks(
-        self, request: ModelRequest, num_hit: int, held: dict[int, int]
-    ) -> list[tuple[int, int]]:
-        """Positions of a hit all of whose copies are free."""
-        free = []
+        least = most = wanted
+        held = self.references()
         for g, group in enumerate(self.groups):
             num = num_hit // group.block_size
-            for index in range(self.first_hit_index(num, g), num):
-                wanted = self.prefix(request, index, g)
-                blocks = [
-                    b for b, c in self.contents.items() if (c.group, c.prefix) == (g, wanted)
-                ]
-                if not any(b in held for b in blocks):
-                    free.append((g, index))
-        return free
+            first = max(self.first_hit_index(num, g), self.num_skipped(skip, g))
+            for index in range(first, num):
+                copies = self.copies(request, index, g, client)
+                least += not any(block in held for block in copies)
+                most += not all(block in held for block in copies)
+        return range(least, most + 1)
 
-    def extend(self, request: ModelRequest, real: tuple[list[int], ...], slot_tokens: int) -> None:
+    def copies(self, request: ModelRequest, index: int, group: int, client: str) -> list[int]:
+        """Blocks in which the client finds one block of the request's content."""
+        wanted = self.prefix(request, index, group)
+        return [
+            block
+            for block, c in self.contents.items()
+            if c.group == group and c.prefix == wanted and c.since[0] in ("", client)
+        ]
+
+    def extend(
+        self,
+        request: ModelRequest,
+        real: tuple[list[int], ...],
+        slot_tokens: int,
+        skip: int = 0,
+    ) -> None:
         """Take the new blocks the manager chose; they must have been free, null ones excepted."""
         for g, group in enumerate(self.groups):
             table = request.tables[g]
             wanted = max(len(table), -(-slot_tokens // group.block_size))
             assert len(real[g]) == wanted, f"group {g} has {len(real[g])} blocks, not {wanted}"
-            for block in real[g][len(table) :]:
+            for index in range(len(table), wanted):
+                block = real[g][index]
+                if index < self.num_skipped(skip, g):
+                    assert block == 0, f"position {index} of group {g} should be null"
+                    table.append(0)
+                    continue
                 assert block and block not in self.references(), f"block {block} was not free"
                 self._evict(block)
                 table.append(block)
@@ -189,12 +216,13 @@ class SlowModel:
         assert not unused, f"block {block} was evicted while {sorted(unused)} hold nothing"
         if self.groups[content.group].window is not None:
             return
-        copies = [c for c in self.contents.values() if c == content]
+        same = (content.group, content.prefix)
+        copies = [c for c in self.contents.values() if (c.group, c.prefix) == same]
         size = self.groups[content.group].block_size
         children = [
             c
             for c in self.contents.values()
-            if c.group == content.group and c.prefix[: -size] == content.prefix
+            if c.group == content.group and c.prefix[:-size] == content.prefix
         ]
         assert copies or not children, f"block {block} was evicted before its child"
 

@@ -252,7 +252,7 @@ class StepWalk:
         model.skip(request, confirmed)
         end = settled + row.num_new
         slot_tokens = min(end + self.lookahead, model.max_model_len)
-        has_room = model.num_wanted(request, slot_tokens) <= model.num_free()
+        has_room = model.num_wanted(request, slot_tokens)[0] <= model.num_free()
         assert was_scheduled == has_room
         real = self.manager.get_block_ids(row.request_id)
         if not has_room:
@@ -286,8 +286,10 @@ class StepWalk:
         end = hit + num_scheduled
         slot_tokens = min(end + self.lookahead, model.max_model_len)
         has_slot = sum(r.slot is not None for r in model.requests.values()) < self.num_slots
-        has_room = has_slot and model.num_wanted(request, slot_tokens, hit) <= model.num_free()
-        assert (int(result.admitted_slots[i]) != NO_SLOT) == has_room, item
+        wanted = model.num_wanted(request, slot_tokens, hit, client.name)
+        has_room = int(result.admitted_slots[i]) != NO_SLOT
+        could = [has_slot and num <= model.num_free() for num in wanted]
+        assert has_room in could, item
         assert (item.request_id in result.no_room) == (not has_room)
         if not has_room:
             self.num_no_room += 1
@@ -321,9 +323,7 @@ class StepWalk:
             assert self.manager.slot_of(request_id) == request.slot
             for g, table in enumerate(request.tables):
                 seen = [self.worker.get((request.slot or 0, g, i)) for i in range(len(table))]
-                assert [b for b in table if b] == [
-                    s for s, b in zip(seen, table, strict=True) if b
-                ]
+                assert [b for b in table if b] == [s for s, b in zip(seen, table, strict=True) if b]
         self.manager.check()
 
     def _apply_patches(self, result: StepResult) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -54,8 +54,14 @@ class ListedWorkload:
 class RecordingStepper(ManagerStepper):
     """A bare manager that writes down what was asked and answered, and checks its books."""
 
-    def __init__(self, manager: KVCacheManager, **options: object) -> None:
-        super().__init__(manager, **options)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        lag: int = 0,
+        fails: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        super().__init__(manager, lag=lag, fails=fails)
         self.manager = manager
         self.steps: list[tuple[StepRequest, StepResult]] = []
 
@@ -66,7 +72,7 @@ class RecordingStepper(ManagerStepper):
         return number
 
 
-def make_manager(num_blocks: int, *specs: KVCacheSpec, **options: object) -> KVCacheManager:
+def make_manager(num_blocks: int, *specs: KVCacheSpec) -> KVCacheManager:
     groups = tuple(KVCacheGroupSpec((f"layer.{i}",), spec) for i, spec in enumerate(specs))
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=(), kv_cache_groups=groups)
     return KVCacheManager(config, LIMITS.max_model_len, max_num_seqs=LIMITS.max_num_seqs)
@@ -93,6 +99,18 @@ def random_workload(rng: random.Random, num_requests: int) -> ListedWorkload:
         own = (10_000 + 1000 * i, rng.randrange(1, 60))
         prompts.append((tokens_of(shared, own), rng.choice([0, 1, 2, 7, 30])))
     return listed(*prompts)
+
+
+def seatings(stepper: RecordingStepper) -> list[str]:
+    """Return who entered and left, in order."""
+    events = []
+    for request, result in stepper.steps:
+        admitted = iter(result.admitted_slots.tolist())
+        events += [f"preempt {name}" for name in request.preempted_recompute]
+        events += [f"finish {name}" for name in request.finished]
+        events += [f"resume {r.request_id}" for r in request.resumed if next(admitted) >= 0]
+        events += [f"admit {r.request_id}" for r in request.new if next(admitted) >= 0]
+    return events
 
 
 def assert_nothing_leaks(manager: KVCacheManager) -> None:
@@ -230,14 +248,7 @@ def test_under_pressure_whoever_came_last_is_preempted_and_resumed_first() -> No
     stepper = RecordingStepper(make_manager(25, FULL))
     limits = replace(LIMITS, max_num_seqs=2)
     report = ReplayEngine(workload, stepper, limits, VirtualClock()).run()
-    events = []
-    for request, result in stepper.steps:
-        admitted = iter(result.admitted_slots.tolist())
-        events += [f"preempt {name}" for name in request.preempted_recompute]
-        events += [f"finish {name}" for name in request.finished]
-        events += [f"resume {r.request_id}" for r in request.resumed if next(admitted) >= 0]
-        events += [f"admit {r.request_id}" for r in request.new if next(admitted) >= 0]
-    assert events == [
+    assert seatings(stepper) == [
         "admit r0",
         "admit r1",
         "preempt r1",
@@ -249,6 +260,45 @@ def test_under_pressure_whoever_came_last_is_preempted_and_resumed_first() -> No
     ]
     assert (report.num_preemptions, report.num_requests) == (1, 3)
     assert report.num_recomputed_tokens > 0
+    assert_nothing_leaks(stepper.manager)
+
+
+def test_of_several_preempted_requests_the_one_that_came_first_is_resumed_first() -> None:
+    workload = listed(*[(tokens_of((500 * i, 8)), 60) for i in range(3)])
+    stepper = RecordingStepper(make_manager(22, FULL))
+    ReplayEngine(workload, stepper, LIMITS, VirtualClock()).run()
+    assert seatings(stepper) == [
+        "admit r0",
+        "admit r1",
+        "admit r2",
+        "preempt r2",
+        "preempt r1",
+        "finish r0",
+        "resume r1",
+        "resume r2",
+        "preempt r2",
+        "finish r1",
+        "resume r2",
+        "finish r2",
+    ]
+
+
+def test_nobody_overtakes_a_request_that_waits_for_room() -> None:
+    # r1 does not fit beside r0; the small ones behind it would.
+    small = [(tokens_of((2000 + 100 * i, 4)), 2) for i in range(14)]
+    workload = listed((tokens_of((0, 40)), 9), (tokens_of((500, 60)), 2), *small)
+    stepper = RecordingStepper(make_manager(25, FULL))
+    limits = replace(LIMITS, max_num_batched_tokens=128)
+    ReplayEngine(workload, stepper, limits, VirtualClock()).run()
+    refused = next(i for i, (_, result) in enumerate(stepper.steps) if "r1" in result.no_room)
+    asked = [[new.request_id for new in request.new] for request, _ in stepper.steps[refused + 1 :]]
+    first_asked = next(ids for ids in asked if ids)
+    assert first_asked == ["r1"]
+    # It is asked for again only when somebody has gone.
+    later = [request for request, _ in stepper.steps[refused + 1 :]]
+    assert all(request.finished for request in later if "r1" in [r.request_id for r in request.new])
+    events = seatings(stepper)
+    assert events.index("admit r1") < events.index("admit r15")
     assert_nothing_leaks(stepper.manager)
 
 

@@ -23,6 +23,7 @@ from worker_support import (
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Copy, Fence, Load, Reset, Store, Unlabel, Zero
+from kvcache.errors import StaleEpochError
 from kvcache.messages import Applied, Finished
 from kvcache.worker import CpuCopyEngine, PendingCopy
 
@@ -262,6 +263,46 @@ def test_a_grant_waits_for_copies_of_the_old_epoch() -> None:
     harness.send(Store(1, "host", ids(3), ids(0)))
     harness.nonce, harness.epoch = "coordinator-2", 2
     assert harness.grant() == []
+    with pytest.raises(StaleEpochError, match="forward of epoch 1 on rank 0, which is in epoch 2"):
+        harness.worker.begin_forward(1, 1, timeout_s=0.0)
     engine.copies[0].is_over = True
     assert [type(m).__name__ for m in harness.worker.on_tick()] == ["Granted"]
     assert harness.worker.epoch == 2
+
+
+class FailingEngine(CpuCopyEngine):
+    """An engine whose transfers fail while `is_broken`."""
+
+    is_broken = False
+
+    def copy_blocks(
+        self,
+        sources: torch.Tensor,
+        source_ids: Int32Array,
+        destinations: torch.Tensor,
+        destination_ids: Int32Array,
+    ) -> PendingCopy:
+        if self.is_broken:
+            raise RuntimeError("the bus is on fire")
+        return super().copy_blocks(sources, source_ids, destinations, destination_ids)
+
+
+def test_a_failing_engine_fails_the_job_and_the_slot_is_empty_from_then_on() -> None:
+    engine = FailingEngine()
+    harness = with_host(copy_engine=engine)
+    harness.send(Store(1, "host", ids(3), ids(0)))
+    engine.is_broken = True
+    assert len(harness.send(Store(2, "host", ids(4), ids(0)))) == 2
+    assert harness.reports[2].detail == "the copy engine failed: the bus is on fire"
+    engine.is_broken = False
+    harness.send(Load(3, "host", ids(0), ids(5)))
+    assert harness.reports[3].detail == "host slot 0 holds nothing that this rank stored"
+
+
+def test_a_store_reads_what_a_waiting_copy_would_have_written() -> None:
+    harness = with_host()
+    content = block_bytes(harness.worker, 3)
+    harness.send(Copy(ids(3), ids(9)))
+    harness.send(Store(1, "host", ids(9), ids(0)))
+    harness.send(Load(2, "host", ids(0), ids(10)))
+    assert block_bytes(harness.worker, 10) == content

@@ -23,7 +23,7 @@ from worker_support import (
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Copy, Load, Store, Zero
-from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, Layout
 from kvcache.worker import CpuCopyEngine
 
 TOKENS = list(range(100, 132))
@@ -139,11 +139,14 @@ def test_a_hit_of_another_content_key_is_wrong() -> None:
     assert "block 5, slot 1, position 0: expected" in report.detail
 
 
-def test_two_tokens_exchanged_are_not_the_same_content() -> None:
-    harness = prefilled()
-    tokens = [TOKENS[1], TOKENS[0], *TOKENS[2:9]]
-    report = harness.run(patch(1, [5, 3, 9]), write_expected(2, [Row(1, tokens, 8, 1)]))
-    assert "slot 1, position 0: expected" in report.detail
+def test_two_tokens_exchanged_change_everything_behind_them() -> None:
+    tokens = [TOKENS[1], TOKENS[0], *TOKENS[2:10]]
+    one, other = prefilled(), make()
+    assert other.run(patch(0, [5, 3, 7]), write_expected(1, [Row(0, tokens, 0, 10)])).ok
+    for name, tensor in one.worker.kv_caches.items():
+        theirs = other.worker.kv_caches[name]
+        for block_id in (5, 3):
+            assert not bool((tensor[block_id] == theirs[block_id]).flatten(2).all(2).any())
 
 
 def test_a_row_may_hit_what_another_row_of_the_same_step_writes() -> None:
@@ -243,6 +246,46 @@ def test_every_byte_of_every_shape_is_written_and_compared(spec: FullAttentionSp
         last[-1] ^= 1
         tokens[-1, 2, -1][-1] ^= 1  # position 10 is nobody's
         assert verify(harness) == ""
+
+
+def test_long_requests_with_wide_tokens_are_compared_to_their_end() -> None:
+    spec = replace(FULL, block_size=8, num_kv_heads=8, head_size=32)
+    config = make_config((KVCacheGroupSpec(("layer.0", "layer.1"), spec),), num_blocks=200)
+    harness = make(config, max_model_len=1600)
+    blocks = np.random.default_rng(3).permutation(np.arange(1, 200)).tolist()
+    row = Row(0, list(range(1590)), 0, 1590)
+    assert harness.run(patch(0, blocks), write_expected(1, [row])).ok
+    assert harness.run(write_expected(2, verify=[(0, 1590)])).num_bytes == 1590 * 2 * 2 * 8 * 64
+    harness.worker.kv_caches["layer.1"][blocks[198], 1, 5, 7, 31] += 1
+    detail = harness.run(write_expected(3, verify=[(0, 1590)])).detail
+    assert f"layer layer.1, block {blocks[198]}, slot 0, position 1589: expected" in detail
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="NO CUDA DEVICE: the worker on CUDA is NOT TESTED"
+)
+@pytest.mark.parametrize("layout", ["block_first", "layer_first"])
+def test_on_cuda_the_same_bytes_are_written_moved_and_compared(layout: Layout) -> None:
+    config = make_config(full_groups(3), layout=layout, host_blocks=4)
+    here, there = prefilled(config=config), prefilled(config=config, device="cuda")
+    for name, tensor in there.worker.kv_caches.items():
+        assert torch.equal(tensor.cpu(), here.worker.kv_caches[name])
+    assert torch.equal(there.worker.block_tables.tensor(0).cpu()[0, :3], torch.tensor([5, 3, 7]))
+    there.send(Store(50, "host", ids(5, 3), ids(2, 0)))
+    there.send(Load(51, "host", ids(2, 0), ids(9, 10)))
+    while 51 not in there.reports:
+        there.note(there.worker.on_tick())
+    if not there.reports[51].ok:  # the store had not ended when the load was sent
+        there.send(Load(52, "host", ids(2, 0), ids(9, 10)))
+        while 52 not in there.reports:
+            there.note(there.worker.on_tick())
+    hit = Row(1, TOKENS[:9], 8, 1)
+    report = there.run(patch(1, [9, 10, 11]), write_expected(2, [hit]))
+    assert report.ok, report.detail
+    there.worker.kv_caches["layer.1"][3, 1, 2, 0, 1] += 1
+    assert "layer layer.1, block 3, slot 0, position 6: expected" in verify(there)
+    there.worker.close()
 
 
 def test_both_layouts_hold_the_same_contents() -> None:

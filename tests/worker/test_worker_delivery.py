@@ -210,6 +210,18 @@ def test_a_fence_is_acknowledged_when_the_clients_forward_has_ended() -> None:
     assert harness.worker.on_tick() == [applied(3)]
 
 
+def test_what_waits_for_a_forward_is_void_when_a_grant_waits_too() -> None:
+    harness = Harness.make()
+    harness.send(client_id="dead")
+    harness.worker.begin_forward(1, 1, timeout_s=0.0)
+    harness.send(Fence("dead"), label(3), client_id="")
+    harness.nonce, harness.epoch = "coordinator-2", 2
+    assert harness.grant() == []
+    harness.worker.end_forward(1, 1)
+    assert harness.worker.on_tick() == [Granted("coordinator-2", "process-a", 0, 2)]
+    assert harness.worker.statistics().num_labels == 0
+
+
 def test_a_fenced_clients_content_checked_forward_is_reported_as_failed() -> None:
     harness = Harness.make(is_content_checking=True)
     harness.send(write_expected(4), client_id="dead")
@@ -312,6 +324,25 @@ def test_a_waiting_thread_ends_when_its_time_is_over() -> None:
             break
         harness.clock.advance(31.0)
     assert isinstance(waiter.join(), DeadlineError)
+
+
+def test_forwards_of_one_thread_see_their_own_tables_while_another_feeds() -> None:
+    harness = Harness.make()
+    num_steps = 300
+
+    def feed() -> None:
+        for seq in range(1, num_steps + 1):
+            harness.send(patch(seq % 4, [seq % 15 + 1]))
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    for seq in range(1, num_steps + 1):
+        harness.worker.begin_forward(1, seq, timeout_s=1e9)
+        assert harness.worker.block_tables[0][seq % 4, 0] == seq % 15 + 1
+        harness.worker.end_forward(1, seq)
+    feeder.join(timeout=20.0)
+    assert harness.worker.statistics().num_forwards == num_steps
+    harness.worker.check()
 
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:

@@ -1,0 +1,66 @@
+"""From a configuration and a plan to the plain parts: the coordinator's manager and settings.
+
+The one place that knows which key of the configuration becomes which setting on the coordinator's
+side; embedding.py does the same for workers.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from kvcache.clock import Clock
+from kvcache.config import ClusterConfig
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.manager import KVCacheManager
+from kvcache.planner import Plan
+from kvcache.state_store import StateStore
+
+
+def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettings:
+    """Return the coordinator's settings."""
+    return CoordinatorSettings(
+        num_ranks=config.parallel.num_ranks,
+        fingerprint=plan.fingerprint,
+        is_content_checking=config.content_check.enabled,
+        max_unacknowledged=config.transport.window,
+        max_client_steps=config.transport.window,
+        resend_s=config.transport.resend_s,
+        heartbeat_s=config.transport.heartbeat_s,
+        worker_silence_s=config.deadlines.worker_silence_s,
+        client_silence_s=config.deadlines.client_silence_s,
+    )
+
+
+def make_manager(config: ClusterConfig, plan: Plan, clock: Clock) -> KVCacheManager:
+    """Return an empty manager for the whole model."""
+    cache = config.cache
+    return KVCacheManager(
+        plan.model_config,
+        plan.max_model_len,
+        enable_caching=cache.enable_prefix_caching and plan.can_prefix_cache,
+        caching_hash_algo=cache.hash_algorithm,
+        log_stats=cache.log_stats,
+        enable_kv_cache_events=cache.events,
+        watermark=cache.watermark,
+        eviction_policy=cache.eviction_policy,
+        core=cache.core,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_pin_share=cache.max_pin_share,
+        hash_seed=cache.hash_seed,
+        clock=clock,
+    )
+
+
+def make_coordinator(
+    config: ClusterConfig, plan: Plan, clock: Clock, state_store: StateStore
+) -> Coordinator:
+    """Return a coordinator with a nonce of its own, not started."""
+
+    return Coordinator(
+        coordinator_settings(config, plan),
+        manager_factory=lambda model_epoch: make_manager(config, plan, clock),
+        clock=clock,
+        nonce=secrets.token_hex(16),
+        state_store=state_store,
+    )

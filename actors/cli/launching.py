@@ -1,0 +1,163 @@
+"""`kvcache launch`, `status`, `stop`: a cluster that lives longer than one command's work."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.cli.sessions import ray_session
+from actors.cli.tables import facts_table, print_json
+from actors.cluster import KVCacheCluster
+from actors.reports import ClusterStatus
+from kvcache.config import load_config
+from kvcache.coordinator_settings import CoordinatorStatistics
+from kvcache.errors import DeadlineError, NotRunningError
+
+_WATCH_INTERVAL_S = 2.0
+
+
+def launch_cluster(config_path: Path, name: str | None, is_detached: bool) -> None:
+    """Start a cluster; keep it until a signal comes, or with `is_detached` leave it running.
+
+    Raises NotRunningError when a detached cluster would have no Ray to live in, and whatever
+    makes starting impossible; nothing is left running then.
+    """
+    config = load_config(config_path)
+    if name is not None:
+        config = config.model_copy(update={"name": name})
+    with ray_session(may_start=not is_detached), interrupted_by_sigterm():
+        cluster = KVCacheCluster.launch(config, detached=is_detached, on_progress=say)
+        if is_detached:
+            say(f"{config.name} is running: `kvcache stop --name {config.name}` ends it")
+            return
+        say(f"{config.name} is running: Ctrl-C or SIGTERM ends it")
+        try:
+            say(_watch(cluster))
+        except KeyboardInterrupt:
+            say(f"stopping {config.name}")
+        finally:
+            with undisturbed():
+                cluster.stop()
+    say(f"{config.name} has stopped")
+
+
+def _watch(cluster: KVCacheCluster) -> str:
+    """Return why the cluster has ended by itself; a coordinator that restarts has not."""
+    while True:
+        time.sleep(_WATCH_INTERVAL_S)
+        try:
+            status = cluster.status()
+        except NotRunningError:
+            return f"{cluster.name} was stopped from elsewhere"
+        except DeadlineError:
+            continue
+        if status.state == "failed":
+            raise NotRunningError(f"{cluster.name} has failed: {status.problem}: launch it again")
+
+
+def show_status(name: str, as_json: bool) -> None:
+    """Print what a running cluster is and how it does; raises NotRunningError if there is none."""
+    with ray_session(may_start=False):
+        cluster = KVCacheCluster.connect(name)
+        status = cluster.status()
+        statistics = cluster.statistics().coordinator
+    if as_json:
+        figures = None if statistics is None else asdict(statistics)
+        print_json(json.dumps({**status.to_dict(), "statistics": figures}, indent=2))
+        return
+    console = Console(file=sys.stdout)
+    console.print(_summary(status, statistics))
+    console.print(_ranks(status))
+    for warning in status.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+
+
+def stop_cluster(name: str) -> None:
+    """Stop a running cluster; raises NotRunningError if there is none."""
+    with ray_session(may_start=False):
+        KVCacheCluster.connect(name).stop()
+    say(f"{name} has stopped")
+
+
+def say(line: str) -> None:
+    """Say on stderr what is being done: stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: raise KeyboardInterrupt. Inside `ray_session`, which sets a
+    handler of its own."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore SIGTERM and Ctrl-C while something is taken down; it has deadlines of its own."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) -> Table:
+    facts = {
+        "state": f"{status.state}{': ' + status.problem if status.problem else ''}",
+        "model": f"{status.model}, up to {status.max_model_len:,} tokens",
+        "epoch": str(status.epoch),
+        "transport": status.transport,
+        "coordinator": f"process {status.coordinator_process_id} on {status.coordinator_node.host}",
+        "blocks": f"{status.num_blocks:,}",
+        "fingerprint": status.fingerprint[:16],
+    }
+    manager = None if statistics is None else statistics.manager
+    if statistics is not None and manager is not None:
+        core = manager.core
+        facts |= {
+            "free blocks": f"{core.num_free_blocks:,}",
+            "cached blocks": f"{core.num_cached_blocks:,} ({core.num_sealed_blocks:,} sealed)",
+            "evictions": f"{core.num_evictions:,}",
+            "requests": (
+                f"{manager.num_running_requests:,} running, "
+                f"{manager.num_preempted_requests:,} preempted"
+            ),
+            "clients": f"{statistics.num_clients:,}",
+            "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} refused)",
+        }
+    return facts_table(status.name, facts)
+
+
+def _ranks(status: ClusterStatus) -> Table:
+    table = Table(title="ranks", title_justify="left")
+    for heading in ("rank", "host", "process", "GPUs", "state"):
+        table.add_column(heading)
+    for rank in status.ranks:
+        table.add_row(
+            str(rank.rank),
+            rank.host,
+            str(rank.process_id),
+            ", ".join(rank.gpu_ids) or "-",
+            rank.problem or "ready",
+        )
+    return table

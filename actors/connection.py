@@ -1,0 +1,152 @@
+"""One client's session, its wire, and the rules both kinds of clients share. Never waits.
+
+    KVCacheClient / AsyncKVCacheClient ─▶ ClientConnection ─▶ ClientSession + PeerTransport
+
+Turns payloads into messages and back, notices a coordinator that has moved, and says what became of
+steps that an epoch's end made void. Owned by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Protocol, get_args
+
+from actors.transport import Endpoint, Peer, PeerTransport, client_peer
+from kvcache import errors
+from kvcache.client_session import ClientSession, SessionSettings, SessionState
+from kvcache.clock import Clock, SystemClock
+from kvcache.config import ClusterConfig
+from kvcache.errors import KVCacheError, ProtocolError, StaleEpochError, WorkerLostError
+from kvcache.messages import CallResult, FromClient, ToClient
+from kvcache.step import StepResult
+from kvcache.wire import decode, encode
+
+TO_CLIENT = get_args(ToClient)
+
+DETACH_LINGER_S = 0.2
+"""How long the last words of a client may take to leave it."""
+
+SILENCE_BEFORE_REDIAL = 3
+"""Resend intervals without any message after which the coordinator may have moved."""
+
+
+class Dialing(Protocol):
+    """How to reach the coordinator. The calls may take a while.
+
+    `needs_keeping_alive`: an idle client has to speak now and then, or it is given up.
+    """
+
+    config: ClusterConfig
+    needs_keeping_alive: bool
+
+    def endpoint(self) -> Endpoint:
+        """Return where the coordinator listens now; raises ClusterError."""
+
+    def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
+        """Return a new end for `peer`."""
+
+    def lost_workers(self) -> str:
+        """Say which ranks are lost and why, empty if none is; raises ClusterError."""
+
+
+class ClientConnection:
+    """The plain part of a client."""
+
+    def __init__(self, dialer: Dialing, client_name: str, clock: Clock | None = None) -> None:
+        """Connect, without attaching. Raises ClusterError when there is no coordinator."""
+        config = dialer.config
+        self.dialer = dialer
+        self.clock = SystemClock() if clock is None else clock
+        self.settings = SessionSettings(
+            window=config.transport.window,
+            resend_s=config.transport.resend_s,
+            heartbeat_s=config.transport.heartbeat_s,
+            step_s=config.deadlines.step_s,
+            forward_s=config.deadlines.forward_s,
+        )
+        client_id = f"{client_name}-{secrets.token_hex(8)}"
+        self.session = ClientSession(client_id, self.settings, self.clock)
+        self.tick_s = min(self.settings.resend_s, self.settings.heartbeat_s) / 4
+        self.malformed = 0
+        self._peer = client_peer(client_id)
+        self._max_message_bytes = config.transport.max_message_bytes
+        self._endpoint = dialer.endpoint()
+        self.transport = dialer.open(self._endpoint, self._peer)
+        self._heard_s = self._next_tick_s = self.clock.now()
+
+    def send(self, messages: Sequence[FromClient]) -> None:
+        """Encode and send."""
+        for message in messages:
+            self.transport.send(encode(message))
+
+    def take(self, payloads: Sequence[bytes]) -> None:
+        """Hand what arrived to the session and send what it wants sent."""
+        for payload in payloads:
+            try:
+                message = decode(payload, self._max_message_bytes)
+            except ProtocolError:
+                self.malformed += 1
+                continue
+            if isinstance(message, TO_CLIENT):
+                self.send(self.session.on_message(message))
+            else:
+                self.malformed += 1
+        if payloads:
+            self._heard_s = self.clock.now()
+
+    def tick(self) -> None:
+        """Look at the clock if it is time to."""
+        now_s = self.clock.now()
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self.tick_s
+            self.send(self.session.on_tick())
+
+    @property
+    def may_have_moved(self) -> bool:
+        """Whether the coordinator has been silent for so long that its address may be old."""
+        silent_s = self.clock.now() - self._heard_s
+        return silent_s > SILENCE_BEFORE_REDIAL * self.settings.resend_s
+
+    def redial(self, endpoint: Endpoint) -> None:
+        """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
+        self._heard_s = self.clock.now()
+        if endpoint != self._endpoint:
+            self.transport.close()
+            self._endpoint = endpoint
+            self.transport = self.dialer.open(endpoint, self._peer)
+
+    def is_attached(self) -> bool:
+        """Whether steps can be submitted; raises DeadlineError when attaching takes too long."""
+        self.session.require_attaching()
+        return self.session.state is SessionState.ATTACHED
+
+    def close(self) -> None:
+        """Detach and give the connection back. Repeatable."""
+        if self.session.state is not SessionState.CLOSED:
+            self.send(self.session.detach())
+            self.transport.close(linger_s=DETACH_LINGER_S)
+
+
+def lost_workers_error(error: StaleEpochError, lost: str) -> KVCacheError:
+    """Return what to raise for a step that is void: which ranks are lost, if that is why."""
+    return WorkerLostError(f"{lost}: {error}") if lost else error
+
+
+def require_served(answer: StepResult | CallResult) -> None:
+    """Raise the error that the answer of a refused step or call carries."""
+    name, text = "", answer.error
+    if isinstance(answer, CallResult):
+        name = answer.error_type
+    elif text:
+        name, _, text = text.partition(": ")
+    if name:
+        raise error_named(name, text)
+
+
+def error_named(name: str, text: str) -> KVCacheError:
+    """Return one of our errors by the name of its class."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, KVCacheError):
+        return kind(text)
+    return KVCacheError(f"{name}: {text}")

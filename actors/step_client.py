@@ -1,0 +1,330 @@
+"""Steps of the synchronous client: send them, wait for what becomes of them.
+
+    with cluster.client() as client:
+        result = client.step(StepRequest(...))             one step, and its answer
+        number = client.submit(StepRequest(...))           pipelined: send now,
+        result = client.wait_result(number)                look later
+        client.wait_finished(number)
+
+Every wait has a deadline; an answer that does not come is a DeadlineError, and what was asked may
+or may not have happened. Nothing is ever asked a second time under another number. Threads may share a
+client: one of them at a time reads the socket and wakes the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+from actors.calls import CallBook
+from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from kvcache.client_session import SessionState, Submitted
+from kvcache.errors import (
+    BacklogFullError,
+    ClusterError,
+    DeadlineError,
+    NotRunningError,
+    RequestError,
+    StaleEpochError,
+)
+from kvcache.messages import Attached, CallResult, FailedForward
+from kvcache.step import StepRequest, StepResult
+
+T = TypeVar("T")
+
+
+class StepClient:
+    """Steps and waits. `KVCacheClient` adds the per-request calls."""
+
+    def __init__(self, dialer: Dialing, client_name: str = "client") -> None:
+        """Connect and attach.
+
+        Raises NotRunningError when there is no cluster, DeadlineError when it does not answer,
+        WorkerLostError when it waits for a rank.
+        """
+        self._connection = ClientConnection(dialer, client_name)
+        self._book = CallBook()
+        self._changed = threading.Condition()
+        self._is_reading = False
+        self._is_closed = threading.Event()
+        self._last_seq = 0
+        try:
+            self.attach()
+        except BaseException:
+            self._connection.close()
+            raise
+        if dialer.needs_keeping_alive:
+            _Keeper(self, self._is_closed, self._connection.settings.heartbeat_s / 2).start()
+
+    # --- who it is
+
+    @property
+    def client_id(self) -> str:
+        """The name under which steps are counted, this incarnation included."""
+        return self._connection.session.client_id
+
+    @property
+    def attached(self) -> Attached:
+        """What the coordinator said when this client attached last: epoch, plan, model epoch."""
+        attached = self._connection.session.attached
+        if attached is None:
+            raise NotRunningError(f"client {self.client_id} has not attached yet")
+        return attached
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which steps are scheduled now; forwards begin with it."""
+        return self._connection.session.epoch
+
+    @property
+    def last_seq(self) -> int:
+        """`seq` of the newest answer that was taken: what `begin_forward` waits for."""
+        return self._last_seq
+
+    @property
+    def finished_step(self) -> int:
+        """Every step up to this one is over on every rank, as far as is known here; see `poll`."""
+        return self._connection.session.finished_step
+
+    @property
+    def failures(self) -> tuple[FailedForward, ...]:
+        """Content-checked forwards that found wrong bytes."""
+        return self._connection.session.failures
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes compared by content-checked forwards, over all ranks."""
+        return self._connection.session.bytes_checked
+
+    @property
+    def num_resent(self) -> int:
+        """Steps that were sent again because no answer came."""
+        return self._connection.session.num_resent
+
+    # --- attaching
+
+    def attach(self, timeout_s: float | None = None) -> None:
+        """Attach, again after an epoch has ended: everything scheduled before is void.
+
+        Raises DeadlineError, WorkerLostError or NotRunningError as the constructor does.
+        """
+        session = self._connection.session
+        with self._changed:
+            if session.state in (SessionState.ATTACHED, SessionState.ATTACHING):
+                return
+            self._book.forget()
+            self._connection.send(session.attach())
+        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        try:
+            self._wait(self._connection.is_attached, limit_s, "be attached")
+        except DeadlineError as error:
+            reason = session.reason
+            lost = self._lost_workers()
+            if lost:
+                raise lost_workers_error(StaleEpochError(str(error)), lost) from error
+            raise DeadlineError(f"{error}{': ' + reason if reason else ''}") from error
+
+    # --- steps
+
+    def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
+        """Schedule one step and return its answer. Raises what `submit` and `wait_result` raise."""
+        return self.wait_result(self.submit(request), timeout_s)
+
+    def submit(self, request: StepRequest, timeout_s: float | None = None) -> int:
+        """Send a step and return its number; `client_id`, `step` and `epoch` are filled in here.
+
+        Waits while too many steps have no answer. Raises WorkerLostError or StaleEpochError when
+        the epoch is over, DeadlineError when the backlog does not shrink in time; then nothing was
+        sent.
+        """
+        session = self._connection.session
+        return self._submit(lambda: self._send(session.submit(request)), timeout_s)
+
+    def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
+        """Return the answer to a step.
+
+        Raises the error that a refused step was answered with, DeadlineError (the step may or may
+        not have been executed), WorkerLostError or StaleEpochError (the step is void).
+        """
+        answer = self._wait_answer(step, timeout_s)
+        if not isinstance(answer, StepResult):
+            raise RequestError(f"number {step} was a call, not a step")
+        require_served(answer)
+        return answer
+
+    def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
+        """Return once every rank has applied the step's commands. Raises as `wait_result`."""
+        self._await(lambda: self._connection.session.is_applied(step), step, "applied", timeout_s)
+
+    def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
+        """Return once the step is over on every rank: with content checking its forward too.
+
+        Forwards that found wrong bytes are in `failures`. Raises as `wait_result`.
+        """
+        is_finished = self._connection.session.is_finished
+        self._await(lambda: is_finished(step), step, "finished", timeout_s)
+
+    def poll(self) -> None:
+        """Take in what has arrived, without waiting. Raises nothing about single steps."""
+        self._wait(lambda: False, 0.0, "")
+
+    # --- the end
+
+    def close(self) -> None:
+        """Detach; whatever still runs is freed. Repeatable."""
+        with self._changed:
+            if self._is_closed.is_set():
+                return
+            self._is_closed.set()
+            self._connection.transport.wake()
+            self._changed.wait_for(lambda: not self._is_reading, timeout=1.0)
+            self._connection.close()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- inside
+
+    def _send(self, submitted: Submitted) -> int:
+        self._connection.send(submitted.messages)
+        return submitted.step
+
+    def _submit(self, send: Callable[[], int], timeout_s: float | None) -> int:
+        """Run `send` as soon as the window has room; see `submit`."""
+        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        sent: list[int] = []
+
+        def try_to_send() -> bool:
+            try:
+                sent.append(send())
+            except BacklogFullError:
+                return False
+            return True
+
+        with self._translated():
+            self._wait(try_to_send, limit_s, "be sent: the backlog is full")
+        return sent[0]
+
+    def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
+        session = self._connection.session
+        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        with self._translated():
+            self._wait(
+                lambda: session.result(step) is not None,
+                limit_s,
+                f"answer step {step}: it may or may not have been executed",
+            )
+            answer = session.result(step)
+        if answer is None:
+            raise RequestError(f"the answer to step {step} is not kept any more: take it earlier")
+        self._last_seq = max(self._last_seq, answer.seq)
+        return answer
+
+    def _await(
+        self, has_happened: Callable[[], bool], step: int, what: str, timeout_s: float | None
+    ) -> None:
+        limit_s = self._connection.settings.forward_s if timeout_s is None else timeout_s
+        with self._translated():
+            self._wait(has_happened, limit_s, f"have step {step} {what} on every rank")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Name the lost ranks where an epoch ended because of them."""
+        try:
+            yield
+        except StaleEpochError as error:
+            lost = self._lost_workers()
+            raise lost_workers_error(error, lost) from error
+
+    def _lost_workers(self) -> str:
+        try:
+            return self._connection.dialer.lost_workers()
+        except ClusterError:
+            return ""
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Serve the connection until `is_done()`, at most `timeout_s`. Without `what`: no error.
+
+        One thread reads at a time; the lock is free while it waits for the socket. `is_done` is
+        called with the lock held.
+        """
+        clock, connection = self._connection.clock, self._connection
+        give_up_s = clock.now() + timeout_s
+        with self._changed:
+            while True:
+                self._require_open()
+                if is_done():
+                    return
+                remaining_s = give_up_s - clock.now()
+                if not self._is_reading:
+                    self._read(max(0.0, min(remaining_s, connection.tick_s)))
+                    if remaining_s > 0 or is_done():
+                        continue
+                if remaining_s <= 0:
+                    if not what:
+                        return
+                    raise DeadlineError(
+                        f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
+                        "status"
+                    )
+                self._changed.wait(remaining_s)
+
+    def _read(self, timeout_s: float) -> None:
+        """Take in what arrives within `timeout_s`. The lock is held before and after."""
+        connection = self._connection
+        connection.tick()
+        transport = connection.transport
+        self._is_reading = True
+        self._changed.release()
+        try:
+            payloads = transport.receive(timeout_s)
+            moved_to = connection.dialer.endpoint() if connection.may_have_moved else None
+        finally:
+            self._changed.acquire()
+            self._is_reading = False
+            self._changed.notify_all()
+        connection.take(payloads)
+        if moved_to is not None:
+            connection.redial(moved_to)
+
+    def _require_open(self) -> None:
+        if self._is_closed.is_set():
+            raise NotRunningError(f"client {self.client_id} is closed: make a new one")
+
+    def _keep_alive(self) -> None:
+        """Say that this client lives, unless a thread that waits says it."""
+        with self._changed:
+            if not self._is_reading and not self._is_closed.is_set():
+                self._connection.take(self._connection.transport.receive(0.0))
+                self._connection.tick()
+
+
+class _Keeper(threading.Thread):
+    """Keeps an idle client alive for the coordinator; ends with the client."""
+
+    def __init__(self, client: StepClient, is_closed: threading.Event, interval_s: float) -> None:
+        super().__init__(name="kvcache-keep-alive", daemon=True)
+        self._client = weakref.ref(client)
+        self._is_closed = is_closed
+        self._interval_s = interval_s
+
+    def run(self) -> None:
+        """Wake up now and then."""
+        while not self._is_closed.wait(self._interval_s):
+            client = self._client()
+            if client is None:
+                return
+            client._keep_alive()
+            del client

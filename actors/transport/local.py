@@ -1,0 +1,115 @@
+"""Both ends inside one process and one thread: payloads go through deques, nothing is shared.
+
+For `LocalCluster`. Waiting means letting the others work: whoever waits runs `pump`, which gives
+every other party a turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from actors.transport.protocol import Inbound, Peer, TransportStatistics
+from kvcache.messages import Address
+
+IDLE_S = 0.0005
+"""How long a waiting end rests when a whole round brought nothing: only the clock can help then."""
+
+
+class LocalServer:
+    """A `ServerTransport` whose peers are made by `connect`."""
+
+    def __init__(self) -> None:
+        self._inbox: deque[Inbound] = deque()
+        self._peers: dict[Address, LocalPeer] = {}
+        self._statistics = TransportStatistics()
+
+    def connect(self, peer: Peer, pump: Callable[[], bool] = lambda: False) -> LocalPeer:
+        """Return a new end for `peer`; `pump` gives the others a turn and says if it mattered."""
+        made = LocalPeer(self, peer, pump)
+        self._peers[peer.address] = made
+        return made
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget an end that was closed."""
+        self._peers.pop(peer.address, None)
+
+    def put(self, inbound: Inbound) -> None:
+        """Take a payload of a peer."""
+        self._inbox.append(inbound)
+
+    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+        """See `ServerTransport.send`."""
+        for address in addresses:
+            peer = self._peers.get(address)
+            if peer is None:
+                self._statistics += TransportStatistics(undeliverable=1)
+            else:
+                peer.inbox.append(payload)
+                self._statistics += TransportStatistics(sent=1)
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """See `ServerTransport.receive`. Never waits: the peers are in this very thread."""
+        inbound = list(self._inbox)
+        self._inbox.clear()
+        self._statistics += TransportStatistics(received=len(inbound))
+        return inbound
+
+    def wake(self) -> None:
+        """Nobody waits here."""
+
+    def statistics(self) -> TransportStatistics:
+        """See `ServerTransport.statistics`."""
+        return replace(self._statistics)
+
+    def close(self) -> None:
+        """See `ServerTransport.close`."""
+        self._peers.clear()
+        self._inbox.clear()
+
+
+class LocalPeer:
+    """A `PeerTransport` of a worker or client in the server's own process."""
+
+    def __init__(self, server: LocalServer, peer: Peer, pump: Callable[[], bool]) -> None:
+        self.inbox: deque[bytes] = deque()
+        self._server = server
+        self._peer = peer
+        self._pump = pump
+        self._num_sent = self._num_received = 0
+
+    def send(self, payload: bytes) -> None:
+        """See `PeerTransport.send`."""
+        self._num_sent += 1
+        self._server.put(Inbound(self._peer, payload))
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive`. Gives the others turns while nothing is there."""
+        give_up_s = time.monotonic() + timeout_s
+        while not self.inbox:
+            is_busy = self._pump()
+            if self.inbox or time.monotonic() >= give_up_s:
+                break
+            if not is_busy:
+                time.sleep(IDLE_S)
+        payloads = list(self.inbox)
+        self.inbox.clear()
+        self._num_received += len(payloads)
+        return payloads
+
+    def fileno(self) -> int:
+        """There is none: everything happens in the caller's thread."""
+        return -1
+
+    def wake(self) -> None:
+        """Nobody waits here."""
+
+    def statistics(self) -> TransportStatistics:
+        """See `PeerTransport.statistics`."""
+        return TransportStatistics(sent=self._num_sent, received=self._num_received)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """See `PeerTransport.close`."""
+        self._server.disconnect(self._peer)

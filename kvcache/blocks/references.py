@@ -1,0 +1,214 @@
+"""Who holds which block, and where blocks wait that nobody holds.
+
+The lower half of the pool: counts references by kind, and puts blocks into the free queue or the
+eviction policy when the last one goes. Refuses to give back what was not taken, and to hold what
+cannot be held; hands nothing out and forgets no content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import TypeVar
+
+from kvcache.blocks.block import BlockState
+from kvcache.blocks.contents import ContentIndex
+from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
+from kvcache.core import ReferenceKind
+from kvcache.errors import BlockError
+from kvcache.hashing import BlockHash
+from kvcache.policies import EvictionPolicy
+
+NULL_ID = 0
+KINDS_APART = (ReferenceKind.PIN, ReferenceKind.FORK, ReferenceKind.TRANSFER)
+
+_T = TypeVar("_T")
+
+
+class ReferencedBlocks:
+    """Reference counts of blocks.
+
+    Invariants: a block is in the free queue exactly when it has no reference, no content and no
+    quarantine; in the policy exactly when it has no reference, a content and no quarantine.
+    `_num_references` counts all kinds together, `_references[kind]` the rare kinds apart.
+    """
+
+    def __init__(self, num_blocks: int, contents: ContentIndex, policy: EvictionPolicy) -> None:
+        """Let all blocks but the null block be free and empty."""
+        self.num_blocks = num_blocks
+        self.contents = contents
+        self._policy = policy
+        self._num_references = [0] * num_blocks
+        self._references: dict[ReferenceKind, dict[int, int]] = {k: {} for k in KINDS_APART}
+        self._quarantined: set[int] = set()
+        self._blank = FreeKVCacheBlockQueue(num_blocks, range(1, num_blocks))
+
+    @property
+    def num_total_blocks(self) -> int:
+        """Blocks that can be handed out at all: the null block is not one."""
+        return self.num_blocks - 1
+
+    def num_blocks_in_use(self) -> int:
+        """Return how many blocks have a reference of any kind."""
+        return self.num_total_blocks - self._num_references.count(0) + 1
+
+    def state(self, block_id: int) -> BlockState:
+        """Return what may be done with a block."""
+        if block_id in self._quarantined:
+            return BlockState.QUARANTINED
+        if block_id in self._references[ReferenceKind.TRANSFER]:
+            return BlockState.IN_FLIGHT
+        if self.contents.digests[block_id] is not None:
+            is_sealed = block_id not in self.contents.unsealed
+            return BlockState.SEALED if is_sealed else BlockState.HITTABLE
+        return BlockState.OWNED if self._num_references[block_id] else BlockState.FREE
+
+    def digest(self, block_id: int) -> BlockHash | None:
+        """Return the digest by which a block can be found, None if it cannot."""
+        return self.contents.digests[block_id]
+
+    def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
+        """Return a block's references of one kind, or of all."""
+        total = self._num_references[block_id]
+        if kind is None:
+            return total
+        if kind is not ReferenceKind.REQUEST:
+            return self._references[kind].get(block_id, 0)
+        return total - sum(held.get(block_id, 0) for held in self._references.values())
+
+    def total_references(self) -> int:
+        """Return the references of all kinds to all blocks. O(n)."""
+        return sum(self._num_references)
+
+    def num_unheld(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these distinct blocks have no reference, null blocks left out."""
+        return each(self._num_references, block_ids).count(0) - block_ids.count(NULL_ID)
+
+    def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
+        """Return a copy of the counts of a kind other than REQUEST: block id to references."""
+        return dict(self._references[kind])
+
+    def quarantined_blocks(self) -> set[int]:
+        """Return a copy of the quarantined ids."""
+        return set(self._quarantined)
+
+    def touch(self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
+        """Take one reference more of each block, and save it from eviction.
+
+        Raises:
+            BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
+        """
+        self._require_known(block_ids)
+        if self._quarantined and not self._quarantined.isdisjoint(block_ids):
+            bad = sorted(self._quarantined.intersection(block_ids))
+            raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
+        references, digests = self._num_references, self.contents.digests
+        free = [b for b in dict.fromkeys(block_ids) if not references[b]]
+        if free:
+            if NULL_ID in free:
+                raise BlockError("the null block cannot be held: leave it out")
+            empty = [b for b in free if digests[b] is None]
+            if empty:
+                raise BlockError(
+                    f"blocks {empty[:5]} are free and hold nothing: take new ones instead"
+                )
+            self._policy.remove(free)
+        for block_id in block_ids:
+            references[block_id] += 1
+        if kind is not ReferenceKind.REQUEST:
+            held = self._references[kind]
+            for block_id in block_ids:
+                held[block_id] = held.get(block_id, 0) + 1
+
+    def free_blocks(
+        self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST
+    ) -> None:
+        """Give one reference of each block back. Of those now unheld the first is evicted first.
+
+        Cached ones go to the back of the eviction order, others to the front of the free queue.
+
+        Raises:
+            BlockError: unknown, or without a reference of this kind; nothing was changed.
+        """
+        if not block_ids:
+            return
+        self._require_known(block_ids)
+        self._require_references(block_ids, kind)
+        if kind is not ReferenceKind.REQUEST:
+            held = self._references[kind]
+            for block_id in block_ids:
+                held[block_id] -= 1
+                if not held[block_id]:
+                    del held[block_id]
+        self.give_back(block_ids)
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Do what `free_blocks` does for request references, on the caller's word that he has them.
+
+        For managers, whose tables are their word; `check` compares the two.
+        """
+        references = self._num_references
+        unheld: Sequence[int] = block_ids
+        if each(references, block_ids).count(1) == len(block_ids):
+            for block_id in block_ids:
+                references[block_id] = 0
+        else:
+            unheld = []
+            for block_id in block_ids:
+                references[block_id] -= 1
+                if not references[block_id]:
+                    unheld.append(block_id)
+        if unheld:
+            self._put_free(unheld)
+
+    def begin_transfer(self, block_ids: Sequence[int]) -> None:
+        """A copy starts to read or write these blocks: they stay until it has ended."""
+        self.touch(block_ids, ReferenceKind.TRANSFER)
+
+    def end_transfer(self, block_ids: Sequence[int]) -> None:
+        """A copy has ended on every rank; raises BlockError, unchanged, if none was under way."""
+        self.free_blocks(block_ids, ReferenceKind.TRANSFER)
+
+    def _put_free(self, block_ids: Sequence[int]) -> None:
+        """Queue blocks that have just lost their last reference."""
+        if self._quarantined:
+            block_ids = [b for b in block_ids if b not in self._quarantined]
+        digests = self.contents.digests
+        # Distinct, and nowhere queued: their references have just become zero.
+        num_empty = each(digests, block_ids).count(None)
+        if not num_empty:
+            self._policy.insert(block_ids)
+        elif num_empty == len(block_ids):
+            self._blank.prepend_n(block_ids)
+        else:
+            self._blank.prepend_n([b for b in block_ids if digests[b] is None])
+            self._policy.insert([b for b in block_ids if digests[b] is not None])
+
+    def _require_known(self, block_ids: Sequence[int]) -> None:
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            bad = [b for b in block_ids if not 0 <= b < self.num_blocks]
+            raise BlockError(f"blocks {bad[:5]} do not exist: ids are below {self.num_blocks}")
+
+    def _require_references(self, block_ids: Sequence[int], kind: ReferenceKind) -> None:
+        """Raise BlockError unless each block has as many references of `kind` as it is given."""
+        is_distinct = len(set(block_ids)) == len(block_ids)
+        is_plain = kind is ReferenceKind.REQUEST and not any(self._references.values())
+        if is_distinct and is_plain and 0 not in each(self._num_references, block_ids):
+            return
+        wanted: dict[int, int] = {}
+        for block_id in block_ids:
+            wanted[block_id] = wanted.get(block_id, 0) + 1
+        for block_id, count in wanted.items():
+            held = self.num_references(block_id, kind)
+            if held < count:
+                raise BlockError(
+                    f"block {block_id} is given back {count} times but has {held} "
+                    f"{kind.value} references: free what you hold, once"
+                )
+
+
+def each(values: list[_T], indices: Sequence[int]) -> tuple[_T, ...]:
+    """Return `values[i]` for every index, at the speed of C."""
+    if len(indices) > 1:
+        return tuple(itemgetter(*indices)(values))
+    return tuple(values[index] for index in indices)

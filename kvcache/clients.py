@@ -1,0 +1,89 @@
+"""Who is attached, who is leaving, and who has left for good.
+
+The coordinator's book of its clients in one epoch. A client that leaves is kept until every rank
+has applied its fence; its name is not taken again, because messages of the old one may be late.
+Refuses more clients than configured.
+
+    attach ──▶ attached ──Detach, or silence──▶ leaving ──fence applied everywhere──▶ forgotten
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvcache.client_ledger import ClientLedger
+from kvcache.coordinator_settings import CoordinatorSettings
+
+MAX_CLIENT_ID_CHARS = 256
+_MAX_GONE = 1024
+
+
+class Clients:
+    """The ledgers of all clients, in order of arrival."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        """Know nobody. The limits are in `settings`."""
+        self._settings = settings
+        self._ledgers: dict[str, ClientLedger] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ledgers)
+
+    def get(self, client_id: str) -> ClientLedger | None:
+        """Return the ledger of a client, leaving ones included, or None."""
+        return self._ledgers.get(client_id)
+
+    def attached(self) -> list[ClientLedger]:
+        """Return the ledgers of the clients that are served."""
+        return [ledger for ledger in self._ledgers.values() if not ledger.is_leaving]
+
+    def leaving(self) -> list[ClientLedger]:
+        """Return the ledgers of the clients that are to be forgotten."""
+        return [ledger for ledger in self._ledgers.values() if ledger.is_leaving]
+
+    def attach(self, client_id: str, next_step: int, now_s: float) -> str:
+        """Attach a client, again or for the first time; return why not, empty when done.
+
+        Numbers below `next_step` that were not executed are void.
+        """
+        if not 0 < len(client_id) <= MAX_CLIENT_ID_CHARS or next_step < 1:
+            return f"client id or step {next_step} cannot be meant"
+        ledger = self._ledgers.get(client_id)
+        if client_id in self._gone or (ledger is not None and ledger.is_leaving):
+            return f"client {client_id} was detached or given up: use a new client id"
+        if ledger is None:
+            if len(self._ledgers) >= self._settings.max_clients:
+                return (
+                    f"{len(self._ledgers)} clients are attached, the limit: detach one or raise "
+                    "max_clients"
+                )
+            max_stored = self._settings.max_client_steps
+            self._ledgers[client_id] = ClientLedger(client_id, max_stored, next_step, now_s)
+        elif ledger.is_untouched and ledger.receiver.next_step < next_step:
+            ledger.start_at(next_step)
+        return ""
+
+    def let_go(self, client_id: str) -> None:
+        """Serve the client no more; it is forgotten later."""
+        self._ledgers[client_id].is_leaving = True
+
+    def forget(self, client_id: str) -> None:
+        """Forget a client; its name stays taken."""
+        del self._ledgers[client_id]
+        self._gone[client_id] = None
+        while len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
+
+    def clear(self) -> list[str]:
+        """Forget all of them, because their epoch is over; return who was attached."""
+        attached = [ledger.client_id for ledger in self.attached()]
+        for ledger in self.leaving():
+            self.forget(ledger.client_id)
+        self._ledgers.clear()
+        return attached
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the steps of a client do not add up."""
+        for ledger in self._ledgers.values():
+            ledger.check()

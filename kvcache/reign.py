@@ -1,0 +1,287 @@
+"""One epoch in which all ranks obey: steps in, commands out, progress back.
+
+What the Coordinator does while it runs: it makes a `Reign` when every rank granted the epoch, and
+drops it, with everything in it, when the epoch ends. Begins cold. Refuses nothing by epoch, sender
+or process: the coordinator has checked all that before it hands a message over.
+
+    client ──StepRequest / Call──▶ ClientLedger ─▶ StepServer ─▶ commands ─▶ CommandWindow ──▶ ranks
+           ◀──answer, Progress────                                        ◀──Applied, Finished──
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvcache.client_ledger import ClientLedger
+from kvcache.clients import Clients
+from kvcache.clock import Clock
+from kvcache.commands import Command, Fence, Reset
+from kvcache.coordinator_settings import CoordinatorSettings, ReignCounts
+from kvcache.delivery import CommandWindow
+from kvcache.errors import ProtocolError
+from kvcache.job_book import JobBook
+from kvcache.manager import KVCacheManager
+from kvcache.messages import (
+    Acknowledge,
+    Applied,
+    Attach,
+    Attached,
+    Call,
+    CallResult,
+    ClientAddress,
+    Detach,
+    Finished,
+    FinishedAck,
+    Heartbeat,
+    Missing,
+    MissingSteps,
+    Outgoing,
+    StepCommands,
+    ToClient,
+    Unattached,
+    WorkerAddress,
+)
+from kvcache.serving import StepServer
+from kvcache.step import StepRequest, StepResult
+from kvcache.step_delivery import StepMessage
+
+MAX_STEPS_AT_ONCE = 256
+"""Steps executed for one incoming message; the rest waits for the next one."""
+
+
+@dataclass(frozen=True)
+class ReignIdentity:
+    """What every command message of an epoch carries, and which processes granted it."""
+
+    epoch: int
+    nonce: str
+    incarnations: dict[int, str]
+
+
+class Reign:
+    """The books of one epoch. Every method returns what to send, in order.
+
+    Invariant: a step is executed only when the command window has room for its message.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        identity: ReignIdentity,
+        manager: KVCacheManager,
+        clients: Clients,
+        jobs: JobBook,
+        *,
+        clock: Clock,
+        problem: Callable[[], str],
+        save_model_epoch: Callable[[int], None],
+    ) -> None:
+        """Rule with a cold `manager`. `problem` says why steps are refused now, if they are."""
+        self.manager = manager
+        self.window = CommandWindow(
+            identity.epoch, identity.incarnations, settings.max_unacknowledged, settings.resend_s
+        )
+        self.counts = ReignCounts()
+        self._settings = settings
+        self._epoch = identity.epoch
+        self._nonce = identity.nonce
+        self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
+        self._clients = clients
+        self._jobs = jobs
+        self._server = StepServer(settings, manager, jobs)
+        self._clock = clock
+        self._problem = problem
+        self._save_model_epoch = save_model_epoch
+
+    def begin(self) -> list[Outgoing]:
+        """Make every rank forget what it held."""
+        _, sent = self._send_commands("", 0, (Reset(self.manager.model_epoch),))
+        return [sent]
+
+    # --- clients
+
+    def attach(self, message: Attach) -> Attached | Unattached:
+        """Attach a client, or say why not."""
+        client_id = message.client_id
+        reason = self._clients.attach(client_id, message.next_step, self._clock.now())
+        ledger = self._clients.get(client_id)
+        if reason or ledger is None:
+            return Unattached(client_id, self._epoch, reason)
+        ledger.heard_s = self._clock.now()
+        return Attached(
+            client_id,
+            self._epoch,
+            self.manager.model_epoch,
+            self._settings.fingerprint,
+            ledger.receiver.next_step,
+            self._settings.is_content_checking,
+        )
+
+    def on_client_message(
+        self, ledger: ClientLedger, message: StepMessage | Acknowledge | Detach
+    ) -> list[Outgoing]:
+        """Take a message of an attached client. Raises ClusterError when the state store fails."""
+        ledger.heard_s = self._clock.now()
+        out: list[Outgoing] = []
+        match message:
+            case StepRequest() | Call():
+                out = self._on_step(ledger, message)
+            case Acknowledge():
+                ledger.on_acknowledge(message.step)
+            case Detach():
+                self._clients.let_go(message.client_id)
+        return out + self.work()
+
+    def _on_step(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
+        received = ledger.receiver.on_step(message)
+        if received.answer is not None:
+            return [_to_client(received.answer)]
+        if received.missing_from is not None:
+            missing = MissingSteps(ledger.client_id, self._epoch, received.missing_from)
+            return [_to_client(missing)]
+        return []
+
+    # --- ranks
+
+    def on_report(self, message: Applied | Missing | Finished | Heartbeat) -> list[Outgoing]:
+        """Take a report of a rank. Raises ProtocolError for numbers that were never given."""
+        now_s, who = self._clock.now(), (message.rank, message.incarnation, message.epoch)
+        match message:
+            case Applied() | Heartbeat():
+                if not self.window.on_applied(*who, message.seq, now_s):
+                    return []
+                return [*self._tell_applied(), *self.work()]
+            case Missing():
+                again = self.window.on_missing(*who, message.from_seq, now_s)
+                return [Outgoing((WorkerAddress(message.rank),), m) for m in again]
+            case Finished():
+                return self._on_finished(message)
+
+    def _tell_applied(self) -> list[Outgoing]:
+        applied = self.window.applied_by_all
+        changed = [one for one in self._clients.attached() if one.on_applied(applied)]
+        return [self._progress(ledger) for ledger in changed]
+
+    def _on_finished(self, message: Finished) -> list[Outgoing]:
+        """Note the reports one by one; acknowledge all, or the worker repeats them for ever."""
+        told: dict[str, ClientLedger] = {}
+        for report in message.jobs:
+            try:
+                ended = self._jobs.report(message.rank, report)
+            except ProtocolError as error:
+                self._drop(str(error))
+                continue
+            if ended is None:
+                continue
+            if ended.failures:
+                failed = self.counts.num_failed_forwards + 1
+                self.counts = replace(self.counts, num_failed_forwards=failed)
+            ledger = self._clients.get(ended.client_id)
+            if ledger is not None and ledger.on_job_ended(ended):
+                told[ended.client_id] = ledger
+        ack = FinishedAck(self._nonce, self._epoch, tuple(job.job_id for job in message.jobs))
+        news = [self._progress(ledger) for ledger in told.values()]
+        return [Outgoing((WorkerAddress(message.rank),), ack), *news, *self.work()]
+
+    # --- time and work
+
+    def on_tick(self) -> list[Outgoing]:
+        """Repeat what is not acknowledged, give up silent clients, serve what had to wait."""
+        now_s = self._clock.now()
+        out = [
+            Outgoing((WorkerAddress(rank),), message)
+            for rank, messages in self.window.due_for_resend(now_s).items()
+            for message in messages
+        ]
+        for ledger in self._clients.attached():
+            if now_s - ledger.heard_s > self._settings.client_silence_s:
+                self._clients.let_go(ledger.client_id)
+            elif ledger.has_news() and now_s - ledger.progress_sent_s >= self._settings.resend_s:
+                out.append(self._progress(ledger))
+        return out + self.work()
+
+    def work(self) -> list[Outgoing]:
+        """Execute what is ready, client by client in turn, while the command window has room."""
+        out = self._let_clients_go()
+        num_left = MAX_STEPS_AT_ONCE
+        while num_left > 0 and self._has_room():
+            taken = [(one, one.receiver.take_ready()) for one in self._clients.attached()]
+            ready = [(ledger, message) for ledger, message in taken if message is not None]
+            if not ready:
+                break
+            num_left -= len(ready)
+            for ledger, message in ready:
+                out += self._execute(ledger, message)
+        return out
+
+    def _has_room(self) -> bool:
+        """Whether every client could take a step now. Steps that are refused need no room."""
+        free = self._settings.max_unacknowledged - len(self.window)
+        wanted = min(len(self._clients), self._settings.max_unacknowledged)
+        return free >= max(1, wanted) or bool(self._problem())
+
+    def _execute(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
+        """Serve one step; its commands leave before its answer."""
+        problem = "the command window is full" if self.window.is_full else ""
+        problem = self._problem() or problem
+        server = self._server
+        served = server.refuse(message, problem) if problem else server.serve(ledger, message)
+        out: list[Outgoing] = []
+        seq = 0
+        if served.is_executed:
+            self._save_model_epoch(self.manager.model_epoch)
+            seq, sent = self._send_commands(message.client_id, message.step, served.commands)
+            out.append(sent)
+        answer: StepResult | CallResult = replace(served.answer, epoch=self._epoch, seq=seq)
+        ledger.receiver.store_answer(answer)
+        ledger.add_executed(message.step, seq, served.has_forward)
+        self.counts = replace(
+            self.counts,
+            num_steps=self.counts.num_steps + 1,
+            num_refused_steps=self.counts.num_refused_steps + (not served.is_executed),
+        )
+        out.append(_to_client(answer))
+        if not served.is_executed and ledger.on_applied(self.window.applied_by_all):
+            out.append(self._progress(ledger))
+        return out
+
+    def _let_clients_go(self) -> list[Outgoing]:
+        """Fence clients that leave; free what they had once no rank can run a step of theirs."""
+        out: list[Outgoing] = []
+        for ledger in self._clients.leaving():
+            if not ledger.fence_seq and not self.window.is_full:
+                fence = (Fence(ledger.client_id),)
+                ledger.fence_seq, sent = self._send_commands("", 0, fence)
+                out.append(sent)
+            elif ledger.fence_seq and self.window.applied_by_all >= ledger.fence_seq:
+                self._server.release(ledger.client_id)
+                self._clients.forget(ledger.client_id)
+        return out
+
+    def _progress(self, ledger: ClientLedger) -> Outgoing:
+        return _to_client(ledger.progress(self._epoch, self._clock.now()))
+
+    def _send_commands(
+        self, client_id: str, step: int, commands: tuple[Command, ...]
+    ) -> tuple[int, Outgoing]:
+        """Number a message for all ranks and keep it until all have applied it."""
+        message = StepCommands(
+            self._nonce,
+            self._settings.fingerprint,
+            self._epoch,
+            self.window.next_seq,
+            client_id,
+            step,
+            commands,
+        )
+        self.window.append(message, self._clock.now())
+        return message.seq, Outgoing(self._ranks, message)
+
+    def _drop(self, reason: str) -> None:
+        num_dropped = self.counts.num_dropped + 1
+        self.counts = replace(self.counts, num_dropped=num_dropped, last_dropped=reason)
+
+
+def _to_client(message: ToClient) -> Outgoing:
+    return Outgoing((ClientAddress(message.client_id),), message)

@@ -1,0 +1,88 @@
+"""One step or call, executed: the manager's answer, and the commands that carry it out.
+
+Between the reign, which numbers and sends, and the manager, which decides. Refuses steps that call
+complete what a rank may still write; what the manager refuses becomes an answer with its error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.client_ledger import ClientLedger
+from kvcache.commands import Command
+from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.errors import ExhaustedError, InvalidInputError
+from kvcache.forward_plan import ForwardPlanner
+from kvcache.job_book import JobBook
+from kvcache.manager import KVCacheManager
+from kvcache.messages import Call, CallResult
+from kvcache.remote_calls import RemoteCalls
+from kvcache.step import StepRequest, StepResult
+from kvcache.step_delivery import StepAnswer, StepMessage
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """An answer without epoch and number, and what the ranks must do. `is_executed` is False when
+    nothing was changed; `has_forward` when a job will report a forward's end."""
+
+    answer: StepAnswer
+    commands: tuple[Command, ...] = ()
+    is_executed: bool = False
+    has_forward: bool = False
+
+
+class StepServer:
+    """Executes steps and calls of one epoch on its manager."""
+
+    def __init__(
+        self, settings: CoordinatorSettings, manager: KVCacheManager, jobs: JobBook
+    ) -> None:
+        """Serve from `manager`; forwards are opened as jobs in `jobs`."""
+        self.manager = manager
+        self._is_content_checking = settings.is_content_checking
+        self._jobs = jobs
+        self._forwards = ForwardPlanner(manager.get_request)
+        self._calls = RemoteCalls(manager)
+
+    def serve(self, ledger: ClientLedger, message: StepMessage) -> Served:
+        """Execute the message, or refuse it and leave everything as it was."""
+        try:
+            if self._is_content_checking:
+                ledger.require_over(message)
+            if isinstance(message, Call):
+                return self._serve_call(message)
+            return self._serve_step(message)
+        except (InvalidInputError, ExhaustedError) as error:
+            return self.refuse(message, str(error), type(error).__name__)
+
+    def refuse(
+        self, message: StepMessage, reason: str, error_type: str = "WorkerLostError"
+    ) -> Served:
+        """Answer with an error. Changes nothing."""
+        client_id, step = message.client_id, message.step
+        if isinstance(message, Call):
+            answer = CallResult(client_id, step, 0, 0, b"", error_type, reason)
+            return Served(answer)
+        return Served(StepResult(client_id, step, 0, 0, error=f"{error_type}: {reason}"))
+
+    def release(self, client_id: str) -> None:
+        """Free everything a client had. Call it when no rank can run a step of it any more."""
+        self._calls.release_client(client_id)
+        self.manager.release_client(client_id)
+        self._forwards.forget_client(client_id)
+
+    def _serve_step(self, request: StepRequest) -> Served:
+        result = self.manager.step(request)
+        commands = self.manager.take_commands()
+        if len(result.patches.slots):
+            commands.append(result.patches)
+        if self._is_content_checking:
+            job_id = self._jobs.open(request.client_id, request.step)
+            commands.append(self._forwards.plan(request, result, job_id))
+        return Served(result, tuple(commands), True, self._is_content_checking)
+
+    def _serve_call(self, call: Call) -> Served:
+        packed = self._calls.call(call)
+        answer = CallResult(call.client_id, call.step, 0, 0, packed)
+        return Served(answer, tuple(self.manager.take_commands()), True)

@@ -1,0 +1,214 @@
+"""The cache as a whole: pins and their time, resets, drains, eviction by hand, events."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from managers_under_test import FULL, HYBRID, Shape, make_manager
+from steps import Engine, new, resume, row
+
+from kvcache.clock import VirtualClock
+from kvcache.commands import Reset
+from kvcache.core import (
+    AllBlocksCleared,
+    BlocksStored,
+    NullOffloadHooks,
+    OffloadAnswer,
+    OffloadHit,
+)
+from kvcache.errors import BlockError, PinLimitError
+from kvcache.manager import KVCacheManager
+from kvcache.request import Request
+
+
+def cache(manager: KVCacheManager, name: str, tokens: list[int]) -> None:
+    """Leave the full blocks of a finished request in the cache."""
+    request = Request(name, tokens, model_epoch=manager.model_epoch)
+    found, num_hit = manager.get_computed_blocks(request)
+    blocks = manager.allocate_slots(request, len(tokens) - num_hit, num_hit, found)
+    assert blocks is not None
+    manager.free(request)
+
+
+def hit(manager: KVCacheManager, tokens: list[int]) -> int:
+    probe = Request("probe", [*tokens, 0], model_epoch=manager.model_epoch)
+    return manager.get_computed_blocks(probe)[1]
+
+
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda s: s.name)
+def test_a_pinned_prefix_survives_pressure_until_its_time_is_over(shape: Shape) -> None:
+    clock = VirtualClock()
+    manager = make_manager(shape, num_blocks=33, clock=clock)
+    prefix = list(range(16))
+    cache(manager, "a", prefix)
+    pin = manager.pin_prefix(prefix, ttl_s=10.0)
+    assert (pin.num_tokens, pin.expires_at_s) == (16, 10.0)
+    for i in range(20):
+        cache(manager, f"b{i}", [100 + i] * 24)
+    assert hit(manager, prefix) == 16
+    clock.advance(9.5)
+    assert hit(manager, prefix) == 16
+    assert manager.statistics().num_pins == 1
+    clock.advance(0.5)
+    manager.step(Engine(manager).request())
+    assert manager.statistics().num_pins == 0
+    assert manager.usage == 0.0
+    for i in range(20):
+        cache(manager, f"c{i}", [200 + i] * 24)
+    assert hit(manager, prefix) == 0
+    assert manager.unpin_prefix(pin) is False
+    manager.check()
+
+
+def test_unpinning_ends_a_pin_once() -> None:
+    manager = make_manager()
+    cache(manager, "a", [1] * 9)
+    first, second = (manager.pin_prefix([1] * 9, 5.0) for _ in range(2))
+    assert (first.num_tokens, first.num_blocks) == (8, 2)
+    assert manager.unpin_prefix(first) is True
+    assert manager.unpin_prefix(first) is False
+    assert manager.statistics().core.num_pinned_blocks == 2
+    assert manager.unpin_prefix(second) is True
+    assert manager.statistics().core.num_pinned_blocks == 0
+    manager.check()
+
+
+def test_pins_beyond_their_share_are_refused_with_numbers() -> None:
+    manager = make_manager(num_blocks=21, max_pin_share=0.25)
+    cache(manager, "a", [1] * 12)
+    cache(manager, "b", [2] * 12)
+    manager.pin_prefix([1] * 12, 5.0)
+    manager.pin_prefix([1] * 12, 5.0)
+    before = manager.dump_state()
+    with pytest.raises(PinLimitError) as raised:
+        manager.pin_prefix([2] * 12, 5.0)
+    assert str(raised.value) == (
+        "pinning 12 tokens needs 3 more blocks, 3 of at most 5 are pinned: unpin a prefix, wait "
+        "until one runs out, or raise max_pin_share"
+    )
+    assert manager.dump_state() == before
+
+
+def test_only_what_is_cached_is_pinned() -> None:
+    manager = make_manager()
+    cache(manager, "a", [1] * 9)
+    assert manager.pin_prefix([1] * 9 + [2] * 9, 5.0).num_tokens == 8
+    assert manager.pin_prefix([3] * 9, 5.0).num_tokens == 0
+    assert manager.pin_prefix([1] * 9, 5.0, cache_salt="salt").num_tokens == 0
+    manager.check()
+
+
+def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    manager = make_manager(log_stats=True)
+    engine = Engine(manager)
+    cache(manager, "a", [1] * 9)
+    engine.step(new=(new("r1", [1] * 9),))
+    with caplog.at_level(logging.WARNING):
+        assert manager.reset_prefix_cache() is False
+    assert caplog.messages == [
+        "the prefix cache is not reset: 3 blocks are in use by 1 running requests and 0 pins: "
+        "finish and unpin them, or reset with drain=True"
+    ]
+    assert manager.statistics().num_blocks_refusing_reset == 3
+    assert hit(manager, [1] * 8) == 8
+    engine.step(finished=("r1",))
+    manager.make_prefix_cache_stats()
+    assert manager.reset_prefix_cache() is True
+    assert hit(manager, [1] * 8) == 0
+    assert manager.model_epoch == 0
+    stats = manager.make_prefix_cache_stats()
+    assert stats is not None and stats.reset
+    assert Reset(0) in manager.take_commands()
+
+
+def test_a_drain_ends_hits_at_once_and_the_epoch_when_the_last_block_is_free() -> None:
+    manager = make_manager(enable_kv_cache_events=True)
+    engine = Engine(manager)
+    cache(manager, "a", [1] * 9)
+    pin = manager.pin_prefix([1] * 8, 1000.0)
+    engine.step(new=(new("r1", [1] * 9), new("r2", [2] * 9)))
+    engine.step(preempted_recompute=("r2",), completed_step=1)
+    assert manager.reset_prefix_cache(drain=True) is False
+    assert manager.is_draining
+    assert manager.unpin_prefix(pin) is False
+    assert hit(manager, [1] * 8) == 0
+    engine.step(row(0, [5]), completed_step=2)
+    assert manager.model_epoch == 0
+    manager.take_events()
+    engine.step(finished=("r1",), completed_step=3)
+    assert not manager.is_draining
+    assert manager.model_epoch == 1
+    assert manager.take_events() == [AllBlocksCleared()]
+    assert Reset(1) in manager.take_commands()
+    result = engine.step(resumed=(resume("r2"),), completed_step=4)
+    assert result.num_hit_tokens.tolist() == [0]
+    held = manager.get_request("r2")
+    assert held is not None
+    assert (held.namespace.model_epoch, held.num_preemptions) == (1, 1)
+    assert hit(manager, [2] * 8) == 0
+    engine.step(completed_step=5)
+    assert hit(manager, [2] * 8) == 8
+
+
+def test_a_drain_of_an_idle_cache_is_done_at_once() -> None:
+    manager = make_manager()
+    cache(manager, "a", [1] * 9)
+    assert manager.reset_prefix_cache(drain=True) is True
+    assert (manager.model_epoch, manager.is_draining) == (1, False)
+    assert hit(manager, [1] * 8) == 0
+    cache(manager, "b", [1] * 9)
+    assert hit(manager, [1] * 8) == 8
+
+
+def test_evicting_a_block_forgets_what_continues_it() -> None:
+    manager = make_manager()
+    request = Request("a", [1] * 13)
+    manager.allocate_slots(request, 13)
+    second = manager.get_block_ids("a")[0][1]
+    manager.evict_blocks([second])
+    assert hit(manager, [1] * 12) == 4
+    with pytest.raises(BlockError):
+        manager.evict_blocks([64])
+    manager.check()
+
+
+def test_events_are_kept_only_when_asked_for() -> None:
+    silent, loud = make_manager(), make_manager(enable_kv_cache_events=True)
+    for manager in (silent, loud):
+        cache(manager, "a", [1] * 9)
+    assert silent.take_events() == []
+    (event,) = loud.take_events()
+    assert isinstance(event, BlocksStored)
+    assert len(event.digests) == 2
+    assert loud.take_events() == []
+
+
+class SlowTiers(NullOffloadHooks):
+    """Tiers whose answer is set by the test."""
+
+    def __init__(self) -> None:
+        self.answer = OffloadAnswer.RETRY
+        self.finished: list[str] = []
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        return OffloadHit(self.answer, 4)
+
+    def on_request_finished(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+
+def test_requests_wait_for_the_tiers_below_and_leave_no_trace() -> None:
+    tiers = SlowTiers()
+    manager = make_manager(offload_hooks=tiers)
+    engine = Engine(manager)
+    result = engine.step(new=(new("r1", [1] * 9),))
+    assert (result.retry_later, result.admitted_slots.tolist()) == (("r1",), [-1])
+    tiers.answer = OffloadAnswer.HIT_PENDING
+    result = engine.step(new=(new("r1", [1] * 9),))
+    assert (result.waiting_for_load, result.admitted_slots.tolist()) == (("r1",), [-1])
+    assert manager.get_request("r1") is None
+    tiers.answer = OffloadAnswer.MISS
+    assert engine.step(new=(new("r1", [1] * 9),)).admitted_slots.tolist() == [0]
+    engine.step(finished=("r1",))
+    assert tiers.finished == ["r1"]

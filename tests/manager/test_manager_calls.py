@@ -1,0 +1,398 @@
+"""Per-request calls: the rules one by one, and random calls against the slow model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from slow_model import SEALED, ModelRequest, SlowModel
+from steps import Engine, new
+
+from kvcache.cache_blocks import KVCacheBlocks
+from kvcache.commands import BlockTablePatch
+from kvcache.errors import ConfigurationError, RequestError
+from kvcache.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.manager import KVCacheManager
+from kvcache.prefix_statistics import PrefixCacheStats
+from kvcache.request import Request
+
+
+def run(manager: KVCacheManager, request: Request, num_new: int | None = None) -> KVCacheBlocks:
+    """Look up, allocate and compute; there is room."""
+    found, num_hit = manager.get_computed_blocks(request)
+    num_new = request.num_tokens - num_hit if num_new is None else num_new
+    blocks = manager.allocate_slots(request, num_new, num_hit, found)
+    assert blocks is not None
+    request.num_computed_tokens = num_hit + num_new
+    return blocks
+
+
+def test_a_second_request_shares_the_full_blocks_of_the_first() -> None:
+    manager = make_manager(log_stats=True)
+    first, second = Request("a", list(range(13))), Request("b", [*range(8), 99, 98])
+    run(manager, first)
+    found, num_hit = manager.get_computed_blocks(second)
+    assert num_hit == 8
+    assert found.get_block_ids() == ([*manager.get_block_ids("a")[0][:2]],)
+    new_blocks = manager.allocate_slots(second, 2, num_hit, found)
+    assert new_blocks is not None
+    assert len(new_blocks.get_block_ids()[0]) == 1
+    assert new_blocks.get_unhashed_block_ids() == new_blocks.get_block_ids()
+    assert manager.get_num_common_prefix_blocks(second, 2) == [2]
+    assert manager.get_blocks("b") == found + new_blocks
+    assert manager.make_prefix_cache_stats() == PrefixCacheStats(requests=2, queries=23, hits=8)
+    assert manager.make_prefix_cache_stats() == PrefixCacheStats()
+    manager.check()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    manager = make_manager()
+    run(manager, Request("a", list(range(8))))
+    _, num_hit = manager.get_computed_blocks(Request("b", list(range(8))))
+    assert num_hit == 4
+
+
+def test_a_request_that_skips_reading_still_writes() -> None:
+    manager = make_manager(log_stats=True)
+    run(manager, Request("a", list(range(9))))
+    _, num_hit = manager.get_computed_blocks(
+        Request("b", list(range(9)), skip_reading_prefix_cache=True)
+    )
+    assert num_hit == 0
+    stats = manager.make_prefix_cache_stats()
+    assert stats is not None and stats.requests == 1
+
+
+def test_delayed_blocks_are_hittable_once_they_are_cached() -> None:
+    manager = make_manager()
+    first, second = Request("a", list(range(9))), Request("b", list(range(9)))
+    assert manager.allocate_slots(first, 9, delay_cache_blocks=True) is not None
+    assert manager.get_computed_blocks(second)[1] == 0
+    manager.cache_blocks(first, 5)
+    assert manager.get_computed_blocks(second)[1] == 4
+
+
+def test_drafts_and_lookahead_get_slots_but_are_never_hittable() -> None:
+    manager = make_manager()
+    request = Request("a", list(range(7)))
+    blocks = manager.allocate_slots(request, 10, num_draft_tokens=3, num_lookahead_tokens=4)
+    assert blocks is not None
+    assert len(blocks.get_block_ids()[0]) == 4
+    assert blocks.get_unhashed_block_ids() == (blocks.get_block_ids()[0][1:],)
+    assert manager.get_computed_blocks(Request("b", list(range(9))))[1] == 4
+
+
+def test_slots_end_with_the_length_of_the_model() -> None:
+    manager = make_manager()
+    request = Request("a", [1] * FULL.max_model_len)
+    blocks = manager.allocate_slots(request, FULL.max_model_len, num_lookahead_tokens=50)
+    assert blocks is not None
+    assert len(blocks.get_block_ids()[0]) == FULL.max_model_len // 4
+
+
+def test_external_tokens_get_blocks_and_are_cached() -> None:
+    manager = make_manager()
+    request = Request("a", list(range(10)))
+    assert manager.allocate_slots(request, 2, num_external_computed_tokens=8) is not None
+    assert manager.get_computed_blocks(Request("b", list(range(10))))[1] == 8
+
+
+def test_all_or_nothing_without_room() -> None:
+    manager = make_manager(HYBRID, num_blocks=8)
+    run(manager, Request("a", list(range(12))))
+    before = manager.dump_state()
+    assert manager.allocate_slots(Request("b", [9] * 5), 5) is None
+    assert manager.dump_state() == before
+    assert manager.slot_of("b") is None
+
+
+def test_without_a_free_slot_there_is_no_room() -> None:
+    manager = make_manager(max_num_seqs=1)
+    run(manager, Request("a", [1, 2]))
+    assert manager.allocate_slots(Request("b", [1, 2]), 2) is None
+
+
+def test_the_watermark_keeps_blocks_for_running_requests() -> None:
+    manager = make_manager(num_blocks=11, watermark=0.3)
+    first, second = Request("a", [1] * 28), Request("b", [2])
+    assert manager.allocate_slots(first, 28) is not None
+    assert manager.allocate_slots(second, 1) is None
+    first.num_computed_tokens = 28
+    first.append_output_token_ids([1] * 12)
+    assert manager.allocate_slots(first, 12) is not None
+    manager.free(first)
+    assert manager.allocate_slots(Request("c", [1] * 40), 40) is not None
+
+
+def test_freeing_forgets_and_an_unknown_request_is_nothing() -> None:
+    manager = make_manager()
+    request = Request("a", list(range(9)))
+    manager.free(request)
+    run(manager, request)
+    assert manager.usage == pytest.approx(3 / 63)
+    manager.free(request)
+    assert manager.usage == 0.0
+    assert manager.get_block_ids("a") == ([],)
+    assert manager.get_request("a") is None
+    assert manager.create_empty_block_list() == manager.get_blocks("a")
+
+
+def test_a_request_without_hashes_caches_nothing_more() -> None:
+    manager = make_manager()
+    request = Request("a", list(range(8)))
+    run(manager, request, 4)
+    manager.free_block_hashes(request)
+    assert manager.allocate_slots(request, 4) is not None
+    assert manager.get_computed_blocks(Request("b", list(range(9))))[1] == 4
+
+
+def test_a_hit_that_is_no_longer_true_is_not_adopted() -> None:
+    manager = make_manager(num_blocks=5)
+    first, second, third = (Request(name, [1] * 9) for name in "abc")
+    run(manager, first)
+    manager.free(first)
+    found, num_hit = manager.get_computed_blocks(second)
+    assert num_hit == 8
+    run(manager, Request("d", [7] * 16))
+    with pytest.raises(RequestError) as raised:
+        manager.allocate_slots(second, 1, num_hit, found)
+    assert str(raised.value) == (
+        "request b: the cache has changed since its 8 computed tokens were found: call "
+        "get_computed_blocks again"
+    )
+    assert manager.allocate_slots(third, 9) is None
+
+
+def test_table_changes_of_calls_come_as_one_patch() -> None:
+    manager = make_manager()
+    request = Request("a", list(range(6)))
+    run(manager, request)
+    request.append_output_token_ids([1, 2, 3])
+    manager.allocate_slots(request, 3)
+    run(manager, gone := Request("b", [5, 6]))
+    manager.free(gone)
+    patches = [c for c in manager.take_commands() if isinstance(c, BlockTablePatch)]
+    assert [(p.slots.tolist(), p.first_indices.tolist()) for p in patches] == [([0], [0])]
+    assert patches[0].block_ids.tolist() == manager.get_block_ids("a")[0]
+    assert not [c for c in manager.take_commands() if isinstance(c, BlockTablePatch)]
+
+
+Call = Callable[[KVCacheManager, Request], object]
+
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "no tokens": (
+        lambda m, r: m.allocate_slots(r, 0),
+        "request a: no new tokens and none to adopt: pass num_new_tokens of at least 1",
+    ),
+    "negative tokens": (
+        lambda m, r: m.allocate_slots(r, -1),
+        "request a: num_new_tokens is -1: pass 0 or more",
+    ),
+    "more tokens than there are": (
+        lambda m, r: m.allocate_slots(r, 4),
+        "request a: 6 computed, 0 adopted and 4 new tokens make 10, but it has 9 tokens: append "
+        "the tokens first, or pass fewer",
+    ),
+    "more drafts than new tokens": (
+        lambda m, r: m.allocate_slots(r, 1, num_draft_tokens=2),
+        "request a: 2 draft tokens of 1 new ones: drafts are part of num_new_tokens",
+    ),
+    "encoder tokens": (
+        lambda m, r: m.allocate_slots(r, 1, num_encoder_tokens=5),
+        "request a: 5 encoder tokens, but no KV cache group keeps encoder tokens: pass 0",
+    ),
+    "adopting twice": (
+        lambda m, r: m.allocate_slots(r, 1, 2, KVCacheBlocks([[1]])),
+        "request a has blocks already and cannot adopt 2 computed tokens: pass "
+        "new_computed_blocks on the first call only",
+    ),
+    "computed tokens without blocks": (
+        lambda m, r: m.allocate_slots(Request("b", [1] * 9), 1, 4),
+        "request b: new_computed_blocks cover [] tokens of the groups, num_new_computed_tokens is "
+        "4: pass both as get_computed_blocks returned them",
+    ),
+    "another object of the same id": (
+        lambda m, r: m.allocate_slots(Request("a", [1] * 9), 1),
+        "request a is known as another object (Request('a', 9 tokens, 9 of them prompt, 6 "
+        "computed)): pass that one, or free it first",
+    ),
+    "a request of a step": (
+        lambda m, r: m.free(m.get_request("s") or r),
+        "request s was admitted by a step: change it by steps, or use another request id",
+    ),
+    "caching what has no blocks": (
+        lambda m, r: m.cache_blocks(Request("b", [1]), 1),
+        "request b has no blocks to cache: allocate slots for it first",
+    ),
+    "caching more than there is": (
+        lambda m, r: m.cache_blocks(r, 10),
+        "request a: cannot cache 10 tokens, it has 9: pass 0 to that number",
+    ),
+    "another model epoch": (
+        lambda m, r: m.get_computed_blocks(Request("b", [1], model_epoch=1)),
+        "request b is of model epoch 1, the weights are of epoch 0: create it with "
+        "model_epoch=manager.model_epoch",
+    ),
+    "a slot that does not exist": (
+        lambda m, r: m.request_in_slot(8),
+        "slot 8 does not exist: slots are 0 to 7",
+    ),
+    "restoring into use": (
+        lambda m, r: m.restore([]),
+        "cannot restore: 2 requests run and 0 are preempted: restore a new manager",
+    ),
+    "pinning for no time": (
+        lambda m, r: m.pin_prefix([1, 2], 0.0),
+        "pinning 2 tokens for 0.0 s: pass a time limit above 0 seconds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistaken_call_is_refused_and_changes_nothing(name: str) -> None:
+    manager = make_manager(log_stats=True)
+    run(manager, request := Request("a", list(range(9))), 6)
+    Engine(manager).step(new=(new("s", [1, 2, 3]),))
+    make, message = MISTAKES[name]
+    before = manager.dump_state()
+    with pytest.raises(RequestError) as raised:
+        make(manager, request)
+    assert str(raised.value) == message
+    assert manager.dump_state() == before
+
+
+def test_a_request_with_another_hasher_is_refused() -> None:
+    hasher = get_request_block_hasher(4, get_hash_fn("xxh3_128"))
+    with pytest.raises(RequestError, match="use one algorithm, seed and block size for a request"):
+        make_manager().get_computed_blocks(Request("a", [1], block_hasher=hasher))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"core": "extents"}, "core 'extents' is not known: choose one of blocks"),
+        ({"watermark": 1.0}, "watermark is 1.0: pass a share from 0.0 to below 1.0"),
+        ({"max_pin_share": 1.5}, "max_pin_share is 1.5: pass a share from 0.0 to 1.0"),
+        (
+            {"max_num_seqs": 0},
+            "max_num_seqs is 0, but must be a whole number of at least 1: raise it",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        make_manager(**settings)
+    assert str(raised.value) == message
+
+
+class CallWalk:
+    """Random per-request calls with the slow model beside them."""
+
+    def __init__(self, manager: KVCacheManager, model: SlowModel, rng: random.Random) -> None:
+        self.manager, self.model, self.rng = manager, model, rng
+        self.requests: dict[str, Request] = {}
+        self.uncached: set[str] = set()
+        self.templates = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
+        self.num_made = 0
+
+    def act(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.35 or not self.requests:
+            self.admit()
+        elif choice < 0.85:
+            self.extend(self.rng.choice(list(self.requests)))
+        else:
+            self.free(self.rng.choice(list(self.requests)))
+        assert self.manager.statistics().core.num_free_blocks == self.model.num_free()
+        self.manager.check()
+
+    def admit(self) -> None:
+        rng, model = self.rng, self.model
+        self.num_made += 1
+        tokens = [*rng.choice(self.templates)[: rng.randrange(1, 40)], rng.randrange(3)]
+        request, mirror = Request(f"r{self.num_made}", tokens), ModelRequest(list(tokens))
+        found, num_hit = self.manager.get_computed_blocks(request)
+        assert num_hit == model.hit(mirror, "")
+        num_left = len(tokens) - num_hit
+        external = rng.choice([0, 0, 0, rng.randrange(num_left)])
+        num_new = rng.randint(1, num_left - external)
+        lookahead, delays = rng.choice([0, 2]), rng.random() < 0.2
+        start = num_hit + external
+        end = start + num_new
+        wanted = model.num_wanted(
+            mirror, min(end + lookahead, model.max_model_len), num_hit, skip=start
+        )
+        blocks = self.manager.allocate_slots(
+            request,
+            num_new,
+            num_hit,
+            found,
+            num_lookahead_tokens=lookahead,
+            delay_cache_blocks=delays,
+            num_external_computed_tokens=external,
+        )
+        assert (blocks is not None) in [num <= model.num_free() for num in wanted]
+        if blocks is None:
+            return
+        request.num_computed_tokens = end
+        real = self.manager.get_block_ids(request.request_id)
+        model.adopt(mirror, num_hit, real, "", skip=start)
+        model.requests[request.request_id] = mirror
+        model.extend(mirror, real, min(end + lookahead, model.max_model_len), skip=start)
+        if delays:
+            self.uncached.add(request.request_id)
+        else:
+            model.cache(mirror, end, SEALED)
+        self.requests[request.request_id] = request
+
+    def extend(self, request_id: str) -> None:
+        rng, model = self.rng, self.model
+        request, mirror = self.requests[request_id], self.model.requests[request_id]
+        if request.num_computed_tokens == request.num_tokens:
+            appended = [rng.randrange(3) for _ in range(rng.randint(1, 6))]
+            if request.num_tokens + len(appended) > model.max_model_len:
+                self.free(request_id)
+                return
+            request.append_output_token_ids(appended)
+            mirror.tokens += appended
+        num_owned = rng.randint(1, request.num_tokens - request.num_computed_tokens)
+        num_draft = rng.choice([0, 0, 2])
+        computed = request.num_computed_tokens
+        slot_tokens = min(computed + num_owned + num_draft, model.max_model_len)
+        model.skip(mirror, computed)
+        has_room = model.num_wanted(mirror, slot_tokens)[0] <= model.num_free()
+        blocks = self.manager.allocate_slots(
+            request, num_owned + num_draft, num_draft_tokens=num_draft
+        )
+        assert (blocks is not None) == has_room
+        real = self.manager.get_block_ids(request_id)
+        if not has_room:
+            assert mirror.tables == list(real)
+            return
+        model.extend(mirror, real, slot_tokens)
+        request.num_computed_tokens = computed + num_owned
+        model.cache(mirror, computed + num_owned, SEALED)
+
+    def free(self, request_id: str) -> None:
+        self.manager.free(self.requests.pop(request_id))
+        del self.model.requests[request_id]
+
+
+@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_do_what_a_slow_model_says(shape: Shape, seed: int) -> None:
+    print(f"seed {seed}, shape {shape.name}")
+    rng = random.Random(f"calls {shape.name} {seed}")
+    num_blocks = rng.choice([20, 40, 90])
+    manager = make_manager(shape, num_blocks=num_blocks, max_num_seqs=90)
+    walk = CallWalk(manager, SlowModel(num_blocks, shape.groups, shape.max_model_len), rng)
+    for _ in range(150):
+        walk.act()
+    for request_id in list(walk.requests):
+        walk.free(request_id)
+    assert manager.statistics().core.num_free_blocks == num_blocks - 1
+    manager.check()

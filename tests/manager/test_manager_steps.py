@@ -1,0 +1,245 @@
+"""The rules of a step, one by one, and that a step of one is what the calls are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from steps import Engine, new, resume, row
+
+from kvcache.manager import KVCacheManager
+from kvcache.request import Request
+from kvcache.step import StepResult
+
+
+def test_requests_of_one_step_share_blocks() -> None:
+    manager = make_manager()
+    result = Engine(manager).step(new=(new("r1", [1] * 9), new("r2", [1] * 9)))
+    assert result.num_hit_tokens.tolist() == [0, 8]
+    assert result.num_scheduled_tokens.tolist() == [9, 1]
+    first, second = (manager.get_block_ids(name)[0] for name in ("r1", "r2"))
+    assert first[:2] == second[:2]
+
+
+def test_what_is_not_complete_is_found_by_its_own_client_only() -> None:
+    manager = make_manager()
+    mine, other = Engine(manager, "mine#1"), Engine(manager, "other#1")
+    mine.step(new=(new("r1", [1] * 9),))
+    assert other.step(new=(new("r2", [1] * 9),)).num_hit_tokens.tolist() == [0]
+    assert mine.step(new=(new("r3", [1] * 9),)).num_hit_tokens.tolist() == [8]
+    mine.step(completed_step=1)
+    assert other.step(new=(new("r4", [1] * 9),)).num_hit_tokens.tolist() == [8]
+
+
+def test_a_failed_step_is_void_but_for_what_it_ended() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("old", [1] * 6), new("done", [2] * 6), new("out", [3] * 6)))
+    engine.step(
+        row(0, [7, 8, 9], num_new=3),
+        completed_step=1,
+        finished=("done",),
+        preempted_recompute=("out",),
+        new=(new("young", [4] * 6),),
+    )
+    engine.step(row(0, [7], num_new=1), row(1, [5]))
+    result = engine.step(failed_step=2)
+    assert result.withdrawn == ("young",)
+    assert result.rolled_back_slots.tolist() == [0]
+    assert result.rolled_back_computed.tolist() == [6]
+    assert result.rolled_back_tokens.tolist() == [6]
+    assert manager.get_request("young") is None
+    assert manager.get_request("done") is None
+    assert manager.slot_of("out") is None
+    old = manager.get_request("old")
+    assert old is not None and old.all_token_ids.tolist() == [1] * 6
+    assert engine.step(new=(new("young", [4] * 6),)).num_hit_tokens.tolist() == [0]
+
+
+def test_a_request_resumed_by_a_failed_step_is_preempted_again() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("r1", [1] * 6),))
+    engine.step(preempted_swap=("r1",), completed_step=1)
+    engine.step(resumed=(resume("r1"),), completed_step=2)
+    engine.step(row(0, [5]))
+    result = engine.step(failed_step=3)
+    assert result.withdrawn == ("r1",)
+    held = manager.get_request("r1")
+    assert held is not None
+    assert (held.num_tokens, held.num_preemptions, manager.slot_of("r1")) == (6, 1, None)
+    assert engine.step(resumed=(resume("r1"),)).num_hit_tokens.tolist() == [4]
+
+
+def test_tokens_of_a_preempted_request_go_with_the_failed_step_that_brought_them() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("r1", [1] * 6),))
+    engine.step(row(0, [5]), completed_step=1)
+    engine.step(preempted_recompute=("r1",))
+    engine.step(failed_step=3)
+    engine.step(failed_step=2)
+    held = manager.get_request("r1")
+    assert held is not None and held.num_tokens == 6
+
+
+def test_a_window_keeps_what_an_unfinished_step_may_need_again() -> None:
+    manager = make_manager(WINDOW)
+    engine = Engine(manager)
+    engine.step(new=(new("r1", list(range(40)), max_new_tokens=8),))
+    engine.step(row(0, num_new=16), completed_step=1)
+    engine.step(row(0, num_new=8))
+    assert 0 not in manager.get_block_ids("r1")[0]
+    engine.step(failed_step=2)
+    engine.step(row(0, num_new=16))
+    assert 0 not in manager.get_block_ids("r1")[0]
+    engine.step(row(0, num_new=1), completed_step=5)
+    table = manager.get_block_ids("r1")[0]
+    assert table[:3] == [0, 0, 0] and 0 not in table[3:]
+
+
+def test_a_step_without_room_appends_tokens_and_schedules_nothing() -> None:
+    manager = make_manager(num_blocks=4)
+    engine = Engine(manager)
+    engine.step(new=(new("r1", [1] * 4), new("r2", [2] * 8)))
+    result = engine.step(row(0, [5]), row(1, [6]))
+    assert result.running_scheduled.tolist() == [0, 0]
+    assert result.no_room == ()
+    held = manager.get_request("r1")
+    assert held is not None and (held.num_tokens, held.num_computed_tokens) == (5, 4)
+    result = engine.step(row(0), finished=("r2",), new=(new("r3", [3] * 12),))
+    assert result.running_scheduled.tolist() == [1]
+    assert result.no_room == ("r3",)
+    assert manager.get_request("r3") is None
+
+
+def test_external_tokens_are_not_computed_and_the_last_token_always_is() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    result = engine.step(new=(new("r1", [1] * 10, num_external_computed_tokens=6),))
+    assert result.num_scheduled_tokens.tolist() == [4]
+    result = engine.step(new=(new("r2", [1] * 10, num_external_computed_tokens=6),))
+    assert result.num_hit_tokens.tolist() == [8]
+    assert result.num_scheduled_tokens.tolist() == [1]
+
+
+def test_a_slot_is_reused_lowest_first_also_within_a_step() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("r1", [1]), new("r2", [2]), new("r3", [3])))
+    result = engine.step(finished=("r2",), new=(new("r4", [4]), new("r5", [5])))
+    assert result.admitted_slots.tolist() == [1, 3]
+    held = manager.request_in_slot(1)
+    assert held is not None and held.request_id == "r4"
+    assert manager.request_in_slot(7) is None
+
+
+def test_a_row_may_bring_more_tokens_than_a_row_holds_back() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("r1", [1] * 3), new("r2", [2] * 3)))
+    engine.step(row(1, [9]), row(0, list(range(70)), num_new=70))
+    engine.step(row(1, [8]), row(0, [7], num_new=1))
+    first, second = manager.get_request("r1"), manager.get_request("r2")
+    assert first is not None and second is not None
+    assert first.all_token_ids.tolist() == [1] * 3 + [*range(70), 7]
+    assert second.all_token_ids.tolist() == [2, 2, 2, 9, 8]
+
+
+def test_a_client_that_is_gone_leaves_nothing() -> None:
+    manager = make_manager()
+    gone, other = Engine(manager, "gone#1"), Engine(manager, "other#1")
+    gone.step(new=(new("r1", [1] * 9), new("r2", [2] * 9)))
+    gone.step(preempted_recompute=("r2",))
+    other.step(new=(new("r3", [3] * 5),))
+    assert manager.release_client("gone#1") == ("r1", "r2")
+    assert manager.release_client("gone#1") == ()
+    statistics = manager.statistics()
+    assert (statistics.num_running_requests, statistics.num_clients) == (1, 1)
+    assert other.step(new=(new("r4", [1] * 9),)).num_hit_tokens.tolist() == [0]
+
+
+class Twin:
+    """One manager by calls, one by steps of one request each, both doing the same."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.rng = random.Random(f"twin {shape.name} {seed}")
+        num_blocks = self.rng.choice([24, 60])
+        self.calls = make_manager(shape, num_blocks=num_blocks)
+        self.steps = make_manager(shape, num_blocks=num_blocks)
+        self.engine = Engine(self.steps)
+        self.requests: dict[str, Request] = {}
+        self.num_made = 0
+
+    def act(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.3 or not self.requests:
+            self.admit()
+        elif choice < 0.85:
+            self.extend(self.rng.choice(list(self.requests.values())))
+        else:
+            self.finish(self.rng.choice(list(self.requests)))
+        # Calls seal at once; a step is sealed when the next one says that it is complete.
+        self.step()
+        assert visible(self.calls) == visible(self.steps)
+
+    def step(self, *rows: tuple[int, Sequence[int], int, int, int], **rest: Any) -> StepResult:
+        return self.engine.step(*rows, completed_step=self.engine.next_step - 1, **rest)
+
+    def admit(self) -> None:
+        self.num_made += 1
+        tokens = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 30))]
+        request = Request(f"r{self.num_made}", tokens)
+        most = self.rng.randint(1, 30)
+        found, num_hit = self.calls.get_computed_blocks(request)
+        num_new = min(most, len(tokens) - num_hit)
+        blocks = self.calls.allocate_slots(request, num_new, num_hit, found)
+        result = self.step(new=(new(request.request_id, tokens, most),))
+        assert (blocks is None) == (result.no_room == (request.request_id,))
+        if blocks is not None:
+            request.num_computed_tokens = num_hit + num_new
+            self.requests[request.request_id] = request
+
+    def extend(self, request: Request) -> None:
+        appended = []
+        if request.num_computed_tokens == request.num_tokens:
+            appended = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 6))]
+        if request.num_tokens + len(appended) > FULL.max_model_len:
+            self.finish(request.request_id)
+            return
+        request.append_output_token_ids(appended)
+        num_new = self.rng.randint(1, request.num_tokens - request.num_computed_tokens)
+        slot = self.calls.slot_of(request.request_id)
+        assert slot is not None
+        blocks = self.calls.allocate_slots(request, num_new)
+        result = self.step(row(slot, appended, num_new))
+        assert result.running_scheduled.tolist() == [int(blocks is not None)]
+        if blocks is not None:
+            request.num_computed_tokens += num_new
+
+    def finish(self, request_id: str) -> None:
+        self.calls.free(self.requests.pop(request_id))
+        self.step(finished=(request_id,))
+
+
+def visible(manager: KVCacheManager) -> tuple[object, object, list[object]]:
+    """What two managers that did the same must agree on: everything but who did what when."""
+    state = manager.dump_state()
+    core = state["core"]
+    assert isinstance(core, dict)
+    return state["requests"], state["cache"], [core[k] for k in sorted(core) if k not in APART]
+
+
+APART = {"ledger", "clients", "steps"}
+
+
+@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_and_steps_of_one_give_identical_states(shape: Shape, seed: int) -> None:
+    print(f"seed {seed}, shape {shape.name}")
+    twin = Twin(shape, seed)
+    for _ in range(60):
+        twin.act()

@@ -1,0 +1,63 @@
+"""Small plans, requests and cores for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache.core import CacheHit, Reservation, TableChange
+from kvcache.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.managers.block_core import BlockCore
+from kvcache.request import Request
+from kvcache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+NONE_HASH = get_request_block_hasher(4, get_hash_fn("sha256")).none_hash
+
+
+def full(block_size: int = 4) -> KVCacheSpec:
+    return FullAttentionSpec(block_size, num_kv_heads=1, head_size=8)
+
+
+def window(tokens: int, block_size: int = 4) -> KVCacheSpec:
+    return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=8, sliding_window=tokens)
+
+
+def plan(num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:
+    groups = tuple(KVCacheGroupSpec((f"layer.{i}",), spec) for i, spec in enumerate(specs))
+    return KVCacheConfig(num_blocks, (), groups)
+
+
+def make_core(num_blocks: int, *specs: KVCacheSpec, **options: Any) -> BlockCore:
+    return BlockCore(plan(num_blocks, *(specs or (full(),))), none_hash=NONE_HASH, **options)
+
+
+def make_request(name: str, tokens: Sequence[int], block_size: int = 4, **options: Any) -> Request:
+    hasher = get_request_block_hasher(block_size, get_hash_fn("sha256"))
+    return Request(name, list(tokens), block_hasher=hasher, **options)
+
+
+def run_request(
+    core: BlockCore, request: Request, num_tokens: int | None = None
+) -> list[TableChange] | None:
+    """Look up, then reserve and cache everything up to `num_tokens`."""
+    hit = core.look_up(request)
+    end = request.num_tokens if num_tokens is None else num_tokens
+    return core.reserve(request, Reservation(hit.num_tokens, end, end), hit)
+
+
+def extend(core: BlockCore, request: Request, num_tokens: int) -> list[TableChange] | None:
+    """Append tokens and reserve for them; all before is computed."""
+    computed = request.num_tokens
+    request.append_output_token_ids(list(range(1000, 1000 + num_tokens)))
+    end = request.num_tokens
+    return core.reserve(request, Reservation(computed, end, end))
+
+
+def block_lists(hit: CacheHit) -> list[list[int]]:
+    return [list(block_ids) for block_ids in hit.block_ids]

@@ -1,0 +1,328 @@
+"""The reference core call by call: reservations, steps, commands, events, resets, rebuilds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from builders import NONE_HASH, extend, full, make_core, make_request, run_request, window
+
+from kvcache.blocks.block import BlockState
+from kvcache.blocks.outbox import EventLog
+from kvcache.commands import Label, Unlabel, Zero
+from kvcache.core import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Reservation,
+    RowBatch,
+)
+from kvcache.errors import BlockError, RequestError
+from kvcache.labels import LabelSet, LabelTable
+from kvcache.managers.block_core import BlockCore
+from kvcache.request import Request
+
+
+def rows(*columns: list[int], requests: list[Request]) -> RowBatch:
+    arrays = [np.array(column, dtype=np.int32) for column in columns]
+    return RowBatch(requests, *arrays)
+
+
+def test_a_reservation_without_room_gives_nothing_to_any_group() -> None:
+    core = make_core(6, full(), full())
+    before = core.dump_state()
+    assert core.reserve(make_request("a", range(12)), Reservation(0, 12, 12)) is None
+    assert core.dump_state() == before
+
+
+def test_spare_blocks_are_left_free() -> None:
+    core = make_core(6)
+    assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 4)) is None
+    assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 3)) is not None
+
+
+def test_hit_blocks_that_are_free_count_as_needed() -> None:
+    core = make_core(5)
+    first = make_request("a", range(8))
+    run_request(core, first)
+    core.free(first)
+    second = make_request("b", range(20))
+    assert run_request(core, second) is None
+    assert core.num_free_blocks() == 4
+
+
+def test_skipped_window_blocks_are_freed_even_if_there_is_no_room() -> None:
+    core = make_core(6, window(5))
+    request = make_request("a", range(20))
+    core.reserve(request, Reservation(0, 20, 0))
+    request.append_output_token_ids(list(range(40)))
+    assert core.reserve(request, Reservation(20, 60, 0)) is None
+    assert core.block_ids("a")[0][:4] == [0, 0, 0, 0]
+    assert core.num_free_blocks() == 4
+
+
+@pytest.mark.parametrize(
+    ("computed", "num_null"), [(0, 0), (7, 0), (8, 1), (11, 1), (12, 2), (20, 4)]
+)
+def test_blocks_wholly_before_the_window_are_skipped(computed: int, num_null: int) -> None:
+    core = make_core(20, window(5))
+    request = make_request("a", range(20))
+    core.reserve(request, Reservation(0, 20, 0))
+    core.reserve(request, Reservation(computed, 20, 0))
+    assert core.block_ids("a")[0].count(0) == num_null
+    core.check()
+
+
+def test_positions_skipped_from_the_start_take_no_blocks() -> None:
+    core = make_core(20, full(), window(5))
+    changes = core.reserve(make_request("a", range(24)), Reservation(16, 20, 0))
+    assert changes is not None
+    assert [list(change.block_ids).count(0) for change in changes] == [0, 3]
+    core.check()
+
+
+def test_caching_tokens_that_are_not_there_is_refused() -> None:
+    core = make_core(20)
+    with pytest.raises(RequestError) as error:
+        core.reserve(make_request("a", range(8)), Reservation(0, 12, 12))
+    assert str(error.value) == (
+        "request a has 8 tokens, blocks up to token 12 cannot be full: append its tokens first"
+    )
+    assert core.num_free_blocks() == 19
+
+
+def test_only_a_request_without_blocks_adopts_a_hit() -> None:
+    core = make_core(20)
+    request = make_request("a", range(9))
+    run_request(core, request)
+    with pytest.raises(RequestError, match="request a has blocks already"):
+        core.reserve(request, Reservation(8, 9, 9), core.look_up(request))
+
+
+def test_rows_are_served_in_order_and_each_wholly_or_not_at_all() -> None:
+    core = make_core(5)
+    requests = [make_request(name, range(4)) for name in "abc"]
+    for request in requests:
+        core.reserve(request, Reservation(0, 4, 4))
+        request.append_output_token_ids([7])
+    result = core.reserve_rows(rows([5, 6, 7], [4, 4, 4], [5, 5, 4], [5, 5, 4], requests=requests))
+    assert result.is_reserved.tolist() == [1, 0, 1]
+    patch = result.patches
+    assert (patch.slots.tolist(), patch.groups.tolist()) == ([5], [0])
+    assert (patch.first_indices.tolist(), patch.counts.tolist()) == ([1], [1])
+    assert patch.block_ids.tolist() == core.block_ids("a")[0][1:]
+    core.check()
+
+
+def test_rows_do_what_single_reservations_do() -> None:
+    one, many = (make_core(60, full(), window(6), has_workers=False) for _ in range(2))
+    for core in (one, many):
+        for name in "ab":
+            run_request(core, make_request(name, [ord(name)] * 5))
+    singles = [make_request(name, [ord(name)] * 5) for name in "ab"]
+    batch = [make_request(name, [ord(name)] * 5) for name in "ab"]
+    for end in range(6, 40):
+        for request in singles:
+            request.append_output_token_ids([end])
+            one.reserve(request, Reservation(end - 1, end, end))
+        for request in batch:
+            request.append_output_token_ids([end])
+        many.reserve_rows(rows([0, 1], [end - 1] * 2, [end] * 2, [end] * 2, requests=batch))
+        many.check()
+        assert one.dump_state() == many.dump_state()
+
+
+def test_a_block_is_hittable_for_its_client_at_once_and_for_others_when_sealed() -> None:
+    core = make_core(20)
+    core.open_step("a", 1)
+    run_request(core, make_request("r", range(8)))
+    assert core.look_up(make_request("s", range(9))).num_tokens == 8
+    assert core.pool.state(1) is BlockState.HITTABLE
+    core.open_step("b", 1)
+    assert core.look_up(make_request("s", range(9))).num_tokens == 0
+    core.close_step()
+    assert core.look_up(make_request("s", range(9))).num_tokens == 0
+    assert core.take_commands() == []
+    core.complete_steps("a", 1)
+    assert core.look_up(make_request("s", range(9))).num_tokens == 8
+    assert core.pool.state(1) is BlockState.SEALED
+
+
+def test_a_failed_step_withdraws_what_it_and_later_steps_made_hittable() -> None:
+    core = make_core(20)
+    request = make_request("r", range(12))
+    for step, end in enumerate((4, 8, 12), start=1):
+        core.open_step("a", step)
+        core.reserve(request, Reservation(end - 4, end, end))
+    core.complete_steps("a", 1)
+    core.fail_steps("a", 2)
+    core.check()
+    assert core.look_up(make_request("s", range(13))).num_tokens == 4
+    assert [core.pool.state(i) for i in (2, 3)] == [BlockState.OWNED] * 2
+    core.open_step("a", 4)
+    core.reserve(request, Reservation(4, 12, 12))
+    assert core.look_up(make_request("s", range(13))).num_tokens == 12
+
+
+def test_sealing_labels_blocks_and_eviction_withdraws_the_label_first() -> None:
+    core = make_core(3, zero_new_blocks=True)
+    core.use_slots({"r": 4})
+    request = make_request("r", range(8), cache_salt="s")
+    core.open_step("a", 1)
+    run_request(core, request)
+    (zero,) = core.take_commands()
+    assert isinstance(zero, Zero)
+    assert zero.block_ids.tolist() == [1, 2]
+    core.complete_steps("a", 1)
+    (label,) = core.take_commands()
+    assert isinstance(label, Label)
+    hashes = list(request.block_hashes)
+    assert label.block_ids.tolist() == [1, 2]
+    assert (label.slots.tolist(), label.groups.tolist()) == ([4, 4], [0, 0])
+    assert label.digests == b"".join(hashes)
+    assert label.parent_digests == NONE_HASH + hashes[0]
+    assert label.token_ids.tolist() == list(range(8))
+    assert list(label.extra_keys) == [0]
+    core.free(request)
+    core.open_step("a", 2)
+    run_request(core, make_request("x", range(50, 58)))
+    core.complete_steps("a", 2)
+    unlabel, label = core.take_commands()[:2]
+    assert isinstance(unlabel, Unlabel)
+    assert isinstance(label, Label)
+    assert unlabel.block_ids.tolist() == [2, 1]
+    assert label.block_ids.tolist() == [2, 1]
+
+
+def test_events_tell_parents_first_and_the_last_copy_only() -> None:
+    log = EventLog()
+    core = make_core(7, events=log, medium="gpu")
+    one, two = make_request("a", range(8)), make_request("b", range(8))
+    core.reserve(one, Reservation(0, 8, 8))
+    core.reserve(two, Reservation(0, 8, 8))
+    (stored,) = log.take()
+    assert isinstance(stored, BlocksStored)
+    hashes = tuple(one.block_hashes)
+    assert (stored.digests, stored.parent_digest, stored.medium) == (hashes, None, "gpu")
+    assert stored.token_ids.tolist() == list(range(8))
+    extend(core, one, 4)
+    (stored,) = log.take()
+    assert isinstance(stored, BlocksStored)
+    assert stored.parent_digest == hashes[1]
+    core.evict([1])
+    assert log.take() == []
+    core.evict([3])
+    assert log.take() == [BlocksRemoved(0, "gpu", (one.block_hashes[2], hashes[1], hashes[0]))]
+    for request in (one, two):
+        core.free(request)
+    assert core.reset() == 0
+    assert log.take() == [AllBlocksCleared()]
+
+
+def test_events_of_window_groups_are_published_on_demand() -> None:
+    for everything, groups in ((False, {0}), (True, {0, 1})):
+        log = EventLog()
+        core = make_core(20, full(), window(5), events=log, publish_all_groups=everything)
+        run_request(core, make_request("a", range(8)))
+        assert {e.group for e in log.take() if isinstance(e, BlocksStored)} == groups
+
+
+def test_pins_survive_pressure() -> None:
+    core = make_core(6)
+    first = make_request("a", range(9))
+    run_request(core, first)
+    hit = core.look_up(first)
+    core.pin(hit)
+    core.free(first)
+    assert core.reserve(make_request("b", range(50, 66)), Reservation(0, 16, 16)) is None
+    assert core.look_up(first) == hit
+    assert core.statistics().num_pinned_blocks == 2
+    core.unpin(hit)
+    assert core.reserve(make_request("b", range(50, 66)), Reservation(0, 16, 16)) is not None
+    core.check()
+    with pytest.raises(BlockError):
+        core.unpin(hit)
+
+
+def test_reset_refuses_while_blocks_are_in_use_and_says_how_many() -> None:
+    core = make_core(20)
+    request = make_request("a", range(9))
+    run_request(core, request)
+    assert core.reset() == 3
+    core.stop_hits()
+    assert core.look_up(make_request("b", range(9))).num_tokens == 0
+    extend(core, request, 8)
+    assert core.statistics().num_cached_blocks == 2
+    core.free(request)
+    assert core.reset() == 0
+    run_request(core, request)
+    assert core.look_up(make_request("b", range(9))).num_tokens == 8
+
+
+def test_a_request_whose_hashes_are_forgotten_is_cached_no_further() -> None:
+    core = make_core(20)
+    request = make_request("a", range(4))
+    run_request(core, request)
+    core.forget_hashes(request)
+    extend(core, request, 8)
+    assert core.statistics().num_cached_blocks == 1
+    core.free(request)
+    run_request(core, request)
+    assert core.statistics().num_cached_blocks == 3
+
+
+def test_common_prefix_counts_requests_only() -> None:
+    core = make_core(30, full(), window(5))
+    for name in "ab":
+        run_request(core, make_request(name, [*range(8), ord(name)]))
+    core.pin(core.look_up(make_request("c", range(9))))
+    assert core.common_prefix_blocks("a", 2) == [2, 0]
+    assert core.common_prefix_blocks("a", 3) == [0, 0]
+
+
+def labels_of(core: BlockCore, rank: int = 0) -> LabelSet:
+    table = LabelTable(core.pool.num_blocks, 32, 4)
+    for command in core.take_commands():
+        if isinstance(command, Label):
+            table.apply(command)
+        elif isinstance(command, Unlabel):
+            table.withdraw(command.block_ids)
+    return table.collect(rank, 1, 1, "layout")
+
+
+def test_a_rebuild_keeps_what_all_ranks_agree_on_and_its_ancestors() -> None:
+    core = make_core(20)
+    run_request(core, make_request("a", range(13), tenant="t"))
+    run_request(core, make_request("b", [*range(4), *range(50, 54)], tenant="t"))
+    complete = labels_of(core)
+    run_request(core, make_request("c", range(90, 98)))
+    everything = make_core(20)
+    assert everything.restore([complete, complete]) == 4
+    everything.check()
+    assert everything.look_up(make_request("d", range(13), tenant="t")).num_tokens == 12
+    assert everything.look_up(make_request("d", range(13))).num_tokens == 0
+    partial = LabelTable(20, 32, 4)
+    partial.apply(complete.labels)
+    partial.withdraw(np.array([2], dtype=np.int32))
+    log = EventLog()
+    some = make_core(20, events=log)
+    assert some.restore([complete, partial.collect(1, 1, 1, "layout")]) == 2
+    some.check()
+    assert some.look_up(make_request("d", range(13), tenant="t")).num_tokens == 4
+    (unlabel,) = some.take_commands()
+    assert isinstance(unlabel, Unlabel)
+    assert unlabel.block_ids.tolist() == [2, 3]
+    cleared, *stored = log.take()
+    assert cleared == AllBlocksCleared()
+    assert sum(len(e.digests) for e in stored if isinstance(e, BlocksStored)) == 2
+    with pytest.raises(BlockError, match="restore an empty pool"):
+        some.restore([complete])
+
+
+def test_a_rebuild_keeps_one_of_duplicate_contents_and_evicts_tails_first() -> None:
+    core = make_core(20)
+    for name in "ab":
+        core.reserve(make_request(name, range(12)), Reservation(0, 12, 12))
+    rebuilt = make_core(20)
+    assert rebuilt.restore([labels_of(core)]) == 3
+    assert rebuilt.pool.get_all_free_blocks()[-3:] == [3, 2, 1]
+    rebuilt.check()

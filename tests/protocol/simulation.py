@@ -1,0 +1,327 @@
+"""A whole cluster in one process, one thread and virtual time, at the mercy of a seed.
+
+Real coordinator, manager, workers (content checking on tiny tensors) and client sessions talk
+through a network that loses, repeats, delays, reorders and tears messages. `simulate(seed)` plays
+one schedule to its end and raises when a byte is wrong, something does not end, or books do not
+add up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import get_args
+
+from engine import Engine, Sequence
+
+from kvcache.client_session import ClientSession, SessionSettings
+from kvcache.clock import VirtualClock
+from kvcache.coordinator import Coordinator, Phase
+from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.errors import MalformedMessageError
+from kvcache.manager import KVCacheManager
+from kvcache.messages import (
+    ClientAddress,
+    FromClient,
+    FromWorker,
+    Message,
+    Outgoing,
+    WorkerAddress,
+)
+from kvcache.network import FaultyNetwork, NetworkFaults
+from kvcache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from kvcache.state_store import MemoryStateStore
+from kvcache.wire import decode, encode
+from kvcache.worker import KVCacheWorker, WorkerSettings
+
+COORDINATOR = "coordinator"
+TICK_S = 0.02
+MAX_VIRTUAL_S = 120.0
+MAX_MODEL_LEN = 64
+MAX_NUM_SEQS = 8
+BLOCK_SIZE = 4
+
+FROM_CLIENT = get_args(FromClient)
+FROM_WORKER = get_args(FromWorker)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens in a schedule, beside the faults of the network."""
+
+    seed: int
+    num_blocks: int = 24
+    num_ranks: int = 2
+    num_clients: int = 1
+    num_requests: int = 5
+    fail_share: float = 0.0
+    num_worker_losses: int = 0
+    is_hybrid: bool = False
+    is_content_checking: bool = True
+    faults: NetworkFaults = field(default_factory=NetworkFaults)
+
+
+def random_scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    rng = random.Random(seed)
+    return Scenario(
+        seed,
+        num_blocks=rng.choice((22, 26, 40)) * (2 if (is_hybrid := rng.random() < 0.4) else 1),
+        num_ranks=rng.choice((1, 2, 2, 3)),
+        num_clients=rng.choice((1, 1, 1, 2)),
+        num_requests=rng.randint(2, 4),
+        fail_share=rng.choice((0.0, 0.0, 0.15)),
+        num_worker_losses=rng.choice((0, 0, 0, 1)),
+        is_hybrid=is_hybrid,
+        faults=NetworkFaults(
+            dropped=rng.choice((0.0, 0.05, 0.2)),
+            duplicated=rng.choice((0.0, 0.1, 0.3)),
+            delayed=rng.choice((0.0, 0.2, 0.5)),
+            reordered=rng.choice((0.0, 0.3)),
+            torn=rng.choice((0.0, 0.05)),
+            max_delay_s=rng.choice((0.02, 0.2)),
+        ),
+    )
+
+
+def make_config(num_blocks: int, *, is_hybrid: bool) -> KVCacheConfig:
+    """One layer of full attention, or one each of full and of window attention in one pool."""
+    full = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype="float16")
+    groups = [KVCacheGroupSpec(("full.0",), full)]
+    if is_hybrid:
+        window = SlidingWindowSpec(
+            BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype="float16", sliding_window=6
+        )
+        groups.append(KVCacheGroupSpec(("window.0",), window))
+    page = full.page_size_bytes
+    pool = KVCacheTensor(
+        num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page
+    )
+    return KVCacheConfig(num_blocks, (pool,), tuple(groups))
+
+
+class Cluster:
+    """All parties of one schedule and the network between them."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.clock = VirtualClock()
+        self.random = random.Random(scenario.seed * 7919 + 1)
+        self.network = FaultyNetwork(self.clock, self.random, scenario.faults)
+        self.config = make_config(scenario.num_blocks, is_hybrid=scenario.is_hybrid)
+        self.coordinator = Coordinator(
+            CoordinatorSettings(
+                scenario.num_ranks,
+                "plan",
+                is_content_checking=scenario.is_content_checking,
+                max_unacknowledged=self.random.choice((2, 4, 64)),
+                max_client_steps=8,
+                resend_s=0.1,
+                heartbeat_s=0.5,
+            ),
+            manager_factory=self._make_manager,
+            clock=self.clock,
+            nonce="nonce-1",
+            state_store=MemoryStateStore(),
+        )
+        self.num_processes = 0
+        self.workers: dict[int, KVCacheWorker] = {}
+        self.lost_workers: list[KVCacheWorker] = []
+        for rank in range(scenario.num_ranks):
+            self._start_worker(rank)
+        self.engines = {f"engine-{i}": self._make_engine(i) for i in range(scenario.num_clients)}
+        losses = [self.random.uniform(0.05, 1.5) for _ in range(scenario.num_worker_losses)]
+        self._losses_s = sorted(losses)
+        self._sleepy: dict[int, float] = {}
+
+    def play(self) -> None:
+        """Run until every engine is done and everything has been told; then check the books."""
+        self._send_all(self.coordinator.start())
+        for name, engine in self.engines.items():
+            self._send(name, COORDINATOR, engine.session.attach())
+        next_tick_s = 0.0
+        while not all(engine.is_done for engine in self.engines.values()):
+            if self.clock.now() > MAX_VIRTUAL_S:
+                raise AssertionError(f"not over after {MAX_VIRTUAL_S} s: {self._describe()}")
+            for delivery in self.network.arrivals():
+                self._deliver(delivery.sender, delivery.receiver, delivery.payload)
+            if self.clock.now() >= next_tick_s:
+                next_tick_s = self.clock.now() + TICK_S
+                self._tick()
+            arrival_s = self.network.next_arrival_s()
+            wake_s = next_tick_s if arrival_s is None else min(next_tick_s, arrival_s)
+            self.clock.advance(max(0.0, wake_s - self.clock.now()))
+        self._finish()
+
+    def _tick(self) -> None:
+        if self._losses_s and self.clock.now() >= self._losses_s[0]:
+            self._losses_s.pop(0)
+            self._lose_worker(self.random.randrange(self.scenario.num_ranks))
+        self._send_all(self.coordinator.on_tick())
+        for rank, worker in self.workers.items():
+            self._run_forwards(rank, worker)
+            self._send(self._name(worker), COORDINATOR, worker.on_tick())
+        for name, engine in self.engines.items():
+            self._send(name, COORDINATOR, engine.turn())
+            self._send(name, COORDINATOR, engine.session.on_tick())
+
+    def _deliver(self, sender: Hashable, receiver: Hashable, payload: bytes) -> None:
+        try:
+            message = decode(payload)
+        except MalformedMessageError:
+            return
+        if receiver == COORDINATOR:
+            if isinstance(message, FROM_CLIENT):
+                self._send_all(self.coordinator.on_client_message(message))
+            elif isinstance(message, FROM_WORKER) and isinstance(sender, tuple):
+                self._send_all(self.coordinator.on_worker_message(sender[0], message))
+        elif isinstance(receiver, tuple):
+            worker = self.workers[receiver[0]]
+            if self._name(worker) == receiver:
+                self._send(receiver, COORDINATOR, worker.on_message(message))
+                if self.random.random() < 0.7:
+                    self._run_forwards(receiver[0], worker)
+        else:
+            engine = self.engines[str(receiver)]
+            self._send(receiver, COORDINATOR, engine.session.on_message(message))
+            self._send(receiver, COORDINATOR, engine.turn())
+
+    def _run_forwards(self, rank: int, worker: KVCacheWorker) -> None:
+        """Run what is due, unless this rank is slow now."""
+        now_s = self.clock.now()
+        if now_s < self._sleepy.get(rank, 0.0):
+            return
+        if self.random.random() < 0.02:
+            self._sleepy[rank] = now_s + self.random.uniform(0.0, 0.3)
+        self._send(self._name(worker), COORDINATOR, worker.run_due_forwards())
+
+    def _send_all(self, outgoing: Iterable[Outgoing]) -> None:
+        for item in outgoing:
+            payload = encode(item.message)
+            for address in item.to:
+                if isinstance(address, WorkerAddress):
+                    receiver: Hashable = self._name(self.workers[address.rank])
+                else:
+                    assert isinstance(address, ClientAddress)
+                    receiver = address.client_id
+                self.network.send(COORDINATOR, receiver, payload)
+
+    def _send(self, sender: Hashable, receiver: Hashable, messages: Iterable[Message]) -> None:
+        for message in messages:
+            self.network.send(sender, receiver, encode(message))
+
+    def _lose_worker(self, rank: int) -> None:
+        """Kill the process of a rank; another one takes its place."""
+        self.network.forget(self._name(self.workers[rank]))
+        self.lost_workers.append(self.workers[rank])
+        self._start_worker(rank)
+
+    def _start_worker(self, rank: int) -> None:
+        self.num_processes += 1
+        self.workers[rank] = KVCacheWorker(
+            WorkerSettings(
+                rank=rank,
+                kv_cache_config=self.config,
+                fingerprint="plan",
+                layout_fingerprint="layout",
+                incarnation=f"process-{self.num_processes}",
+                max_num_seqs=MAX_NUM_SEQS,
+                max_model_len=MAX_MODEL_LEN,
+                is_content_checking=self.scenario.is_content_checking,
+                hello_interval_s=0.1,
+                repeat_interval_s=0.1,
+                heartbeat_interval_s=0.5,
+            ),
+            clock=self.clock,
+        )
+
+    @staticmethod
+    def _name(worker: KVCacheWorker) -> tuple[int, str]:
+        return worker.settings.rank, worker.settings.incarnation
+
+    def _make_manager(self, model_epoch: int) -> KVCacheManager:
+        return KVCacheManager(
+            self.config, MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, clock=self.clock
+        )
+
+    def _make_engine(self, index: int) -> Engine:
+        rng = random.Random(self.scenario.seed * 31 + index)
+        shared = [rng.randint(0, 50) for _ in range(16)]
+        sequences = []
+        for i in range(self.scenario.num_requests):
+            prompt = shared[: rng.choice((0, 8, 16))] + [
+                rng.randint(0, 50) for _ in range(rng.randint(1, 12))
+            ]
+            target = len(prompt) + rng.randint(1, 6)
+            salt = rng.choice((None, None, "salt"))
+            sequences.append(Sequence(f"engine-{index}/r{i}", prompt, target, salt))
+        session = ClientSession(
+            f"engine-{index}",
+            SessionSettings(window=4, resend_s=0.1, heartbeat_s=0.5, step_s=60, forward_s=60),
+            self.clock,
+        )
+        return Engine(
+            session, rng, sequences, fail_share=self.scenario.fail_share, depth=rng.randint(1, 3)
+        )
+
+    def _finish(self) -> None:
+        """No wrong byte, nothing left over, and the books add up, also when the clients go."""
+        assert self.coordinator.phase is Phase.RUNNING
+        self._losses_s.clear()
+        self._check_books()
+        self.network.faults = NetworkFaults()
+        for name, engine in self.engines.items():
+            self._send(name, COORDINATOR, engine.session.detach())
+        for _ in range(60):
+            self.clock.advance(TICK_S)
+            for delivery in self.network.arrivals():
+                self._deliver(delivery.sender, delivery.receiver, delivery.payload)
+            self._tick()
+        self._check_books()
+        statistics = self.coordinator.statistics()
+        assert statistics.num_clients in (0, len(self.engines)), statistics
+        assert statistics.num_open_jobs == 0, statistics
+        assert statistics.num_unacknowledged == 0, statistics
+
+    def _check_books(self) -> None:
+        self.coordinator.check()
+        for engine in self.engines.values():
+            assert engine.session.failures == (), engine.session.failures
+        for worker in (*self.workers.values(), *self.lost_workers):
+            worker.check()
+            figures = worker.statistics()
+            assert figures.num_failed_jobs == 0, figures
+            assert figures.num_invalid_messages == 0, figures.last_invalid_reason
+        manager = self.coordinator.manager
+        assert manager is not None
+        statistics = manager.statistics()
+        assert statistics.num_running_requests == statistics.num_preempted_requests == 0
+        assert statistics.core.num_free_blocks == self.scenario.num_blocks - 1, statistics.core
+        if self.scenario.is_content_checking:
+            all_workers = (*self.workers.values(), *self.lost_workers)
+            assert sum(w.statistics().num_bytes_compared for w in all_workers) > 0
+
+    def _describe(self) -> str:
+        sessions = [
+            (e.session.state, e.session.reason, e.session.next_step, e.session.finished_step)
+            for e in self.engines.values()
+        ]
+        states = [[s.state for s in e.sequences] for e in self.engines.values()]
+        return f"{self.coordinator.statistics()} {sessions} {states}"
+
+
+def simulate(scenario: Scenario) -> Cluster:
+    """Play one schedule to its end; raises AssertionError with the seed when anything is wrong."""
+    cluster = Cluster(scenario)
+    try:
+        cluster.play()
+    except Exception as error:
+        raise AssertionError(f"seed {scenario.seed}: {error} ({scenario})") from error
+    return cluster
