@@ -7,8 +7,8 @@
         client.wait_finished(number)
 
 Every wait has a deadline; an answer that does not come is a DeadlineError, and what was asked may
-or may not have happened. Nothing is ever asked a second time under another number. Threads may share a
-client: one of them at a time reads the socket and wakes the others.
+or may not have happened. Nothing is ever asked a second time under another number. Threads may
+share a client: one of them at a time reads the socket and wakes the others.
 """
 
 from __future__ import annotations

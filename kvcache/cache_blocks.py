@@ -53,9 +53,10 @@ class KVCacheBlocks:
     @property
     def blocks(self) -> tuple[tuple[TableBlock, ...], ...]:
         """The blocks of each group: `blocks[group][i]`. Made anew on each call."""
+        unhashed = [set(ids) for ids in self._unhashed_ids]
         return tuple(
-            tuple(TableBlock(block, block not in set(unhashed)) for block in ids)
-            for ids, unhashed in zip(self._block_ids, self._unhashed_ids, strict=True)
+            tuple(TableBlock(block, block not in without) for block in ids)
+            for ids, without in zip(self._block_ids, unhashed, strict=True)
         )
 
     def get_block_ids(self) -> tuple[list[int], ...]:

@@ -199,7 +199,7 @@ class CommandReceiver:
     def _keep_early(self, message: StepCommands) -> ReceivedCommands:
         """Buffer what came too early. Ask once per gap, and again when repeats show it open."""
         is_known_gap = bool(self._buffered) and message.seq not in self._buffered
-        if message.seq <= self._delivered_seq + self._max_buffered:
+        if message.seq <= self._delivered_seq + 1 + self._max_buffered:
             self._buffered[message.seq] = message
             self._count(num_early=1)
         else:

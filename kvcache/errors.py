@@ -32,6 +32,8 @@ the values, and the remedy.
 
 from __future__ import annotations
 
+import reprlib
+
 
 class KVCacheError(Exception):
     """Base of every error this package raises on purpose."""
@@ -46,7 +48,7 @@ class ConfigurationError(InvalidInputError):
 
 
 class RequestError(InvalidInputError):
-    """A request or step that contradicts what is known: unknown or duplicate id, impossible counts."""
+    """A request or step that contradicts what is known: unknown or duplicate id, wrong counts."""
 
 
 class BlockError(InvalidInputError):
@@ -131,3 +133,21 @@ class WrongBytesError(KVCacheError):
 
 class InvariantError(KVCacheError):
     """The books do not add up: a bug of this package, found by `check()`."""
+
+
+def shown(value: object) -> str:
+    """Return `value` for a message: its `repr`, cut short, whatever the caller handed in."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        return f"an {type(value).__name__} too long to show"
+
+
+def _short_repr() -> reprlib.Repr:
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    short.maxstring = short.maxother = short.maxlong = 60
+    return short
+
+
+_SHORT = _short_repr()

@@ -9,19 +9,22 @@ tenant stay out of digests: they separate look-ups by namespace.
 
 from __future__ import annotations
 
-import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, TypeAlias, cast
+from typing import NewType
 
-import cbor2
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
-
-from kvcache.errors import ConfigurationError, InvalidInputError, RequestError
-from kvcache.request import BlockHash, Request, TokenIds, as_token_ids
+from kvcache.errors import ConfigurationError, InvalidInputError, RequestError, shown
+from kvcache.hash_algorithms import (
+    TOKEN_BYTES,
+    BlockHash,
+    ExtraKey,
+    ExtraKeys,
+    HashFn,
+    canonical_cbor,
+    get_hash_fn,
+)
+from kvcache.request import Request
+from kvcache.tokens import TokenIds, as_token_ids
 
 __all__ = [
     "DEFAULT_HASH_SEED",
@@ -45,53 +48,11 @@ __all__ = [
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 """A block's digest followed by its KV cache group's index as 4 bytes, big endian."""
 
-ExtraKey: TypeAlias = "tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]"
-ExtraKeys: TypeAlias = "tuple[ExtraKey, ...]"
-
 DEFAULT_HASH_SEED = "vllm-none-hash"
 """The seed engines agree on when none is configured; with it, `sha256_cbor` digests equal vLLM's
 without any setting."""
 
 _GROUP_ID_BYTES = 4
-_TOKEN_BYTES = 4
-# Below this many tokens calling the CBOR encoder for each block beats numpy's fixed cost.
-_FEW_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class HashFn(ABC):
-    """An algorithm that turns blocks into digests. Stateless; equal ones compute the same.
-
-    `name` is its name in configurations and fingerprints, `digest_bytes` the length of a digest.
-    Tokens come as little-endian int32 bytes. Arguments are not checked: see `hash_block_tokens`.
-    """
-
-    name: str
-    digest_bytes: int
-
-    @abstractmethod
-    def digest(self, data: bytes) -> bytes:
-        """Digest of plain bytes."""
-
-    @abstractmethod
-    def chain(
-        self,
-        parent: BlockHash,
-        token_bytes: bytes,
-        block_size: int,
-        num_blocks: int,
-        extra_keys: ExtraKeys | None = None,
-    ) -> list[BlockHash]:
-        """Digests of `num_blocks` successive blocks, all of which have the same extra keys.
-
-        `token_bytes` holds at least `num_blocks * block_size` tokens; what follows is ignored.
-        """
-
-    def hash_block(
-        self, parent: BlockHash, token_bytes: bytes, extra_keys: ExtraKeys | None = None
-    ) -> BlockHash:
-        """Digest of the one block whose tokens are `token_bytes`."""
-        return self.chain(parent, token_bytes, len(token_bytes) // _TOKEN_BYTES, 1, extra_keys)[0]
 
 
 @dataclass(frozen=True)
@@ -112,7 +73,7 @@ class RequestBlockHasher:
         if not need_extra_keys(request):
             return self.hash_fn.chain(parent, token_bytes, size, last - first)
 
-        block_bytes = size * _TOKEN_BYTES
+        block_bytes = size * TOKEN_BYTES
         hashes: list[BlockHash] = []
         block, mm_idx = first, 0
         while block < last:
@@ -126,27 +87,6 @@ class RequestBlockHasher:
         return hashes
 
 
-def get_hash_fn(name: str) -> HashFn:
-    """The algorithm of that name: `sha256`, `sha256_cbor` or `xxh3_128`.
-
-    Raises:
-        ConfigurationError: no algorithm has that name; lists those that exist.
-    """
-    hash_fns: dict[str, HashFn] = {
-        hash_fn.name: hash_fn
-        for hash_fn in (
-            _Sha256("sha256", 32),
-            _Sha256Cbor("sha256_cbor", 32),
-            _Xxh3("xxh3_128", 16),
-        )
-    }
-    if name not in hash_fns:
-        raise ConfigurationError(
-            f"unknown hash algorithm {name!r}: choose one of {', '.join(hash_fns)}"
-        )
-    return hash_fns[name]
-
-
 def init_none_hash(hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED) -> BlockHash:
     """Parent of every first block: the digest of the seed, encoded as a CBOR text string.
 
@@ -158,8 +98,10 @@ def init_none_hash(hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED) -> BlockHash:
     try:
         seed.encode()
     except (AttributeError, UnicodeEncodeError):
-        raise ConfigurationError(f"hash seed {seed!r}: pass a str that UTF-8 can encode") from None
-    return BlockHash(hash_fn.digest(_canonical(seed)))
+        raise ConfigurationError(
+            f"hash seed {shown(seed)}: pass a str that UTF-8 can encode"
+        ) from None
+    return BlockHash(hash_fn.digest(canonical_cbor(seed)))
 
 
 def get_request_block_hasher(
@@ -171,7 +113,7 @@ def get_request_block_hasher(
         ConfigurationError: the block size is not a positive integer, or the seed is no text.
     """
     if type(block_size) is not int or block_size < 1:
-        raise ConfigurationError(f"block size {block_size!r}: pass an integer of at least 1")
+        raise ConfigurationError(f"block size {shown(block_size)}: pass an integer of at least 1")
     return RequestBlockHasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
 
 
@@ -257,9 +199,9 @@ def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> Block
     """
     try:
         return BlockHashWithGroupId(block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big"))
-    except OverflowError:
+    except (OverflowError, AttributeError):
         raise InvalidInputError(
-            f"KV cache group id {group_id}: pass a number from 0 to {2**32 - 1}"
+            f"KV cache group id {shown(group_id)}: pass a number from 0 to {2**32 - 1}"
         ) from None
 
 
@@ -276,120 +218,6 @@ def get_hash_value(key: BlockHashWithGroupId) -> BlockHash:
 def get_group_id(key: BlockHashWithGroupId) -> int:
     """The KV cache group's index in a key."""
     return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
-
-
-class _Sha256(HashFn):
-    """SHA-256 over parent digest, token bytes, canonical CBOR of the extra keys if any."""
-
-    def digest(self, data: bytes) -> bytes:
-        return hashlib.sha256(data).digest()
-
-    def chain(
-        self,
-        parent: BlockHash,
-        token_bytes: bytes,
-        block_size: int,
-        num_blocks: int,
-        extra_keys: ExtraKeys | None = None,
-    ) -> list[BlockHash]:
-        sha256 = hashlib.sha256
-        above: bytes = parent
-        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
-        hashes = [above := sha256(above + piece).digest() for piece in pieces]
-        return cast("list[BlockHash]", hashes)
-
-
-class _Xxh3(HashFn):
-    """XXH3, 128 bits, over the same bytes as `sha256`: fast, and not safe against an adversary."""
-
-    def digest(self, data: bytes) -> bytes:
-        return xxhash.xxh3_128_digest(data)
-
-    def chain(
-        self,
-        parent: BlockHash,
-        token_bytes: bytes,
-        block_size: int,
-        num_blocks: int,
-        extra_keys: ExtraKeys | None = None,
-    ) -> list[BlockHash]:
-        xxh3 = xxhash.xxh3_128_digest
-        above: bytes = parent
-        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
-        hashes = [above := xxh3(above + piece) for piece in pieces]
-        return cast("list[BlockHash]", hashes)
-
-
-class _Sha256Cbor(HashFn):
-    """SHA-256 over the canonical CBOR of `(parent, tokens, extra keys or None)`."""
-
-    def digest(self, data: bytes) -> bytes:
-        return hashlib.sha256(data).digest()
-
-    def chain(
-        self,
-        parent: BlockHash,
-        token_bytes: bytes,
-        block_size: int,
-        num_blocks: int,
-        extra_keys: ExtraKeys | None = None,
-    ) -> list[BlockHash]:
-        sha256 = hashlib.sha256
-        above: bytes = parent
-        # An array of three items whose first is a byte string of 32 (RFC 8949, section 3).
-        head = b"\x83\x58\x20"
-        tail = _canonical(extra_keys)
-        tokens = np.frombuffer(token_bytes, dtype="<u4", count=num_blocks * block_size)
-        pieces = _cbor_token_arrays(tokens.reshape(num_blocks, block_size))
-        hashes = [above := sha256(head + above + piece + tail).digest() for piece in pieces]
-        return cast("list[BlockHash]", hashes)
-
-
-def _pieces(
-    token_bytes: bytes, block_size: int, num_blocks: int, extra_keys: ExtraKeys | None
-) -> list[bytes]:
-    """What each block adds to its parent's digest: token bytes, then the extra keys' bytes."""
-    block_bytes = block_size * _TOKEN_BYTES
-    # A void item becomes a bytes object of its full length, trailing zeros included.
-    blocks: list[bytes] = np.frombuffer(token_bytes, f"V{block_bytes}", num_blocks).tolist()
-    if extra_keys is None:
-        return blocks
-    tail = _canonical(extra_keys)
-    return [block + tail for block in blocks]
-
-
-def _canonical(value: object) -> bytes:
-    return cbor2.dumps(value, canonical=True)
-
-
-def _cbor_token_arrays(blocks: NDArray[np.uint32]) -> list[bytes]:
-    """Canonical CBOR of each row as an array of unsigned integers.
-
-    CBOR (RFC 8949, section 3) writes an integer below 24 as one byte, else as 0x18, 0x19 or 0x1a
-    and 1, 2 or 4 bytes, big endian. Every token is laid out in five bytes, aligned right
-
-        v < 24      .  .  .  .  v
-        v < 2**8    .  .  .  18 v
-        v < 2**16   .  .  19 v  v
-        else        1a v  v  v  v
-
-    and the dots are left out.
-    """
-    if blocks.size < _FEW_TOKENS:
-        return [_canonical(block) for block in blocks.tolist()]
-    num_blocks, block_size = blocks.shape
-    head = _canonical([0] * block_size)[:-block_size]
-    tokens = blocks.reshape(-1)
-    needs_1, needs_2, needs_4 = tokens >= 24, tokens >= 2**8, tokens >= 2**16
-    layout = np.empty((tokens.size, 5), np.uint8)
-    layout[:, 0] = 0x1A
-    layout[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
-    layout[needs_2 & ~needs_4, 2] = 0x19
-    layout[needs_1 & ~needs_2, 3] = 0x18
-    used = np.stack((needs_4, needs_4, needs_2, needs_1, np.ones_like(needs_1)), axis=1)
-    body = layout[used].tobytes()
-    ends = np.cumsum(np.count_nonzero(used.reshape(num_blocks, -1), axis=1)).tolist()
-    return [head + body[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _end_of_equal_keys(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvcache.clock import Clock
 from kvcache.errors import ConfigurationError
@@ -53,10 +54,6 @@ class NetworkStatistics:
     reordered: int = 0
     torn: int = 0
 
-    def __add__(self, other: NetworkStatistics) -> NetworkStatistics:
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return NetworkStatistics(**sums)
-
 
 @dataclass(frozen=True)
 class Delivery:
@@ -77,7 +74,7 @@ class FaultyNetwork:
         self._random = random_source
         self._under_way: list[tuple[float, int, Delivery]] = []
         self._number = 0
-        self._statistics = NetworkStatistics()
+        self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -85,13 +82,13 @@ class FaultyNetwork:
     def send(self, sender: Hashable, receiver: Hashable, payload: bytes) -> None:
         """Take a payload. Whether, when, how often and how whole it arrives is chance."""
         faults, chance = self.faults, self._random.random
-        self._statistics += NetworkStatistics(sent=1)
+        self._counts["sent"] += 1
         if chance() < faults.dropped:
-            self._statistics += NetworkStatistics(dropped=1)
+            self._counts["dropped"] += 1
             return
         self._put(Delivery(sender, receiver, payload))
         if chance() < faults.duplicated:
-            self._statistics += NetworkStatistics(duplicated=1)
+            self._counts["duplicated"] += 1
             self._put(Delivery(sender, receiver, payload))
 
     def next_arrival_s(self) -> float | None:
@@ -104,7 +101,7 @@ class FaultyNetwork:
         arrived = []
         while self._under_way and self._under_way[0][0] <= now_s:
             arrived.append(heapq.heappop(self._under_way)[2])
-        self._statistics += NetworkStatistics(delivered=len(arrived))
+        self._counts["delivered"] += len(arrived)
         return arrived
 
     def forget(self, receiver: Hashable) -> None:
@@ -114,21 +111,21 @@ class FaultyNetwork:
 
     def statistics(self) -> NetworkStatistics:
         """Return the counters, frozen."""
-        return self._statistics
+        return NetworkStatistics(**self._counts)
 
     def _put(self, delivery: Delivery) -> None:
         faults, chance = self.faults, self._random.random
         arrival_s = self._clock.now() + faults.latency_s
         if chance() < faults.reordered:
             arrival_s += faults.latency_s * (2 * chance() - 1)
-            self._statistics += NetworkStatistics(reordered=1)
+            self._counts["reordered"] += 1
         if chance() < faults.delayed:
             arrival_s += faults.max_delay_s * chance()
-            self._statistics += NetworkStatistics(delayed=1)
+            self._counts["delayed"] += 1
         if chance() < faults.torn:
             payload = self._torn(delivery.payload)
             delivery = Delivery(delivery.sender, delivery.receiver, payload)
-            self._statistics += NetworkStatistics(torn=1)
+            self._counts["torn"] += 1
         self._number += 1
         heapq.heappush(self._under_way, (arrival_s, self._number, delivery))
 

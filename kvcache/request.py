@@ -9,25 +9,29 @@ decides nothing.
 from __future__ import annotations
 
 import json
-import reprlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Final, NewType, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import RequestError
+from kvcache.errors import RequestError, shown
+from kvcache.hash_algorithms import BlockHash
+from kvcache.tokens import MAX_TOKEN_ID, TokenIds, are_token_ids, as_token_ids
 
-BlockHash = NewType("BlockHash", bytes)
-"""Digest of a full block, its parent's digest included: equal digests mean equal prefixes."""
-
-MAX_TOKEN_ID = 2**31 - 1
-"""Largest token id: tokens are stored and hashed as int32."""
-
-TokenIds: TypeAlias = "Sequence[int] | array[int] | NDArray[np.integer]"
+__all__ = [
+    "MAX_TOKEN_ID",
+    "BlockHash",
+    "BlockHasher",
+    "LoRARequest",
+    "MultiModalPosition",
+    "Namespace",
+    "Request",
+    "TokenIds",
+    "as_token_ids",
+]
 
 _FEW_TOKENS = 16
 _SPARE_TOKENS = 64
@@ -63,13 +67,13 @@ class MultiModalPosition:
     def __post_init__(self) -> None:
         if type(self.offset) is not int or type(self.length) is not int:
             raise RequestError(
-                f"multimodal position (offset {self.offset!r}, length {self.length!r}): "
-                "both must be plain integers"
+                f"multimodal position (offset {shown(self.offset)}, length "
+                f"{shown(self.length)}): both must be plain integers"
             )
         if self.offset < 0 or self.length < 1:
             raise RequestError(
-                f"multimodal position (offset {self.offset}, length {self.length}): "
-                "offset must be at least 0 and length at least 1"
+                f"multimodal position (offset {shown(self.offset)}, length "
+                f"{shown(self.length)}): offset must be at least 0 and length at least 1"
             )
 
     @property
@@ -159,6 +163,15 @@ class Request:
         model_epoch: int = 0,
     ) -> None:
         _check_text("request id", request_id)
+        if lora is not None and not isinstance(lora, LoRARequest):
+            raise RequestError(
+                f"request {request_id}: lora is {shown(lora)}: pass a LoRARequest or None"
+            )
+        if type(model_epoch) is not int or model_epoch < 0:
+            raise RequestError(
+                f"request {request_id}: model epoch is {shown(model_epoch)}: pass an integer of "
+                "at least 0"
+            )
         tokens = as_token_ids(prompt_token_ids, f"request {request_id}: prompt token id")
         if tokens.size == 0:
             raise RequestError(
@@ -205,10 +218,11 @@ class Request:
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, num_tokens: int) -> None:
-        num_tokens = index(num_tokens)
+        if type(num_tokens) is not int:
+            num_tokens = self._as_count(num_tokens)
         if not 0 <= num_tokens <= self._num_tokens:
             raise RequestError(
-                f"request {self.request_id}: {num_tokens} computed tokens, but it has "
+                f"request {self.request_id}: {shown(num_tokens)} computed tokens, but it has "
                 f"{self._num_tokens} tokens: pass a number from 0 to {self._num_tokens}"
             )
         self._num_computed_tokens = num_tokens
@@ -228,7 +242,7 @@ class Request:
         """
         new: Sequence[int] | NDArray[np.int32]
         # A decode step appends one token: numpy's fixed cost would be most of the work.
-        if type(ids) is list and len(ids) <= _FEW_TOKENS and _are_token_ids(ids):
+        if type(ids) is list and len(ids) <= _FEW_TOKENS and are_token_ids(ids):
             new = ids
         else:
             new = as_token_ids(ids, f"request {self.request_id}: output token id")
@@ -249,17 +263,26 @@ class Request:
         Raises:
             RequestError: that would cut the prompt, or there are fewer tokens.
         """
-        num_tokens = index(num_tokens)
+        num_tokens = self._as_count(num_tokens)
         if not self.num_prompt_tokens <= num_tokens <= self._num_tokens:
             raise RequestError(
-                f"request {self.request_id}: cannot truncate to {num_tokens} tokens: it has "
-                f"{self._num_tokens}, {self.num_prompt_tokens} of them prompt: pass a number from "
-                f"{self.num_prompt_tokens} to {self._num_tokens}"
+                f"request {self.request_id}: cannot truncate to {shown(num_tokens)} tokens: it "
+                f"has {self._num_tokens}, {self.num_prompt_tokens} of them prompt: pass a number "
+                f"from {self.num_prompt_tokens} to {self._num_tokens}"
             )
         self._num_tokens = num_tokens
         self._num_computed_tokens = min(self._num_computed_tokens, num_tokens)
         if self._block_hasher is not None:
             del self._block_hashes[num_tokens // self._block_hasher.block_size :]
+
+    def _as_count(self, num_tokens: int) -> int:
+        try:
+            return index(num_tokens)
+        except TypeError:
+            raise RequestError(
+                f"request {self.request_id}: {shown(num_tokens)} is no number of tokens: pass an "
+                "integer"
+            ) from None
 
     @property
     def block_hasher(self) -> BlockHasher | None:
@@ -300,83 +323,6 @@ class Request:
         return hashes
 
 
-def as_token_ids(ids: TokenIds, what: str) -> NDArray[np.int32]:
-    """Check token ids and return them as a contiguous one-dimensional int32 array.
-
-    Args:
-        ids: list, tuple, range, `array.array` or one-dimensional numpy array of integers.
-        what: what one id is, for messages, as in `request r7: prompt token id`.
-
-    Returns:
-        `ids` itself where it is such an array already, else a new array.
-
-    Raises:
-        RequestError: not such a sequence, or a value that is not an integer from 0 to
-            `MAX_TOKEN_ID` (booleans are not integers here); names the first one and its index.
-    """
-    if isinstance(ids, array):
-        ids = np.asarray(ids)
-    if isinstance(ids, np.ndarray):
-        if ids.dtype.kind != "O" or ids.ndim != 1:
-            return _from_ndarray(ids, what)
-        ids = ids.tolist()
-    if isinstance(ids, (str, bytes, bytearray, memoryview)) or not isinstance(ids, Sequence):
-        raise RequestError(
-            f"{what}s cannot be read from {type(ids).__name__}: pass a list, an array or a "
-            "one-dimensional numpy array of integers"
-        )
-    return _from_sequence(ids, what)
-
-
-def _from_ndarray(ids: NDArray[np.generic], what: str) -> NDArray[np.int32]:
-    if ids.ndim != 1:
-        raise RequestError(f"{what}s of shape {ids.shape}: pass a one-dimensional array")
-    if ids.size == 0:
-        return np.empty(0, np.int32)
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise _not_a_token_id(what, 0, ids[0].item())
-    if ids.dtype != np.int32 or int(ids.min()) < 0:
-        wide = ids.astype(np.int64)  # unsigned ids above 2**63 become negative
-        bad = np.flatnonzero((wide < 0) | (wide > MAX_TOKEN_ID))
-        if bad.size:
-            raise _not_a_token_id(what, int(bad[0]), ids[bad[0]].item())
-    return np.ascontiguousarray(ids, dtype=np.int32)
-
-
-def _from_sequence(ids: Sequence[int], what: str) -> NDArray[np.int32]:
-    # The unsigned array refuses negative ids, fractions and text, in a third of numpy's time. It
-    # takes booleans for 0 and 1, and ids above MAX_TOKEN_ID, which read as negative afterwards.
-    try:
-        tokens = np.frombuffer(array("I", ids), dtype=np.int32)
-    except (TypeError, ValueError, OverflowError):
-        tokens = None
-    if tokens is not None:
-        suspects = np.flatnonzero(tokens <= 1).tolist()
-        if all(type(ids[place]) is not bool and tokens[place] >= 0 for place in suspects):
-            return tokens
-    for place, value in enumerate(ids):
-        if not _are_token_ids([value]):
-            raise _not_a_token_id(what, place, value)
-    return np.array(ids, dtype=np.int32)
-
-
-def _are_token_ids(values: Sequence[object]) -> bool:
-    return all(
-        isinstance(value, (int, np.integer))
-        and not isinstance(value, bool)
-        and 0 <= value <= MAX_TOKEN_ID
-        for value in values
-    )
-
-
-def _not_a_token_id(what: str, place: int, value: object) -> RequestError:
-    shown = value.item() if isinstance(value, np.generic) else value
-    return RequestError(
-        f"{what} at index {place} is {reprlib.repr(shown)}: "
-        f"token ids are integers from 0 to {MAX_TOKEN_ID}"
-    )
-
-
 def _sorted_items(
     request_id: str,
     mm_positions: Sequence[MultiModalPosition | tuple[int, int]],
@@ -384,6 +330,12 @@ def _sorted_items(
     num_prompt_tokens: int,
 ) -> list[tuple[MultiModalPosition, str]]:
     """Multimodal items in order of position."""
+    for name, items_given in (("mm_positions", mm_positions), ("mm_hashes", mm_hashes)):
+        if isinstance(items_given, str) or not isinstance(items_given, Sequence):
+            raise RequestError(
+                f"request {request_id}: {name} is {shown(items_given)}: pass a list, one entry "
+                "per item"
+            )
     if len(mm_hashes) != len(mm_positions):
         raise RequestError(
             f"request {request_id}: {len(mm_hashes)} mm_hashes for {len(mm_positions)} "
@@ -398,13 +350,13 @@ def _sorted_items(
             position = MultiModalPosition(*given)
         else:
             raise RequestError(
-                f"request {request_id}: multimodal position {given!r}: pass a MultiModalPosition "
-                "or a pair (offset, length)"
+                f"request {request_id}: multimodal position {shown(given)}: pass a "
+                "MultiModalPosition or a pair (offset, length)"
             )
         if position.end > num_prompt_tokens:
             raise RequestError(
                 f"request {request_id}: multimodal item {mm_hash} stands at tokens "
-                f"[{position.offset}, {position.end}), but the prompt has {num_prompt_tokens} "
+                f"[{shown(position.offset)}, {shown(position.end)}), but the prompt has {num_prompt_tokens} "
                 "tokens: items lie inside the prompt"
             )
         items.append((position, mm_hash))
@@ -417,8 +369,10 @@ def _lora_label(lora: LoRARequest | None) -> str | None:
 
 def _check_text(what: str, text: object, *, may_be_empty: bool = False) -> None:
     if not isinstance(text, str) or not (text or may_be_empty):
-        raise RequestError(f"{what} is {text!r}: pass a {'' if may_be_empty else 'non-empty '}str")
+        raise RequestError(
+            f"{what} is {shown(text)}: pass a {'' if may_be_empty else 'non-empty '}str"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{what} is {text!r}: pass text that UTF-8 can encode") from None
+        raise RequestError(f"{what} is {shown(text)}: pass text that UTF-8 can encode") from None

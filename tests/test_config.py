@@ -126,6 +126,19 @@ def test_layers_keep_the_order_of_the_model() -> None:
         ({"cache": {"block_size": True}}, "cache.block_size: True: write a whole number"),
         ({"content_check": {"enabled": 1}}, "content_check.enabled: 1: write true or false"),
         ({"cache": {"watermark": 1.0}}, "cache.watermark: 1.0: must be less than 1.0"),
+        (
+            {"cache": {"num_blocks": 2**31}},
+            "cache.num_blocks: 2147483648: must be at most 2147483647",
+        ),
+        ({"cache": {3: 4}}, "cache[3]: 3: is no text: put the key in quotes, or remove it"),
+        (
+            {"cache": {"hash_seed": "\ud800"}},
+            "cache.hash_seed: '\\ud800': use text that UTF-8 can encode",
+        ),
+        (
+            {"parallel": {"tensor_parallel_size": 8192}},
+            "parallel.tensor_parallel_size: 8192: must be at most 4096",
+        ),
         ({"cache": {"max_pin_share": 1.1}}, "cache.max_pin_share: 1.1: must be at most 1.0"),
         ({"deadlines": {"step_s": 0}}, "deadlines.step_s: 0: must be more than 0.0"),
         ({"deadlines": {"step_s": float("inf")}}, "deadlines.step_s: inf: write a finite number"),
@@ -183,7 +196,7 @@ def test_a_wrong_setting_is_named_with_value_and_remedy(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_model_len": 0}, ".max_model_len: 0 is no length: write a number of tokens, or auto"),
+        ({"max_model_len": 0}, ".max_model_len: 0 is no length: write a number of tokens from "),
         ({"name": 7}, ".name: 7: write text; put it in quotes if it looks like a number"),
         ({"layers": []}, ": layers is empty: write at least one entry"),
         ({"layers": 3}, ".layers: 3: write a list, one '- ' per entry"),
@@ -241,6 +254,17 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (b"cache: [1,\n", ":2: is no valid YAML: "),
         (b"cache: !!python/object:os.system {}\n", ":1: is no valid YAML: could not determine"),
         (b"\xff\xfe\x00", ": cannot be read (not UTF-8 text)"),
+        (
+            b"name: 2020-99-99\n",
+            ": holds a value that cannot be read (month must be in 1..12): put",
+        ),
+        (b"name: !!int abc\n", ": holds a value that cannot be read (invalid literal for int() "),
+        (
+            b"name: !!bool maybe\n",
+            ": holds a value that cannot be read ('maybe'): put it in quotes",
+        ),
+        (b"name: " + b"9" * 5000, ": holds a value that cannot be read (Exceeds the limit "),
+        (b"name: " + b"[" * 3000 + b"]" * 3000, ": is nested too deeply: no setting stands that"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_refused_by_line(
@@ -266,3 +290,48 @@ def test_a_configuration_cannot_be_changed_after_the_fact() -> None:
     config = parse_config(plain())
     with pytest.raises(ValueError, match="frozen"):
         config.name = "other"
+
+
+def test_an_anchor_that_merges_another_may_stand_deeper_than_its_use(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        "model:\n  name: m\n  max_model_len: auto\n"
+        "  layers: [{num_kv_heads: 1, head_size: 8, kind: full, count: 2}]\n"
+        "cache: &one {block_size: 4}\n"
+        "unknown: {deep: {deeper: &two {<<: *one, block_size: 8}}}\n"
+        "workers: {<<: *two}\n"
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path)
+    assert "stands in line" not in str(caught.value)
+    assert "workers.block_size: 8: there is no such key" in str(caught.value)
+
+
+def test_a_path_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_config("a\0b")
+
+
+def test_amounts_of_memory_are_exact_and_bounded() -> None:
+    assert parse_bytes("9007199254740993B") == 9007199254740993
+    assert parse_bytes("0.1KiB") == 102
+    for text in ("9" * 400 + "B", "\u0663KiB", "1e3B", "-1B"):
+        with pytest.raises(ConfigurationError, match="is no amount of memory"):
+            parse_bytes(text)
+    assert complaint(plain(cache={"memory_per_rank": "8388608TiB"})).endswith(
+        ": must be at most 9223372036854775807"
+    )
+
+
+def test_a_value_is_shown_short_however_large_it_is() -> None:
+    layers: list[Any] = ["x"]
+    for _ in range(40):  # each a list of the one before, nine times over
+        layers = [layers] * 9
+    assert len(complaint(plain(cahce=layers))) < 400
+    assert complaint(plain(cache={"block_size": 10**5000})).startswith("c.yaml: cache.block_size: ")
+
+
+def test_more_layers_than_a_model_can_have_are_refused() -> None:
+    data = plain()
+    data["model"]["layers"][0]["count"] = 10**9
+    assert complaint(data) == "c.yaml: model.layers[0].count: 1000000000: must be at most 4096"

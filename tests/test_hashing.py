@@ -32,7 +32,7 @@ from kvcache.hashing import (
 from kvcache.request import LoRARequest, Request
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-VECTORS = REPOSITORY.parent / "shared" / "vectors" / "block_hashes_sha256_cbor.json"
+VECTORS = Path(__file__).parent / "vectors" / "block_hashes_sha256_cbor.json"
 ALGORITHMS = ("sha256", "sha256_cbor", "xxh3_128")
 WIDTHS = (24, 2**8, 2**16, 2**31)
 
@@ -44,8 +44,6 @@ def hash_fn(request):
 
 @pytest.fixture(scope="module")
 def vectors():
-    if not VECTORS.exists():
-        pytest.skip(f"the published vectors are not at {VECTORS}: equality with them is not tested")
     return json.loads(VECTORS.read_text())
 
 
@@ -94,6 +92,21 @@ def obvious_digest(name: str, parent: bytes, tokens: list[int], keys) -> bytes:
 def test_the_none_hash_of_the_vectors_follows_from_their_seed(vectors):
     none_hash = init_none_hash(get_hash_fn("sha256_cbor"), vectors["seed"])
     assert none_hash.hex() == vectors["none_hash"]
+
+
+def test_the_seed_of_the_vectors_is_the_default(vectors):
+    assert vectors["seed"] == DEFAULT_HASH_SEED
+    assert init_none_hash(get_hash_fn("sha256_cbor")).hex() == vectors["none_hash"]
+
+
+def test_the_vectors_cover_every_kind_of_extra_key_and_a_partial_block(vectors):
+    cases = vectors["cases"]
+    keys = [key for case in cases for block in case["extra_keys"] or [] for key in block or []]
+    assert {key[0] for key in keys} == {"lora", "mm", "cache_salt"}
+    assert any(key[0] == "mm" and key[2] < 0 for key in keys)
+    assert any(len(case["tokens"]) % case["block_size"] for case in cases)
+    for case in cases:
+        assert len(case["hashes"]) == len(case["tokens"]) // case["block_size"] >= 2
 
 
 def test_every_published_vector_holds(vectors):
@@ -430,3 +443,16 @@ def test_a_group_id_fits_four_bytes(group_id):
         match=f"^KV cache group id {group_id}: pass a number from 0 to 4294967295$",
     ):
         make_block_hash_with_group_id(init_none_hash(get_hash_fn("xxh3_128")), group_id)
+
+
+def test_names_and_group_ids_of_the_wrong_type_are_refused():
+    with pytest.raises(ConfigurationError, match=r"^unknown hash algorithm \['sha256'\]: "):
+        get_hash_fn(["sha256"])
+    with pytest.raises(InvalidInputError, match=r"^KV cache group id 1\.5: pass a number from 0"):
+        make_block_hash_with_group_id(b"x" * 32, 1.5)
+
+
+def test_nothing_is_left_to_hash_when_all_digests_are_known(hash_fn):
+    hasher = get_request_block_hasher(4, hash_fn)
+    request = Request("r1", range(8), block_hasher=hasher)
+    assert hasher(request, request.block_hashes) == []

@@ -63,7 +63,7 @@ def test_a_range_is_a_sequence_of_integers():
         ([False], 0, "False"),
         ([3, 0, np.bool_(True)], 2, "True"),
         ([3, np.int64(-5)], 1, "-5"),
-        (["x" * 1000], 0, "'xxxxxxxxxxxx...xxxxxxxxxxxxx'"),
+        (["x" * 1000], 0, f"'{'x' * 27}...{'x' * 28}'"),
         (np.array([3, -5, -6], np.int32), 1, "-5"),
         (np.array([3, -5], np.int8), 1, "-5"),
         (np.array([3, TOO_LARGE], np.int64), 1, "2147483648"),
@@ -71,6 +71,7 @@ def test_a_range_is_a_sequence_of_integers():
         (np.array([3.0, 4.0]), 0, "3.0"),
         (np.array([True, False]), 0, "True"),
         (np.array([3, 4.5], object), 1, "4.5"),
+        (np.array([1], "m8[s]"), 0, "datetime.timedelta(seconds=1)"),
         (array("f", [1.5]), 0, "1.5"),
     ],
 )
@@ -236,6 +237,17 @@ def test_multimodal_items_are_kept_in_order_of_position():
             "request r1: cache salt is '\\ud800': pass text that UTF-8 can encode",
         ),
         ({"tenant": 3}, "request r1: tenant is 3: pass a non-empty str"),
+        ({"lora": "sql"}, "request r1: lora is 'sql': pass a LoRARequest or None"),
+        ({"model_epoch": -1}, "request r1: model epoch is -1: pass an integer of at least 0"),
+        ({"model_epoch": True}, "request r1: model epoch is True: pass an integer of at least 0"),
+        (
+            {"mm_positions": [(0, 1), (1, 1)], "mm_hashes": "ab"},
+            "request r1: mm_hashes is 'ab': pass a list, one entry per item",
+        ),
+        (
+            {"mm_positions": None, "mm_hashes": []},
+            "request r1: mm_positions is None: pass a list, one entry per item",
+        ),
     ],
 )
 def test_what_sets_content_apart_is_checked(keywords, message):
@@ -291,3 +303,32 @@ def test_a_request_says_what_it_is():
     request.append_output_token_ids([3])
     request.num_computed_tokens = 1
     assert repr(request) == "Request('r1', 3 tokens, 2 of them prompt, 1 computed)"
+
+
+@pytest.mark.parametrize("wrong", [1.5, "1", None])
+def test_a_number_of_tokens_is_an_integer(wrong):
+    request = Request("r1", [1, 2])
+    message = f"request r1: {wrong!r} is no number of tokens: pass an integer"
+    with refused(message):
+        request.num_computed_tokens = wrong
+    with refused(message):
+        request.truncate_tokens(wrong)
+    assert (request.num_tokens, request.num_computed_tokens) == (2, 0)
+
+
+def test_a_number_too_long_to_write_out_is_refused_all_the_same():
+    """Python itself refuses to turn an integer of more than 4300 digits into text."""
+    request = Request("r1", [1, 2])
+    huge = 10**5000
+    with pytest.raises(RequestError, match="prompt token id at index 1 is "):
+        Request("r2", [1, huge])
+    with pytest.raises(RequestError, match="output token id at index 0 is "):
+        request.append_output_token_ids([huge])
+    with pytest.raises(RequestError, match="computed tokens, but it has 2 tokens"):
+        request.num_computed_tokens = huge
+    with pytest.raises(RequestError, match="cannot truncate to "):
+        request.truncate_tokens(huge)
+    with pytest.raises(RequestError, match="at least 0 and length at least 1"):
+        MultiModalPosition(-huge, 1)
+    with pytest.raises(RequestError, match="items lie inside the prompt"):
+        Request("r2", [1], mm_positions=[(0, huge)], mm_hashes=["a"])

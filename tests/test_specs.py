@@ -179,7 +179,7 @@ configs = st.builds(
         st.builds(
             KVCacheTensor,
             size=st.integers(0, 1 << 40),
-            shared_by=st.lists(st.text(max_size=5), max_size=3),
+            shared_by=st.lists(st.text(max_size=5), max_size=3, unique=True),
             offset=st.integers(0, 1 << 40),
         ),
         max_size=3,
@@ -187,7 +187,7 @@ configs = st.builds(
     kv_cache_groups=st.lists(
         st.builds(
             KVCacheGroupSpec,
-            layer_names=st.lists(st.text(max_size=5), max_size=3),
+            layer_names=st.lists(st.text(max_size=5), max_size=3, unique=True),
             kv_cache_spec=specs,
         ),
         max_size=3,
@@ -253,3 +253,22 @@ def test_unknown_fields_and_kinds_are_refused_by_name() -> None:
 def test_a_single_name_is_no_list_of_names() -> None:
     with pytest.raises(ConfigurationError, match="shared_by is 'layer': give a list"):
         KVCacheTensor(1, "layer")
+
+
+def test_a_layer_stands_in_a_list_once() -> None:
+    message = "layer_names has a more than once: name every layer once"
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        KVCacheGroupSpec(("a", "b", "a"), full())
+
+
+def test_more_blocks_than_int32_can_name_are_refused() -> None:
+    assert KVCacheConfig(2**31 - 1, (), ()).num_blocks == 2**31 - 1
+    with pytest.raises(ConfigurationError, match=r"^num_blocks is 2147483648, but block ids are "):
+        KVCacheConfig(2**31, (), ())
+
+
+def test_a_number_too_long_to_write_out_is_refused_all_the_same() -> None:
+    with pytest.raises(ConfigurationError, match=r"^num_blocks is "):
+        KVCacheConfig(10**5000, (), ())
+    with pytest.raises(MalformedMessageError, match=r"^KVCacheTensor: size is "):
+        KVCacheTensor.from_dict({"size": -(10**5000), "shared_by": []})

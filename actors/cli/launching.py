@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.sessions import ray_session
-from actors.cli.tables import facts_table, print_json
+from actors.cli.tables import print_facts, print_json, print_table
 from actors.cluster import KVCacheCluster
 from actors.reports import ClusterStatus
 from kvcache.config import load_config
@@ -76,8 +76,8 @@ def show_status(name: str, as_json: bool) -> None:
         print_json(json.dumps({**status.to_dict(), "statistics": figures}, indent=2))
         return
     console = Console(file=sys.stdout)
-    console.print(_summary(status, statistics))
-    console.print(_ranks(status))
+    print_facts(console, status.name, _summary(status, statistics))
+    print_table(console, "ranks", _ranks(status))
     for warning in status.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
 
@@ -121,7 +121,7 @@ def undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) -> Table:
+def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) -> dict[str, str]:
     facts = {
         "state": f"{status.state}{': ' + status.problem if status.problem else ''}",
         "model": f"{status.model}, up to {status.max_model_len:,} tokens",
@@ -145,11 +145,11 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
             "clients": f"{statistics.num_clients:,}",
             "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} refused)",
         }
-    return facts_table(status.name, facts)
+    return facts
 
 
 def _ranks(status: ClusterStatus) -> Table:
-    table = Table(title="ranks", title_justify="left")
+    table = Table()
     for heading in ("rank", "host", "process", "GPUs", "state"):
         table.add_column(heading)
     for rank in status.ranks:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.tables import bytes_text, facts_table, print_json
+from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from kvcache.config import load_config
 from kvcache.planner import PlanReport, plan_cluster, report_plan
 
@@ -21,36 +21,33 @@ def show_plan(config_path: Path, as_json: bool) -> None:
         print_json(report.to_json())
         return
     console = Console(file=sys.stdout)
-    console.print(_summary(report))
-    console.print(_groups(report))
-    console.print(_ranks(report))
+    print_facts(console, f"plan of {report.name}", _summary(report))
+    print_table(console, "KV cache groups", _groups(report))
+    print_table(console, "ranks", _ranks(report))
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
 
 
-def _summary(report: PlanReport) -> Table:
+def _summary(report: PlanReport) -> dict[str, str]:
     concurrency, capacity = report.max_concurrency, report.capacity_tokens
-    return facts_table(
-        f"plan of {report.name}",
-        {
-            "blocks": f"{report.num_usable_blocks:,} and the null block",
-            "capacity": "unlimited" if capacity is None else f"{capacity:,} tokens",
-            "longest request": f"{report.max_model_len:,} tokens",
-            "tokens per step": f"{report.max_num_batched_tokens:,}",
-            "concurrency": (
-                "unlimited" if concurrency is None else f"{concurrency:.2f} requests of full length"
-            ),
-            "memory": f"{bytes_text(report.allocated_bytes)} on {report.num_ranks} ranks",
-            "per token": f"{report.bytes_per_token:,.1f} bytes, all ranks",
-            "prefix caching": "possible" if report.can_prefix_cache else "not possible",
-            "layout": report.layout,
-            "fingerprint": report.fingerprint[:16],
-        },
-    )
+    return {
+        "blocks": f"{report.num_usable_blocks:,} and the null block",
+        "capacity": "unlimited" if capacity is None else f"{capacity:,} tokens",
+        "longest request": f"{report.max_model_len:,} tokens",
+        "tokens per step": f"{report.max_num_batched_tokens:,}",
+        "concurrency": (
+            "unlimited" if concurrency is None else f"{concurrency:.2f} requests of full length"
+        ),
+        "memory": f"{bytes_text(report.allocated_bytes)} on {report.num_ranks} ranks",
+        "per token": f"{report.bytes_per_token:,.1f} bytes, all ranks",
+        "prefix caching": "possible" if report.can_prefix_cache else "not possible",
+        "layout": report.layout,
+        "fingerprint": report.fingerprint[:16],
+    }
 
 
 def _groups(report: PlanReport) -> Table:
-    table = Table(title="KV cache groups", title_justify="left")
+    table = Table()
     for heading in ("group", "kind"):
         table.add_column(heading)
     for heading in ("layers", "block size", "page", "blocks per request"):
@@ -68,7 +65,7 @@ def _groups(report: PlanReport) -> Table:
 
 
 def _ranks(report: PlanReport) -> Table:
-    table = Table(title="ranks", title_justify="left")
+    table = Table()
     table.add_column("rank")
     for heading in ("layers", "memory", "blocks", "block", "allocated", "padding"):
         table.add_column(heading, justify="right")

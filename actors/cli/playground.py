@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.client import StepClient
+from actors.step_client import StepClient
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator_settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError
@@ -108,8 +108,9 @@ def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
     from actors.local import LocalCluster
 
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
-        stepper = ClientStepper(client, lambda: cluster.statistics().coordinator)
-        yield Playground(f"{config.name}, in this process", stepper, _limits(config, cluster.plan))
+        stepper = ClientStepper(client, cluster.coordinator.statistics)
+        limits = _limits(config, cluster.plan.max_model_len)
+        yield Playground(f"{config.name}, in this process", stepper, limits)
 
 
 @contextmanager
@@ -141,13 +142,17 @@ def _running_cluster(name: str) -> Iterator[Playground]:
 
 @contextmanager
 def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
-    limits = EngineLimits(
-        max_model_len=cluster.status().max_model_len,
-        max_num_batched_tokens=cluster.config.scheduler.max_num_batched_tokens,
-        max_num_seqs=cluster.config.scheduler.max_num_seqs,
-        stall_s=cluster.config.deadlines.step_s,
-        figures_interval_s=_FIGURES_INTERVAL_S,
-    )
+    limits = _limits(cluster.config, cluster.status().max_model_len)
     with cluster.client("replay") as client:
         stepper = ClientStepper(client, lambda: cluster.statistics().coordinator)
         yield Playground(cluster.name, stepper, limits)
+
+
+def _limits(config: ClusterConfig, max_model_len: int) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        stall_s=config.deadlines.step_s,
+        figures_interval_s=_FIGURES_INTERVAL_S,
+    )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from actors.cli.playground import open_playground
 from actors.cli.progress import ReplayProgress, measure_workload
-from actors.cli.tables import bytes_text, facts_table, print_json
+from actors.cli.tables import bytes_text, print_facts, print_json
 from kvcache.clock import SystemClock
 from kvcache.errors import ConfigurationError, WrongBytesError
 from kvcache.replay.engine import ReplayEngine
@@ -88,20 +88,19 @@ def _parse_blocks(text: str) -> int | None:
 
 def _print_count(count: PrefillCount) -> None:
     capacity = UNLIMITED if count.num_blocks is None else f"{count.num_blocks:,} blocks"
-    Console().print(
-        facts_table(
-            f"{count.workload}, prompts only",
-            {
-                "capacity": f"{capacity} of {count.block_size} tokens",
-                "requests": f"{count.num_requests:,}",
-                "tokens": f"{count.num_input_tokens:,}",
-                "block references": f"{count.num_block_references:,}",
-                "hit blocks": f"{count.num_hit_blocks:,}",
-                "hit rate": f"{count.hit_rate:.4f}",
-                "evictions": f"{count.num_evictions:,}",
-                "time": f"{count.wall_time_s:.1f} s",
-            },
-        )
+    print_facts(
+        Console(),
+        f"{count.workload}, prompts only",
+        {
+            "capacity": f"{capacity} of {count.block_size} tokens",
+            "requests": f"{count.num_requests:,}",
+            "tokens": f"{count.num_input_tokens:,}",
+            "block references": f"{count.num_block_references:,}",
+            "hit blocks": f"{count.num_hit_blocks:,}",
+            "hit rate": f"{count.hit_rate:.4f}",
+            "evictions": f"{count.num_evictions:,}",
+            "time": f"{count.wall_time_s:.1f} s",
+        },
     )
 
 
@@ -111,24 +110,23 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
         return
     tokens = f"{report.num_prompt_tokens:,} prompt, {report.num_output_tokens:,} output"
     again = f"{report.num_recomputed_tokens:,} tokens computed twice"
-    Console().print(
-        facts_table(
-            f"{report.workload} on {title}",
-            {
-                "requests": f"{report.num_requests:,}",
-                "tokens": tokens,
-                "hit rate": f"{report.hit_rate:.1%} of prompt tokens",
-                "not computed again": f"{report.num_hit_tokens:,} tokens",
-                "evictions": f"{report.num_evictions:,} blocks",
-                "preemptions": f"{report.num_preemptions:,} ({again})",
-                "copies": f"{report.num_copies:,}",
-                "peak usage": f"{report.peak_usage:.1%} of blocks",
-                "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
-                "time": f"{report.wall_time_s:.1f} s",
-                "bytes checked": f"{report.bytes_checked:,} ({bytes_text(report.bytes_checked)})",
-                "wrong bytes": _wrong_text(report),
-            },
-        )
+    print_facts(
+        Console(),
+        f"{report.workload} on {title}",
+        {
+            "requests": f"{report.num_requests:,}",
+            "tokens": tokens,
+            "hit rate": f"{report.hit_rate:.1%} of prompt tokens",
+            "not computed again": f"{report.num_hit_tokens:,} tokens",
+            "evictions": f"{report.num_evictions:,} blocks",
+            "preemptions": f"{report.num_preemptions:,} ({again})",
+            "copies": f"{report.num_copies:,}",
+            "peak usage": f"{report.peak_usage:.1%} of blocks",
+            "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
+            "time": f"{report.wall_time_s:.1f} s",
+            "bytes checked": f"{report.bytes_checked:,} ({bytes_text(report.bytes_checked)})",
+            "wrong bytes": _wrong_text(report),
+        },
     )
 
 

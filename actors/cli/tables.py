@@ -6,19 +6,26 @@ import math
 import sys
 from collections.abc import Mapping
 
+from rich.console import Console
 from rich.table import Table
 
 _BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
-def facts_table(title: str, facts: Mapping[str, str]) -> Table:
-    """Return a table of two columns: what, and how much."""
-    table = Table(title=title, title_justify="left", show_header=False)
+def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
+    """Print a table of two columns: what, and how much."""
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column()
     for name, value in facts.items():
         table.add_row(name, value)
-    return table
+    print_table(console, title, table)
+
+
+def print_table(console: Console, title: str, table: Table) -> None:
+    """Print a table below its title, which may be wider than the table."""
+    console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def print_json(text: str) -> None:

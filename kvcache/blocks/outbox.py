@@ -67,9 +67,7 @@ class Outbox:
         self._sink = sink
         self._medium = medium
         self.none_hash = none_hash
-        self._published_groups = (
-            frozenset() if isinstance(sink, NullEventSink) else published_groups
-        )
+        self._published_groups = frozenset() if type(sink) is NullEventSink else published_groups
         self._has_workers = has_workers
         self._commands: list[Command] = []
         # At most one of the first two is filled: the other one was turned into a command before.

@@ -72,7 +72,7 @@ class BlockPool(ReferencedBlocks):
         self.ledger = StepLedger()
         self._event_log = log
         self._outbox = outbox
-        self._offload = None if isinstance(offload, NullOffloadHooks) else offload
+        self._offload = None if type(offload) is NullOffloadHooks else offload
         self._zero_new_blocks = zero_new_blocks
 
     # --- what there is -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvcache.config.models import ClusterConfig
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
 
 
 def load_config(path: str | Path) -> ClusterConfig:
@@ -26,14 +26,25 @@ def load_config(path: str | Path) -> ClusterConfig:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "not UTF-8 text"
         raise ConfigurationError(f"{path}: cannot be read ({reason}): check the path") from error
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         where, problem = _describe_yaml_error(error)
         raise ConfigurationError(f"{path}{where}: is no valid YAML: {problem}") from error
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"{path}: is nested too deeply: no setting stands that deep"
+        ) from error
+    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        # What the reader lets through from a value that contradicts its tag, as in `2020-99-99`.
+        raise ConfigurationError(
+            f"{path}: holds a value that cannot be read ({error}): put it in quotes if it is text"
+        ) from error
     return parse_config(data, str(path))
 
 
@@ -65,20 +76,22 @@ def parse_config(data: object, source: str = "configuration") -> ClusterConfig:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Reads plain values only, and refuses a key that appears twice in one section."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, yaml.Mark] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # `<<: *anchor` is no key of its own
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        # Looked for in the text as it stands: merging (`<<: *anchor`) puts the anchor's keys
+        # beside those that override them, at a time that depends on the nesting.
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            first = seen.setdefault((key.tag, key.value), key.start_mark)
+            if first is not key.start_mark:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"key {key!r} stands in line {seen[key].line + 1} already: remove one",
-                    problem_mark=key_node.start_mark,
+                    problem=f"key {key.value!r} stands in line {first.line + 1} already: remove "
+                    "one",
+                    problem_mark=key.start_mark,
                 )
-            if isinstance(key, str):
-                seen[key] = key_node.start_mark
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _describe_yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
@@ -103,10 +116,10 @@ def _describe(details: ErrorDetails) -> str:
         told = str(context["error"])  # from a validator of ours: it names the values itself
         return f"{key}: {told}" if key else told
     if kind == "extra_forbidden":
-        return f"{key}: {value!r}: {_suggest_key(details['loc'])}"
+        return f"{key}: {shown(value)}: {_suggest_key(details['loc'])}"
     if kind == "missing":
         return f"{key}: is missing: add it"
-    return f"{key}: {value!r}: {_remedy(kind, context, details['msg'])}"
+    return f"{key}: {shown(value)}: {_remedy(kind, context, details['msg'])}"
 
 
 def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
@@ -126,6 +139,8 @@ def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
         "string_type": "write text; put it in quotes if it looks like a number",
         "string_too_short": "write at least one character",
         "string_pattern_mismatch": "use letters, digits, '.', '_' and '-', a letter or digit first",
+        "string_unicode": "use text that UTF-8 can encode",
+        "invalid_key": "is no text: put the key in quotes, or remove it",
         "tuple_type": "write a list, one '- ' per entry",
         "model_type": "write a section of keys and values",
     }

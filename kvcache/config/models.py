@@ -8,14 +8,17 @@ is not known is an error. No environment variable is read here or anywhere else.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
 from kvcache.specs import Layout, dtype_size_bytes
 
 MIB = 1 << 20
+MAX_COUNT = 2**31 - 1
+"""Tokens, positions and block ids travel as int32."""
 BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -23,24 +26,27 @@ def parse_bytes(value: object) -> object:
     """Return the bytes that text such as "256MiB" or "1.5 GiB" stands for; other values as is."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*", value)
     if match is None or match[2] not in BYTE_UNITS:
         units = ", ".join(BYTE_UNITS)
         raise ConfigurationError(
-            f"{value!r} is no amount of memory: write a number and one of {units}"
+            f"{shown(value)} is no amount of memory: write a number and one of {units}"
         )
-    return int(float(match[1]) * BYTE_UNITS[match[2]])
+    return int(Fraction(match[1]) * BYTE_UNITS[match[2]])
 
 
 def require_model_len(value: object) -> object:
     """Return `value`; raises ConfigurationError unless it is a number of tokens or "auto"."""
-    if value != "auto" and (type(value) is not int or value < 1):
-        raise ConfigurationError(f"{value!r} is no length: write a number of tokens, or auto")
+    if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_COUNT):
+        raise ConfigurationError(
+            f"{shown(value)} is no length: write a number of tokens from 1 to {MAX_COUNT}, or auto"
+        )
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
-Count = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+FewThousand = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -55,7 +61,7 @@ class LayerConfig(Section):
     """`count` layers in a row of one kind. Heads are those of the whole model."""
 
     kind: Literal["full", "sliding_window"]
-    count: Count = 1
+    count: FewThousand = 1
     num_kv_heads: Count
     head_size: Count
     window_tokens: Count | None = None
@@ -122,8 +128,8 @@ class CacheConfig(Section):
 class ParallelConfig(Section):
     """How many ranks, and how the model is spread over them."""
 
-    tensor_parallel_size: Count = 1
-    pipeline_parallel_size: Count = 1
+    tensor_parallel_size: FewThousand = 1
+    pipeline_parallel_size: FewThousand = 1
 
     @property
     def num_ranks(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
+from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheConfig, require_count
 
 FINGERPRINT_VERSION = 1
@@ -33,12 +34,19 @@ class RankCoordinates:
             require_count(name, getattr(self, name), at_least=0)
         require_count("tensor_parallel_size", self.tensor_parallel_size)
         require_count("pipeline_parallel_size", self.pipeline_parallel_size)
+        for kind in ("tensor", "pipeline"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_parallel_size")
+            if rank >= size:
+                raise ConfigurationError(
+                    f"{kind}_rank is {rank}, but {kind}_parallel_size is {size}: ranks count from 0"
+                )
 
     @classmethod
     def of_rank(
         cls, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> RankCoordinates:
         """Return the coordinates of global rank `pipeline_rank * tensor_parallel_size + tensor`."""
+        require_count("tensor_parallel_size", tensor_parallel_size)
         return cls(
             rank % tensor_parallel_size,
             tensor_parallel_size,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from kvcache.errors import ConfigurationError, PlanMismatchError
 from kvcache.planner.options import Warn, log_warning
@@ -20,13 +21,25 @@ LayerSpecs = Mapping[str, KVCacheSpec]
 """Layer name to what that layer keeps, for the layers of one rank or of the whole model."""
 
 
-def layer_order(layer_name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that puts `layers.2` before `layers.10`.
+LayerOrder: TypeAlias = "tuple[tuple[int, int, str, str], ...]"
+"""What layers are sorted by."""
+
+
+def layer_order(layer_name: str) -> LayerOrder:
+    """Return a sort key that puts `layers.2` before `layers.10`; no two names have the same.
 
     Groups are dealt in this order, not in the order in which layers or ranks were stated.
     """
-    parts = re.split(r"(\d+)", layer_name)
-    return tuple((0, int(p), p) if p.isdigit() else (1, 0, p) for p in parts if p)
+    parts = [part for part in re.split("([0-9]+)", layer_name) if part]
+    return tuple(_part_order(part) for part in parts)
+
+
+def _part_order(part: str) -> tuple[int, int, str, str]:
+    """Numbers first and by value: of those without leading zeros, a longer one is larger."""
+    if part[0] not in "0123456789":
+        return (1, 0, part, "")
+    digits = part.lstrip("0")
+    return (0, len(digits), digits, part)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -103,6 +116,11 @@ def create_kv_cache_group_specs(
     """
     groups = []
     for names in grouped_layer_names:
+        unknown = [name for name in names if name not in specs]
+        if unknown:
+            raise ConfigurationError(
+                f"layer {unknown[0]} is to be grouped, but has no spec: group layers that exist"
+            )
         members = [specs[name] for name in names]
         merged = type(members[0]).merge(members) if members else KVCacheSpec.merge(members)
         groups.append(KVCacheGroupSpec(tuple(names), merged))

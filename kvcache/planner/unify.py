@@ -9,11 +9,11 @@ group and field.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from kvcache.errors import PlanMismatchError
-from kvcache.planner.grouping import layer_order
+from kvcache.planner.grouping import LayerOrder, layer_order
 from kvcache.planner.layout import Pool, lay_out
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, first_difference
 
@@ -146,7 +146,7 @@ def _group_order(group: KVCacheGroupSpec) -> tuple[str, str, object]:
     return (group.kv_cache_spec.kind, repr(group.kv_cache_spec), _first_layer(group))
 
 
-def _first_layer(group: KVCacheGroupSpec) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+def _first_layer(group: KVCacheGroupSpec) -> tuple[int, LayerOrder]:
     if not group.layer_names:
         return (1, ())
     return (0, min(map(layer_order, group.layer_names)))
@@ -156,17 +156,45 @@ def _pools(rank: int, config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec])
     """Return the pools of a plan in the order of their bytes, sharers in the order of `groups`."""
     group_of = {name: index for index, g in enumerate(groups) for name in g.layer_names}
     pools = []
+    placed: set[str] = set()
     for index, tensor in enumerate(sorted(config.kv_cache_tensors, key=lambda t: t.offset)):
-        for name in tensor.shared_by:
-            if name not in group_of:
-                raise PlanMismatchError(
-                    f"rank {rank}, tensor {index}: layer {name} is in none of the rank's KV cache "
-                    "groups: plan the rank anew"
-                )
+        _require_sharers(f"rank {rank}, tensor {index}", tensor.shared_by, group_of, placed)
+        placed.update(tensor.shared_by)
         sharers = sorted(tensor.shared_by, key=lambda name: group_of[name])
         pages = [groups[group_of[name]].kv_cache_spec.page_size_bytes for name in sharers]
         pools.append(Pool(max(pages), tuple(sharers)))
+    missing = sorted(group_of.keys() - placed, key=layer_order)
+    if pools and missing:
+        raise PlanMismatchError(
+            f"rank {rank}, group {group_of[missing[0]]}: layer {missing[0]} has no tensor: plan "
+            "the rank anew"
+        )
     return pools
+
+
+def _require_sharers(
+    where: str, sharers: Sequence[str], group_of: Mapping[str, int], placed: Set[str]
+) -> None:
+    """Raise unless a tensor has layers, each of another group, none of which is `placed`."""
+    if not sharers:
+        raise PlanMismatchError(f"{where}: shared_by is empty: plan the rank anew")
+    first_of: dict[int, str] = {}
+    for name in sharers:
+        if name not in group_of:
+            raise PlanMismatchError(
+                f"{where}: layer {name} is in none of the rank's KV cache groups: plan the rank "
+                "anew"
+            )
+        if name in placed:
+            raise PlanMismatchError(
+                f"{where}: layer {name} is in another tensor already: plan the rank anew"
+            )
+        other = first_of.setdefault(group_of[name], name)
+        if other != name:
+            raise PlanMismatchError(
+                f"{where}: layers {other} and {name} of group {group_of[name]} share it, and would "
+                "overwrite each other: plan the rank anew"
+            )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -6,11 +6,12 @@ it. Refuses counts that cannot be meant; whether a plan fits a machine is the pl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.errors import ConfigurationError, MalformedMessageError, shown
 from kvcache.specs.plain import SPEC_KINDS, construct, require_dict, spec_from_dict
 from kvcache.specs.spec import KVCacheSpec
 from kvcache.specs.units import require_count
@@ -19,6 +20,9 @@ Layout = Literal["block_first", "layer_first"]
 """Order of a rank's bytes: all layers of a block together, or all blocks of a layer together."""
 
 LAYOUTS: tuple[Layout, ...] = ("block_first", "layer_first")
+
+MAX_NUM_BLOCKS = 2**31 - 1
+"""Most blocks of a pool: block ids travel as int32."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,15 @@ class KVCacheConfig:
         object.__setattr__(self, "kv_cache_groups", tuple(self.kv_cache_groups))
         for name in ("num_blocks", "host_blocks", "disk_blocks"):
             require_count(name, getattr(self, name), at_least=0)
+        if self.num_blocks > MAX_NUM_BLOCKS:
+            raise ConfigurationError(
+                f"num_blocks is {shown(self.num_blocks)}, but block ids are int32: use at most "
+                f"{MAX_NUM_BLOCKS} blocks, or larger ones"
+            )
         if self.layout not in LAYOUTS:
-            raise ConfigurationError(f"layout {self.layout!r}: use one of {', '.join(LAYOUTS)}")
+            raise ConfigurationError(
+                f"layout {shown(self.layout)}: use one of {', '.join(LAYOUTS)}"
+            )
 
     @property
     def total_size_bytes(self) -> int:
@@ -145,8 +156,11 @@ class KVCacheConfig:
 
 
 def _as_names(what: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return `names` as a tuple; raises ConfigurationError for a bare string or other values."""
+    """Return `names` as a tuple; raises ConfigurationError unless it lists different names."""
     listed = () if isinstance(names, str) else tuple(names)
     if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
-        raise ConfigurationError(f"{what} is {names!r}: give a list of layer names")
+        raise ConfigurationError(f"{what} is {shown(names)}: give a list of layer names")
+    twice = [name for name, count in Counter(listed).items() if count > 1]
+    if twice:
+        raise ConfigurationError(f"{what} has {twice[0]} more than once: name every layer once")
     return listed

@@ -11,7 +11,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.errors import ConfigurationError, MalformedMessageError, shown
 from kvcache.specs.attention import FullAttentionSpec, SlidingWindowSpec
 from kvcache.specs.spec import KVCacheSpec
 
@@ -21,6 +21,9 @@ SPEC_KINDS: Mapping[str, type[KVCacheSpec]] = MappingProxyType(
 """The kinds that messages may carry. Pass an extended copy where kinds of your own travel."""
 
 
+_MOST_LISTED = 4
+
+
 def spec_from_dict(
     data: object, kinds: Mapping[str, type[KVCacheSpec]] = SPEC_KINDS
 ) -> KVCacheSpec:
@@ -28,7 +31,7 @@ def spec_from_dict(
     kind = data.get("kind") if isinstance(data, dict) else data
     if not isinstance(data, dict) or not isinstance(kind, str) or kind not in kinds:
         raise MalformedMessageError(
-            f"a KV cache spec of kind {kind!r} is not known: known kinds are "
+            f"a KV cache spec of kind {shown(kind)} is not known: known kinds are "
             f"{', '.join(sorted(kinds))}"
         )
     values = {name: value for name, value in data.items() if name != "kind"}
@@ -45,9 +48,11 @@ def require_dict(what: str, data: object) -> dict[str, Any]:
 def construct(cls: type[Any], data: object) -> Any:
     """Build dataclass `cls` from plain values; raises MalformedMessageError if they do not fit."""
     values = require_dict(cls.__name__, data)
-    unknown = [str(name) for name in values if name not in {f.name for f in fields(cls)}]
+    known = {f.name for f in fields(cls)}
+    unknown = [name if isinstance(name, str) else shown(name) for name in values.keys() - known]
     if unknown:
-        raise MalformedMessageError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
+        listed = ", ".join(sorted(unknown)[:_MOST_LISTED])
+        raise MalformedMessageError(f"{cls.__name__}: unknown fields {listed}")
     try:
         return cls(**values)
     except (TypeError, ConfigurationError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
 
 DTYPE_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -28,7 +28,7 @@ def dtype_size_bytes(dtype: str) -> int:
     size = DTYPE_SIZES_BYTES.get(dtype) if isinstance(dtype, str) else None
     if size is None:
         known = ", ".join(DTYPE_SIZES_BYTES)
-        raise ConfigurationError(f"dtype {dtype!r} is not known: use one of {known}")
+        raise ConfigurationError(f"dtype {shown(dtype)} is not known: use one of {known}")
     return size
 
 
@@ -36,7 +36,7 @@ def require_count(name: str, value: object, *, at_least: int = 1) -> None:
     """Raise ConfigurationError unless `value` is an int (not a bool) of `at_least` that much."""
     if type(value) is not int or value < at_least:
         raise ConfigurationError(
-            f"{name} is {value!r}, but must be a whole number of at least {at_least}: raise it"
+            f"{name} is {shown(value)}, but must be a whole number of at least {at_least}: raise it"
         )
 
 

@@ -269,7 +269,7 @@ def test_the_fallback_server_counts_what_it_refuses_and_never_calls_twice() -> N
     calls: list[bytes] = []
 
     class Handle:
-        class kvcache_deliver:  # noqa: N801 - the shape of Ray's actor handles
+        class kvcache_deliver:
             remote = staticmethod(calls.append)
 
     workers: dict[int, object] = {0: Handle}

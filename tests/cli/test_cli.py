@@ -145,14 +145,20 @@ def test_a_local_replay_checks_every_byte(small: Path, trace: Path) -> None:
     assert report["bytes_checked"] > 100_000
 
 
-def test_a_local_replay_under_pressure_still_finds_no_wrong_byte(small: Path) -> None:
+def test_a_local_replay_under_pressure_still_finds_no_wrong_byte(
+    small: Path, tmp_path: Path
+) -> None:
     text = small.read_text(encoding="utf-8").replace("num_blocks: 600", "num_blocks: 300")
     small.write_text(text, encoding="utf-8")
-    chosen = ("--config", small, "--local", "--json", "--limit", "24")
-    shown, _ = run("replay", ROOT / "kvcache" / "simulate", *chosen)
+    library = tmp_path / "library"
+    library.mkdir()
+    for i in range(8):
+        (library / f"{i}.txt").write_text(f"Volume {i}. " * 90, encoding="utf-8")
+    shown, _ = run("replay", library, "--config", small, "--local", "--json")
     report = json.loads(shown)
-    assert report["num_requests"] == 24
+    assert report["num_requests"] == 16
     assert report["num_wrong_blocks"] == 0
+    assert report["num_hit_tokens"] > 0
     assert report["num_evictions"] > 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from builders import NONE_HASH, extend, full, make_core, make_request, run_request, window
+from core_builders import NONE_HASH, extend, full, make_core, make_request, run_request, window
 
 from kvcache.blocks.block import BlockState
 from kvcache.blocks.outbox import EventLog
@@ -326,3 +326,24 @@ def test_a_rebuild_keeps_one_of_duplicate_contents_and_evicts_tails_first() -> N
     assert rebuilt.restore([labels_of(core)]) == 3
     assert rebuilt.pool.get_all_free_blocks()[-3:] == [3, 2, 1]
     rebuilt.check()
+
+
+def test_label_commands_alternate_as_a_block_is_used_again_and_again() -> None:
+    core = make_core(2)
+    for name in "abc":
+        request = make_request(name, [ord(name)] * 4)
+        run_request(core, request)
+        core.free(request)
+    kinds = [type(command) for command in core.take_commands()]
+    assert kinds == [Label, Unlabel, Label, Unlabel, Label]
+
+
+def test_a_row_of_a_failed_step_is_cached_when_it_runs_again() -> None:
+    core = make_core(20)
+    request = make_request("r", range(8))
+    core.open_step("a", 1)
+    core.reserve(request, Reservation(0, 8, 8))
+    core.fail_steps("a", 1)
+    core.open_step("a", 2)
+    core.reserve_rows(rows([0], [0], [8], [8], requests=[request]))
+    assert core.look_up(make_request("s", range(9))).num_tokens == 8

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from builders import (
+from core_builders import (
     NONE_HASH,
     block_lists,
     full,

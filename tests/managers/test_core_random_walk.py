@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from builders import full, make_core, make_request, window
-from slow_model import ModelBlock, ModelGroup, ModelRequest, SlowModel
+from core_builders import full, make_core, make_request, window
+from core_model import ModelBlock, ModelGroup, ModelRequest, SlowModel
 
 from kvcache.blocks.references import KINDS_APART
 from kvcache.core import CacheHit, ReferenceKind, Reservation

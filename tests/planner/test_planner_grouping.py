@@ -18,6 +18,7 @@ from kvcache.planner import (
     is_kv_cache_page_size_uniform,
     is_kv_cache_type_attention_free,
     is_kv_cache_type_uniform,
+    layer_order,
     merge_rank_specs,
     project_groups,
     unify_hybrid_kv_cache_specs,
@@ -366,3 +367,26 @@ def test_layers_that_cannot_become_one_are_refused(
 def test_functions_that_warn_log_when_nobody_collects(caplog: pytest.LogCaptureFixture) -> None:
     unify_hybrid_kv_cache_specs(model("fw"))
     assert [record.name for record in caplog.records] == ["kvcache.planner"]
+
+
+def test_layers_are_ordered_by_number_whatever_their_names() -> None:
+    ordered = ["a.1", "a.01", "a.2", "a.10", "a." + "9" * 5000, "a.b", "\u00b2", "\u0663"]
+    assert sorted(ordered[::-1], key=layer_order)[2:] == ordered[2:]
+    assert len({layer_order(name) for name in ordered}) == len(ordered)
+    assert layer_order("1\u00b2") != layer_order("1")
+
+
+def test_a_layer_without_a_spec_cannot_be_grouped() -> None:
+    message = "layer ghost is to be grouped, but has no spec: group layers that exist"
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        create_kv_cache_group_specs(model("f"), [["l.0", "ghost"]])
+
+
+def test_more_stages_than_layers_of_a_kind_leave_groups_empty_on_most() -> None:
+    specs = model("wwwfwww")
+    groups = get_kv_cache_groups(specs)
+    assert [len(group.layer_names) for group in groups] == [1] * 7
+    for name in specs:
+        stage = project_groups(groups, {name: specs[name]})
+        assert [group.layer_names for group in stage if group.layer_names] == [(name,)]
+        assert [group.kv_cache_spec for group in stage] == [g.kv_cache_spec for g in groups]

@@ -206,3 +206,48 @@ def test_options_that_cannot_be_meant_are_refused(changes: dict[str, Any]) -> No
     (name,) = changes
     with pytest.raises(ConfigurationError, match=f"^{name} "):
         PlanOptions(**{"max_model_len": 10, **changes})
+
+
+def test_a_window_smaller_than_a_block_still_needs_two_of_them() -> None:
+    tiny = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, sliding_window=3)
+    settings_ = options(10_000, max_num_batched_tokens=1)
+    assert max_memory_usage_bytes(settings_, [tiny]) == 2 * PAGE
+    assert get_kv_cache_config(settings_, {"l.0": tiny}, 3 * PAGE).num_blocks == 3
+    with pytest.raises(NotEnoughMemoryError, match="not even one token fits"):
+        get_kv_cache_config(settings_, {"l.0": tiny}, 2 * PAGE)
+
+
+@pytest.mark.parametrize("memory", [0, PAGE - 1, PAGE])
+def test_one_block_is_the_null_block_and_serves_nobody(memory: int) -> None:
+    for length in ("auto", 1, 160):
+        with pytest.raises(NotEnoughMemoryError, match="not even one token fits; give rank 0 more"):
+            get_kv_cache_config(options(length), model("f"), memory)
+
+
+def test_blocks_of_different_sizes_are_counted_by_their_pages() -> None:
+    # The narrow layer's page is a quarter: its blocks become 64 tokens. Length 160: full 10 blocks,
+    # narrow ceil(160 / 64) = 3. One pool of 8192 bytes, 1 null block: 14 blocks for one request.
+    narrow = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32)
+    specs: dict[str, KVCacheSpec] = {"l.0": FULL, "l.1": narrow}
+    config = get_kv_cache_config(options(), specs, 14 * PAGE)
+    assert [group.kv_cache_spec.block_size for group in config.kv_cache_groups] == [16, 64]
+    assert config.num_blocks == 14
+    assert get_max_concurrency_for_kv_cache_config(options(), config) == 14 / 13
+    with pytest.raises(NotEnoughMemoryError, match="at most 144 tokens"):
+        get_kv_cache_config(options(), specs, 13 * PAGE)
+
+
+def test_concurrency_follows_the_formula_written_out() -> None:
+    # Two groups of L = 2 layers (one short of a layer): ceil(L * (20 + 11 ...) / (page * L))
+    for pattern, per_group in (("ff", [10]), ("ffww", [10, 11]), ("ffwww", [10, 11])):
+        config = get_kv_cache_config(options(), model(pattern), 100 * len(pattern) * PAGE)
+        layers = max(len(group.layer_names) for group in config.kv_cache_groups)
+        total = (
+            layers
+            * sum(blocks * PAGE for blocks in per_group)
+            * (len(config.kv_cache_groups) // len(per_group))
+        )
+        if pattern == "ffwww":  # counts 2 and 3: not below 1.5 times, so three groups of two
+            total = layers * (10 + 11 + 11) * PAGE
+        expected = config.num_blocks / math.ceil(total / (PAGE * layers))
+        assert get_max_concurrency_for_kv_cache_config(options(), config) == expected

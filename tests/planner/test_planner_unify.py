@@ -397,3 +397,67 @@ def test_a_report_of_a_model_that_keeps_nothing_is_plain_json() -> None:
     assert report.max_concurrency is None
     assert report.capacity_tokens is None
     assert json.loads(report.to_json())["ranks"][0]["allocated_bytes"] == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Plans that would let layers overwrite each other
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shared_by", "message"),
+    [
+        ([["l.0"], []], "rank 0, tensor 1: shared_by is empty"),
+        ([["l.0"]], "rank 0, group 0: layer l.1 has no tensor"),
+        ([["l.0"], ["l.1"], ["l.0"]], "rank 0, tensor 2: layer l.0 is in another tensor already"),
+        (
+            [["l.0", "l.1"]],
+            "rank 0, tensor 0: layers l.0 and l.1 of group 0 share it, and would overwrite each "
+            "other",
+        ),
+    ],
+)
+def test_every_layer_has_a_tensor_that_no_other_of_its_group_shares(
+    shared_by: list[list[str]], message: str
+) -> None:
+    tensors = [KVCacheTensor(PAGE, names, offset=i) for i, names in enumerate(shared_by)]
+    one = replace(own_plan(model("ff"), 100), kv_cache_tensors=tensors)
+    assert refusal(one) == f"{message}: plan the rank anew"
+
+
+def test_coordinates_beyond_the_number_of_ranks_are_refused() -> None:
+    message = "tensor_rank is 2, but tensor_parallel_size is 2: ranks count from 0"
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        RankCoordinates(2, 2, 0, 1)
+    with pytest.raises(ConfigurationError, match=r"^pipeline_rank is 1, but pipeline_parallel_"):
+        RankCoordinates.of_rank(4, 4, 1)
+    with pytest.raises(ConfigurationError, match=r"^tensor_parallel_size is 0, "):
+        RankCoordinates.of_rank(0, 0, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_split_over_stages_gives_every_layer_its_own_bytes(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    specs = model("".join(rng.choice("wwf") for _ in range(rng.randint(1, 12))))
+    stages: list[dict[str, KVCacheSpec]] = [{} for _ in range(rng.randint(1, 5))]
+    for name, spec in specs.items():
+        rng.choice(stages)[name] = spec
+    by_rank = [stage for stage in stages for _ in range(rng.choice([1, 2]))]
+    rng.shuffle(by_rank)
+    memories = [rng.randint(60, 100) * 12 * PAGE for _ in by_rank]
+    plan = plan_kv_cache(OPTIONS, by_rank, memories)
+    assert len({config.num_blocks for config in plan.configs}) == 1
+    for config, own, memory in zip(plan.configs, by_rank, memories, strict=True):
+        assert config.total_size_bytes <= memory
+        placed = [name for tensor in config.kv_cache_tensors for name in tensor.shared_by]
+        assert sorted(placed) == sorted(own)
+        for group, whole in zip(config.kv_cache_groups, plan.model_groups, strict=True):
+            assert group.kv_cache_spec == whole.kv_cache_spec
+            assert set(group.layer_names) == set(whole.layer_names) & set(own)
+    fewest = min(
+        memory // (PAGE * len(config.kv_cache_tensors))
+        for config, memory in zip(plan.configs, memories, strict=True)
+        if config.kv_cache_tensors
+    )
+    assert plan.num_blocks == fewest

@@ -45,9 +45,7 @@ class Sequence:
     before: list[tuple[int, str, int, int, list[int]]] = field(default_factory=list)
 
     def remember(self, step: int) -> None:
-        self.before.append(
-            (step, self.state, len(self.tokens), self.computed, list(self.drafts))
-        )
+        self.before.append((step, self.state, len(self.tokens), self.computed, list(self.drafts)))
 
 
 @dataclass
@@ -210,9 +208,7 @@ class Engine:
         planned = [(s, num_new, drafts) for s, num_new, drafts, _, _ in rows]
         return Planned(step, request, planned, [*resumed, *new])
 
-    def _plan_row(
-        self, step: int, s: Sequence
-    ) -> tuple[Sequence, int, list[int], int, list[int]]:
+    def _plan_row(self, step: int, s: Sequence) -> tuple[Sequence, int, list[int], int, list[int]]:
         """Settle drafts, sample where all is computed, and choose what to compute."""
         rng = self._random
         s.remember(step)

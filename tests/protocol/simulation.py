@@ -17,16 +17,19 @@ from engine import Engine, Sequence
 
 from kvcache.client_session import ClientSession, SessionSettings
 from kvcache.clock import VirtualClock
+from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator_settings import CoordinatorSettings
 from kvcache.errors import MalformedMessageError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     ClientAddress,
+    Finished,
     FromClient,
     FromWorker,
     Message,
     Outgoing,
+    StepCommands,
     WorkerAddress,
 )
 from kvcache.network import FaultyNetwork, NetworkFaults
@@ -101,9 +104,7 @@ def make_config(num_blocks: int, *, is_hybrid: bool) -> KVCacheConfig:
         )
         groups.append(KVCacheGroupSpec(("window.0",), window))
     page = full.page_size_bytes
-    pool = KVCacheTensor(
-        num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page
-    )
+    pool = KVCacheTensor(num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page)
     return KVCacheConfig(num_blocks, (pool,), tuple(groups))
 
 
@@ -140,6 +141,9 @@ class Cluster:
         losses = [self.random.uniform(0.05, 1.5) for _ in range(scenario.num_worker_losses)]
         self._losses_s = sorted(losses)
         self._sleepy: dict[int, float] = {}
+        self._ended_jobs: set[tuple[int, int, int]] = set()
+        self._jobs: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
+        self._checked: dict[str, tuple[int, int]] = {}
 
     def play(self) -> None:
         """Run until every engine is done and everything has been told; then check the books."""
@@ -169,7 +173,7 @@ class Cluster:
             self._run_forwards(rank, worker)
             self._send(self._name(worker), COORDINATOR, worker.on_tick())
         for name, engine in self.engines.items():
-            self._send(name, COORDINATOR, engine.turn())
+            self._turn(name, engine)
             self._send(name, COORDINATOR, engine.session.on_tick())
 
     def _deliver(self, sender: Hashable, receiver: Hashable, payload: bytes) -> None:
@@ -191,7 +195,7 @@ class Cluster:
         else:
             engine = self.engines[str(receiver)]
             self._send(receiver, COORDINATOR, engine.session.on_message(message))
-            self._send(receiver, COORDINATOR, engine.turn())
+            self._turn(str(receiver), engine)
 
     def _run_forwards(self, rank: int, worker: KVCacheWorker) -> None:
         """Run what is due, unless this rank is slow now."""
@@ -200,10 +204,16 @@ class Cluster:
             return
         if self.random.random() < 0.02:
             self._sleepy[rank] = now_s + self.random.uniform(0.0, 0.3)
-        self._send(self._name(worker), COORDINATOR, worker.run_due_forwards())
+        messages = worker.run_due_forwards()
+        for message in messages:
+            if isinstance(message, Finished):
+                self._ended_jobs |= {(message.epoch, rank, job.job_id) for job in message.jobs}
+        self._send(self._name(worker), COORDINATOR, messages)
 
     def _send_all(self, outgoing: Iterable[Outgoing]) -> None:
         for item in outgoing:
+            if isinstance(item.message, StepCommands):
+                self._note_commands(item.message)
             payload = encode(item.message)
             for address in item.to:
                 if isinstance(address, WorkerAddress):
@@ -216,6 +226,29 @@ class Cluster:
     def _send(self, sender: Hashable, receiver: Hashable, messages: Iterable[Message]) -> None:
         for message in messages:
             self.network.send(sender, receiver, encode(message))
+
+    def _note_commands(self, message: StepCommands) -> None:
+        """Remember which job, in which message, is a step's forward."""
+        steps = self._jobs.setdefault((message.epoch, message.client_id), {})
+        jobs = [c.job_id for c in message.commands if isinstance(c, WriteExpected)]
+        steps[message.client_step] = (message.seq, jobs[0] if jobs else 0)
+
+    def _turn(self, name: str, engine: Engine) -> None:
+        """What the client has been told must be true of every rank, before it acts on it."""
+        session = engine.session
+        epoch, steps = session.epoch, self._jobs.get((session.epoch, name), {})
+        is_same_epoch, last = self._checked.get(name, (0, 0))
+        first = last + 1 if is_same_epoch == epoch else min(steps, default=1)
+        for step in range(first, session.finished_step + 1):
+            seq, job_id = steps.get(step, (0, 0))
+            for rank, worker in self.workers.items():
+                if worker.epoch != epoch:
+                    continue
+                assert worker.applied_seq >= seq, f"step {step} is not applied on rank {rank}"
+                is_over = not job_id or (epoch, rank, job_id) in self._ended_jobs
+                assert is_over, f"the forward of step {step} is not over on rank {rank}"
+        self._checked[name] = (epoch, max(session.finished_step, first - 1))
+        self._send(name, COORDINATOR, engine.turn())
 
     def _lose_worker(self, rank: int) -> None:
         """Kill the process of a rank; another one takes its place."""
@@ -280,6 +313,8 @@ class Cluster:
         for name, engine in self.engines.items():
             self._send(name, COORDINATOR, engine.session.detach())
         for _ in range(60):
+            if not self.coordinator.statistics().num_clients and not len(self.network):
+                break
             self.clock.advance(TICK_S)
             for delivery in self.network.arrivals():
                 self._deliver(delivery.sender, delivery.receiver, delivery.payload)

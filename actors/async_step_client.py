@@ -1,0 +1,262 @@
+"""Steps of the asyncio client: send them, await what becomes of them.
+
+Everything happens in the event loop that the client was made in: its reader callback takes in what
+arrives, a task looks at the clock. No thread is started. The rules are those of step_client.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from actors.calls import CallBook
+from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from kvcache.client_session import SessionState, Submitted
+from kvcache.errors import (
+    BacklogFullError,
+    ClusterError,
+    DeadlineError,
+    NotRunningError,
+    RequestError,
+    StaleEpochError,
+)
+from kvcache.messages import Attached, CallResult, FailedForward
+from kvcache.step import StepRequest, StepResult
+
+T = TypeVar("T")
+C = TypeVar("C", bound="AsyncStepClient")
+
+
+class AsyncStepClient:
+    """Steps and waits, to be awaited. Make it with `connect`."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        """Use `connect` instead."""
+        self._connection = connection
+        self._book = CallBook()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._last_seq = 0
+        self._reader = connection.transport.fileno()
+        self._loop.add_reader(self._reader, self._on_readable)
+        self._ticker = self._loop.create_task(self._tick())
+
+    @classmethod
+    async def connect(cls: type[C], dialer: Dialing, client_name: str = "client") -> C:
+        """Return a new client, attached. Raises as `StepClient` does."""
+        connection = await asyncio.to_thread(ClientConnection, dialer, client_name)
+        client = cls(connection)
+        try:
+            await client.attach()
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    # --- who it is
+
+    @property
+    def client_id(self) -> str:
+        """The name under which steps are counted, this incarnation included."""
+        return self._connection.session.client_id
+
+    @property
+    def attached(self) -> Attached:
+        """What the coordinator said when this client attached last: epoch, plan, model epoch."""
+        attached = self._connection.session.attached
+        if attached is None:
+            raise NotRunningError(f"client {self.client_id} has not attached yet")
+        return attached
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which steps are scheduled now; forwards begin with it."""
+        return self._connection.session.epoch
+
+    @property
+    def last_seq(self) -> int:
+        """`seq` of the newest answer that was taken: what `begin_forward` waits for."""
+        return self._last_seq
+
+    @property
+    def finished_step(self) -> int:
+        """Every step up to this one is over on every rank, as far as is known here."""
+        return self._connection.session.finished_step
+
+    @property
+    def failures(self) -> tuple[FailedForward, ...]:
+        """Content-checked forwards that found wrong bytes."""
+        return self._connection.session.failures
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes compared by content-checked forwards, over all ranks."""
+        return self._connection.session.bytes_checked
+
+    # --- steps
+
+    async def attach(self, timeout_s: float | None = None) -> None:
+        """Attach, again after an epoch has ended. See `StepClient.attach`."""
+        session = self._connection.session
+        if session.state not in (SessionState.ATTACHED, SessionState.ATTACHING):
+            self._book.forget()
+            self._connection.send(session.attach())
+            self._drain_soon()
+        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        try:
+            await self._wait(self._connection.is_attached, limit_s, "be attached")
+        except DeadlineError as error:
+            lost = await self._lost_workers()
+            if lost:
+                raise lost_workers_error(StaleEpochError(str(error)), lost) from error
+            raise DeadlineError(f"{error}: {session.reason or 'no answer came'}") from error
+
+    async def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
+        """Schedule one step and return its answer. See `StepClient.step`."""
+        return await self.wait_result(await self.submit(request), timeout_s)
+
+    async def submit(self, request: StepRequest, timeout_s: float | None = None) -> int:
+        """Send a step and return its number. See `StepClient.submit`."""
+        session = self._connection.session
+        return await self._submit(lambda: session.submit(request), timeout_s)
+
+    async def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
+        """Return the answer to a step. See `StepClient.wait_result`."""
+        answer = await self._wait_answer(step, timeout_s)
+        if not isinstance(answer, StepResult):
+            raise RequestError(f"number {step} was a call, not a step")
+        require_served(answer)
+        return answer
+
+    async def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
+        """Return once every rank has applied the step's commands."""
+        is_applied = self._connection.session.is_applied
+        await self._await(lambda: is_applied(step), step, "applied", timeout_s)
+
+    async def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
+        """Return once the step is over on every rank: with content checking its forward too."""
+        is_finished = self._connection.session.is_finished
+        await self._await(lambda: is_finished(step), step, "finished", timeout_s)
+
+    async def close(self) -> None:
+        """Detach; whatever still runs is freed. Repeatable."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._ticker.cancel()
+        self._loop.remove_reader(self._reader)
+        self._notify()
+        await asyncio.to_thread(self._connection.close)
+
+    async def __aenter__(self: C) -> C:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    # --- inside
+
+    async def _submit(self, make: Callable[[], Submitted], timeout_s: float | None) -> int:
+        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        made: list[Submitted] = []
+
+        def try_to_make() -> bool:
+            try:
+                made.append(make())
+            except BacklogFullError:
+                return False
+            return True
+
+        await self._wait(try_to_make, limit_s, "be sent: the backlog is full")
+        self._connection.send(made[0].messages)
+        self._drain_soon()
+        return made[0].step
+
+    async def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
+        session = self._connection.session
+        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        what = f"answer step {step}: it may or may not have been executed"
+        await self._wait(lambda: session.result(step) is not None, limit_s, what)
+        answer = session.result(step)
+        if answer is None:
+            raise RequestError(f"the answer to step {step} is not kept any more: take it earlier")
+        self._last_seq = max(self._last_seq, answer.seq)
+        return answer
+
+    async def _await(
+        self, has_happened: Callable[[], bool], step: int, what: str, timeout_s: float | None
+    ) -> None:
+        limit_s = self._connection.settings.forward_s if timeout_s is None else timeout_s
+        await self._wait(has_happened, limit_s, f"have step {step} {what} on every rank")
+
+    async def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Return when `is_done()`; ask it again after whatever arrives and at every tick."""
+        give_up_s = self._connection.clock.now() + timeout_s
+        while True:
+            if self._is_closed:
+                raise NotRunningError(f"client {self.client_id} is closed: make a new one")
+            try:
+                if is_done():
+                    return
+            except StaleEpochError as error:
+                lost = await self._lost_workers()
+                raise lost_workers_error(error, lost) from error
+            if self._connection.clock.now() >= give_up_s:
+                raise DeadlineError(
+                    f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
+                    "status"
+                )
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+
+    async def _lost_workers(self) -> str:
+        try:
+            return await asyncio.to_thread(self._connection.dialer.lost_workers)
+        except ClusterError:
+            return ""
+
+    def _on_readable(self) -> None:
+        """Take in everything there is: the descriptor may tell only once."""
+        if self._is_closed:
+            return
+        has_news = False
+        while payloads := self._connection.transport.receive(0.0):
+            self._connection.take(payloads)
+            has_news = True
+        if has_news:
+            self._notify()
+
+    def _drain_soon(self) -> None:
+        """Sending may have swallowed the signal that something arrived."""
+        self._loop.call_soon(self._on_readable)
+
+    def _notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _tick(self) -> None:
+        """Look at the clock again and again, and for a coordinator that has moved."""
+        while not self._is_closed:
+            await asyncio.sleep(self._connection.tick_s)
+            self._connection.tick()
+            self._on_readable()
+            if self._connection.may_have_moved and self._waiters:
+                await self._redial()
+            self._notify()
+
+    async def _redial(self) -> None:
+        try:
+            endpoint = await asyncio.to_thread(self._connection.dialer.endpoint)
+        except ClusterError:
+            return  # deadlines above say so to whoever waits
+        self._loop.remove_reader(self._reader)
+        self._connection.redial(endpoint)
+        self._reader = self._connection.transport.fileno()
+        self._loop.add_reader(self._reader, self._on_readable)

@@ -1,0 +1,124 @@
+"""Clusters for the tests of this package: one that many tests share, and a way to launch others."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import KVCacheCluster
+from kvcache.config import ClusterConfig, parse_config
+
+MakeConfig = Callable[..., ClusterConfig]
+Launch = Callable[..., KVCacheCluster]
+
+_numbers = itertools.count()
+
+
+def build_config(name: str = "", **sections: dict[str, Any]) -> ClusterConfig:
+    """Return a small content-checked TP2 configuration under a name of its own."""
+    settings: dict[str, Any] = {
+        "name": name or f"test-{next(_numbers)}",
+        "model": {
+            "name": "small",
+            "max_model_len": 512,
+            "layers": [{"kind": "full", "count": 4, "num_kv_heads": 2, "head_size": 8}],
+        },
+        "cache": {"memory_per_rank": "1MiB"},
+        "parallel": {"tensor_parallel_size": 2},
+        "transport": {"resend_s": 0.2, "heartbeat_s": 0.4},
+        "deadlines": {"startup_s": 40.0, "step_s": 10.0, "forward_s": 10.0, "shutdown_s": 4.0},
+        "content_check": {"enabled": True},
+    }
+    for section, values in sections.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    return parse_config(settings)
+
+
+@pytest.fixture
+def make_config() -> MakeConfig:
+    """Makes configurations; see `build_config`."""
+    return build_config
+
+
+@pytest.fixture
+def launch(ray_cluster: str) -> Iterator[Launch]:
+    """Launches clusters that are stopped after the test."""
+    launched: list[KVCacheCluster] = []
+
+    def launch_one(config: ClusterConfig, **options: Any) -> KVCacheCluster:
+        launched.append(KVCacheCluster.launch(config, **options))
+        return launched[-1]
+
+    yield launch_one
+    for cluster in launched:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def shared(ray_cluster: str) -> Iterator[KVCacheCluster]:
+    """A TP2 cluster that tests use as long as they leave it well."""
+    with KVCacheCluster.launch(build_config("test-shared")) as cluster:
+        yield cluster
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+    """Return the first true value of `condition()`; fails at the deadline."""
+    give_up_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up_s, f"{condition} stayed {value!r}"
+        time.sleep(0.02)
+    return value
+
+
+class Traces:
+    """What clusters leave on this machine, apart from Ray's own things."""
+
+    def __init__(self) -> None:
+        self._before = self._look()
+
+    def check(self, name: str) -> None:
+        """Fail unless everything of the cluster `name` is gone, now or very soon."""
+        wait_for(lambda: self._look() <= self._before)
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        named = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+        assert [actor for actor in named if actor.startswith(f"{name}/")] == []
+        groups = [
+            group["name"]
+            for group in placement_group_table().values()
+            if group["state"] != "REMOVED"
+        ]
+        assert f"{name}/workers" not in groups
+
+    @staticmethod
+    def _look() -> set[str]:
+        """Return our sockets, shared memory files and actor processes."""
+        sockets = {
+            line.split()[-1]
+            for line in Path("/proc/net/unix").read_text().splitlines()
+            if "@kvcache-" in line
+        }
+        shared_memory = {
+            path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("plasma")
+        }
+        processes = set()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = path.read_bytes()
+            except OSError:
+                continue
+            if b"Worker" in command and command.startswith(b"ray::"):
+                processes.add(f"{path.parent.name} {command!r}")
+        return sockets | shared_memory | processes
+
+
+@pytest.fixture
+def traces(ray_cluster: str) -> Traces:
+    """What there was before the test."""
+    return Traces()

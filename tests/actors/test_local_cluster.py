@@ -1,0 +1,151 @@
+"""A whole cluster in one thread: the client's interface without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from actors import LocalCluster
+from kvcache.config import ClusterConfig
+from kvcache.errors import BacklogFullError, NotRunningError, RequestError
+from kvcache.request import Request
+from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
+
+MakeConfig = Callable[..., ClusterConfig]
+
+EMPTY = StepRequest("", 0, 0)
+
+
+def prompt(request_id: str, num_tokens: int, first: int = 0) -> NewRequest:
+    tokens = np.arange(first, first + num_tokens, dtype=np.int32)
+    return NewRequest(request_id, tokens, max_new_tokens=num_tokens)
+
+
+def decode(slot: int, token: int) -> RunningRequests:
+    one = np.ones(1, dtype=np.int32)
+    none = np.zeros(1, dtype=np.int32)
+    tokens = np.array([token], dtype=np.int32)
+    return RunningRequests(
+        np.array([slot], dtype=np.int32), one, none, none, np.array([0, 1], dtype=np.int32), tokens
+    )
+
+
+def test_a_request_is_computed_decoded_finished_and_hit_again(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        first = client.step(StepRequest("", 0, 0, new=(prompt("a", 40),)))
+        client.wait_finished(first.step)
+        second = client.step(StepRequest("", 0, 0, completed_step=first.step, running=decode(0, 7)))
+        client.wait_finished(second.step)
+        done = StepRequest("", 0, 0, completed_step=second.step, finished=("a",))
+        client.wait_finished(client.step(done).step)
+        again = client.step(StepRequest("", 0, 0, new=(prompt("b", 40),)))
+        client.wait_finished(again.step)
+        assert again.num_hit_tokens.tolist() == [32]
+        assert client.failures == ()
+        assert client.bytes_checked > 0
+
+
+def test_an_engine_runs_its_own_forwards_between_begin_and_end(make_config: MakeConfig) -> None:
+    config = make_config(content_check={"enabled": False})
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        result = client.step(StepRequest("", 0, 0, new=(prompt("a", 40),)))
+        for host in cluster.workers:
+            worker = host.worker
+            worker.begin_forward(result.epoch, result.seq, timeout_s=1.0)
+            blocks = worker.block_tables[0][0][:3].tolist()
+            worker.kv_caches["layers.0"][blocks[0]].fill_(1.0)
+            worker.end_forward(result.epoch, result.seq)
+        assert blocks == result.patches.block_ids.tolist()
+
+
+def test_steps_are_pipelined_up_to_the_window(make_config: MakeConfig) -> None:
+    config = make_config(transport={"window": 4})
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        numbers = [client.submit(EMPTY) for _ in range(20)]
+        client.wait_finished(numbers[-1])
+        assert numbers == list(range(1, 21))
+        assert client.finished_step == 20
+
+
+def test_a_refused_step_raises_what_the_manager_raised(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        with pytest.raises(RequestError, match="nobody"):
+            client.step(StepRequest("", 0, 0, finished=("nobody",)))
+        client.wait_finished(client.step(EMPTY).step)
+
+
+def test_requests_can_be_served_call_by_call(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        request = Request("r", list(range(40)))
+        hit, num_tokens = client.get_computed_blocks(request)
+        assert (num_tokens, bool(hit)) == (0, False)
+        new = client.allocate_slots(request, 40)
+        assert new is not None
+        assert [len(ids) for ids in new.get_block_ids()] == [3]
+        assert client.get_block_ids("r") == new.get_block_ids()
+        request.num_computed_tokens = 40
+        request.append_output_token_ids([1])
+        assert client.allocate_slots(request, 1) is not None
+        client.free(request)
+        again = Request("s", list(range(40)))
+        hit, num_tokens = client.get_computed_blocks(again)
+        assert num_tokens == 32
+        assert client.allocate_slots(again, 8, num_tokens, hit) is not None
+        pin = client.pin_prefix(list(range(16)), ttl_s=60.0)
+        assert pin.num_tokens == 16
+        client.unpin_prefix(pin)
+        client.free(again)
+        client.evict_blocks(new.get_block_ids()[0][:1])
+        assert client.get_computed_blocks(Request("t", list(range(40))))[1] == 0
+        assert client.reset_prefix_cache()
+        assert client.usage() == 0.0
+        stats = client.make_prefix_cache_stats()
+        assert stats is not None
+        assert stats.queries > 0
+
+
+def test_refused_calls_raise_and_the_next_ones_work(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        request = Request("r", list(range(8)))
+        with pytest.raises(RequestError, match="num_new_tokens"):
+            client.allocate_slots(request, 0)
+        assert client.allocate_slots(request, 8) is not None
+
+
+def test_a_closed_client_says_so(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster:
+        client = cluster.client()
+        client.close()
+        client.close()
+        with pytest.raises(NotRunningError, match="is closed: make a new one"):
+            client.submit(EMPTY)
+
+
+def test_what_a_closed_client_held_is_free_again(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster:
+        with cluster.client() as client:
+            client.wait_finished(client.step(StepRequest("", 0, 0, new=(prompt("a", 40),))).step)
+        with cluster.client() as other:
+            other.wait_finished(other.step(EMPTY).step)
+            other.wait_finished(other.step(EMPTY).step)
+            assert other.usage() == 0.0
+
+
+def test_a_submit_that_finds_no_room_in_time_was_not_sent(make_config: MakeConfig) -> None:
+    config = make_config(transport={"window": 2})
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        cluster.coordinator.close()
+        client.submit(EMPTY)
+        client.submit(EMPTY)
+        with pytest.raises(Exception, match="backlog is full") as caught:
+            client.submit(EMPTY, timeout_s=0.05)
+        assert not isinstance(caught.value, BacklogFullError)
+        assert client._connection.session.next_step == 3
+
+
+def test_empty_running_rows_travel(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        result = client.step(StepRequest("", 0, 0, running=EMPTY_RUNNING))
+        assert result.running_scheduled.tolist() == []

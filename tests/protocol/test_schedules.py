@@ -1,0 +1,132 @@
+"""A thousand schedules of faults: every byte right, everything ends, nothing is left over.
+
+A failing seed is in the message; `simulate(random_scenario(seed))` plays it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from simulation import Scenario, random_scenario, simulate
+
+from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
+from kvcache.job_book import JobBook
+from kvcache.messages import Applied, StepCommands
+from kvcache.network import NetworkFaults
+from kvcache.step_delivery import StepReceiver
+
+SEEDS_PER_TEST = 50
+NUM_SEEDS = 1000
+
+ROUGH = NetworkFaults(
+    dropped=0.1, duplicated=0.3, delayed=0.4, reordered=0.3, torn=0.02, max_delay_s=0.1
+)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_schedule_of_faults_ends_with_every_byte_right(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        simulate(random_scenario(seed))
+
+
+def test_the_same_seed_plays_the_same_schedule() -> None:
+    first, second = (simulate(random_scenario(7)) for _ in range(2))
+    assert first.network.statistics() == second.network.statistics()
+    assert first.clock.now() == second.clock.now()
+
+
+def test_without_content_checking_steps_finish_when_they_are_applied() -> None:
+    cluster = simulate(Scenario(3, is_content_checking=False, faults=ROUGH))
+    assert cluster.coordinator.statistics().num_open_jobs == 0
+
+
+def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
+    engines = [
+        engine for seed in range(40) for engine in simulate(random_scenario(seed)).engines.values()
+    ]
+    assert sum(engine.num_hit_tokens for engine in engines) > 100
+    assert sum(engine.num_preempted for engine in engines) > 5
+    assert sum(engine.num_failed_steps for engine in engines) > 5
+    assert sum(engine.num_voided for engine in engines) > 2
+    assert sum(engine.session.num_resent for engine in engines) > 20
+
+
+def turns_red(num_seeds: int = 12) -> bool:
+    """Say whether some schedule fails."""
+    for seed in range(num_seeds):
+        scenario = Scenario(seed, num_requests=3, faults=ROUGH, fail_share=0.1)
+        try:
+            simulate(replace(scenario, num_ranks=2 + seed % 2))
+        except AssertionError:
+            return True
+    return False
+
+
+def test_with_all_rules_the_rough_schedules_are_green() -> None:
+    assert not turns_red()
+
+
+def test_a_report_counted_twice_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, numbers = JobBook.report, count()
+
+    def by_number(self: JobBook, rank: int, job: Any) -> Any:
+        return report(self, next(numbers), job)
+
+    monkeypatch.setattr(JobBook, "report", by_number)
+    assert turns_red()
+
+
+def test_an_acknowledgement_of_one_rank_taken_for_all_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_applied = CommandWindow.on_applied
+
+    def for_all(self: CommandWindow, rank: int, name: str, epoch: int, *rest: Any) -> bool:
+        on_applied(self, rank, name, epoch, *rest)
+        for other, progress in self._ranks.items():
+            if progress.applied_seq < rest[0]:
+                on_applied(self, other, progress.incarnation, epoch, *rest)
+        return True
+
+    monkeypatch.setattr(CommandWindow, "on_applied", for_all)
+    assert turns_red()
+
+
+def test_commands_applied_as_they_come_turn_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def as_they_come(self: CommandReceiver, message: StepCommands) -> ReceivedCommands:
+        if message.epoch != self._epoch:
+            return ReceivedCommands()
+        self._delivered_seq = max(self._delivered_seq, message.seq)
+        return ReceivedCommands((message,))
+
+    def confirm(self: CommandReceiver, seq: int) -> Applied:
+        self._applied_seq = max(self._applied_seq, seq)
+        return self._applied()
+
+    monkeypatch.setattr(CommandReceiver, "on_commands", as_they_come)
+    monkeypatch.setattr(CommandReceiver, "confirm_applied", confirm)
+    assert turns_red()
+
+
+def test_without_repeating_commands_the_simulation_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CommandWindow, "due_for_resend", lambda self, now_s: {})
+    monkeypatch.setattr(CommandWindow, "on_missing", lambda self, *args: [])
+    assert turns_red(3)
+
+
+def test_a_step_executed_twice_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_step = StepReceiver.on_step
+
+    def forgetful(self: StepReceiver, message: Any) -> Any:
+        self._next_step = min(self._next_step, message.step)
+        return on_step(self, message)
+
+    monkeypatch.setattr(StepReceiver, "on_step", forgetful)
+    assert turns_red()
