@@ -32,7 +32,9 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
     )
 
 
-def make_manager(config: ClusterConfig, plan: Plan, clock: Clock) -> KVCacheManager:
+def make_manager(
+    config: ClusterConfig, plan: Plan, clock: Clock, model_epoch: int = 0
+) -> KVCacheManager:
     """Return an empty manager for the whole model."""
     cache = config.cache
     return KVCacheManager(
@@ -49,6 +51,8 @@ def make_manager(config: ClusterConfig, plan: Plan, clock: Clock) -> KVCacheMana
         max_pin_share=cache.max_pin_share,
         hash_seed=cache.hash_seed,
         clock=clock,
+        has_workers=True,
+        model_epoch=model_epoch,
     )
 
 
@@ -59,7 +63,7 @@ def make_coordinator(
 
     return Coordinator(
         coordinator_settings(config, plan),
-        manager_factory=lambda model_epoch: make_manager(config, plan, clock),
+        manager_factory=lambda model_epoch: make_manager(config, plan, clock, model_epoch),
         clock=clock,
         nonce=secrets.token_hex(16),
         state_store=state_store,

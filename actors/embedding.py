@@ -260,7 +260,7 @@ class EmbeddedWorker:
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
             _send(transport, worker.on_tick())
-        payloads = transport.receive(min(timeout_s, max(0.0, self._next_tick_s - now_s)))
+        payloads = transport.receive(min(timeout_s, self._tick_s))
         for payload in payloads:
             try:
                 message = decode(payload, self._config.transport.max_message_bytes)

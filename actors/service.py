@@ -81,7 +81,7 @@ class CoordinatorService:
             self._next_tick_s = now_s + self._tick_s
             if self._decider is not None:
                 self.send(self._decider.on_tick())
-        for inbound in self.transport.receive(self._next_tick_s - now_s):
+        for inbound in self.transport.receive(self._tick_s):
             self._take(inbound)
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:

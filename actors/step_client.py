@@ -36,6 +36,9 @@ from kvcache.step import StepRequest, StepResult
 
 T = TypeVar("T")
 
+CLOSE_TIMEOUT_S = 2.0
+"""How long `close` waits for a thread that is reading."""
+
 
 class StepClient:
     """Steps and waits. `KVCacheClient` adds the per-request calls."""
@@ -50,6 +53,9 @@ class StepClient:
         self._book = CallBook()
         self._changed = threading.Condition()
         self._is_reading = False
+        self._is_shared = False
+        self._num_writers = 0
+        self._num_taken = 0
         self._is_closed = threading.Event()
         self._last_seq = 0
         try:
@@ -113,7 +119,7 @@ class StepClient:
         Raises DeadlineError, WorkerLostError or NotRunningError as the constructor does.
         """
         session = self._connection.session
-        with self._changed:
+        with self._writing():
             if session.state in (SessionState.ATTACHED, SessionState.ATTACHING):
                 return
             self._book.forget()
@@ -181,7 +187,7 @@ class StepClient:
                 return
             self._is_closed.set()
             self._connection.transport.wake()
-            self._changed.wait_for(lambda: not self._is_reading, timeout=1.0)
+            self._changed.wait_for(lambda: not self._is_reading, timeout=CLOSE_TIMEOUT_S)
             self._connection.close()
 
     def __enter__(self: T) -> T:
@@ -203,19 +209,38 @@ class StepClient:
 
     def _submit(self, send: Callable[[], int], timeout_s: float | None) -> int:
         """Run `send` as soon as the window has room; see `submit`."""
+        clock = self._connection.clock
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
-        sent: list[int] = []
-
-        def try_to_send() -> bool:
-            try:
-                sent.append(send())
-            except BacklogFullError:
-                return False
-            return True
-
+        give_up_s = clock.now() + limit_s
         with self._translated():
-            self._wait(try_to_send, limit_s, "be sent: the backlog is full")
-        return sent[0]
+            while True:
+                try:
+                    with self._writing():
+                        return send()
+                except BacklogFullError:
+                    num_taken = self._num_taken
+                remaining_s = max(0.0, give_up_s - clock.now())
+                self._wait(self._has_taken_more_than(num_taken), remaining_s, "make room")
+
+    def _has_taken_more_than(self, num_taken: int) -> Callable[[], bool]:
+        return lambda: self._num_taken > num_taken
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the lock while no thread is reading: a socket belongs to one thread at a time."""
+        with self._changed:
+            self._num_writers += 1
+            try:
+                while self._is_reading:
+                    # From now on readers can be interrupted, which costs them some speed.
+                    self._is_shared = True
+                    self._connection.transport.wake()
+                    self._changed.wait(self._connection.tick_s)
+                self._require_open()
+                yield
+            finally:
+                self._num_writers -= 1
+                self._changed.notify_all()
 
     def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session
@@ -268,7 +293,7 @@ class StepClient:
                 if is_done():
                     return
                 remaining_s = give_up_s - clock.now()
-                if not self._is_reading:
+                if not self._is_reading and not self._num_writers:
                     self._read(max(0.0, min(remaining_s, connection.tick_s)))
                     if remaining_s > 0 or is_done():
                         continue
@@ -289,13 +314,15 @@ class StepClient:
         self._is_reading = True
         self._changed.release()
         try:
-            payloads = transport.receive(timeout_s)
+            receive = transport.receive_or_wake if self._is_shared else transport.receive
+            payloads = receive(timeout_s)
             moved_to = connection.dialer.endpoint() if connection.may_have_moved else None
         finally:
             self._changed.acquire()
             self._is_reading = False
             self._changed.notify_all()
         connection.take(payloads)
+        self._num_taken += len(payloads)
         if moved_to is not None:
             connection.redial(moved_to)
 

@@ -57,7 +57,7 @@ class KVCacheManager:
         offload_hooks: OffloadHooks | None = None,
         event_sink: EventSink | None = None,
         zero_new_blocks: bool = False,
-        has_workers: bool = True,
+        has_workers: bool = False,
         model_epoch: int = 0,
         core_factories: Mapping[str, CoreFactory] = CORES,
     ) -> None:
@@ -82,7 +82,7 @@ class KVCacheManager:
             offload_hooks: the tiers below; none by default.
             event_sink: who hears of every event at once.
             zero_new_blocks: whether workers clear a block before a request gets it.
-            has_workers: without workers nobody takes commands, and none are kept.
+            has_workers: keep commands for workers until `take_commands`; by default there are none.
             model_epoch: generation of the weights that are loaded now.
 
         Raises:

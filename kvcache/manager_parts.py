@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcache.admission import Admission, AdmissionLimits
 from kvcache.cache_control import CacheControl
 from kvcache.clock import Clock
-from kvcache.core import EventSink, OffloadHooks
+from kvcache.core import EventSink, NullEventSink, OffloadHooks
 from kvcache.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.errors import ConfigurationError
 from kvcache.events_buffer import EventBuffer
@@ -98,6 +98,7 @@ class ManagerParts:
             settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
         )
         self.events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
+        is_heard = settings.enable_kv_cache_events or event_sink is not None
         slot_by_request: dict[str, int] = {}
         core_settings = CoreSettings(
             config,
@@ -106,7 +107,7 @@ class ManagerParts:
             settings.enable_caching,
             settings.use_eagle,
             settings.eviction_policy,
-            self.events,
+            self.events if is_heard else NullEventSink(),
             hooks,
             settings.zero_new_blocks,
             settings.has_workers,

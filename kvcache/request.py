@@ -8,9 +8,7 @@ decides nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
 from typing import Final, Protocol
 
@@ -19,6 +17,14 @@ from numpy.typing import NDArray
 
 from kvcache.errors import RequestError, shown
 from kvcache.hash_algorithms import BlockHash
+from kvcache.request_content import (
+    LoRARequest,
+    MultiModalPosition,
+    Namespace,
+    check_text,
+    lora_label,
+    sorted_items,
+)
 from kvcache.tokens import MAX_TOKEN_ID, TokenIds, are_token_ids, as_token_ids
 
 __all__ = [
@@ -35,65 +41,6 @@ __all__ = [
 
 _FEW_TOKENS = 16
 _SPARE_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """The adapter a request runs with. Both parts enter every block's digest.
-
-    Raises:
-        RequestError: the name is empty, or a part is not text that UTF-8 can encode.
-    """
-
-    name: str
-    path: str
-
-    def __post_init__(self) -> None:
-        _check_text("LoRA name", self.name)
-        _check_text("LoRA path", self.path, may_be_empty=True)
-
-
-@dataclass(frozen=True)
-class MultiModalPosition:
-    """Where the placeholder tokens of one multimodal item stand: `[offset, offset + length)`.
-
-    Raises:
-        RequestError: the offset is negative or the length is below 1.
-    """
-
-    offset: int
-    length: int
-
-    def __post_init__(self) -> None:
-        if type(self.offset) is not int or type(self.length) is not int:
-            raise RequestError(
-                f"multimodal position (offset {shown(self.offset)}, length "
-                f"{shown(self.length)}): both must be plain integers"
-            )
-        if self.offset < 0 or self.length < 1:
-            raise RequestError(
-                f"multimodal position (offset {shown(self.offset)}, length "
-                f"{shown(self.length)}): offset must be at least 0 and length at least 1"
-            )
-
-    @property
-    def end(self) -> int:
-        """First token behind the item."""
-        return self.offset + self.length
-
-
-@dataclass(frozen=True)
-class Namespace:
-    """What separates equal tokens that must not share blocks.
-
-    A component of in-memory look-up keys, of block labels and of tier directories. `lora` is the
-    adapter's name and path as a JSON array, so that no two adapters read the same.
-    """
-
-    model_epoch: int
-    lora: str | None
-    salt: str | None
-    tenant: str | None
 
 
 class BlockHasher(Protocol):
@@ -162,7 +109,7 @@ class Request:
         tenant: str | None = None,
         model_epoch: int = 0,
     ) -> None:
-        _check_text("request id", request_id)
+        check_text("request id", request_id)
         if lora is not None and not isinstance(lora, LoRARequest):
             raise RequestError(
                 f"request {request_id}: lora is {shown(lora)}: pass a LoRARequest or None"
@@ -178,10 +125,10 @@ class Request:
                 f"request {request_id}: the prompt is empty: pass at least one token"
             )
         if cache_salt is not None:
-            _check_text(f"request {request_id}: cache salt", cache_salt)
+            check_text(f"request {request_id}: cache salt", cache_salt)
         if tenant is not None:
-            _check_text(f"request {request_id}: tenant", tenant)
-        items = _sorted_items(request_id, mm_positions, mm_hashes, tokens.size)
+            check_text(f"request {request_id}: tenant", tenant)
+        items = sorted_items(request_id, mm_positions, mm_hashes, tokens.size)
 
         self.request_id: Final = request_id
         self.lora: Final = lora
@@ -189,7 +136,7 @@ class Request:
         self.mm_hashes: Final = tuple(mm_hash for _, mm_hash in items)
         self.cache_salt: Final = cache_salt
         self.skip_reading_prefix_cache: Final = skip_reading_prefix_cache
-        self.namespace: Final = Namespace(model_epoch, _lora_label(lora), cache_salt, tenant)
+        self.namespace: Final = Namespace(model_epoch, lora_label(lora), cache_salt, tenant)
         self.num_prompt_tokens: Final[int] = tokens.size
         self.num_preemptions = 0
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
@@ -321,58 +268,3 @@ class Request:
         if (len(hashes) + 1) * hasher.block_size <= self._num_tokens:
             hashes.extend(hasher(self, hashes))
         return hashes
-
-
-def _sorted_items(
-    request_id: str,
-    mm_positions: Sequence[MultiModalPosition | tuple[int, int]],
-    mm_hashes: Sequence[str],
-    num_prompt_tokens: int,
-) -> list[tuple[MultiModalPosition, str]]:
-    """Multimodal items in order of position."""
-    for name, items_given in (("mm_positions", mm_positions), ("mm_hashes", mm_hashes)):
-        if isinstance(items_given, str) or not isinstance(items_given, Sequence):
-            raise RequestError(
-                f"request {request_id}: {name} is {shown(items_given)}: pass a list, one entry "
-                "per item"
-            )
-    if len(mm_hashes) != len(mm_positions):
-        raise RequestError(
-            f"request {request_id}: {len(mm_hashes)} mm_hashes for {len(mm_positions)} "
-            "mm_positions: pass one hash per position"
-        )
-    items = []
-    for given, mm_hash in zip(mm_positions, mm_hashes, strict=True):
-        _check_text(f"request {request_id}: multimodal hash", mm_hash)
-        if isinstance(given, MultiModalPosition):
-            position = given
-        elif isinstance(given, (tuple, list)) and len(given) == 2:
-            position = MultiModalPosition(*given)
-        else:
-            raise RequestError(
-                f"request {request_id}: multimodal position {shown(given)}: pass a "
-                "MultiModalPosition or a pair (offset, length)"
-            )
-        if position.end > num_prompt_tokens:
-            raise RequestError(
-                f"request {request_id}: multimodal item {mm_hash} stands at tokens "
-                f"[{shown(position.offset)}, {shown(position.end)}), but the prompt has {num_prompt_tokens} "
-                "tokens: items lie inside the prompt"
-            )
-        items.append((position, mm_hash))
-    return sorted(items, key=lambda item: item[0].offset)
-
-
-def _lora_label(lora: LoRARequest | None) -> str | None:
-    return None if lora is None else json.dumps([lora.name, lora.path], ensure_ascii=False)
-
-
-def _check_text(what: str, text: object, *, may_be_empty: bool = False) -> None:
-    if not isinstance(text, str) or not (text or may_be_empty):
-        raise RequestError(
-            f"{what} is {shown(text)}: pass a {'' if may_be_empty else 'non-empty '}str"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{what} is {shown(text)}: pass text that UTF-8 can encode") from None

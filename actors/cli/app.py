@@ -31,7 +31,8 @@ ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", help="The cluster's configuration, a YAML file.")
 ]
 NameOption = Annotated[
-    str, typer.Option("--name", "-n", help="Name of the running cluster.", show_default=True)
+    str | None,
+    typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 VerboseOption = Annotated[
@@ -80,7 +81,7 @@ def launch(
 
 @app.command()
 def status(
-    name: NameOption = "kvcache", as_json: JsonOption = False, verbose: VerboseOption = False
+    name: NameOption = None, as_json: JsonOption = False, verbose: VerboseOption = False
 ) -> None:
     """Show a running cluster: ranks, epoch, blocks, steps, clients."""
 
@@ -93,7 +94,7 @@ def status(
 
 
 @app.command()
-def stop(name: NameOption = "kvcache", verbose: VerboseOption = False) -> None:
+def stop(name: NameOption = None, verbose: VerboseOption = False) -> None:
     """Stop a running cluster in order: nothing of it is left behind."""
 
     def work() -> None:

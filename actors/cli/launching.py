@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import ray
 from rich.console import Console
 from rich.table import Table
 
 from actors.cli.sessions import ray_session
 from actors.cli.tables import print_facts, print_json, print_table
 from actors.cluster import KVCacheCluster
+from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.reports import ClusterStatus
 from kvcache.config import load_config
 from kvcache.coordinator_settings import CoordinatorStatistics
@@ -65,10 +68,10 @@ def _watch(cluster: KVCacheCluster) -> str:
             raise NotRunningError(f"{cluster.name} has failed: {status.problem}: launch it again")
 
 
-def show_status(name: str, as_json: bool) -> None:
+def show_status(name: str | None, as_json: bool) -> None:
     """Print what a running cluster is and how it does; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        cluster = KVCacheCluster.connect(name)
+        cluster = KVCacheCluster.connect(name or only_cluster())
         status = cluster.status()
         statistics = cluster.statistics().coordinator
     if as_json:
@@ -82,11 +85,30 @@ def show_status(name: str, as_json: bool) -> None:
         console.print(f"warning: {warning}", style="yellow", markup=False)
 
 
-def stop_cluster(name: str) -> None:
+def stop_cluster(name: str | None) -> None:
     """Stop a running cluster; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        KVCacheCluster.connect(name).stop()
-    say(f"{name} has stopped")
+        cluster = KVCacheCluster.connect(name or only_cluster())
+        cluster.stop()
+    say(f"{cluster.name} has stopped")
+
+
+def only_cluster() -> str:
+    """Return the name of the one cluster that runs; raises NotRunningError unless there is one."""
+    suffix = coordinator_name("")
+    actors: Any = ray.util.list_named_actors(all_namespaces=True)
+    names = sorted(
+        actor["name"].removesuffix(suffix)
+        for actor in actors
+        if actor["namespace"] == RAY_NAMESPACE and actor["name"].endswith(suffix)
+    )
+    if len(names) == 1:
+        return str(names[0])
+    if not names:
+        raise NotRunningError("no cluster is running: start one with `kvcache launch`")
+    raise NotRunningError(
+        f"{len(names)} clusters are running: choose one with --name: {', '.join(names)}"
+    )
 
 
 def say(line: str) -> None:

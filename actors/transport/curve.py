@@ -2,11 +2,12 @@
 
 The launcher makes one pair of keys for the coordinator and one for everybody who connects to it,
 and hands them out through Ray actor calls. The gate answers libzmq's authentication requests
-(ZAP, RFC 27) in the coordinator's own receive loop: only the cluster's own key gets in.
+(ZAP, RFC 27), which come once per connection: only the cluster's own key gets in.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 import zmq
@@ -57,29 +58,38 @@ def equip_peer(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
 
 
 class CurveGate:
-    """Answers authentication requests of one context. Owned by the thread of the server's end."""
+    """Answers authentication requests of one context, in a thread that sleeps in its socket.
+
+    Ends when the context is terminated.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         """Open the gate on `context`; it lets in whoever holds the peers' key."""
         self._allowed = z85.decode(keys.peer_public)
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind(ZAP_ENDPOINT)
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(ZAP_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="kvcache-gate", daemon=True)
+        self._thread.start()
 
-    def answer(self) -> None:
-        """Answer every waiting request."""
-        while self.socket.poll(0):
-            frames = self.socket.recv_multipart()
-            request_id = frames[1] if len(frames) > 1 else b""
-            is_welcome = (
-                len(frames) == ZAP_FRAMES
-                and frames[0] == ZAP_VERSION
-                and frames[5] == b"CURVE"
-                and frames[6] == self._allowed
-            )
-            status = (b"200", b"OK") if is_welcome else (b"400", b"not a key of this cluster")
-            self.socket.send_multipart([ZAP_VERSION, request_id, *status, b"", b""])
+    def join(self) -> None:
+        """Wait for the end of the thread, after the context was terminated."""
+        self._thread.join(1.0)
 
-    def close(self) -> None:
-        """Close the gate."""
-        self.socket.close(0)
+    def _run(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            self._socket.close(0)
+
+    def _answer(self, frames: list[bytes]) -> list[bytes]:
+        request_id = frames[1] if len(frames) > 1 else b""
+        is_welcome = (
+            len(frames) == ZAP_FRAMES
+            and frames[0] == ZAP_VERSION
+            and frames[5] == b"CURVE"
+            and frames[6] == self._allowed
+        )
+        status = (b"200", b"OK") if is_welcome else (b"400", b"not a key of this cluster")
+        return [ZAP_VERSION, request_id, *status, b"", b""]

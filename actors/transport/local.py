@@ -99,6 +99,10 @@ class LocalPeer:
         self._num_received += len(payloads)
         return payloads
 
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive_or_wake`."""
+        return self.receive(timeout_s)
+
     def fileno(self) -> int:
         """There is none: everything happens in the caller's thread."""
         return -1

@@ -145,7 +145,13 @@ class PeerTransport(Protocol):
         """Send `payload` to the coordinator without waiting; dropped and counted if impossible."""
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing came."""
+        """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing came.
+
+        The fast way: nothing but a message or the time ends the wait.
+        """
+
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        """Return what has arrived; wait for it at most `timeout_s`, or until `wake`."""
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when something *may* have arrived.
@@ -155,7 +161,7 @@ class PeerTransport(Protocol):
         """
 
     def wake(self) -> None:
-        """Make a waiting `receive` return. Any thread may call it."""
+        """Make a waiting `receive_or_wake` return. Any thread may call it."""
 
     def statistics(self) -> TransportStatistics:
         """Return figures, frozen."""

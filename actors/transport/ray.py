@@ -149,6 +149,10 @@ class RayPeer:
         self._num_received += len(payloads)
         return payloads
 
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive_or_wake`."""
+        return self.receive(timeout_s)
+
     def fileno(self) -> int:
         """See `PeerTransport.fileno`."""
         return self._readable.fileno()

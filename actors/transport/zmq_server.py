@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -46,6 +48,14 @@ MONITORED_EVENTS = (
 )
 
 
+WAKE_ENDPOINT = "inproc://kvcache-wake"
+WAKE_IDENTITY = b"\x01wake"
+"""Only this process can connect there; a stranger that takes the name is not listened to."""
+
+MONITOR_INTERVAL_S = 0.05
+"""How often events of connections are counted; messages come first."""
+
+
 @dataclass(frozen=True)
 class ZmqLimits:
     """Bounds of every socket: bytes of a payload, messages queued per peer and direction."""
@@ -62,6 +72,21 @@ def local_address() -> str:
 def network_address(host: str) -> str:
     """Return the address of any free port of `host`."""
     return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+
+
+def receive_frames(socket: zmq.Socket[bytes], timeout_s: float) -> list[bytes]:
+    """Return the next message of `socket`; raises zmq.Again when none comes within `timeout_s`."""
+    timeout_ms = int(timeout_s * 1000)
+    if timeout_ms <= 0:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    if socket.rcvtimeo != timeout_ms:
+        socket.rcvtimeo = timeout_ms
+    return socket.recv_multipart()
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message can be read at once."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class WakePipe:
@@ -108,18 +133,18 @@ class ZmqServer:
         self._identities: dict[Address, dict[bytes, None]] = {}
         self._statistics = TransportStatistics()
         self._num_sent = self._num_received = 0
-        self._wake = WakePipe()
+        self._look_at_monitor_s = 0.0
+        self._waking = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._keys = keys
         self._gate = None if keys is None else CurveGate(self._context, keys)
         self._socket = self._open_socket()
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(MONITORED_EVENTS)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(self._wake.fileno(), zmq.POLLIN)
-        if self._gate is not None:
-            self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._socket.bind(WAKE_ENDPOINT)
+        self._waker = self._context.socket(zmq.DEALER)
+        self._waker.identity = WAKE_IDENTITY
+        self._waker.linger = 0
+        self._waker.connect(WAKE_ENDPOINT)
 
     def bind(self, address: str, is_guarded: bool) -> str:
         """Listen on `address` too and return the endpoint that peers connect to.
@@ -158,23 +183,23 @@ class ZmqServer:
     def receive(self, timeout_s: float) -> list[Inbound]:
         """See `ServerTransport.receive`."""
         inbound: list[Inbound] = []
-        socket = self._socket
-        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            ready = self._poller.poll(max(0, int(timeout_s * 1000)))
-            for source, _ in ready:
-                if source is not socket:
-                    self._attend(source)
-        while len(inbound) < MAX_RECEIVED_AT_ONCE:
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            self._take(frames, inbound)
+        try:
+            self._take(receive_frames(self._socket, timeout_s), inbound)
+            while len(inbound) < MAX_RECEIVED_AT_ONCE and has_message(self._socket):
+                self._take(self._socket.recv_multipart(zmq.NOBLOCK), inbound)
+        except zmq.Again:
+            pass
+        now_s = time.monotonic()
+        if now_s >= self._look_at_monitor_s:
+            self._look_at_monitor_s = now_s + MONITOR_INTERVAL_S
+            self._read_monitor()
         return inbound
 
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
-        self._wake.signal()
+        with self._waking:
+            if not self._waker.closed:
+                self._waker.send(b"", zmq.NOBLOCK)
 
     def statistics(self) -> TransportStatistics:
         """See `ServerTransport.statistics`."""
@@ -184,12 +209,14 @@ class ZmqServer:
         """See `ServerTransport.close`."""
         if self._context.closed:
             return
+        with self._waking:
+            self._waker.close(0)
         self._socket.disable_monitor()
         self._socket.close(0)
+        self._monitor.close(0)
+        self._context.term()  # ends the gate's thread as well, which closes its own socket
         if self._gate is not None:
-            self._gate.close()
-        self._context.destroy(0)
-        self._wake.close()
+            self._gate.join()
 
     def _open_socket(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -217,6 +244,8 @@ class ZmqServer:
 
     def _take(self, frames: list[bytes], inbound: list[Inbound]) -> None:
         """Append what `frames` brought, or count why it is refused."""
+        if frames[0] == WAKE_IDENTITY:
+            return
         self._num_received += 1
         peer = parse_identity(frames[0]) if len(frames) == 2 else None
         if peer is None:
@@ -239,16 +268,11 @@ class ZmqServer:
             if len(identities) > MAX_PROCESSES_PER_RANK:
                 del identities[next(iter(identities))]
 
-    def _attend(self, source: object) -> None:
-        """Serve the monitor, the gate or the wake pipe, whichever became readable."""
-        if source is self._monitor:
-            while self._monitor.poll(0):
-                is_end = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
-                self._count(disconnections=int(is_end), refused_connections=int(not is_end))
-        elif self._gate is not None and source is self._gate.socket:
-            self._gate.answer()
-        else:
-            self._wake.drain()
+    def _read_monitor(self) -> None:
+        """Count what libzmq tells about connections."""
+        while has_message(self._monitor):
+            is_end = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+            self._count(disconnections=int(is_end), refused_connections=int(not is_end))
 
     def _count(self, foreign: int = 0, oversized: int = 0, **more: int) -> None:
         self._statistics += TransportStatistics(foreign=foreign, oversized=oversized, **more)

@@ -139,7 +139,7 @@ def test_a_submit_that_finds_no_room_in_time_was_not_sent(make_config: MakeConfi
         cluster.coordinator.close()
         client.submit(EMPTY)
         client.submit(EMPTY)
-        with pytest.raises(Exception, match="backlog is full") as caught:
+        with pytest.raises(Exception, match="did not make room") as caught:
             client.submit(EMPTY, timeout_s=0.05)
         assert not isinstance(caught.value, BacklogFullError)
         assert client._connection.session.next_step == 3

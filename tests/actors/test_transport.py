@@ -224,7 +224,7 @@ def test_a_waiting_receive_is_woken_from_another_thread(cleanup: ExitStack, end:
     peer = make_peer(cleanup, endpoint, client_peer("c"))
     waiting: dict[str, Callable[[float], list[object]]] = {
         "server": lambda s: list(server.receive(s)),
-        "peer": lambda s: list(peer.receive(s)),
+        "peer": lambda s: list(peer.receive_or_wake(s)),
         "mailbox": (box := Mailbox(4)).take,
     }
     wake = {"server": server.wake, "peer": peer.wake, "mailbox": box.wake}[end]

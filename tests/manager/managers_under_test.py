@@ -50,6 +50,7 @@ def make_config(shape: Shape, num_blocks: int) -> KVCacheConfig:
 
 def make_manager(shape: Shape = FULL, num_blocks: int = 64, **settings: Any) -> KVCacheManager:
     settings.setdefault("max_num_seqs", 8)
+    settings.setdefault("has_workers", True)
     return KVCacheManager(make_config(shape, num_blocks), shape.max_model_len, **settings)
 
 

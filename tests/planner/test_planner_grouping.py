@@ -371,7 +371,8 @@ def test_functions_that_warn_log_when_nobody_collects(caplog: pytest.LogCaptureF
 
 def test_layers_are_ordered_by_number_whatever_their_names() -> None:
     ordered = ["a.1", "a.01", "a.2", "a.10", "a." + "9" * 5000, "a.b", "\u00b2", "\u0663"]
-    assert sorted(ordered[::-1], key=layer_order)[2:] == ordered[2:]
+    backwards = ordered[::-1]
+    assert sorted(backwards, key=layer_order)[2:] == ordered[2:]
     assert len({layer_order(name) for name in ordered}) == len(ordered)
     assert layer_order("1\u00b2") != layer_order("1")
 

@@ -237,17 +237,22 @@ def test_blocks_of_different_sizes_are_counted_by_their_pages() -> None:
         get_kv_cache_config(options(), specs, 13 * PAGE)
 
 
-def test_concurrency_follows_the_formula_written_out() -> None:
-    # Two groups of L = 2 layers (one short of a layer): ceil(L * (20 + 11 ...) / (page * L))
-    for pattern, per_group in (("ff", [10]), ("ffww", [10, 11]), ("ffwww", [10, 11])):
-        config = get_kv_cache_config(options(), model(pattern), 100 * len(pattern) * PAGE)
-        layers = max(len(group.layer_names) for group in config.kv_cache_groups)
-        total = (
-            layers
-            * sum(blocks * PAGE for blocks in per_group)
-            * (len(config.kv_cache_groups) // len(per_group))
-        )
-        if pattern == "ffwww":  # counts 2 and 3: not below 1.5 times, so three groups of two
-            total = layers * (10 + 11 + 11) * PAGE
-        expected = config.num_blocks / math.ceil(total / (PAGE * layers))
-        assert get_max_concurrency_for_kv_cache_config(options(), config) == expected
+@pytest.mark.parametrize(
+    ("pattern", "layers_per_group", "blocks_of_groups"),
+    [
+        ("ff", 2, [10]),
+        ("ffww", 2, [10, 11]),
+        ("ffwww", 2, [10, 11, 11]),  # 3 is not below 1.5 times 2: the windows make two groups
+        ("ffffwwwww", 5, [10, 11]),  # 5 is below 1.5 times 4: the full group is padded
+    ],
+)
+def test_concurrency_follows_the_formula_written_out(
+    pattern: str, layers_per_group: int, blocks_of_groups: list[int]
+) -> None:
+    config = get_kv_cache_config(options(), model(pattern), 100 * layers_per_group * PAGE)
+    assert config.num_blocks == 100
+    assert len(config.kv_cache_tensors) == layers_per_group
+    max_bytes = layers_per_group * sum(blocks * PAGE for blocks in blocks_of_groups)
+    blocks_of_request = math.ceil(max_bytes / (PAGE * layers_per_group))
+    expected = 100 / blocks_of_request
+    assert get_max_concurrency_for_kv_cache_config(options(), config) == expected

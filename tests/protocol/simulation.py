@@ -281,7 +281,12 @@ class Cluster:
 
     def _make_manager(self, model_epoch: int) -> KVCacheManager:
         return KVCacheManager(
-            self.config, MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, clock=self.clock
+            self.config,
+            MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            clock=self.clock,
+            has_workers=True,
+            model_epoch=model_epoch,
         )
 
     def _make_engine(self, index: int) -> Engine:

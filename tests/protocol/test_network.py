@@ -1,0 +1,70 @@
+"""The faulty network: what it does to messages, and that a seed repeats it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcache.clock import VirtualClock
+from kvcache.errors import ConfigurationError
+from kvcache.network import FaultyNetwork, NetworkFaults
+
+
+def play(
+    faults: NetworkFaults, seed: int = 1, count: int = 200
+) -> tuple[FaultyNetwork, list[bytes]]:
+    clock = VirtualClock()
+    network = FaultyNetwork(clock, random.Random(seed), faults)
+    for i in range(count):
+        network.send("a", "b", b"%03d" % i)
+        clock.advance(0.0001)
+    clock.advance(10.0)
+    return network, [delivery.payload for delivery in network.arrivals()]
+
+
+def test_without_faults_everything_arrives_once_whole_and_in_order() -> None:
+    _, arrived = play(NetworkFaults())
+    assert arrived == [b"%03d" % i for i in range(200)]
+
+
+def test_nothing_arrives_before_its_time() -> None:
+    clock = VirtualClock()
+    network = FaultyNetwork(clock, random.Random(1), NetworkFaults(latency_s=0.5))
+    network.send("a", "b", b"x")
+    assert network.arrivals() == []
+    assert network.next_arrival_s() == 0.5
+    clock.advance(0.5)
+    assert [delivery.receiver for delivery in network.arrivals()] == ["b"]
+    assert network.next_arrival_s() is None
+
+
+def test_each_fault_happens_in_its_share_and_is_counted() -> None:
+    network, arrived = play(NetworkFaults(dropped=0.2, duplicated=0.2, reordered=0.5, torn=0.1))
+    figures = network.statistics()
+    assert 20 < figures.dropped < 60 and 10 < figures.duplicated < 60 and 5 < figures.torn < 40
+    assert figures.sent - figures.dropped + figures.duplicated == figures.delivered == len(arrived)
+    whole = [payload for payload in arrived if len(payload) == 3]
+    assert len(arrived) - len(whole) == figures.torn
+    assert whole != sorted(whole)
+
+
+def test_the_same_seed_does_the_same() -> None:
+    faults = NetworkFaults(dropped=0.2, duplicated=0.2, delayed=0.3, reordered=0.5, torn=0.1)
+    assert play(faults)[1] == play(faults)[1]
+    assert play(faults)[1] != play(faults, seed=2)[1]
+
+
+def test_what_is_under_way_to_a_party_that_is_gone_is_lost() -> None:
+    clock = VirtualClock()
+    network = FaultyNetwork(clock, random.Random(1), NetworkFaults())
+    network.send("a", "b", b"x")
+    network.send("a", "c", b"y")
+    network.forget("b")
+    clock.advance(1.0)
+    assert [delivery.payload for delivery in network.arrivals()] == [b"y"]
+
+
+def test_shares_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"dropped is 1.5: pass a share, 0 to 1"):
+        NetworkFaults(dropped=1.5)
