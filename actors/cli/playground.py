@@ -12,7 +12,7 @@ from actors.step_client import StepClient
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator_settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError
-from kvcache.replay.engine import EngineLimits
+from kvcache.replay.limits import EngineLimits
 from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper
 from kvcache.step import StepRequest, StepResult
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvcache.replay.engine import EngineLimits, ReplayEngine
+from kvcache.replay.engine import ReplayEngine
+from kvcache.replay.limits import EngineLimits
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.stepper import CacheFigures, ForwardProgress, ManagerStepper, Stepper
 

@@ -343,7 +343,12 @@ class Cluster:
         assert manager is not None
         statistics = manager.statistics()
         assert statistics.num_running_requests == statistics.num_preempted_requests == 0
-        assert statistics.core.num_free_blocks == self.scenario.num_blocks - 1, statistics.core
+        core = statistics.core
+        assert core.num_free_blocks == core.num_blocks == self.scenario.num_blocks - 1, core
+        for worker in self.workers.values():
+            # An epoch that has only just begun may not have made every rank forget yet.
+            if worker.epoch == self.coordinator.epoch and worker.applied_seq > 0:
+                assert len(worker.labels) == core.num_sealed_blocks, (len(worker.labels), core)
         if self.scenario.is_content_checking:
             all_workers = (*self.workers.values(), *self.lost_workers)
             assert sum(w.statistics().num_bytes_compared for w in all_workers) > 0

@@ -60,7 +60,12 @@ class Bench:
         self.coordinator = Coordinator(
             replace(settings, **changes),
             manager_factory=lambda model_epoch: KVCacheManager(
-                make_config(24, is_hybrid=False), 64, max_num_seqs=4, clock=self.clock
+                make_config(24, is_hybrid=False),
+                64,
+                max_num_seqs=4,
+                clock=self.clock,
+                has_workers=True,
+                model_epoch=model_epoch,
             ),
             clock=self.clock,
             nonce="n",
@@ -477,6 +482,17 @@ def test_requests_of_calls_are_freed_when_their_client_leaves() -> None:
         bench.applied(rank, bench.coordinator.statistics().last_seq)
     manager = bench.coordinator.manager
     assert manager is not None and manager.statistics().core.num_free_blocks == 23
+
+
+def test_a_reset_advances_the_saved_model_epoch_before_it_is_answered() -> None:
+    bench = Bench(MemoryStateStore(SmallState(model_epoch=5))).run()
+    assert only(bench.attach(), Attached)[0].model_epoch == 5
+    message = Call("c", 1, 1, -1, "reset_prefix_cache", pack_values({"drain": True}))
+    out = bench.coordinator.on_client_message(message)
+    assert unpack_values(only(out, CallResult)[0].result) is True
+    assert only(out, StepCommands)[0].commands == (Reset(6),)
+    state = bench.store.load()
+    assert state is not None and state.model_epoch == 6
 
 
 def test_a_closed_coordinator_says_nothing_any_more() -> None:

@@ -1,0 +1,38 @@
+"""What a replayed step may hold, and how long the engine waits.
+
+Stands beside the replay engine, for those who configure it. Refuses numbers that cannot be meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.errors import RequestError
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What a step may hold, and how the engine waits.
+
+    `pipeline_depth`: steps whose forwards may still run when the next one is submitted.
+    `stall_s`: how long nothing may advance before the replay is given up.
+
+    Raises RequestError for a number that cannot be meant.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 128
+    pipeline_depth: int = 1
+    stall_s: float = 60.0
+    figures_interval_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "pipeline_depth"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}: give at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise RequestError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
+                f"({self.max_num_seqs}): raise it, or running requests would get no token"
+            )
