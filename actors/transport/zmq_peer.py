@@ -15,6 +15,7 @@ from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.zmq_server import (
     HARD_LIMIT_FACTOR,
     MAX_RECEIVED_AT_ONCE,
+    NOBLOCK,
     WakePipe,
     ZmqLimits,
     has_message,
@@ -62,7 +63,7 @@ class ZmqPeer:
                 f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
             )
         try:
-            self._socket.send(payload, zmq.NOBLOCK)
+            self._socket.send(payload, NOBLOCK)
         except zmq.Again:
             self._statistics += TransportStatistics(undeliverable=1)
         else:
@@ -74,7 +75,7 @@ class ZmqPeer:
         try:
             self._take(receive_frames(self._socket, timeout_s), payloads)
             while len(payloads) < MAX_RECEIVED_AT_ONCE and has_message(self._socket):
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK), payloads)
+                self._take(self._socket.recv_multipart(NOBLOCK), payloads)
         except zmq.Again:
             pass
         return payloads

@@ -48,6 +48,10 @@ MONITORED_EVENTS = (
 )
 
 
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+EVENTS, POLLIN, RCVTIMEO = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVTIMEO)
+"""Plain numbers: arithmetic on pyzmq's enumerations takes longer than the calls they are for."""
+
 WAKE_ENDPOINT = "inproc://kvcache-wake"
 WAKE_IDENTITY = b"\x01wake"
 """Only this process can connect there; a stranger that takes the name is not listened to."""
@@ -76,17 +80,15 @@ def network_address(host: str) -> str:
 
 def receive_frames(socket: zmq.Socket[bytes], timeout_s: float) -> list[bytes]:
     """Return the next message of `socket`; raises zmq.Again when none comes within `timeout_s`."""
-    timeout_ms = int(timeout_s * 1000)
-    if timeout_ms <= 0:
-        return socket.recv_multipart(zmq.NOBLOCK)
-    if socket.rcvtimeo != timeout_ms:
-        socket.rcvtimeo = timeout_ms
+    if timeout_s <= 0:
+        return socket.recv_multipart(NOBLOCK)
+    socket.setsockopt(RCVTIMEO, int(timeout_s * 1000))
     return socket.recv_multipart()
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message can be read at once."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(EVENTS)) & POLLIN)
 
 
 class WakePipe:
@@ -186,7 +188,7 @@ class ZmqServer:
         try:
             self._take(receive_frames(self._socket, timeout_s), inbound)
             while len(inbound) < MAX_RECEIVED_AT_ONCE and has_message(self._socket):
-                self._take(self._socket.recv_multipart(zmq.NOBLOCK), inbound)
+                self._take(self._socket.recv_multipart(NOBLOCK), inbound)
         except zmq.Again:
             pass
         now_s = time.monotonic()
@@ -230,7 +232,8 @@ class ZmqServer:
 
     def _send_to(self, address: Address, identity: bytes, payload: bytes) -> None:
         try:
-            self._socket.send_multipart((identity, payload), zmq.NOBLOCK)
+            self._socket.send(identity, SNDMORE)
+            self._socket.send(payload, NOBLOCK)
         except zmq.Again:
             self._count(undeliverable=1)
         except zmq.ZMQError as error:
