@@ -11,7 +11,7 @@ import secrets
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.manager import KVCacheManager
 from kvcache.planner import Plan
 from kvcache.state_store import StateStore

@@ -15,11 +15,11 @@ from typing import TypeVar
 from actors.async_step_client import AsyncStepClient
 from actors.calls import RemoteCall, SlotCounts, read_answer
 from actors.connection import require_served
-from kvcache.cache_blocks import KVCacheBlocks
 from kvcache.errors import RequestError
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.pins import Pin
+from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.messages import CallResult
-from kvcache.pins import Pin
-from kvcache.prefix_statistics import PrefixCacheStats
 from kvcache.request import LoRARequest, Request, TokenIds
 from kvcache.step import NO_STEP
 

@@ -255,7 +255,8 @@ class AsyncStepClient:
         try:
             endpoint = await asyncio.to_thread(self._connection.dialer.endpoint)
         except ClusterError:
-            return  # deadlines above say so to whoever waits
+            self._connection.put_off_redial()  # deadlines say so to whoever waits
+            return
         self._loop.remove_reader(self._reader)
         self._connection.redial(endpoint)
         self._reader = self._connection.transport.fileno()

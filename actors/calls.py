@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kvcache.arrays import int32_array
-from kvcache.cache_blocks import KVCacheBlocks
-from kvcache.pins import Pin
-from kvcache.prefix_statistics import PrefixCacheStats
-from kvcache.remote_calls import pack_values, unpack_values
+from kvcache.coordinator.remote_calls import pack_values, unpack_values
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.pins import Pin
+from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.request import LoRARequest, Request, TokenIds
 
 T = TypeVar("T")

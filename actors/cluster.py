@@ -26,7 +26,7 @@ from actors.reports import ClusterStatus, HostStatistics
 from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
 from kvcache.config import ClusterConfig, load_config
-from kvcache.coordinator_settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, NotRunningError, WorkerLostError
 
 if TYPE_CHECKING:

@@ -108,6 +108,10 @@ class ClientConnection:
         silent_s = self.clock.now() - self._heard_s
         return silent_s > SILENCE_BEFORE_REDIAL * self.settings.resend_s
 
+    def put_off_redial(self) -> None:
+        """The coordinator could not be asked: ask again after as much silence as before."""
+        self._heard_s = self.clock.now()
+
     def redial(self, endpoint: Endpoint) -> None:
         """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
         self._heard_s = self.clock.now()

@@ -33,8 +33,9 @@ from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits, ZmqServer
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
-from kvcache.coordinator import Coordinator, Phase
-from kvcache.coordinator_settings import CoordinatorStatistics
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator.coordinator import Phase
+from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import StartupError
 from kvcache.planner import Plan
 

@@ -22,7 +22,8 @@ from actors.transport.local import LocalServer
 from actors.transport.mailbox import Mailbox
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
-from kvcache.coordinator import Coordinator, Phase
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator.coordinator import Phase
 from kvcache.errors import StartupError
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 from kvcache.state_store import MemoryStateStore, StateStore

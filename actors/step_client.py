@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from actors.calls import CallBook
 from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from actors.transport import Endpoint
 from kvcache.client_session import SessionState, Submitted
 from kvcache.errors import (
     BacklogFullError,
@@ -316,7 +317,7 @@ class StepClient:
         try:
             receive = transport.receive_or_wake if self._is_shared else transport.receive
             payloads = receive(timeout_s)
-            moved_to = connection.dialer.endpoint() if connection.may_have_moved else None
+            moved_to = self._ask_where() if connection.may_have_moved else None
         finally:
             self._changed.acquire()
             self._is_reading = False
@@ -325,6 +326,14 @@ class StepClient:
         self._num_taken += len(payloads)
         if moved_to is not None:
             connection.redial(moved_to)
+
+    def _ask_where(self) -> Endpoint | None:
+        """Ask where the coordinator is; None while it cannot say: deadlines see to the rest."""
+        try:
+            return self._connection.dialer.endpoint()
+        except DeadlineError:
+            self._connection.put_off_redial()
+            return None
 
     def _require_open(self) -> None:
         if self._is_closed.is_set():

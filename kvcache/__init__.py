@@ -10,7 +10,6 @@ from __future__ import annotations
 from kvcache.blocks.block import BlockState, KVCacheBlock
 from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
 from kvcache.blocks.pool import BlockPool
-from kvcache.cache_blocks import KVCacheBlocks
 from kvcache.clock import Clock, SystemClock, VirtualClock
 from kvcache.core import (
     AllBlocksCleared,
@@ -71,7 +70,10 @@ from kvcache.hashing import (
     need_extra_keys,
 )
 from kvcache.manager import KVCacheManager
-from kvcache.manager_statistics import ManagerStatistics
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.pins import Pin
+from kvcache.manager.prefix_statistics import PrefixCacheStats, PrefixCachingMetrics
+from kvcache.manager.statistics import ManagerStatistics
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.block_core import BlockCore
 from kvcache.managers.coordinators import (
@@ -84,8 +86,9 @@ from kvcache.managers.coordinators import (
 from kvcache.managers.full_attention import FullAttentionManager
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.managers.sliding_window import SlidingWindowManager
-from kvcache.pins import Pin
 from kvcache.planner import (
+    PlanOptions,
+    RankMemory,
     check_enough_kv_cache_memory,
     create_kv_cache_group_specs,
     estimate_max_model_len,
@@ -103,7 +106,6 @@ from kvcache.planner import (
     unify_hybrid_kv_cache_specs,
     unify_kv_cache_configs,
 )
-from kvcache.prefix_statistics import PrefixCacheStats, PrefixCachingMetrics
 from kvcache.request import LoRARequest, MultiModalPosition, Namespace, Request
 from kvcache.specs import (
     AttentionSpec,
@@ -184,9 +186,11 @@ __all__ = [
     "Pin",
     "PinLimitError",
     "PlanMismatchError",
+    "PlanOptions",
     "PrefixCacheStats",
     "PrefixCachingMetrics",
     "ProtocolError",
+    "RankMemory",
     "ReferenceKind",
     "Request",
     "RequestError",

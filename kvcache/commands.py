@@ -154,16 +154,7 @@ class WriteExpected:
 
 
 Command: TypeAlias = (
-    Zero
-    | Copy
-    | BlockTablePatch
-    | Label
-    | Unlabel
-    | Store
-    | Load
-    | Reset
-    | Fence
-    | WriteExpected
+    Zero | Copy | BlockTablePatch | Label | Unlabel | Store | Load | Reset | Fence | WriteExpected
 )
 """Whatever one message may hold. A kind that a worker does not know is refused, not skipped."""
 

@@ -23,7 +23,7 @@ UNLABELLED = -1
 
 @dataclass(frozen=True)
 class BlockLabel:
-    """One block's label, unpacked: what the block holds, on the word of the command that sealed it."""
+    """One block's label, unpacked: what it holds, on the word of the command that sealed it."""
 
     block_id: int
     group: int
@@ -190,10 +190,8 @@ class LabelTable:
         """Return the digest the block is labelled with, or None."""
         return self._digest[block_id].tobytes() if self.is_labelled(block_id) else None
 
-    def collect(
-        self, rank: int, epoch: int, applied_seq: int, layout_fingerprint: str
-    ) -> LabelSet:
-        """Return all labels, packed, in order of block id; a copy that later commands leave alone."""
+    def collect(self, rank: int, epoch: int, applied_seq: int, layout_fingerprint: str) -> LabelSet:
+        """Return all labels, packed, by block id; a copy that later commands leave alone."""
         ids = int32_array(np.flatnonzero(self._group != UNLABELLED))
         counts = self._token_count[ids]
         columns = np.arange(self._max_block_tokens)[None, :] < counts[:, None]

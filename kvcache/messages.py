@@ -6,7 +6,7 @@
                 ──Ping───────────▶             no step ran for a while: say that you live
     worker      ──Hello──────────▶ coordinator an ungranted process asks to be taken
                 ──Granted / Refused ▶          answer to a Grant
-                ──Applied────────▶             answer to StepCommands (stored, given again on repeat)
+                ──Applied────────▶             answer to StepCommands, stored for repeats
                 ──Missing────────▶             a gap: send again from this number on
                 ──Finished───────▶             jobs that have ended; repeated until acknowledged
                 ──Heartbeat──────▶             answer to a Ping; also sent when idle

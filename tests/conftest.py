@@ -17,12 +17,16 @@ import pytest
 SCRATCH = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
 """Short, because Ray puts socket paths below it and those end at 107 characters."""
 
+ROOT = Path(__file__).resolve().parents[1]
+
 TOKEN_FILE = SCRATCH / "token"
 TOKEN_FILE.touch(mode=0o600)
 TOKEN_FILE.write_text(secrets.token_hex(32))
 os.environ.pop("RAY_ADDRESS", None)
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN_PATH"] = str(TOKEN_FILE)
+# Workers of Ray import classes of test modules under the names they have here.
+os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "actors")))
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 

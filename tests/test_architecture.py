@@ -28,31 +28,40 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("blocks",),
     ("managers",),
-    (
-        "cache_blocks",
-        "prefix_statistics",
-        "slots",
-        "pins",
-        "core_registry",
-        "manager_statistics",
-        "events_buffer",
-    ),
-    ("request_book", "step_ledger", "admission", "row_plan", "step_plan", "step_execution"),
-    ("cache_control", "request_calls"),
-    ("manager_parts",),
     ("manager",),
     ("offload",),
     ("worker",),
     ("events",),
-    ("coordinator_settings", "job_book", "membership", "forward_plan", "remote_calls"),
-    ("client_ledger", "clients"),
-    ("serving", "reign"),
     ("coordinator",),
     ("client_session",),
     ("simulate",),
     ("replay",),
 )
-LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
+
+# The same rule inside the packages that are made of many parts.
+INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "manager": (
+        ("cache_blocks", "prefix_statistics", "slots", "pins"),
+        ("core_registry", "statistics", "events_buffer"),
+        ("request_book", "step_ledger", "admission", "row_plan", "step_plan", "step_execution"),
+        ("cache_control", "request_calls"),
+        ("parts",),
+        ("kv_cache_manager",),
+    ),
+    "coordinator": (
+        ("settings", "job_book", "membership", "forward_plan", "remote_calls"),
+        ("client_ledger", "clients"),
+        ("serving", "reign"),
+        ("coordinator",),
+    ),
+}
+
+
+def levels_of(order: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+    return {name: level for level, names in enumerate(order) for name in names}
+
+
+LEVELS = levels_of(ORDER)
 
 
 def sources(package: str) -> list[Path]:
@@ -95,6 +104,24 @@ def test_no_module_imports_one_that_stands_lower() -> None:
             if parts[0] != "kvcache" or len(parts) < 2 or parts[1] not in LEVELS:
                 continue
             if LEVELS[parts[1]] > LEVELS[unit]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", sorted(INSIDE))
+def test_no_part_of_a_package_imports_one_that_stands_lower(package: str) -> None:
+    levels = levels_of(INSIDE[package])
+    parts = [path for path in sources(f"kvcache/{package}") if path.stem != "__init__"]
+    assert {path.stem for path in parts} == set(levels)
+    wrong = []
+    for path in parts:
+        for module in imported_modules(path):
+            names = module.split(".")
+            if (
+                names[:2] == ["kvcache", package]
+                and len(names) > 2
+                and (levels[names[2]] > levels[path.stem])
+            ):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
 

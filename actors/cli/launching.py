@@ -23,7 +23,7 @@ from actors.cluster import KVCacheCluster
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.reports import ClusterStatus
 from kvcache.config import load_config
-from kvcache.coordinator_settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, NotRunningError
 
 _WATCH_INTERVAL_S = 2.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from actors.step_client import StepClient
 from kvcache.config import ClusterConfig, load_config
-from kvcache.coordinator_settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError
 from kvcache.replay.limits import EngineLimits
 from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper

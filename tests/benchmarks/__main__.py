@@ -82,8 +82,8 @@ def markdown(rows: list[Row]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Only the ratios mean something: both sides ran alternately in the same minutes on a shared,",
-        "noisy machine. Figures are medians; ± is half the distance between the quartiles.",
+        "Only ratios mean something: both sides ran alternately, in the same minutes, on a",
+        "shared, noisy machine. Figures are medians; ± is half the distance between the quartiles.",
         "",
         f"- Machine: {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         f"- Python {platform.python_version()}, "
@@ -102,7 +102,11 @@ def markdown(rows: list[Row]) -> str:
 
 def revision() -> str:
     done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() or "unknown"
 

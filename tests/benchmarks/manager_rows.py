@@ -32,9 +32,9 @@ WORKS = (
     Work("w2", "look up a cached 32k prompt", "look_up_cached", (), ">= 4x"),
     Work("w3", "allocate 32k under eviction, hashed before", "allocate_hashed", (), ">= 4x"),
     Work("w3", "allocate 32k under eviction, hashing", "allocate_hashing", (), ">= 4x"),
+    Work("w5", "free 2048 blocks", "free_prompt", (), ">= 2x"),
     Work("w4", "decode step, 256 requests", "decode", (256,), ">= 4x"),
     Work("w4", "decode step, 1024 requests", "decode", (1024,), ">= 4x"),
-    Work("w5", "free 2048 blocks", "free_prompt", (), ">= 2x"),
 )
 MANAGER_WORKLOADS = tuple(dict.fromkeys(work.workload for work in WORKS))
 
@@ -89,7 +89,7 @@ def measure_manager(
     works = [work for work in WORKS if work.workload in names]
     if not works:
         return []
-    num_blocks, prompt_tokens = (20_000, 4096) if smoke else (30_000, 32_768)
+    num_blocks, prompt_tokens = (20_000, 4096) if smoke else (60_000, 32_768)
     repetitions = 2 if smoke else 15
     sides = [Side("ours", Path(sys.executable), num_blocks, prompt_tokens)]
     if peer is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from workloads import Workloads  # noqa: E402
+from workloads import Workloads
 
 
 def main() -> None:

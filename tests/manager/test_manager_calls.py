@@ -10,12 +10,12 @@ from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_m
 from slow_model import SEALED, ModelRequest, SlowModel
 from steps import Engine, new
 
-from kvcache.cache_blocks import KVCacheBlocks
 from kvcache.commands import BlockTablePatch
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
-from kvcache.prefix_statistics import PrefixCacheStats
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.request import Request
 
 

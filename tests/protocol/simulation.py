@@ -19,7 +19,7 @@ from kvcache.client_session import ClientSession, SessionSettings
 from kvcache.clock import VirtualClock
 from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
-from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import MalformedMessageError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (

@@ -12,7 +12,8 @@ from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
 from kvcache.commands import Fence, Label, Reset, WriteExpected
 from kvcache.coordinator import Coordinator, Phase
-from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.coordinator.remote_calls import pack_values, unpack_values
+from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import ClusterError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
@@ -39,7 +40,6 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.remote_calls import pack_values, unpack_values
 from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest, StepResult
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.arrays import int32_array
-from kvcache.forward_plan import ForwardPlanner, content_key, content_tokens
+from kvcache.coordinator.forward_plan import ForwardPlanner, content_key, content_tokens
 from kvcache.request import LoRARequest, Request
 from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from simulation import Scenario, random_scenario, simulate
 
+from kvcache.coordinator.job_book import JobBook
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
-from kvcache.job_book import JobBook
 from kvcache.messages import Applied, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.step_delivery import StepReceiver

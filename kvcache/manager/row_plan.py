@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.errors import RequestError
-from kvcache.request_book import KnownRequest
-from kvcache.slots import FREE, SlotTable
+from kvcache.manager.request_book import KnownRequest
+from kvcache.manager.slots import FREE, SlotTable
+from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.step import RunningRequests, StepRequest
-from kvcache.step_ledger import ClientSteps, Rollback
 
 _TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
 _ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")

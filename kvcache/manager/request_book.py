@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from kvcache.core import Core
 from kvcache.errors import InvariantError, RequestError
+from kvcache.manager.slots import CALLER, FREE, SlotTable
 from kvcache.request import Request
-from kvcache.slots import CALLER, FREE, SlotTable
 from kvcache.step import NO_SLOT
 
 

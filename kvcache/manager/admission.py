@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvcache.core import CacheHit, Core, Reservation, TableChange
-from kvcache.prefix_statistics import PrefixCacheStats
+from kvcache.manager.prefix_statistics import PrefixCacheStats
+from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
-from kvcache.request_book import KnownRequest, RequestBook
 
 
 @dataclass(frozen=True)

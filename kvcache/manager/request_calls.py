@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvcache.admission import Admission, Demand
-from kvcache.cache_blocks import KVCacheBlocks
-from kvcache.cache_control import CacheControl
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import CacheHit, Core, OffloadHooks, TableChange
 from kvcache.errors import RequestError
+from kvcache.manager.admission import Admission, Demand
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.cache_control import CacheControl
+from kvcache.manager.request_book import KnownRequest, RequestBook
+from kvcache.manager.slots import CALLER
+from kvcache.manager.step_execution import join_patches
 from kvcache.request import BlockHasher, Request
-from kvcache.request_book import KnownRequest, RequestBook
-from kvcache.slots import CALLER
-from kvcache.step_execution import join_patches
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache.admission import Admission, AdmissionLimits
-from kvcache.cache_control import CacheControl
 from kvcache.clock import Clock
 from kvcache.core import EventSink, NullEventSink, OffloadHooks
-from kvcache.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.errors import ConfigurationError
-from kvcache.events_buffer import EventBuffer
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.request_book import RequestBook
-from kvcache.request_calls import RequestCalls
-from kvcache.slots import SlotTable
+from kvcache.manager.admission import Admission, AdmissionLimits
+from kvcache.manager.cache_control import CacheControl
+from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
+from kvcache.manager.events_buffer import EventBuffer
+from kvcache.manager.request_book import RequestBook
+from kvcache.manager.request_calls import RequestCalls
+from kvcache.manager.slots import SlotTable
+from kvcache.manager.step_execution import StepExecutor
+from kvcache.manager.step_ledger import StepLedger
+from kvcache.manager.step_plan import StepPlanner
 from kvcache.specs import KVCacheConfig, require_count
-from kvcache.step_execution import StepExecutor
-from kvcache.step_ledger import StepLedger
-from kvcache.step_plan import StepPlanner
 
 MAX_UNFINISHED_STEPS = 256
 """Steps of one client that may be neither complete nor failed at the same time."""

@@ -14,14 +14,14 @@ import logging
 import math
 from collections.abc import Sequence
 
-from kvcache.admission import Admission
 from kvcache.clock import Clock
 from kvcache.commands import Command, Reset
 from kvcache.core import CacheHit, Core
 from kvcache.errors import RequestError
-from kvcache.pins import Pin, PinTable
+from kvcache.manager.admission import Admission
+from kvcache.manager.pins import Pin, PinTable
+from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import LoRARequest, Request, TokenIds
-from kvcache.request_book import KnownRequest, RequestBook
 
 _logger = logging.getLogger(__name__)
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from enum import Enum
 
-from kvcache.clients import Clients
 from kvcache.clock import Clock
-from kvcache.coordinator_settings import CoordinatorSettings, CoordinatorStatistics
+from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.membership import Membership
+from kvcache.coordinator.reign import Reign, ReignIdentity
+from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
 from kvcache.errors import ClusterError, InvariantError, ProtocolError
-from kvcache.job_book import JobBook
 from kvcache.manager import KVCacheManager
-from kvcache.membership import Membership
 from kvcache.messages import (
     Applied,
     Attach,
@@ -42,7 +43,6 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.reign import Reign, ReignIdentity
 from kvcache.state_store import StateStore
 
 logger = logging.getLogger(__name__)

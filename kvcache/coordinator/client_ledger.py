@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvcache.coordinator.job_book import EndedJob
 from kvcache.errors import InvariantError, RequestError
-from kvcache.job_book import EndedJob
 from kvcache.messages import Call, FailedForward, Progress
 from kvcache.step import NO_STEP
 from kvcache.step_delivery import StepMessage, StepReceiver

@@ -20,11 +20,11 @@ import msgpack
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.cache_blocks import KVCacheBlocks
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.pins import Pin
 from kvcache.messages import Call
-from kvcache.pins import Pin
 from kvcache.request import LoRARequest, Request
 
 MAX_REQUESTS_PER_CLIENT = 4096

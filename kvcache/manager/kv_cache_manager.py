@@ -15,21 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcache.cache_blocks import KVCacheBlocks
-from kvcache.cache_control import prefix_request
 from kvcache.clock import Clock, SystemClock
 from kvcache.commands import Command
 from kvcache.core import CacheEvent, EventSink, NullOffloadHooks, OffloadHooks
-from kvcache.core_registry import CORES, CoreFactory
 from kvcache.errors import RequestError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.labels import LabelSet
-from kvcache.manager_parts import ManagerParts, ManagerSettings
-from kvcache.manager_statistics import ManagerStatistics
-from kvcache.pins import Pin
-from kvcache.prefix_statistics import PrefixCacheStats
+from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.cache_control import prefix_request
+from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.parts import ManagerParts, ManagerSettings
+from kvcache.manager.pins import Pin
+from kvcache.manager.prefix_statistics import PrefixCacheStats
+from kvcache.manager.request_calls import Wanted
+from kvcache.manager.statistics import ManagerStatistics
 from kvcache.request import LoRARequest, Request, TokenIds
-from kvcache.request_calls import Wanted
 from kvcache.specs import KVCacheConfig
 from kvcache.step import StepRequest, StepResult
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvcache.client_ledger import ClientLedger
-from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.settings import CoordinatorSettings
 
 MAX_CLIENT_ID_CHARS = 256
 _MAX_GONE = 1024

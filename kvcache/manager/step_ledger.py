@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
-from kvcache.request_book import KnownRequest, RequestBook
-from kvcache.slots import CALLER, Int64Array, SlotTable
+from kvcache.manager.request_book import KnownRequest, RequestBook
+from kvcache.manager.slots import CALLER, Int64Array, SlotTable
 
 _NO_GENERATIONS: Int64Array = np.empty(0, dtype=np.int64)
 _NO_GENERATIONS.flags.writeable = False

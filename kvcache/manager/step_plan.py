@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.errors import BacklogFullError, RequestError
+from kvcache.manager.request_book import KnownRequest, RequestBook
+from kvcache.manager.row_plan import RowPlan, RowPlanner
+from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.request import BlockHasher, LoRARequest, Request
-from kvcache.request_book import KnownRequest, RequestBook
-from kvcache.row_plan import RowPlan, RowPlanner
 from kvcache.step import NO_STEP, NewRequest, ResumedRequest, StepRequest
-from kvcache.step_ledger import ClientSteps, Rollback
 
 
 @dataclass(frozen=True, eq=False)

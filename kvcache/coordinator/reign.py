@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvcache.client_ledger import ClientLedger
-from kvcache.clients import Clients
 from kvcache.clock import Clock
 from kvcache.commands import Command, Fence, Reset
-from kvcache.coordinator_settings import CoordinatorSettings, ReignCounts
+from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.serving import StepServer
+from kvcache.coordinator.settings import CoordinatorSettings, ReignCounts
 from kvcache.delivery import CommandWindow
 from kvcache.errors import ProtocolError
-from kvcache.job_book import JobBook
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Acknowledge,
@@ -42,7 +43,6 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.serving import StepServer
 from kvcache.step import StepRequest, StepResult
 from kvcache.step_delivery import StepMessage
 

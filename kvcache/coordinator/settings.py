@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvcache.errors import ConfigurationError
-from kvcache.manager_statistics import ManagerStatistics
+from kvcache.manager.statistics import ManagerStatistics
 from kvcache.specs import require_count
 
 

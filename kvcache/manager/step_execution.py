@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.admission import Admission, Demand
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import CacheHit, Core, OffloadAnswer, OffloadHooks, RowBatch, TableChange
+from kvcache.manager.admission import Admission, Demand
+from kvcache.manager.request_book import RequestBook
+from kvcache.manager.row_plan import RowPlan
+from kvcache.manager.step_ledger import Rollback, Seating, StepRecord
+from kvcache.manager.step_plan import StepPlan
 from kvcache.request import Request
-from kvcache.request_book import RequestBook
-from kvcache.row_plan import RowPlan
 from kvcache.step import NO_SLOT, StepResult
-from kvcache.step_ledger import Rollback, Seating, StepRecord
-from kvcache.step_plan import StepPlan
 
 
 @dataclass

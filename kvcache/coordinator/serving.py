@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.client_ledger import ClientLedger
 from kvcache.commands import Command
-from kvcache.coordinator_settings import CoordinatorSettings
+from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.forward_plan import ForwardPlanner
+from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.remote_calls import RemoteCalls
+from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import ExhaustedError, InvalidInputError
-from kvcache.forward_plan import ForwardPlanner
-from kvcache.job_book import JobBook
 from kvcache.manager import KVCacheManager
 from kvcache.messages import Call, CallResult
-from kvcache.remote_calls import RemoteCalls
 from kvcache.step import StepRequest, StepResult
 from kvcache.step_delivery import StepAnswer, StepMessage
 

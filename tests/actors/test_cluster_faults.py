@@ -1,0 +1,177 @@
+"""Parties that fail: at start-up nothing is left, while running there is an error that says who."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from actors import KVCacheCluster, WorkerActor
+from actors.placement import wait_until
+from kvcache.config import ClusterConfig
+from kvcache.errors import (
+    KVCacheError,
+    NotEnoughMemoryError,
+    StaleEpochError,
+    StartupError,
+    WorkerLostError,
+)
+from kvcache.planner import Plan
+from kvcache.step import StepRequest
+
+pytestmark = pytest.mark.ray
+
+EMPTY = StepRequest("", 0, 0)
+
+
+class RaisingWorker(WorkerActor):
+    def __init__(self, config: ClusterConfig, place: int) -> None:
+        if place == 1:
+            raise RuntimeError("no such device")
+        super().__init__(config, place)
+
+
+class HangingWorker(WorkerActor):
+    def __init__(self, config: ClusterConfig, place: int) -> None:
+        while place == 1:
+            time.sleep(1.0)
+        super().__init__(config, place)
+
+
+class DyingWorker(WorkerActor):
+    def kvcache_allocate(self, rank: int, plan: Plan) -> str:
+        if rank == 1:
+            os._exit(3)
+        return super().kvcache_allocate(rank, plan)
+
+
+class StrangeWorker(WorkerActor):
+    def kvcache_allocate(self, rank: int, plan: Plan) -> str:
+        return super().kvcache_allocate(rank, plan) if rank == 0 else "another plan"
+
+
+class FullWorker(WorkerActor):
+    def kvcache_allocate(self, rank: int, plan: Plan) -> str:
+        raise NotEnoughMemoryError("needs 8 bytes, 0 are free")
+
+
+class SilentWorker(WorkerActor):
+    def kvcache_attach(self, endpoint: Any) -> None:
+        """Never connect."""
+
+
+@pytest.mark.parametrize(
+    ("worker_class", "error", "says", "startup_s"),
+    [
+        (RaisingWorker, StartupError, "rank 1 died before .* no such device", 40.0),
+        (HangingWorker, StartupError, "rank 1 did not start and report within 9 s", 9.0),
+        (DyingWorker, StartupError, "rank 1 died before it could allocate", 40.0),
+        (StrangeWorker, StartupError, "rank 1 has plan another plan, the launcher has", 40.0),
+        (FullWorker, NotEnoughMemoryError, "rank [01]: needs 8 bytes, 0 are free", 40.0),
+        (SilentWorker, StartupError, "ranks? .*0.*1", 9.0),
+    ],
+)
+def test_a_start_up_that_fails_names_rank_and_cause_and_leaves_nothing(
+    worker_class: type[WorkerActor],
+    error: type[KVCacheError],
+    says: str,
+    startup_s: float,
+    make_config: Any,
+    traces: Any,
+) -> None:
+    config = make_config(deadlines={"startup_s": startup_s})
+    with pytest.raises(error, match=says):
+        KVCacheCluster.launch(config, worker_class=worker_class)
+    traces.check(config.name)
+
+
+def test_a_stage_that_fits_no_node_is_an_error_that_says_what_there_is(
+    ray_cluster: str, make_config: Any, traces: Any
+) -> None:
+    config = make_config(workers={"num_cpus_per_rank": 50.0}, deadlines={"startup_s": 1.0})
+    with pytest.raises(StartupError) as caught:
+        KVCacheCluster.launch(config)
+    assert "no room for 1 pipeline stage(s) of {'CPU': 100.0} each after" in str(caught.value)
+    assert "placement is INFEASIBLE" in str(caught.value) or "PENDING" in str(caught.value)
+    assert "nodes have 8 CPU / 0 GPU" in str(caught.value)
+    traces.check(config.name)
+
+
+def test_too_little_memory_is_an_error_that_says_what_would_fit(
+    ray_cluster: str, make_config: Any, traces: Any
+) -> None:
+    config = make_config(cache={"memory_per_rank": "4KiB"})
+    with pytest.raises(NotEnoughMemoryError):
+        KVCacheCluster.launch(config)
+    traces.check(config.name)
+
+
+def test_a_killed_worker_is_named_quickly_and_the_cluster_stops_clean(
+    launch: Any, make_config: Any, traces: Any
+) -> None:
+    config = make_config()
+    cluster = launch(config)
+    with cluster.client() as client:
+        client.wait_finished(client.step(EMPTY).step)
+        victim = cluster.status().ranks[1]
+        started_s = time.monotonic()
+        os.kill(victim.process_id, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="rank 1 is lost"):
+            for _ in range(10_000):
+                client.wait_finished(client.step(EMPTY).step)
+        assert time.monotonic() - started_s < config.deadlines.step_s
+        status = cluster.status()
+        assert status.state == "degraded"
+        assert "rank 1" in status.ranks[1].problem or status.ranks[1].problem
+        assert cluster.statistics().workers[1] is None
+        with pytest.raises(WorkerLostError, match="rank 1 is lost"):
+            client.attach(timeout_s=0.5)
+    cluster.stop()
+    traces.check(config.name)
+
+
+@contextmanager
+def stopped(process_id: int) -> Iterator[None]:
+    """The process stands still meanwhile."""
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process_id, signal.SIGCONT)
+
+
+def test_a_worker_that_hangs_is_named_and_served_again_when_it_goes_on(
+    launch: Any, make_config: Any
+) -> None:
+    cluster = launch(make_config(deadlines={"worker_silence_s": 1.0}))
+    with cluster.client() as client:
+        client.wait_finished(client.step(EMPTY).step)
+        with stopped(cluster.status().ranks[0].process_id):
+            assert wait_until(lambda: cluster.status().problem, 10.0)
+            assert "rank 0" in cluster.status().problem
+            with pytest.raises(WorkerLostError, match="rank 0"):
+                client.step(EMPTY)
+        assert wait_until(lambda: not cluster.status().problem, 10.0)
+        client.wait_finished(client.step(EMPTY).step)
+
+
+def test_a_coordinator_that_is_killed_takes_over_again_and_clients_attach_again(
+    launch: Any, make_config: Any
+) -> None:
+    cluster = launch(make_config())
+    with cluster.client() as client:
+        client.wait_finished(client.step(EMPTY).step)
+        ray.kill(cluster._parts.coordinator, no_restart=False)
+        with pytest.raises(StaleEpochError):
+            for _ in range(10_000):
+                client.wait_finished(client.step(EMPTY).step)
+        client.attach()
+        assert client.epoch == 2
+        client.wait_finished(client.step(EMPTY).step)
+        assert cluster.status().state == "ready"
