@@ -91,7 +91,11 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def begin(
-        self, plan: Plan, workers: Sequence[Any], reports: Sequence[WorkerReport]
+        self,
+        plan: Plan,
+        workers: Sequence[Any],
+        reports: Sequence[WorkerReport],
+        timeout_s: float,
     ) -> Endpoint:
         """Take over `workers`, given in rank order, and return when all of them obey.
 
@@ -99,15 +103,15 @@ class CoordinatorActor:
         that cannot be used.
         """
         self._begin(Workforce(plan, tuple(workers), tuple(reports)))
-        give_up_s = self._clock.now() + self._config.deadlines.startup_s
+        give_up_s = self._clock.now() + timeout_s
         while not self._is_running():
             if self._deaths:
                 rank, cause = next(iter(self._deaths.items()))
                 raise StartupError(f"rank {rank} died before it was taken over: {cause}")
             if self._clock.now() > give_up_s:
                 raise StartupError(
-                    f"not every rank obeyed within {self._config.deadlines.startup_s:g} s: "
-                    f"{self._statistics_of_coordinator().problem}"
+                    f"not every rank obeyed the coordinator within {timeout_s:.0f} s: "
+                    f"{self._describe_missing()}"
                 )
             self._closed.wait(READY_POLL_S)
         gc.collect()
@@ -224,6 +228,14 @@ class CoordinatorActor:
         except Exception as error:
             self._problem = f"the restarted coordinator could not take over: {error}"
             logger.exception("recovery failed")
+
+    def _describe_missing(self) -> str:
+        """Name the ranks that have not obeyed yet."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            return "there is none"
+        missing = ", ".join(map(str, self._call(coordinator.missing_ranks)))
+        return "; ".join(filter(None, (f"rank {missing} is missing", coordinator.problem())))
 
     def _is_running(self) -> bool:
         return self._coordinator is not None and self._coordinator.phase is Phase.RUNNING

@@ -39,6 +39,10 @@ OnProgress = Callable[[str], None]
 """Told what start-up is doing, one short line each time."""
 
 
+BEGIN_SHARE = 0.6
+"""Of the remaining time, for the coordinator: it knows best which rank does not obey."""
+
+
 @dataclass(frozen=True)
 class LaunchOptions:
     """How to launch, beside the configuration.
@@ -95,7 +99,9 @@ class Launch:
         self._allocate(ranked, plan)
         self._say("connecting coordinator and workers")
         coordinator: Any = self.parts.coordinator
-        ready = coordinator.begin.remote(plan, ranked, [reports[place] for place in order])
+        ready = coordinator.begin.remote(
+            plan, ranked, [reports[place] for place in order], BEGIN_SHARE * self._remaining_s()
+        )
         self._await([ready], "connect to the workers", who="the coordinator")
         self._say("ready")
 

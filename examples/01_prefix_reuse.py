@@ -101,7 +101,9 @@ def second_request_hits(manager: KVCacheManager) -> None:
     third = Request("third", [*SYSTEM_PROMPT, 1, 2, 3, 4])
     num_hit = start(manager, third)
     promise(num_hit == 16, "the last token is always computed")
-    print("  the last token is always computed, to sample the next one from it, so its block is too")
+    print(
+        "  the last token is always computed, to sample the next one from it, so its block is too"
+    )
 
     tables = [manager.get_block_ids(name)[0] for name in ("second", "third")]
     promise(tables[0][:4] == tables[1][:4], "both tables start with the same blocks")

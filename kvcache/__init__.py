@@ -122,6 +122,7 @@ from kvcache.step import (
     NewRequest,
     ResumedRequest,
     RunningRequests,
+    RunningRow,
     StepRequest,
     StepResult,
 )
@@ -196,6 +197,7 @@ __all__ = [
     "RequestError",
     "ResumedRequest",
     "RunningRequests",
+    "RunningRow",
     "SingleTypeKVCacheManager",
     "SlidingWindowManager",
     "SlidingWindowSpec",

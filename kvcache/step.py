@@ -13,11 +13,12 @@ is data. Validation is the manager's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 
 NO_STEP = -1
@@ -59,6 +60,17 @@ class ResumedRequest:
     max_new_tokens: int
 
 
+@dataclass(frozen=True)
+class RunningRow:
+    """One row of `RunningRequests`, where the names are explained, for who thinks in rows."""
+
+    slot: int
+    num_new_tokens: int
+    token_ids: tuple[int, ...] = ()
+    num_draft_tokens: int = 0
+    num_rejected_tokens: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class RunningRequests:
     """Rows that run on, as arrays. Row `i` is the request in slot `slots[i]`, each slot once.
@@ -79,6 +91,19 @@ class RunningRequests:
     token_ids: Int32Array
     draft_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
 
+    @classmethod
+    def from_rows(cls, rows: Sequence[RunningRow]) -> RunningRequests:
+        """Return the arrays for `rows`, in order. Engines with many rows keep arrays themselves."""
+        counts = [len(row.token_ids) for row in rows]
+        return cls(
+            slots=int32_array([row.slot for row in rows]),
+            num_new_tokens=int32_array([row.num_new_tokens for row in rows]),
+            num_draft_tokens=int32_array([row.num_draft_tokens for row in rows]),
+            num_rejected_tokens=int32_array([row.num_rejected_tokens for row in rows]),
+            token_offsets=int32_array(np.cumsum([0, *counts])),
+            token_ids=int32_array([token for row in rows for token in row.token_ids]),
+        )
+
 
 EMPTY_RUNNING = RunningRequests(
     EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, np.zeros(1, dtype=np.int32), EMPTY_INT32
@@ -98,12 +123,13 @@ class StepRequest:
     stay gone. It is sent only when no rank can still begin or run any of them.
 
     Order of effects: failed_step, completed_step, finished, preempted, running, resumed, new.
-    An idle engine sends an empty request, so that its last step is sealed.
+    An idle engine sends an empty request, so that its last step is sealed. A cluster's client
+    fills in `client_id`, `step` and `epoch`.
     """
 
-    client_id: str
-    step: int
-    epoch: int
+    client_id: str = ""
+    step: int = 0
+    epoch: int = 0
     completed_step: int = NO_STEP
     failed_step: int = NO_STEP
     finished: tuple[str, ...] = ()

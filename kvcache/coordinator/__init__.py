@@ -5,6 +5,8 @@
     clients.py       who is attached                        client_ledger.py  one client's steps
     serving.py       a step or call, answered               remote_calls.py   calls by name
     forward_plan.py  content-checked forwards               job_book.py       who has reported
+
+Returns what must be sent and sends nothing itself.
 """
 
 from kvcache.coordinator.coordinator import Coordinator, Phase

@@ -117,6 +117,10 @@ class Coordinator:
         """Whether a rank does not answer, so that steps are refused."""
         return bool(self.problem())
 
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks that have not granted the present epoch."""
+        return self._members.missing()
+
     def problem(self) -> str:
         """Say which ranks do not answer, and since when; empty when all do."""
         if self._phase not in (Phase.FENCING, Phase.RUNNING):

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -66,28 +67,40 @@ class SilentWorker(WorkerActor):
         """Never connect."""
 
 
+@dataclass(frozen=True)
+class FailingStart:
+    """A worker that fails, and the error that comes of it."""
+
+    worker_class: type[WorkerActor]
+    error: type[KVCacheError]
+    says: str
+    startup_s: float
+
+
 @pytest.mark.parametrize(
-    ("worker_class", "error", "says", "startup_s"),
+    "case",
     [
-        (RaisingWorker, StartupError, "rank 1 died before .* no such device", 40.0),
-        (HangingWorker, StartupError, "rank 1 did not start and report within 9 s", 9.0),
-        (DyingWorker, StartupError, "rank 1 died before it could allocate", 40.0),
-        (StrangeWorker, StartupError, "rank 1 has plan another plan, the launcher has", 40.0),
-        (FullWorker, NotEnoughMemoryError, "rank [01]: needs 8 bytes, 0 are free", 40.0),
-        (SilentWorker, StartupError, "ranks? .*0.*1", 9.0),
+        FailingStart(RaisingWorker, StartupError, "rank 1 died before .* no such device", 40.0),
+        FailingStart(
+            HangingWorker, StartupError, "rank 1 did not start and report within 7 s", 7.0
+        ),
+        FailingStart(DyingWorker, StartupError, "rank 1 died before it could allocate", 40.0),
+        FailingStart(
+            StrangeWorker, StartupError, "rank 1 has plan another plan, the launcher has", 40.0
+        ),
+        FailingStart(
+            FullWorker, NotEnoughMemoryError, "rank [01]: needs 8 bytes, 0 are free", 40.0
+        ),
+        FailingStart(SilentWorker, StartupError, "rank 0, 1 is missing", 10.0),
     ],
+    ids=lambda case: case.worker_class.__name__,
 )
 def test_a_start_up_that_fails_names_rank_and_cause_and_leaves_nothing(
-    worker_class: type[WorkerActor],
-    error: type[KVCacheError],
-    says: str,
-    startup_s: float,
-    make_config: Any,
-    traces: Any,
+    case: FailingStart, make_config: Any, traces: Any
 ) -> None:
-    config = make_config(deadlines={"startup_s": startup_s})
-    with pytest.raises(error, match=says):
-        KVCacheCluster.launch(config, worker_class=worker_class)
+    config = make_config(deadlines={"startup_s": case.startup_s})
+    with pytest.raises(case.error, match=case.says):
+        KVCacheCluster.launch(config, worker_class=case.worker_class)
     traces.check(config.name)
 
 

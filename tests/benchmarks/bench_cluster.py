@@ -1,6 +1,6 @@
 """Steps through a real cluster, beside the same messages as plain Ray calls. Rows C1 and C2.
 
-    python tests/benchmarks/bench_cluster.py [--smoke] [--json FILE] [--only C1|C2]
+    python -m tests.benchmarks.bench_cluster [--smoke] [--json FILE] [--only C1|C2]
 
 C1: one empty step from the engine to the coordinator actor, to the workers, acknowledged by all of
 them, back to the engine. C2: the same pipelined, in steps a second. The peer is what one would
@@ -20,7 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,14 @@ os.environ.update(
 )
 
 import ray  # noqa: E402 - Ray reads the settings above when it is imported
+from rich.progress import Progress  # noqa: E402
 
 from actors import KVCacheClient, KVCacheCluster  # noqa: E402
 from kvcache.config import ClusterConfig, parse_config  # noqa: E402
 from kvcache.messages import StepCommands  # noqa: E402
 from kvcache.step import StepRequest  # noqa: E402
 from kvcache.wire import encode  # noqa: E402
+from tests.benchmarks.measure import Figure, Row  # noqa: E402
 
 EMPTY_STEP = StepRequest("", 0, 0)
 DEPTH = 16
@@ -140,8 +143,29 @@ def per_step_us(run: Callable[[], None], num_steps: int) -> float:
     return (time.perf_counter() - start_s) / num_steps * 1e6
 
 
-def measure(num_workers: int, rows: tuple[str, ...], is_small: bool) -> list[dict[str, Any]]:
-    """Return the rows for one number of workers."""
+@dataclass(frozen=True)
+class Samples:
+    """Microseconds a step of one workload with one number of workers, both sides."""
+
+    row: str
+    num_workers: int
+    ours_us: tuple[float, ...]
+    ray_us: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than by Ray calls, by the medians."""
+        return statistics.median(self.ray_us) / statistics.median(self.ours_us)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "ratio": round(self.ratio, 2)}
+
+
+def measure(
+    num_workers: int, rows: tuple[str, ...], is_small: bool, say: Callable[[str], None]
+) -> list[Samples]:
+    """Return the samples for one number of workers; both sides alternate."""
     rounds, ours, theirs = (2, 50, 10) if is_small else (7, 400, 60)
     samples: dict[str, tuple[list[float], list[float]]] = {row: ([], []) for row in rows}
     with KVCacheCluster.launch(make_config(num_workers)) as cluster, cluster.client() as client:
@@ -156,7 +180,10 @@ def measure(num_workers: int, rows: tuple[str, ...], is_small: bool) -> list[dic
                     mine.append(per_step_us(lambda: our_pipeline(client, 4 * ours), 4 * ours))
                     other.append(per_step_us(lambda: peer.pipeline(2 * theirs), 2 * theirs))
         peer.close()
-    return [make_row(row, num_workers, *pair) for row, pair in samples.items()]
+    return [
+        Samples(row, num_workers, tuple(mine), tuple(other))
+        for row, (mine, other) in samples.items()
+    ]
 
 
 def repeat(action: Callable[[Any], None], argument: Any, count: int) -> None:
@@ -165,36 +192,16 @@ def repeat(action: Callable[[Any], None], argument: Any, count: int) -> None:
         action(argument)
 
 
-def make_row(row: str, num_workers: int, ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Return medians, spread and ratio as plain values."""
-    ours_us, theirs_us = statistics.median(ours), statistics.median(theirs)
-    return {
-        "row": row,
-        "workers": num_workers,
-        "ours_us": round(ours_us, 1),
-        "ours_spread_us": [round(min(ours), 1), round(max(ours), 1)],
-        "ray_us": round(theirs_us, 1),
-        "ray_spread_us": [round(min(theirs), 1), round(max(theirs), 1)],
-        "ratio": round(theirs_us / ours_us, 1),
-        "steps_per_s": round(1e6 / ours_us),
-    }
-
-
 def say(line: str) -> None:
     """Show progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--only", choices=("C1", "C2"))
-    arguments = parser.parse_args()
-    plan = {4: ("C1", "C2"), 1: ("C2",), 8: ("C2",)}
-    if arguments.smoke:
-        plan = {2: ("C1", "C2")}
+def measure_all(
+    wanted: tuple[str, ...], is_small: bool, say: Callable[[str], None]
+) -> list[Samples]:
+    """Start Ray, measure what is wanted of C1 and C2, stop Ray."""
+    plan = {2: wanted} if is_small else {4: wanted, 1: ("C2",), 8: ("C2",)}
     ray.init(
         num_cpus=8,
         include_dashboard=False,
@@ -202,22 +209,59 @@ def main() -> None:
         object_store_memory=100 * 2**20,
         _temp_dir=str(SCRATCH / "ray"),
     )
-    rows: list[dict[str, Any]] = []
+    measured: list[Samples] = []
     try:
-        for num_workers, wanted in plan.items():
-            chosen = tuple(row for row in wanted if arguments.only in (None, row))
+        for num_workers, rows in plan.items():
+            chosen = tuple(row for row in rows if row in wanted)
             if chosen:
-                rows += measure(num_workers, chosen, arguments.smoke)
+                measured += measure(num_workers, chosen, is_small, say)
     finally:
         ray.shutdown()
         shutil.rmtree(SCRATCH, ignore_errors=True)
-    for row in rows:
+    return measured
+
+
+def measure_cluster(names: Sequence[str], is_small: bool, progress: Progress) -> list[Row]:
+    """Return the rows of `names` (`c1`, `c2`) for the table of all benchmarks."""
+    task = progress.add_task("cluster", total=None)
+    wanted = tuple(name.upper() for name in names)
+    measured = measure_all(
+        wanted, is_small, lambda line: progress.update(task, description=f"cluster: {line}")
+    )
+    progress.remove_task(task)
+    what = {"C1": "an empty step, acknowledged by all", "C2": f"pipelined, {DEPTH} under way"}
+    return [
+        Row(
+            workload=samples.row,
+            what=f"{what[samples.row]}, {samples.num_workers} workers",
+            ours=Figure(tuple(us / 1e6 for us in samples.ours_us)),
+            peer=Figure(tuple(us / 1e6 for us in samples.ray_us)),
+            peer_name="Ray calls",
+            goal=">= 10x",
+        )
+        for samples in measured
+    ]
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
+    parser.add_argument("--json", type=Path, help="write the samples to this file")
+    parser.add_argument("--only", choices=("C1", "C2"))
+    arguments = parser.parse_args()
+    wanted = ("C1", "C2") if arguments.only is None else (arguments.only,)
+    measured = measure_all(wanted, arguments.smoke, say)
+    for samples in measured:
+        ours, theirs = statistics.median(samples.ours_us), statistics.median(samples.ray_us)
         print(
-            f"{row['row']}  {row['workers']} workers  ours {row['ours_us']:8.1f} us"
-            f"  ray {row['ray_us']:8.1f} us  ratio {row['ratio']:5.1f}"
-            f"  {row['steps_per_s']} steps/s"
+            f"{samples.row}  {samples.num_workers} workers  ours {ours:8.1f} us"
+            f" [{min(samples.ours_us):.0f}, {max(samples.ours_us):.0f}]"
+            f"  ray {theirs:8.1f} us [{min(samples.ray_us):.0f}, {max(samples.ray_us):.0f}]"
+            f"  ratio {samples.ratio:5.1f}  {1e6 / ours:.0f} steps/s"
         )
     if arguments.json:
+        rows = [samples.to_json() for samples in measured]
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 

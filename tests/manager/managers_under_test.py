@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slow_model import Group
-
 from kvcache.manager import KVCacheManager
 from kvcache.specs import (
     FullAttentionSpec,
@@ -15,6 +13,7 @@ from kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from tests.manager.slow_model import Group
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
-from slow_model import ModelRequest, SlowModel
 
 from kvcache.manager import KVCacheManager
 from kvcache.step import (
@@ -19,6 +18,7 @@ from kvcache.step import (
     StepRequest,
     StepResult,
 )
+from tests.manager.slow_model import ModelRequest, SlowModel
 
 
 def ints(values: list[int]) -> np.ndarray:

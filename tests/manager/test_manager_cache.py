@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-from managers_under_test import FULL, HYBRID, Shape, make_manager
-from steps import Engine, new, resume, row
 
 from kvcache.clock import VirtualClock
 from kvcache.commands import Reset
@@ -20,6 +18,8 @@ from kvcache.core import (
 from kvcache.errors import BlockError, PinLimitError
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
+from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
+from tests.manager.steps import Engine, new, resume, row
 
 
 def cache(manager: KVCacheManager, name: str, tokens: list[int]) -> None:

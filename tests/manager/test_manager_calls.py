@@ -6,9 +6,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
-from slow_model import SEALED, ModelRequest, SlowModel
-from steps import Engine, new
 
 from kvcache.commands import BlockTablePatch
 from kvcache.errors import ConfigurationError, RequestError
@@ -17,6 +14,9 @@ from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.request import Request
+from tests.manager.managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from tests.manager.slow_model import SEALED, ModelRequest, SlowModel
+from tests.manager.steps import Engine, new
 
 
 def run(manager: KVCacheManager, request: Request, num_new: int | None = None) -> KVCacheBlocks:

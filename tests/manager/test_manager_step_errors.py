@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from managers_under_test import FULL, make_manager
-from steps import Engine, ints, new, resume, row, running
 
 from kvcache.errors import BacklogFullError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.step import StepRequest
+from tests.manager.managers_under_test import FULL, make_manager
+from tests.manager.steps import Engine, ints, new, resume, row, running
 
 MAX = FULL.max_model_len
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
-from slow_model import SlowModel
-from step_walk import StepWalk
+
+from tests.manager.managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from tests.manager.slow_model import SlowModel
+from tests.manager.step_walk import StepWalk
 
 
 @pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)

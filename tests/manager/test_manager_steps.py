@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
-from steps import Engine, new, resume, row
 
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
 from kvcache.step import StepResult
+from tests.manager.managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from tests.manager.steps import Engine, new, resume, row
 
 
 def test_requests_of_one_step_share_blocks() -> None:

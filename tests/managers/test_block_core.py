@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core_builders import NONE_HASH, extend, full, make_core, make_request, run_request, window
 
 from kvcache.blocks.block import BlockState
 from kvcache.blocks.outbox import EventLog
@@ -20,6 +19,15 @@ from kvcache.errors import BlockError, RequestError
 from kvcache.labels import LabelSet, LabelTable
 from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
+from tests.managers.core_builders import (
+    NONE_HASH,
+    extend,
+    full,
+    make_core,
+    make_request,
+    run_request,
+    window,
+)
 
 
 def rows(*columns: list[int], requests: list[Request]) -> RowBatch:

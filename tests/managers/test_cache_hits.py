@@ -6,16 +6,6 @@ import logging
 
 import numpy as np
 import pytest
-from core_builders import (
-    NONE_HASH,
-    block_lists,
-    full,
-    make_core,
-    make_request,
-    plan,
-    run_request,
-    window,
-)
 
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
@@ -32,6 +22,16 @@ from kvcache.managers.coordinators import (
 )
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.specs import KVCacheSpec, SlidingWindowSpec
+from tests.managers.core_builders import (
+    NONE_HASH,
+    block_lists,
+    full,
+    make_core,
+    make_request,
+    plan,
+    run_request,
+    window,
+)
 
 
 def hits_of(

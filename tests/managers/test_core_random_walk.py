@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 
 import pytest
-from core_builders import full, make_core, make_request, window
-from core_model import ModelBlock, ModelGroup, ModelRequest, SlowModel
 
 from kvcache.blocks.references import KINDS_APART
 from kvcache.core import CacheHit, ReferenceKind, Reservation
 from kvcache.request import Request
+from tests.managers.core_builders import full, make_core, make_request, window
+from tests.managers.core_model import ModelBlock, ModelGroup, ModelRequest, SlowModel
 
 PLANS = {
     "full": [ModelGroup(2)],

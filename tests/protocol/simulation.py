@@ -13,8 +13,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import get_args
 
-from engine import Engine, Sequence
-
 from kvcache.client_session import ClientSession, SessionSettings
 from kvcache.clock import VirtualClock
 from kvcache.commands import WriteExpected
@@ -43,6 +41,7 @@ from kvcache.specs import (
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
+from tests.protocol.engine import Engine, Sequence
 
 COORDINATOR = "coordinator"
 TICK_S = 0.02

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
-from simulation import make_config
 
 from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
@@ -42,6 +41,7 @@ from kvcache.messages import (
 )
 from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest, StepResult
+from tests.protocol.simulation import make_config
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from itertools import count
 from typing import Any
 
 import pytest
-from simulation import Scenario, random_scenario, simulate
 
 from kvcache.coordinator.job_book import JobBook
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.messages import Applied, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.step_delivery import StepReceiver
+from tests.protocol.simulation import Scenario, random_scenario, simulate
 
 SEEDS_PER_TEST = 50
 NUM_SEEDS = 1000

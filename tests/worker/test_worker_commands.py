@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worker_support import (
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import Command, Copy, Fence, Load, Reset, Store, Unlabel, Zero
+from kvcache.errors import StaleEpochError
+from kvcache.messages import Applied, Finished
+from kvcache.worker import CpuCopyEngine, PendingCopy
+from tests.worker.worker_support import (
     Harness,
     Row,
     block_bytes,
@@ -20,12 +26,6 @@ from worker_support import (
     patch,
     write_expected,
 )
-
-from kvcache.arrays import Int32Array
-from kvcache.commands import Command, Copy, Fence, Load, Reset, Store, Unlabel, Zero
-from kvcache.errors import StaleEpochError
-from kvcache.messages import Applied, Finished
-from kvcache.worker import CpuCopyEngine, PendingCopy
 
 
 def test_patches_zeroes_and_copies_wait_for_the_forward_and_labels_do_not() -> None:

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worker_support import (
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import Copy, Load, Store, Zero
+from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, Layout
+from kvcache.worker import CpuCopyEngine
+from tests.worker.worker_support import (
     FULL,
     Harness,
     Row,
@@ -20,11 +25,6 @@ from worker_support import (
     patch,
     write_expected,
 )
-
-from kvcache.arrays import Int32Array
-from kvcache.commands import Copy, Load, Store, Zero
-from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, Layout
-from kvcache.worker import CpuCopyEngine
 
 TOKENS = list(range(100, 132))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from worker_support import ids, patch, random_bytes
 
 from kvcache.arrays import int32_array
 from kvcache.commands import BlockTablePatch
@@ -13,6 +12,7 @@ from kvcache.errors import BlockError, ConfigurationError, MalformedMessageError
 from kvcache.worker import CopyEngine, CpuCopyEngine, CudaCopyEngine, make_copy_engine
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import consecutive_runs
+from tests.worker.worker_support import ids, patch, random_bytes
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from worker_support import Harness, full_groups, ids, label, make_config, patch, write_expected
 
 from kvcache.commands import Fence, Store
 from kvcache.errors import (
@@ -30,6 +29,15 @@ from kvcache.messages import (
     Missing,
     Ping,
     Refused,
+)
+from tests.worker.worker_support import (
+    Harness,
+    full_groups,
+    ids,
+    label,
+    make_config,
+    patch,
+    write_expected,
 )
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from worker_support import FULL, block_bytes, full_groups, hybrid_groups, make_config
 
 from kvcache.errors import ConfigurationError
 from kvcache.planner.layout import lay_out, pools_of
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvcache.worker import KVCachePool, PoolLayout
+from tests.worker.worker_support import FULL, block_bytes, full_groups, hybrid_groups, make_config
 
 CPU = torch.device("cpu")
 
@@ -141,7 +141,7 @@ def test_pages_that_leave_the_allocation_are_refused() -> None:
 
 
 def test_block_bytes_reads_what_was_written() -> None:
-    from worker_support import Harness, fill_block
+    from tests.worker.worker_support import Harness, fill_block
 
     worker = Harness.make().worker
     fill_block(worker, 3, 1.0)
