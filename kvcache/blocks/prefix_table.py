@@ -19,73 +19,64 @@ DEFAULT_NAMESPACE = Namespace(model_epoch=0, lora=None, salt=None, tenant=None)
 
 
 class PrefixTable:
-    """Digests of one namespace and group.
+    """Digests of one namespace and group; `number` tells it from all other tables of a pool.
 
-    Invariants: a digest in `copies` is in `ids`, and its blocks are other ones; where the table is
-    ordered, `children[d]` counts the digests here whose parent is `d`, and every digest counted in
-    `children` is here itself or is a first block's parent.
+    Invariant: a digest in `copies` is in `ids`, and its blocks are other ones. Where the table is
+    ordered a block is of no use without all blocks before it.
     """
 
-    __slots__ = ("children", "copies", "group", "ids", "is_ordered", "namespace", "published")
+    __slots__ = ("copies", "group", "ids", "is_ordered", "namespace", "number", "published")
 
-    def __init__(self, namespace: Namespace, group: int, is_ordered: bool) -> None:
-        """Make an empty table. Only in an ordered one are children counted."""
+    def __init__(self, namespace: Namespace, group: int, number: int, *, is_ordered: bool) -> None:
+        """Make an empty table."""
         self.namespace = namespace
         self.group = group
+        self.number = number
         self.is_ordered = is_ordered
         self.ids: dict[BlockHash, int] = {}
         self.copies: dict[BlockHash, list[int]] = {}
-        self.children: dict[BlockHash, int] = {}
         self.published: set[BlockHash] = set()
 
-    def add(
-        self, block_ids: Sequence[int], digests: Sequence[BlockHash], parent: BlockHash
-    ) -> None:
-        """Enter successive blocks; `parent` is the digest before the first one."""
-        if self.ids.keys().isdisjoint(digests):
-            self.ids.update(zip(digests, block_ids, strict=True))
-            if self.is_ordered:
-                self.children[parent] = self.children.get(parent, 0) + 1
-                self.children.update(dict.fromkeys(digests[:-1], 1))
-            return
-        for block_id, digest in zip(block_ids, digests, strict=True):
-            if digest in self.ids:
-                self.copies.setdefault(digest, []).append(block_id)
-            else:
-                self.ids[digest] = block_id
-                if self.is_ordered:
-                    self.children[parent] = self.children.get(parent, 0) + 1
-            parent = digest
+    def add(self, block_ids: Sequence[int], digests: Sequence[BlockHash]) -> list[int]:
+        """Enter blocks; return, for each, the block that look-ups find for its digest now.
 
-    def is_needed(self, digest: BlockHash) -> bool:
-        """Whether a cached child would lose its parent with one copy of `digest`."""
-        return digest in self.children and digest not in self.copies
+        That is another one where the digest was here already.
+        """
+        firsts = list(map(self.ids.setdefault, digests, block_ids))
+        if firsts != block_ids:
+            for first, block_id, digest in zip(firsts, block_ids, digests, strict=True):
+                if first != block_id:
+                    self.copies.setdefault(digest, []).append(block_id)
+        return firsts
 
-    def discard(self, block_id: int, digest: BlockHash, parent: BlockHash) -> bool:
-        """Remove one block; return whether `digest` is gone with it."""
-        if digest in self.copies:
-            self._discard_copy(block_id, digest)
-            return False
-        del self.ids[digest]
-        if self.is_ordered:
-            left = self.children.pop(parent) - 1
-            if left:
-                self.children[parent] = left
-        return True
+    def has_copies(self, digests: Sequence[BlockHash]) -> bool:
+        """Whether one of the digests is in several blocks."""
+        return bool(self.copies) and not self.copies.keys().isdisjoint(digests)
 
-    def blocks(self, digest: BlockHash) -> list[int]:
-        """Return all blocks that hold `digest`, the one that look-ups use first."""
-        first = self.ids.get(digest)
-        return [] if first is None else [first, *self.copies.get(digest, ())]
-
-    def _discard_copy(self, block_id: int, digest: BlockHash) -> None:
-        copies = self.copies[digest]
+    def discard(self, block_id: int, digest: BlockHash) -> int | None:
+        """Remove one block; return the block that look-ups find now, None where none is left."""
+        copies = self.copies.get(digest)
+        if copies is None:
+            del self.ids[digest]
+            return None
         if self.ids[digest] == block_id:
             self.ids[digest] = copies.pop(0)
         else:
             copies.remove(block_id)
         if not copies:
             del self.copies[digest]
+        return self.ids[digest]
+
+    def discard_all(self, digests: Sequence[BlockHash]) -> None:
+        """Remove digests that have no copies."""
+        ids = self.ids
+        for digest in digests:
+            del ids[digest]
+
+    def blocks(self, digest: BlockHash) -> list[int]:
+        """Return all blocks that hold `digest`, the one that look-ups use first."""
+        first = self.ids.get(digest)
+        return [] if first is None else [first, *self.copies.get(digest, ())]
 
 
 def namespace_name(namespace: Namespace) -> bytes:

@@ -8,11 +8,12 @@ cannot be held; hands nothing out and forgets no content.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
-from typing import TypeVar
 
+import numpy as np
+
+from kvcache.arrays import Int32Array, int32_array
 from kvcache.blocks.block import BlockState
-from kvcache.blocks.contents import ContentIndex
+from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
 from kvcache.core import ReferenceKind
 from kvcache.errors import BlockError
@@ -21,8 +22,6 @@ from kvcache.policies import EvictionPolicy
 
 NULL_ID = 0
 KINDS_APART = (ReferenceKind.PIN, ReferenceKind.FORK, ReferenceKind.TRANSFER)
-
-_T = TypeVar("_T")
 
 
 class ReferencedBlocks:
@@ -38,7 +37,7 @@ class ReferencedBlocks:
         self.num_blocks = num_blocks
         self.contents = contents
         self._policy = policy
-        self._num_references = [0] * num_blocks
+        self._num_references: Int32Array = np.zeros(num_blocks, dtype=np.int32)
         self._references: dict[ReferenceKind, dict[int, int]] = {k: {} for k in KINDS_APART}
         self._quarantined: set[int] = set()
         self._blank = FreeKVCacheBlockQueue(num_blocks, range(1, num_blocks))
@@ -50,7 +49,7 @@ class ReferencedBlocks:
 
     def num_blocks_in_use(self) -> int:
         """Return how many blocks have a reference of any kind."""
-        return self.num_total_blocks - self._num_references.count(0) + 1
+        return int(np.count_nonzero(self._num_references))
 
     def state(self, block_id: int) -> BlockState:
         """Return what may be done with a block."""
@@ -69,7 +68,7 @@ class ReferencedBlocks:
 
     def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
         """Return a block's references of one kind, or of all."""
-        total = self._num_references[block_id]
+        total = int(self._num_references[block_id])
         if kind is None:
             return total
         if kind is not ReferenceKind.REQUEST:
@@ -78,11 +77,12 @@ class ReferencedBlocks:
 
     def total_references(self) -> int:
         """Return the references of all kinds to all blocks. O(n)."""
-        return sum(self._num_references)
+        return int(self._num_references.sum())
 
     def num_unheld(self, block_ids: Sequence[int]) -> int:
         """Return how many of these distinct blocks have no reference, null blocks left out."""
-        return each(self._num_references, block_ids).count(0) - block_ids.count(NULL_ID)
+        ids = int32_array(block_ids)
+        return int(np.count_nonzero((self._num_references[ids] == 0) & (ids != NULL_ID)))
 
     def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
         """Return a copy of the counts of a kind other than REQUEST: block id to references."""
@@ -102,19 +102,18 @@ class ReferencedBlocks:
         if self._quarantined and not self._quarantined.isdisjoint(block_ids):
             bad = sorted(self._quarantined.intersection(block_ids))
             raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
-        references, digests = self._num_references, self.contents.digests
-        free = [b for b in dict.fromkeys(block_ids) if not references[b]]
-        if free:
-            if NULL_ID in free:
+        ids = int32_array(block_ids)
+        free = ids[self._num_references[ids] == 0]
+        if len(free):
+            if not free.all():
                 raise BlockError("the null block cannot be held: leave it out")
-            empty = [b for b in free if digests[b] is None]
-            if empty:
+            empty = free[self.contents.table_numbers[free] == NO_TABLE]
+            if len(empty):
                 raise BlockError(
-                    f"blocks {empty[:5]} are free and hold nothing: take new ones instead"
+                    f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
                 )
-            self._policy.remove(free)
-        for block_id in block_ids:
-            references[block_id] += 1
+            self._policy.remove(list(dict.fromkeys(free.tolist())))
+        np.add.at(self._num_references, ids, 1)
         if kind is not ReferenceKind.REQUEST:
             held = self._references[kind]
             for block_id in block_ids:
@@ -148,17 +147,16 @@ class ReferencedBlocks:
         For managers, whose tables are their word; `check` compares the two.
         """
         references = self._num_references
-        unheld: Sequence[int] = block_ids
-        if each(references, block_ids).count(1) == len(block_ids):
-            for block_id in block_ids:
-                references[block_id] = 0
+        ids = int32_array(block_ids)
+        if (references[ids] == 1).all():
+            references[ids] = 0
+            unheld = ids
         else:
-            unheld = []
-            for block_id in block_ids:
-                references[block_id] -= 1
-                if not references[block_id]:
-                    unheld.append(block_id)
-        if unheld:
+            # Shared blocks may be given back several times in one call: at the last time they go.
+            np.subtract.at(references, ids, 1)
+            last_first = dict.fromkeys(ids[references[ids] == 0][::-1].tolist())
+            unheld = int32_array(list(last_first)[::-1])
+        if len(unheld):
             self._put_free(unheld)
 
     def begin_transfer(self, block_ids: Sequence[int]) -> None:
@@ -169,20 +167,17 @@ class ReferencedBlocks:
         """A copy has ended on every rank; raises BlockError, unchanged, if none was under way."""
         self.free_blocks(block_ids, ReferenceKind.TRANSFER)
 
-    def _put_free(self, block_ids: Sequence[int]) -> None:
+    def _put_free(self, block_ids: Int32Array) -> None:
         """Queue blocks that have just lost their last reference."""
         if self._quarantined:
-            block_ids = [b for b in block_ids if b not in self._quarantined]
-        digests = self.contents.digests
+            block_ids = int32_array([b for b in block_ids.tolist() if b not in self._quarantined])
         # Distinct, and nowhere queued: their references have just become zero.
-        num_empty = each(digests, block_ids).count(None)
-        if not num_empty:
+        has_content = self.contents.table_numbers[block_ids] != NO_TABLE
+        if has_content.all():
             self._policy.insert(block_ids)
-        elif num_empty == len(block_ids):
-            self._blank.prepend_n(block_ids)
         else:
-            self._blank.prepend_n([b for b in block_ids if digests[b] is None])
-            self._policy.insert([b for b in block_ids if digests[b] is not None])
+            self._blank.prepend_many(block_ids[~has_content])
+            self._policy.insert(block_ids[has_content])
 
     def _require_known(self, block_ids: Sequence[int]) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
@@ -193,7 +188,7 @@ class ReferencedBlocks:
         """Raise BlockError unless each block has as many references of `kind` as it is given."""
         is_distinct = len(set(block_ids)) == len(block_ids)
         is_plain = kind is ReferenceKind.REQUEST and not any(self._references.values())
-        if is_distinct and is_plain and 0 not in each(self._num_references, block_ids):
+        if is_distinct and is_plain and self._num_references[int32_array(block_ids)].all():
             return
         wanted: dict[int, int] = {}
         for block_id in block_ids:
@@ -205,10 +200,3 @@ class ReferencedBlocks:
                     f"block {block_id} is given back {count} times but has {held} "
                     f"{kind.value} references: free what you hold, once"
                 )
-
-
-def each(values: list[_T], indices: Sequence[int]) -> tuple[_T, ...]:
-    """Return `values[i]` for every index, at the speed of C."""
-    if len(indices) > 1:
-        return tuple(itemgetter(*indices)(values))
-    return tuple(values[index] for index in indices)

@@ -13,8 +13,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.errors import BlockError, InvariantError
+
+Entries: TypeAlias = "Sequence[int] | Int32Array"
+"""Entries in order. Arrays are taken as they are, without a look at each int."""
 
 _OUT = 0
 _SPARE_STALE = 64
@@ -25,7 +33,7 @@ class _Segment:
     """Ints that entered together; those before `start` have been taken."""
 
     stamp: int
-    members: list[int]
+    members: Int32Array
     start: int = 0
 
 
@@ -38,7 +46,7 @@ class EntryQueue:
 
     def __init__(self, capacity: int, members: Iterable[int] = ()) -> None:
         """Make a queue of `members`, in that order."""
-        self._stamps = [_OUT] * capacity
+        self._stamps: npt.NDArray[np.int64] = np.full(capacity, _OUT, dtype=np.int64)
         self._segments: deque[_Segment] = deque()
         self._last_stamp = _OUT
         self._length = 0
@@ -49,44 +57,44 @@ class EntryQueue:
         return self._length
 
     def __contains__(self, entry: object) -> bool:
-        return isinstance(entry, int) and self._stamps[entry] != _OUT
+        return isinstance(entry, int) and bool(self._stamps[entry] != _OUT)
 
-    def append_many(self, entries: Sequence[int]) -> None:
+    def append_many(self, entries: Entries) -> None:
         """Put `entries` at the back, in order. They are distinct and none is here already."""
-        if entries:
+        if len(entries):
             self._segments.append(self._enter(entries))
 
-    def prepend_many(self, entries: Sequence[int]) -> None:
+    def prepend_many(self, entries: Entries) -> None:
         """Put `entries` at the front, the first of them foremost. Otherwise as `append_many`."""
-        if entries:
+        if len(entries):
             self._segments.appendleft(self._enter(entries))
 
-    def pop_many(self, count: int) -> list[int]:
+    def pop_many(self, count: int) -> Int32Array:
         """Take up to `count` ints from the front."""
-        taken: list[int] = []
+        taken: list[Int32Array] = []
         stamps, segments = self._stamps, self._segments
-        while segments and count > len(taken):
+        missing = count
+        while segments and missing > 0:
             segment = segments[0]
-            stamp, start = segment.stamp, segment.start
-            end = start + count - len(taken)
-            chunk = segment.members[start:end]
-            live = [entry for entry in chunk if stamps[entry] == stamp]
+            end = segment.start + missing
+            chunk = segment.members[segment.start : end]
+            live = chunk[stamps[chunk] == segment.stamp]
             self._num_stale -= len(chunk) - len(live)
-            for entry in live:
-                stamps[entry] = _OUT
-            taken += live
+            stamps[live] = _OUT
+            taken.append(live)
+            missing -= len(live)
             if end >= len(segment.members):
                 segments.popleft()
             else:
                 segment.start = end
-        self._length -= len(taken)
-        return taken
+        self._length -= count - missing
+        if len(taken) == 1:
+            return taken[0]
+        return np.concatenate(taken) if taken else EMPTY_INT32
 
-    def remove_many(self, entries: Sequence[int]) -> None:
+    def remove_many(self, entries: Entries) -> None:
         """Take out ints that are all here."""
-        stamps = self._stamps
-        for entry in entries:
-            stamps[entry] = _OUT
+        self._stamps[int32_array(entries)] = _OUT
         self._length -= len(entries)
         self._num_stale += len(entries)
         if self._num_stale > 2 * self._length + _SPARE_STALE:
@@ -94,13 +102,11 @@ class EntryQueue:
 
     def to_list(self) -> list[int]:
         """Return all ints in order. O(n)."""
-        stamps = self._stamps
-        return [
-            entry
-            for segment in self._segments
-            for entry in segment.members[segment.start :]
-            if stamps[entry] == segment.stamp
-        ]
+        members: list[int] = []
+        for segment in self._segments:
+            waiting = segment.members[segment.start :]
+            members += waiting[self._stamps[waiting] == segment.stamp].tolist()
+        return members
 
     def require_absent(self, entries: Sequence[int]) -> None:
         """Raise BlockError if an int is beyond the capacity, given twice or here already."""
@@ -119,7 +125,7 @@ class EntryQueue:
     def check(self) -> None:
         """Raise InvariantError unless the figures agree with what is here."""
         members = self.to_list()
-        stamped = sum(stamp != _OUT for stamp in self._stamps)
+        stamped = int(np.count_nonzero(self._stamps))
         held = sum(len(segment.members) - segment.start for segment in self._segments)
         if not len(members) == len(set(members)) == stamped == self._length:
             raise InvariantError(
@@ -132,13 +138,12 @@ class EntryQueue:
                 f"{self._num_stale} stale ones"
             )
 
-    def _enter(self, entries: Sequence[int]) -> _Segment:
+    def _enter(self, entries: Entries) -> _Segment:
         self._last_stamp += 1
-        stamp, stamps = self._last_stamp, self._stamps
-        for entry in entries:
-            stamps[entry] = stamp
-        self._length += len(entries)
-        return _Segment(stamp, list(entries))
+        members = np.array(entries, dtype=np.int32)
+        self._stamps[members] = self._last_stamp
+        self._length += len(members)
+        return _Segment(self._last_stamp, members)
 
     def _compact(self) -> None:
         members = self.to_list()

@@ -5,9 +5,7 @@ The default policy. A request gives its blocks back tail first, so its tail goes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from kvcache.policies.entry_queue import EntryQueue
+from kvcache.policies.entry_queue import Entries, EntryQueue
 from kvcache.policies.policy import EntryBook, Victims
 
 
@@ -25,13 +23,13 @@ class LRUPolicy:
     def __contains__(self, entry: object) -> bool:
         return entry in self._queue
 
-    def insert(self, entries: Sequence[int]) -> None:
+    def insert(self, entries: Entries) -> None:
         self._queue.append_many(entries)
 
-    def remove(self, entries: Sequence[int]) -> None:
+    def remove(self, entries: Entries) -> None:
         self._queue.remove_many(entries)
 
-    def discard(self, entries: Sequence[int]) -> None:
+    def discard(self, entries: Entries) -> None:
         self._queue.remove_many(entries)
 
     def choose(self, num_blocks: int) -> Victims:
@@ -40,12 +38,12 @@ class LRUPolicy:
         entries: list[int] = []
         num_of_last = missing = num_blocks
         while missing > 0 and len(self._queue):
-            entries += self._queue.pop_many(1)
+            entries += self._queue.pop_many(1).tolist()
             num_of_last = min(missing, self._book.describe(entries[-1]).weight_blocks)
             missing -= num_of_last
         return Victims(entries, num_of_last)
 
-    def put_back(self, entries: Sequence[int]) -> None:
+    def put_back(self, entries: Entries) -> None:
         self._queue.prepend_many(entries)
 
     def order(self) -> list[int]:

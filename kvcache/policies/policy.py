@@ -7,9 +7,10 @@ evict: it proposes, the owner of the bytes decides, and gives back what must sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from kvcache.policies.entry_queue import Entries
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Victims:
     """Entries to evict, in this order. All of each goes, but of the last one only its tail: the
     `num_blocks_of_last` blocks at its end (its whole weight where it is a single block)."""
 
-    entries: Sequence[int]
+    entries: Entries
     num_blocks_of_last: int = 1
 
 
@@ -61,22 +62,22 @@ class EvictionPolicy(Protocol):
     def __contains__(self, entry: object) -> bool:
         """Say whether an entry is inserted."""
 
-    def insert(self, entries: Sequence[int]) -> None:
+    def insert(self, entries: Entries) -> None:
         """Take entries that have just come out of use; of equal ones the first goes first.
 
         None of them is inserted already.
         """
 
-    def remove(self, entries: Sequence[int]) -> None:
+    def remove(self, entries: Entries) -> None:
         """Take entries out, because they are used again. All of them are inserted."""
 
-    def discard(self, entries: Sequence[int]) -> None:
+    def discard(self, entries: Entries) -> None:
         """Take entries out, because their content is forgotten. All of them are inserted."""
 
     def choose(self, num_blocks: int) -> Victims:
         """Take out and return what to evict for `num_blocks` blocks; less if there is less."""
 
-    def put_back(self, entries: Sequence[int]) -> None:
+    def put_back(self, entries: Entries) -> None:
         """Return entries from `choose` that must stay for now to where they were, in order."""
 
     def order(self) -> list[int]:
