@@ -13,7 +13,7 @@ CONFIG ?= configs/cpu_tp2.yaml
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-multinode test-fast check format bench bench-smoke bench-peer clean
 
 setup: $(STAMP)
 
@@ -26,7 +26,10 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m 'not multinode'
+
+test-multinode: setup
+	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
 	$(BIN)/python -m pytest tests -m 'not ray and not multinode' -x -q

@@ -7,7 +7,6 @@ Everything that decides is in `kvcache.coordinator`; this class carries bytes an
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from actors.assembly import make_coordinator
 from actors.connect import this_node
 from actors.endpoints import EndpointBook
 from actors.health import DeathWatch
-from actors.loop import ServiceLoop
+from actors.loop import ServiceLoop, calm_garbage_collector
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.reports import ClusterStatus, NodeAddress, RankStatus, WorkerReport
 from actors.service import CoordinatorService, ServiceStatistics
@@ -114,8 +113,7 @@ class CoordinatorActor:
                     f"{self._describe_missing()}"
                 )
             self._closed.wait(READY_POLL_S)
-        gc.collect()
-        gc.freeze()
+        calm_garbage_collector()
         return self._endpoint_for(self._node)
 
     @ray.method(concurrency_group=CONTROL)

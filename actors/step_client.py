@@ -28,6 +28,7 @@ from kvcache.errors import (
     BacklogFullError,
     ClusterError,
     DeadlineError,
+    KVCacheError,
     NotRunningError,
     RequestError,
     StaleEpochError,
@@ -177,7 +178,9 @@ class StepClient:
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting. Raises nothing about single steps."""
-        self._wait(lambda: False, 0.0, "")
+        with self._changed:
+            self._require_open()
+            self._read_all()
 
     # --- the end
 
@@ -213,15 +216,16 @@ class StepClient:
         clock = self._connection.clock
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         give_up_s = clock.now() + limit_s
-        with self._translated():
-            while True:
-                try:
-                    with self._writing():
-                        return send()
-                except BacklogFullError:
-                    num_taken = self._num_taken
-                remaining_s = max(0.0, give_up_s - clock.now())
-                self._wait(self._has_taken_more_than(num_taken), remaining_s, "make room")
+        while True:
+            try:
+                with self._writing():
+                    return send()
+            except BacklogFullError:
+                num_taken = self._num_taken
+            except StaleEpochError as error:
+                raise self._explained(error) from error
+            remaining_s = max(0.0, give_up_s - clock.now())
+            self._wait(self._has_taken_more_than(num_taken), remaining_s, "make room")
 
     def _has_taken_more_than(self, num_taken: int) -> Callable[[], bool]:
         return lambda: self._num_taken > num_taken
@@ -246,33 +250,28 @@ class StepClient:
     def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
-        with self._translated():
-            self._wait(
-                lambda: session.result(step) is not None,
-                limit_s,
-                f"answer step {step}: it may or may not have been executed",
-            )
+        answers: list[StepResult | CallResult] = []
+
+        def is_answered() -> bool:
             answer = session.result(step)
-        if answer is None:
-            raise RequestError(f"the answer to step {step} is not kept any more: take it earlier")
-        self._last_seq = max(self._last_seq, answer.seq)
-        return answer
+            if answer is not None:
+                answers.append(answer)
+            return answer is not None
+
+        what = f"answer step {step}: it may or may not have been executed"
+        self._wait(is_answered, limit_s, what)
+        self._last_seq = max(self._last_seq, answers[0].seq)
+        return answers[0]
 
     def _await(
         self, has_happened: Callable[[], bool], step: int, what: str, timeout_s: float | None
     ) -> None:
         limit_s = self._connection.settings.forward_s if timeout_s is None else timeout_s
-        with self._translated():
-            self._wait(has_happened, limit_s, f"have step {step} {what} on every rank")
+        self._wait(has_happened, limit_s, f"have step {step} {what} on every rank")
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Name the lost ranks where an epoch ended because of them."""
-        try:
-            yield
-        except StaleEpochError as error:
-            lost = self._lost_workers()
-            raise lost_workers_error(error, lost) from error
+    def _explained(self, error: StaleEpochError) -> KVCacheError:
+        """Return what to raise when an epoch is over: which ranks are lost, if that is why."""
+        return lost_workers_error(error, self._lost_workers())
 
     def _lost_workers(self) -> str:
         try:
@@ -281,31 +280,32 @@ class StepClient:
             return ""
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Serve the connection until `is_done()`, at most `timeout_s`. Without `what`: no error.
+        """Serve the connection until `is_done()`, at most `timeout_s`.
 
         One thread reads at a time; the lock is free while it waits for the socket. `is_done` is
         called with the lock held.
         """
+        try:
+            self._wait_with_lock(is_done, timeout_s, what)
+        except StaleEpochError as error:
+            raise self._explained(error) from error
+
+    def _wait_with_lock(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         clock, connection = self._connection.clock, self._connection
         give_up_s = clock.now() + timeout_s
         with self._changed:
-            while True:
+            while not is_done():
                 self._require_open()
-                if is_done():
-                    return
                 remaining_s = give_up_s - clock.now()
-                if not self._is_reading and not self._num_writers:
-                    self._read(max(0.0, min(remaining_s, connection.tick_s)))
-                    if remaining_s > 0 or is_done():
-                        continue
                 if remaining_s <= 0:
-                    if not what:
-                        return
                     raise DeadlineError(
                         f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
                         "status"
                     )
-                self._changed.wait(remaining_s)
+                if self._is_reading or self._num_writers:
+                    self._changed.wait(remaining_s)
+                else:
+                    self._read(min(remaining_s, connection.tick_s))
 
     def _read(self, timeout_s: float) -> None:
         """Take in what arrives within `timeout_s`. The lock is held before and after."""
@@ -327,6 +327,13 @@ class StepClient:
         if moved_to is not None:
             connection.redial(moved_to)
 
+    def _read_all(self) -> None:
+        """Take in everything there is, unless another thread is about it. The lock is held."""
+        while not self._is_reading and (payloads := self._connection.transport.receive(0.0)):
+            self._connection.take(payloads)
+            self._num_taken += len(payloads)
+        self._changed.notify_all()
+
     def _ask_where(self) -> Endpoint | None:
         """Ask where the coordinator is; None while it cannot say: deadlines see to the rest."""
         try:
@@ -342,8 +349,8 @@ class StepClient:
     def _keep_alive(self) -> None:
         """Say that this client lives, unless a thread that waits says it."""
         with self._changed:
-            if not self._is_reading and not self._is_closed.is_set():
-                self._connection.take(self._connection.transport.receive(0.0))
+            if not self._is_closed.is_set():
+                self._read_all()
                 self._connection.tick()
 
 

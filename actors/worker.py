@@ -10,14 +10,12 @@ method passes on to `EmbeddedWorker`.
 
 from __future__ import annotations
 
-import gc
-
 import ray
 import torch
 
 from actors.connect import connect_peer, this_node
 from actors.embedding import EmbeddedWorker
-from actors.loop import ServiceLoop
+from actors.loop import ServiceLoop, calm_garbage_collector
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
 from kvcache.config import ClusterConfig
@@ -126,8 +124,7 @@ class WorkerActor(WorkerMethods):
         """Talk to the coordinator at `endpoint` from now on."""
         self.kvcache.attach(endpoint)
         if not self._loop.is_running:
-            gc.collect()
-            gc.freeze()
+            calm_garbage_collector()
             self._loop.start()
 
     @ray.method(concurrency_group=CONTROL)

@@ -15,6 +15,9 @@ import numpy.typing as npt
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 """One-dimensional, C-contiguous, little-endian int32."""
 
+IndexArray: TypeAlias = npt.NDArray[np.intp]
+"""One-dimensional indices into other arrays, in the width numpy indexes with: never on the wire."""
+
 EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 EMPTY_INT32.flags.writeable = False
 
@@ -29,3 +32,8 @@ def int32_array(values: Sequence[int] | Iterable[int] | npt.NDArray[np.integer])
     if isinstance(values, Sequence):
         return np.array(values, dtype=np.int32)
     return np.fromiter(values, dtype=np.int32)
+
+
+def index_array(values: Sequence[int] | npt.NDArray[np.integer]) -> IndexArray:
+    """Return `values` as an `IndexArray`, without a copy where they are one already."""
+    return np.asarray(values, dtype=np.intp)

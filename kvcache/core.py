@@ -166,7 +166,8 @@ class TableChange:
 class RowBatch:
     """Running requests that want slots for more tokens, in the order in which they are served.
 
-    Row `i` is `requests[i]` in slot `slots[i]`; the other fields mean per row what they mean in a
+    Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
+    is freed; the other fields mean per row what they mean in a
     `Reservation`. Shapes: all `(n,)`.
     """
 
@@ -236,7 +237,10 @@ class Core(Protocol):
         """
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
-        """Do what `reserve` does for every running row of a step, in one call."""
+        """Do what `reserve` does for every running row of a step, in one call.
+
+        What any of the rows skips is freed before the first one is served.
+        """
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Make the request's full blocks up to `num_tokens` hittable."""

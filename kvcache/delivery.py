@@ -12,9 +12,9 @@ Clients' steps travel by the same rules: step_delivery.py.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvcache.errors import BacklogFullError, MalformedMessageError, StaleEpochError
 from kvcache.messages import (
@@ -78,7 +78,7 @@ class CommandReceiver:
         self._delivered_seq = 0
         self._buffered: dict[int, StepCommands] = {}
         self._pending_grant: Grant | None = None
-        self._statistics = ReceiverStatistics()
+        self._counts: Counter[str] = Counter()
 
     @property
     def epoch(self) -> int:
@@ -186,7 +186,7 @@ class CommandReceiver:
 
     def statistics(self) -> ReceiverStatistics:
         """Return the counters, frozen."""
-        return self._statistics
+        return ReceiverStatistics(**self._counts)
 
     def _deliver(self, message: StepCommands) -> ReceivedCommands:
         ready = [message]
@@ -222,8 +222,8 @@ class CommandReceiver:
         return Refused(grant.nonce, self.incarnation, self.rank, self.highest_epoch, reason)
 
     def _count(self, **more: int) -> None:
-        now = {name: getattr(self._statistics, name) + number for name, number in more.items()}
-        self._statistics = replace(self._statistics, **now)
+        for name, number in more.items():
+            self._counts[name] += number
 
 
 @dataclass

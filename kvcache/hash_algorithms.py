@@ -166,6 +166,8 @@ def _pieces(
 ) -> list[bytes]:
     """What each block adds to its parent's digest: token bytes, then the extra keys' bytes."""
     block_bytes = block_size * TOKEN_BYTES
+    if num_blocks == 1 and extra_keys is None:
+        return [token_bytes[:block_bytes]]
     # A void item becomes a bytes object of its full length, trailing zeros included.
     blocks: list[bytes] = np.frombuffer(token_bytes, f"V{block_bytes}", num_blocks).tolist()
     if extra_keys is None:

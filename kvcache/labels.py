@@ -20,6 +20,9 @@ from kvcache.errors import BlockError, InvariantError, MalformedMessageError, Ve
 LABEL_VERSION = 1
 UNLABELLED = -1
 
+MIN_FORGOTTEN_NAMESPACES = 1024
+"""Names are forgotten when that many more than there are blocks have gathered."""
+
 
 @dataclass(frozen=True)
 class BlockLabel:
@@ -87,6 +90,8 @@ class LabelSet:
 def validate_label_command(label: Label, digest_bytes: int) -> None:
     """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing."""
     count = len(label.block_ids)
+    if digest_bytes < 1:
+        raise MalformedMessageError(f"label with digests of {digest_bytes} bytes")
     sizes = {
         "groups": len(label.groups),
         "slots": len(label.slots),
@@ -109,6 +114,10 @@ def validate_label_command(label: Label, digest_bytes: int) -> None:
         label.namespace_names
     ):
         raise MalformedMessageError("label names a namespace it does not bring")
+    if any(not 0 <= index < count for index in label.extra_keys):
+        raise MalformedMessageError(f"label of {count} blocks has extra keys for other ones")
+    if count > 1 and len(np.unique(label.block_ids)) != count:
+        raise MalformedMessageError("label names a block twice")
 
 
 class LabelTable:
@@ -163,6 +172,7 @@ class LabelTable:
         self._token_count[ids] = label.token_counts
         self._checksum[ids] = -1
         self._write_tokens(label)
+        self._forget_unused_namespaces()
         names = [self._intern(name) for name in label.namespace_names]
         self._namespace[ids] = np.array(names, dtype=np.int32)[label.namespaces]
         for index, keys in label.extra_keys.items():
@@ -247,6 +257,16 @@ class LabelTable:
         ends = np.cumsum(counts)
         for block_id, start, end in zip(label.block_ids, ends - counts, ends, strict=True):
             self._tokens[block_id, : end - start] = label.token_ids[start:end]
+
+    def _forget_unused_namespaces(self) -> None:
+        """Keep only the names of labelled blocks, when many others have gathered."""
+        if len(self._namespace_names) < len(self._group) + MIN_FORGOTTEN_NAMESPACES:
+            return
+        is_labelled = self._group != UNLABELLED
+        used, renumbered = np.unique(self._namespace[is_labelled], return_inverse=True)
+        self._namespace[is_labelled] = renumbered
+        self._namespace_names = [self._namespace_names[index] for index in used.tolist()]
+        self._namespace_index = {name: i for i, name in enumerate(self._namespace_names)}
 
     def _intern(self, name: bytes) -> int:
         index = self._namespace_index.get(name)

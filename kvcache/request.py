@@ -193,12 +193,16 @@ class Request:
             new = ids
         else:
             new = as_token_ids(ids, f"request {self.request_id}: output token id")
-        end = self._num_tokens + len(new)
+        self.append_checked_token_ids(new)
+
+    def append_checked_token_ids(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
+        """Append output tokens that are known to be token ids: they are not looked at again."""
+        end = self._num_tokens + len(ids)
         if end > len(self._tokens):
             grown = np.empty(end + end // 2 + _SPARE_TOKENS, np.int32)
             grown[: self._num_tokens] = self._tokens[: self._num_tokens]
             self._tokens = grown
-        self._tokens[self._num_tokens : end] = new
+        self._tokens[self._num_tokens : end] = ids
         self._num_tokens = end
 
     def truncate_tokens(self, num_tokens: int) -> None:

@@ -59,7 +59,7 @@ def encode(message: Message) -> bytes:
         raise MalformedMessageError(f"{type(message).__name__} is no message")
     try:
         packed: bytes = msgpack.packb([WIRE_VERSION, codec.tag, *codec.to_fields(message)])
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise MalformedMessageError(f"{codec.tag} cannot be encoded: {error}") from error
     return packed
 
@@ -101,7 +101,8 @@ class _Wrong(Exception):
 
 
 class _Codec:
-    """How one dataclass travels. Fields of plain types pass as they are on the way out."""
+    """How one dataclass travels. A field of a wrong type is refused on the way out already: a
+    message that nobody can read would be repeated for ever."""
 
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
@@ -110,17 +111,22 @@ class _Codec:
         self._names = tuple(f.name for f in fields(cls))
         self._get: Callable[[Any], Any] = attrgetter(*self._names)
         converters = [_converters(hints[name]) for name in self._names]
-        self._out = tuple((i, out) for i, (out, _) in enumerate(converters) if out is not None)
+        self._out = tuple(encode_field for encode_field, _ in converters)
         self._in = tuple(decode_field for _, decode_field in converters)
         self._validate = _VALIDATORS.get(cls)
 
     def to_fields(self, value: Any) -> list[Any]:
-        """Return the fields as msgpack can pack them."""
+        """Return the fields as msgpack can pack them; raises MalformedMessageError."""
         got = self._get(value)
-        plain = list(got) if len(self._names) > 1 else [got]
-        for index, convert in self._out:
-            plain[index] = convert(plain[index])
-        return plain
+        values = got if len(self._names) > 1 else (got,)
+        packable: list[Any] = []
+        try:
+            for convert, item in zip(self._out, values, strict=True):
+                packable.append(convert(item))
+        except _Wrong as wrong:
+            name = self._names[len(packable)]
+            raise MalformedMessageError(f"{self.tag}.{name} is not {wrong}") from None
+        return packable
 
     def from_fields(self, values: Any) -> Any:
         """Build the dataclass from unpacked fields; raises MalformedMessageError."""
@@ -140,16 +146,16 @@ class _Codec:
         return result
 
 
-def _converters(hint: Any) -> tuple[_Convert | None, _Convert]:
-    """Return how values of type `hint` go out (None: as they are) and come in."""
+def _converters(hint: Any) -> tuple[_Convert, _Convert]:
+    """Return how values of type `hint` go out and come in."""
     if hint == Int32Array:
         return _array_out, _array_in
     if hint in _PLAIN:
-        return None, _PLAIN[hint]
+        return _PLAIN[hint], _PLAIN[hint]
     if hint == str | None:
-        return None, _optional_str_in
+        return _optional_str, _optional_str
     if hint == dict[int, bytes]:
-        return None, _int_to_bytes_in
+        return _int_to_bytes, _int_to_bytes
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         return _tuple_converters(arguments[0])
@@ -157,11 +163,17 @@ def _converters(hint: Any) -> tuple[_Convert | None, _Convert]:
         return _union_converters(arguments)
     if is_dataclass(hint) and isinstance(hint, type):
         codec = _Codec(hint)
-        return codec.to_fields, codec.from_fields
+
+        def dataclass_out(value: Any) -> list[Any]:
+            if type(value) is not hint:
+                raise _Wrong(f"a {hint.__name__}")
+            return codec.to_fields(value)
+
+        return dataclass_out, codec.from_fields
     raise TypeError(f"messages cannot carry {hint}")
 
 
-def _tuple_converters(item: Any) -> tuple[_Convert | None, _Convert]:
+def _tuple_converters(item: Any) -> tuple[_Convert, _Convert]:
     item_out, item_in = _converters(item)
 
     def tuple_in(values: Any) -> tuple[Any, ...]:
@@ -169,10 +181,9 @@ def _tuple_converters(item: Any) -> tuple[_Convert | None, _Convert]:
             raise _Wrong("a list")
         return tuple([item_in(value) for value in values])
 
-    if item_out is None:
-        return None, tuple_in
-
-    def tuple_out(values: tuple[Any, ...]) -> list[Any]:
+    def tuple_out(values: Any) -> list[Any]:
+        if type(values) not in (tuple, list):
+            raise _Wrong("a tuple")
         return [item_out(value) for value in values]
 
     return tuple_out, tuple_in
@@ -185,7 +196,7 @@ def _union_converters(members: Iterable[type[Any]]) -> tuple[_Convert, _Convert]
     def union_out(value: Any) -> list[Any]:
         codec = by_type.get(type(value))
         if codec is None:
-            raise TypeError(f"{type(value).__name__} is none of {', '.join(by_tag)}")
+            raise _Wrong(f"one of {', '.join(by_tag)}")
         return [codec.tag, *codec.to_fields(value)]
 
     def union_in(values: Any) -> Any:
@@ -199,8 +210,11 @@ def _union_converters(members: Iterable[type[Any]]) -> tuple[_Convert, _Convert]
     return union_out, union_in
 
 
-def _array_out(array: Int32Array) -> bytes:
-    return array.astype(_WIRE_INT32, copy=False).tobytes()
+def _array_out(array: Any) -> bytes:
+    if type(array) is not np.ndarray or array.ndim != 1 or array.dtype != np.int32:
+        raise _Wrong("a one-dimensional int32 array")
+    packed: bytes = array.astype(_WIRE_INT32, copy=False).tobytes()
+    return packed
 
 
 def _array_in(value: Any) -> Int32Array:
@@ -211,38 +225,38 @@ def _array_in(value: Any) -> Int32Array:
     return np.frombuffer(value, _WIRE_INT32).astype(np.int32, copy=False)
 
 
-def _int_in(value: Any) -> int:
+def _int(value: Any) -> int:
     if type(value) is not int or not _INT64_MIN <= value <= _INT64_MAX:
         raise _Wrong("a 64-bit integer")
     return value
 
 
-def _bool_in(value: Any) -> bool:
+def _bool(value: Any) -> bool:
     if type(value) is not bool:
         raise _Wrong("a truth value")
     return value
 
 
-def _str_in(value: Any) -> str:
+def _str(value: Any) -> str:
     if type(value) is not str:
         raise _Wrong("text")
     return value
 
 
-def _bytes_in(value: Any) -> bytes:
+def _bytes(value: Any) -> bytes:
     if type(value) is not bytes:
         raise _Wrong("bytes")
     return value
 
 
-def _optional_str_in(value: Any) -> str | None:
-    return None if value is None else _str_in(value)
+def _optional_str(value: Any) -> str | None:
+    return None if value is None else _str(value)
 
 
-def _int_to_bytes_in(value: Any) -> dict[int, bytes]:
+def _int_to_bytes(value: Any) -> dict[int, bytes]:
     if type(value) is not dict:
         raise _Wrong("a map of bytes by number")
-    return {_int_in(key): _bytes_in(item) for key, item in value.items()}
+    return {_int(key): _bytes(item) for key, item in value.items()}
 
 
 def _same_length(command: object, **arrays: Int32Array) -> int:
@@ -281,8 +295,6 @@ def _validate_copy(copy: Copy | Store | Load) -> None:
 def _validate_label(label: Label) -> None:
     count = len(label.block_ids)
     validate_label_command(label, max(1, len(label.digests) // count) if count else 1)
-    if any(not 0 <= index < count for index in label.extra_keys):
-        raise MalformedMessageError(f"Label of {count} blocks has extra keys for other ones")
 
 
 def _validate_forward(forward: WriteExpected) -> None:
@@ -303,7 +315,7 @@ def _validate_forward(forward: WriteExpected) -> None:
     _counts_match(forward, "tokens", forward.token_counts, forward.token_ids)
 
 
-_PLAIN: dict[Any, _Convert] = {int: _int_in, bool: _bool_in, str: _str_in, bytes: _bytes_in}
+_PLAIN: dict[Any, _Convert] = {int: _int, bool: _bool, str: _str, bytes: _bytes}
 
 _VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
     BlockTablePatch: _validate_patch,

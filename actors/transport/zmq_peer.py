@@ -14,12 +14,11 @@ from actors.transport.curve import equip_peer
 from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.zmq_server import (
     HARD_LIMIT_FACTOR,
-    MAX_RECEIVED_AT_ONCE,
     NOBLOCK,
+    FrameReceiver,
     WakePipe,
     ZmqLimits,
     has_message,
-    receive_frames,
 )
 from kvcache.errors import ClusterError, MalformedMessageError
 
@@ -51,6 +50,7 @@ class ZmqPeer:
         except zmq.ZMQError as error:
             self.close()
             raise ClusterError(f"cannot connect to {endpoint.address} ({error})") from error
+        self._receiver = FrameReceiver(self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake.fileno(), zmq.POLLIN)
@@ -70,15 +70,9 @@ class ZmqPeer:
             self._num_sent += 1
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive`. Waits inside the socket: a poller costs three times that."""
-        payloads: list[bytes] = []
-        try:
-            self._take(receive_frames(self._socket, timeout_s), payloads)
-            while len(payloads) < MAX_RECEIVED_AT_ONCE and has_message(self._socket):
-                self._take(self._socket.recv_multipart(NOBLOCK), payloads)
-        except zmq.Again:
-            pass
-        return payloads
+        """See `PeerTransport.receive`."""
+        frames = self._receiver.receive(timeout_s)
+        return [] if frames is None else self._accept(frames)
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
         """See `PeerTransport.receive_or_wake`."""
@@ -109,12 +103,13 @@ class ZmqPeer:
         self._context.destroy(linger_ms)
         self._wake.close()
 
-    def _take(self, frames: list[bytes], payloads: list[bytes]) -> None:
-        """Append what `frames` brought, or count why it is refused."""
+    def _accept(self, frames: list[bytes]) -> list[bytes]:
+        """Return what `frames` brought, or count why it is refused."""
         self._num_received += 1
         if len(frames) != 1:
             self._statistics += TransportStatistics(foreign=1)
-        elif len(frames[0]) > self._limits.max_message_bytes:
+            return []
+        if len(frames[0]) > self._limits.max_message_bytes:
             self._statistics += TransportStatistics(oversized=1)
-        else:
-            payloads.append(frames[0])
+            return []
+        return frames

@@ -23,6 +23,7 @@ def check_pool(pool: BlockPool) -> None:
 def dump_pool(pool: BlockPool) -> dict[str, object]:
     """Return references, contents and orders as plain values; equal for pools that act alike."""
     contents = pool.contents
+    tables = [contents.table_of(block_id) for block_id in range(pool.num_blocks)]
     blocks = {
         block_id: {
             "state": pool.state(block_id).value,
@@ -36,7 +37,7 @@ def dump_pool(pool: BlockPool) -> dict[str, object]:
             "group": None if table is None else table.group,
             "namespace": None if table is None else str(table.namespace),
         }
-        for block_id, table in enumerate(contents.tables)
+        for block_id, table in enumerate(tables)
         if table is not None or pool.num_references(block_id)
     }
     return {
@@ -93,7 +94,7 @@ def _check_contents(pool: BlockPool) -> None:
         for digest in table.ids:
             for block_id in table.blocks(digest):
                 listed += 1
-                if contents.digests[block_id] != digest or contents.tables[block_id] is not table:
+                if contents.digests[block_id] != digest or contents.table_of(block_id) is not table:
                     raise InvariantError(
                         f"{digest.hex()} of group {table.group} is looked up in block {block_id}, "
                         f"which holds {_hex(contents.digests[block_id])}"
@@ -106,30 +107,40 @@ def _check_contents(pool: BlockPool) -> None:
         )
     for block_id in range(pool.num_blocks):
         fields = (contents.digests[block_id], contents.parents[block_id])
-        if (None in fields) != (contents.tables[block_id] is None) or fields.count(None) == 1:
+        if (None in fields) != (contents.table_of(block_id) is None) or fields.count(None) == 1:
             raise InvariantError(f"block {block_id} is half cached: {fields}")
 
 
 def _check_order(pool: BlockPool) -> None:
     """In ordered tables children are counted, and every parent is there or is one of no block."""
     contents = pool.contents
+    num_children = [0] * pool.num_blocks
     for table in contents.all_tables():
-        counts: dict[BlockHash, int] = {}
-        if table.is_ordered:
-            for block_id in table.ids.values():
+        if not table.is_ordered:
+            continue
+        orphans: set[BlockHash] = set()
+        for digest in table.ids:
+            for block_id in table.blocks(digest):
                 parent = contents.parents[block_id]
-                if parent is not None:
-                    counts[parent] = counts.get(parent, 0) + 1
-        if counts != table.children:
-            raise InvariantError(
-                f"group {table.group} counts {sum(table.children.values())} cached children, "
-                f"there are {sum(counts.values())}"
-            )
-        orphans = {parent for parent in counts if parent not in table.ids}
+                parent_block = table.ids.get(parent, NULL_ID)
+                if parent_block == NULL_ID:
+                    orphans.add(parent)
+                if contents.parent_blocks[block_id] != parent_block:
+                    raise InvariantError(
+                        f"the parent of block {block_id} is looked up in {parent_block}, but noted "
+                        f"in {contents.parent_blocks[block_id]}"
+                    )
+                num_children[parent_block] += block_id == table.ids[digest]
         if len(orphans) > 1 or (pool.none_hash and orphans - {pool.none_hash}):
             raise InvariantError(
                 f"group {table.group} has cached children of {len(orphans)} digests that are not "
                 "cached: a parent was evicted before its child"
+            )
+    for block_id in range(1, pool.num_blocks):
+        if contents.num_children[block_id] != num_children[block_id]:
+            raise InvariantError(
+                f"block {block_id} has {num_children[block_id]} cached children, "
+                f"{contents.num_children[block_id]} are counted"
             )
 
 
@@ -139,7 +150,7 @@ def _check_unsealed(pool: BlockPool) -> None:
     for block_id, run in pool.contents.unsealed.items():
         if id(run) not in known or block_id not in run.block_ids:
             raise InvariantError(f"block {block_id} waits for a step that nobody will settle")
-        if pool.contents.tables[block_id] is not run.table:
+        if pool.contents.table_of(block_id) is not run.table:
             raise InvariantError(f"unsealed block {block_id} is not cached")
     counted = pool.contents.num_unsealed_by_client()
     actual: dict[str, int] = {}

@@ -8,17 +8,20 @@ forgotten when its block is evicted or it is withdrawn. Refuses to know who hold
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
 from kvcache.blocks.run import CachedRun
 from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
+from kvcache.ids import NULL_BLOCK_ID
 from kvcache.request import Namespace
 
 Finder: TypeAlias = Callable[[BlockHash], "int | None"]
@@ -40,13 +43,29 @@ _FEW_BLOCKS = 8
 """Below so many blocks a plain loop is quicker than array operations."""
 
 
+@dataclass(eq=False)
+class _Eviction:
+    """What an eviction has come to: blocks forgotten, blocks kept, digests that are gone."""
+
+    forgotten: list[IndexArray] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    removed: dict[PrefixTable, list[BlockHash]] = field(default_factory=dict)
+
+    def note(self, table: PrefixTable, digests: list[BlockHash], block_ids: IndexArray) -> None:
+        """Note blocks that were forgotten, and the digests no block holds any more."""
+        self.forgotten.append(block_ids)
+        if digests and table.published:
+            self.removed.setdefault(table, []).extend(digests)
+
+
 class ContentIndex:
     """Contents of blocks, as arrays over block ids and as digest tables.
 
     Invariants: `digests[b]` and `parents[b]` are set exactly when `table_numbers[b]` is that of a
-    table, which then has `digests[b]` in block `b`; `unsealed` has only such blocks. In an ordered
-    table `num_children[b]` counts the digests whose parent is `digests[b]` where look-ups find `b`
-    for it, and is 0 for other blocks.
+    table, which then has `digests[b]` in block `b`; `unsealed` has only such blocks. In ordered
+    tables `parent_blocks[b]` is the block in which look-ups find `parents[b]` (0: in none, it is a
+    none hash), and `num_children[b]` counts the digests that are found in blocks whose parent
+    block is `b`. Both are 0 elsewhere.
     """
 
     def __init__(self, num_blocks: int, ordered_groups: frozenset[int], outbox: Outbox) -> None:
@@ -54,6 +73,7 @@ class ContentIndex:
         self.digests: ObjectArray = np.full(num_blocks, None, dtype=object)
         self.parents: ObjectArray = np.full(num_blocks, None, dtype=object)
         self.table_numbers: Int32Array = np.full(num_blocks, NO_TABLE, dtype=np.int32)
+        self.parent_blocks: Int32Array = np.zeros(num_blocks, dtype=np.int32)
         self.num_children: Int32Array = np.zeros(num_blocks, dtype=np.int32)
         self.unsealed: dict[int, CachedRun] = {}
         self.num_cached = 0
@@ -120,54 +140,70 @@ class ContentIndex:
 
         return find_usable
 
-    def add(self, run: CachedRun, *, is_labelled: bool = False) -> None:
-        """Make the blocks of `run` hittable; none of them has a content. Unsealed if in a step.
+    def add(
+        self, runs: Sequence[CachedRun], block_ids: IndexArray, *, is_labelled: bool = False
+    ) -> None:
+        """Make the blocks of `runs` hittable; none of them has a content. Unsealed if in a step.
 
-        `is_labelled`: the workers know already, no label is sent.
+        `block_ids` are the blocks of all runs together. `is_labelled`: the workers know already,
+        no label is sent.
         """
-        block_ids, table = run.block_ids, run.table
-        parents = [run.parent, *run.digests[:-1]]
-        self._write(block_ids, run.digests, parents, table.number)
-        firsts = table.add(block_ids, run.digests)
-        if table.is_ordered:
-            self._count_new_children(table, block_ids, firsts, parents)
+        digests: list[BlockHash] = []
+        parents: list[BlockHash] = []
+        for run in runs:
+            digests += run.digests
+            parents.append(run.parent)
+            parents += run.digests[:-1]
+        self.digests[block_ids] = digests
+        self.parents[block_ids] = parents
         self.num_cached += len(block_ids)
-        if run.client_id:
-            self.unsealed.update(dict.fromkeys(block_ids, run))
-            count = self._num_unsealed.get(run.client_id, 0)
-            self._num_unsealed[run.client_id] = count + len(block_ids)
-        else:
-            self._outbox.sealed(run, list(range(len(block_ids))), is_labelled=is_labelled)
-
-    def seal(self, run: CachedRun) -> list[int]:
-        """Seal what is left of `run`; return these blocks."""
+        end = 0
+        for table, entering in groupby(runs, key=lambda run: run.table):
+            same = list(entering)
+            start, end = end, end + sum(len(run.block_ids) for run in same)
+            self._enter(table, same, block_ids[start:end])
         unsealed = self.unsealed
-        live = [i for i, block_id in enumerate(run.block_ids) if unsealed.get(block_id) is run]
-        if not live:
-            return []
-        block_ids = [run.block_ids[i] for i in live]
-        self._no_longer_unsealed(block_ids)
-        self._outbox.sealed(run, live)
-        return block_ids
+        for run in runs:
+            if run.client_id:
+                for block_id in run.block_ids:
+                    unsealed[block_id] = run
+                count = self._num_unsealed.get(run.client_id, 0)
+                self._num_unsealed[run.client_id] = count + len(run.block_ids)
+            else:
+                self._outbox.sealed(run, range(len(run.block_ids)), is_labelled=is_labelled)
 
-    def evict(self, candidates: Sequence[int] | Int32Array) -> tuple[Int32Array, list[int]]:
+    def seal(self, runs: Sequence[CachedRun]) -> list[tuple[CachedRun, list[int]]]:
+        """Seal what is left of `runs`; return those of which something is, and these blocks."""
+        unsealed = self.unsealed
+        sealed = []
+        for run in runs:
+            live = [i for i, block_id in enumerate(run.block_ids) if unsealed.get(block_id) is run]
+            if live:
+                block_ids = [run.block_ids[i] for i in live]
+                self._no_longer_unsealed(block_ids)
+                self._outbox.sealed(run, live)
+                sealed.append((run, block_ids))
+        return sealed
+
+    def evict(self, candidates: Sequence[int] | IndexArray) -> tuple[IndexArray, list[int]]:
         """Forget candidates one after the other, but for those a cached child needs.
 
         Returns what was forgotten, and what must stay for now.
         """
-        ids = int32_array(candidates)
+        ids = index_array(candidates)
         if (self.table_numbers[ids] == NO_TABLE).any():
             empty = ids[self.table_numbers[ids] == NO_TABLE].tolist()
             raise BlockError(f"blocks {empty[:5]} hold nothing that could be forgotten")
-        forgotten: list[Int32Array] = []
-        kept: list[int] = []
+        going = _Eviction()
         for chain in self._chains(ids):
-            if len(chain) >= _FEW_BLOCKS and self._forget_chain(chain):
-                forgotten.append(chain)
-            else:
-                gone = self._forget_singly(chain.tolist(), kept)
-                forgotten.append(int32_array(gone))
-        return np.concatenate(forgotten) if forgotten else EMPTY_INT32, kept
+            if len(chain) < _FEW_BLOCKS or not self._forget_chain(chain, going):
+                self._forget_singly(chain.tolist(), going)
+        forgotten = np.concatenate(going.forgotten) if going.forgotten else index_array(())
+        self.num_cached -= len(forgotten)
+        self._outbox.unlabel(self._drop_unsealed(forgotten))
+        for table, digests in going.removed.items():
+            self._outbox.removed(table, digests)
+        return forgotten, going.kept
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
         """Forget these blocks' contents and those of descendants that lose their ancestor.
@@ -177,7 +213,8 @@ class ContentIndex:
         doomed = [b for b in dict.fromkeys(block_ids) if self.table_numbers[b] != NO_TABLE]
         if not doomed:
             return []
-        return self.evict(self.with_descendants(doomed))[0].tolist()
+        forgotten: list[int] = self.evict(self.with_descendants(doomed))[0].tolist()
+        return forgotten
 
     def with_descendants(self, block_ids: Sequence[int]) -> list[int]:
         """Return these cached blocks and all blocks whose digests would lose their ancestors.
@@ -204,10 +241,9 @@ class ContentIndex:
 
     def clear(self) -> list[int]:
         """Forget everything; return the blocks that held something."""
-        cached = int32_array(np.flatnonzero(self.table_numbers))
-        block_ids = cached.tolist()
+        cached = index_array(np.flatnonzero(self.table_numbers))
+        block_ids: list[int] = cached.tolist()
         self._erase(cached)
-        self.num_children[:] = 0
         self._outbox.unlabel([b for b in block_ids if b not in self.unsealed])
         self._outbox.cleared()
         self._tables_by_key.clear()
@@ -217,121 +253,102 @@ class ContentIndex:
         self.num_cached = 0
         return block_ids
 
-    def _write(
-        self,
-        block_ids: Sequence[int],
-        digests: Sequence[BlockHash],
-        parents: Sequence[BlockHash],
-        number: int,
-    ) -> None:
-        if len(block_ids) >= _FEW_BLOCKS:
-            ids = int32_array(block_ids)
-            self.digests[ids] = digests
-            self.parents[ids] = parents
-            self.table_numbers[ids] = number
-            return
-        for block_id, digest, parent in zip(block_ids, digests, parents, strict=True):
-            self.digests[block_id] = digest
-            self.parents[block_id] = parent
-            self.table_numbers[block_id] = number
-
-    def _erase(self, block_ids: Int32Array) -> None:
+    def _erase(self, block_ids: IndexArray) -> None:
         self.digests[block_ids] = None
         self.parents[block_ids] = None
         self.table_numbers[block_ids] = NO_TABLE
+        self.parent_blocks[block_ids] = NULL_BLOCK_ID
+        self.num_children[block_ids] = 0
 
-    def _count_new_children(
-        self,
-        table: PrefixTable,
-        block_ids: Sequence[int],
-        firsts: Sequence[int],
-        parents: Sequence[BlockHash],
-    ) -> None:
-        """Count blocks just added as children of their parents; a copy is no further child."""
-        if firsts == block_ids:
-            if len(block_ids) > 1:
-                self.num_children[int32_array(block_ids[:-1])] = 1
-            self._count_child(table, parents[0], 1)
-            return
-        for block_id, first, parent in zip(block_ids, firsts, parents, strict=True):
-            if first == block_id:
-                self._count_child(table, parent, 1)
+    def _enter(self, table: PrefixTable, runs: list[CachedRun], block_ids: IndexArray) -> None:
+        """Enter runs into their table, and count blocks as children of their parents."""
+        starts: list[int] = []
+        before_runs: list[int] = []
+        firsts: list[int] = []
+        has_copies = False
+        for run in runs:
+            starts.append(len(firsts))
+            before_runs.append(table.ids.get(run.parent, NULL_BLOCK_ID))
+            found = table.add(run.block_ids, run.digests)
+            has_copies |= found != run.block_ids
+            firsts += found
+        self.table_numbers[block_ids] = table.number
+        if table.is_ordered:
+            first_blocks = index_array(firsts) if has_copies else block_ids
+            parent_blocks = np.empty_like(block_ids)
+            parent_blocks[1:] = first_blocks[:-1]
+            parent_blocks[starts] = before_runs
+            self.parent_blocks[block_ids] = parent_blocks
+            if has_copies:
+                parent_blocks = parent_blocks[first_blocks == block_ids]
+            self._count_children(parent_blocks, 1)
 
-    def _count_child(self, table: PrefixTable, parent: BlockHash, change: int) -> None:
-        """Note that the digest `parent` has more or fewer children; a none hash is in no block."""
-        block_id = table.ids.get(parent)
-        if block_id is not None:
-            self.num_children[block_id] += change
+    def _count_children(self, parent_blocks: IndexArray, change: int) -> None:
+        """Note that these blocks have one child more or less each; the null block has none."""
+        np.add.at(self.num_children, parent_blocks, change)
+        self.num_children[NULL_BLOCK_ID] = 0
 
-    def _chains(self, block_ids: Int32Array) -> Iterator[Int32Array]:
-        """Cut blocks into runs in which each block is the parent of the one before it."""
-        digests = self.digests[block_ids].tolist()
-        parents = self.parents[block_ids].tolist()
+    def _chains(self, block_ids: IndexArray) -> Iterator[IndexArray]:
+        """Cut blocks into runs of one table; in an ordered one each block continues the next."""
         numbers = self.table_numbers[block_ids]
-        start = 0
-        if parents[:-1] != digests[1:] or (numbers[:-1] != numbers[1:]).any():
-            for end in range(1, len(digests)):
-                if parents[end - 1] != digests[end] or numbers[end - 1] != numbers[end]:
-                    yield block_ids[start:end]
-                    start = end
-        if len(block_ids):
-            yield block_ids[start:]
+        for run in _split(block_ids, numbers[1:] != numbers[:-1]):
+            if self._tables_by_number[int(self.table_numbers[run[0]])].is_ordered:
+                yield from _split(run, self.parent_blocks[run[:-1]] != run[1:])
+            else:
+                yield run
 
-    def _forget_chain(self, chain: Int32Array) -> bool:
-        """Forget a whole chain, its last block first; False, unchanged, where it is not that easy.
-
-        It is where nothing else continues the chain and none of it has copies.
-        """
+    def _forget_chain(self, chain: IndexArray, going: _Eviction) -> bool:
+        """Forget a whole chain; False, unchanged, if something else continues it or has copies."""
         table = self._tables_by_number[int(self.table_numbers[chain[0]])]
-        digests = self.digests[chain].tolist()
         if table.is_ordered:
             num_children = self.num_children[chain]
             if num_children[0] or (num_children[1:] != 1).any():
                 return False
+        digests = self.digests[chain].tolist()
         if table.has_copies(digests):
             return False
-        parent = self.parents[chain[-1]]
         table.discard_all(digests)
-        self._count_child(table, parent, -table.is_ordered)
+        if table.is_ordered:
+            self._count_children(self.parent_blocks[chain[-1:]], -1)
         self._erase(chain)
-        self.num_children[chain] = 0
-        self.num_cached -= len(chain)
-        self._outbox.removed(table, digests)
-        self._say_forgotten(chain.tolist())
+        going.note(table, digests, chain)
         self._drop_if_empty(table)
         return True
 
-    def _forget_singly(self, block_ids: Sequence[int], kept: list[int]) -> list[int]:
-        """Forget blocks one by one; add to `kept` what a child needs, return the others."""
-        forgotten: list[int] = []
+    def _forget_singly(self, block_ids: Sequence[int], going: _Eviction) -> None:
+        """Forget blocks one by one, but for those that a child needs."""
         for block_id in block_ids:
             table = self._tables_by_number[int(self.table_numbers[block_id])]
-            digest, parent = self.digests[block_id], self.parents[block_id]
-            num_children = int(self.num_children[block_id])
+            digest, num_children = self.digests[block_id], int(self.num_children[block_id])
             if num_children and digest not in table.copies:
-                kept.append(block_id)
+                going.kept.append(block_id)
                 continue
+            block = index_array([block_id])
             first = table.discard(block_id, digest)
-            self.num_children[block_id] = 0
-            if first is not None:
-                # Where look-ups find a copy from now on, that copy has the children.
-                self.num_children[first] += num_children
+            if first is None:
+                if table.is_ordered:
+                    self._count_children(self.parent_blocks[block], -1)
+                going.note(table, [digest], block)
             else:
-                self._count_child(table, parent, -table.is_ordered)
-                self._outbox.removed(table, [digest])
-            self._erase(int32_array([block_id]))
-            forgotten.append(block_id)
+                if num_children:
+                    self._hand_on_children(block_id, first)
+                going.note(table, [], block)
+            self._erase(block)
             self._drop_if_empty(table)
-        self.num_cached -= len(forgotten)
-        self._say_forgotten(forgotten)
-        return forgotten
 
-    def _say_forgotten(self, block_ids: list[int]) -> None:
-        """Withdraw the labels of blocks; those that are not sealed yet have none."""
-        if self.unsealed and not self.unsealed.keys().isdisjoint(block_ids):
-            self._no_longer_unsealed([b for b in block_ids if b in self.unsealed])
-            block_ids = [b for b in block_ids if b not in self.unsealed]
-        self._outbox.unlabel(block_ids)
+    def _hand_on_children(self, block_id: int, first: int) -> None:
+        """Look-ups find a copy in `first` from now on: it is the parent block. O(blocks), rare."""
+        self.num_children[first] = self.num_children[block_id]
+        self.parent_blocks[self.parent_blocks == block_id] = first
+
+    def _drop_unsealed(self, block_ids: IndexArray) -> list[int]:
+        """Let blocks wait for no step any more; return those that waited for none."""
+        ids: list[int] = block_ids.tolist()
+        waiting = self.unsealed.keys() & ids if self.unsealed else ()
+        if waiting:
+            self._no_longer_unsealed(waiting)
+            return [block_id for block_id in ids if block_id not in waiting]
+        return ids
 
     def _drop_if_empty(self, table: PrefixTable) -> None:
         if not table.ids:
@@ -356,7 +373,7 @@ class ContentIndex:
                 depths[step] = depth
         return sorted(block_ids, key=lambda b: -depths[keys[b]])
 
-    def _no_longer_unsealed(self, block_ids: Sequence[int]) -> None:
+    def _no_longer_unsealed(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             client_id = self.unsealed.pop(block_id).client_id
             left = self._num_unsealed[client_id] - 1
@@ -364,3 +381,13 @@ class ContentIndex:
                 self._num_unsealed[client_id] = left
             else:
                 del self._num_unsealed[client_id]
+
+
+def _split(block_ids: IndexArray, is_cut: npt.NDArray[np.bool_]) -> Iterator[IndexArray]:
+    """Cut `block_ids` behind every index where `is_cut` is set."""
+    start = 0
+    for end in (np.flatnonzero(is_cut) + 1).tolist():
+        yield block_ids[start:end]
+        start = end
+    if len(block_ids):
+        yield block_ids[start:]

@@ -40,7 +40,8 @@ class FreeKVCacheBlockQueue(EntryQueue):
             raise OutOfBlocksError(
                 f"{n} blocks are wanted, {len(self)} are in the free queue: free some first"
             )
-        return self.pop_many(n).tolist()
+        block_ids: list[int] = self.pop_many(n).tolist()
+        return block_ids
 
     def remove(self, block_id: int) -> None:
         """Take one block from wherever it stands; raises BlockError if it is not here."""

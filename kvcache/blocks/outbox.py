@@ -72,10 +72,15 @@ class Outbox:
         self._commands: list[Command] = []
         # At most one of the first two is filled: the other one was turned into a command before.
         self._unlabels: list[int] = []
-        self._labels: list[tuple[CachedRun, list[int]]] = []
+        self._labels: list[tuple[CachedRun, Sequence[int]]] = []
         self._zeros: list[int] = []
 
-    def sealed(self, run: CachedRun, indices: list[int], *, is_labelled: bool = False) -> None:
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether anything is said of contents' tokens: labels, or stored events."""
+        return self._has_workers or bool(self._published_groups)
+
+    def sealed(self, run: CachedRun, indices: Sequence[int], *, is_labelled: bool = False) -> None:
         """The blocks at `indices` of `run` have their bytes now; label them unless they are."""
         if self._has_workers and not is_labelled:
             if self._unlabels:
@@ -127,7 +132,7 @@ class Outbox:
         self._commands.append(build_label(self._labels, self.slots))
         self._labels = []
 
-    def _publish(self, run: CachedRun, indices: list[int]) -> None:
+    def _publish(self, run: CachedRun, indices: Sequence[int]) -> None:
         """Emit what is new among `indices`, one event per unbroken part of the run."""
         published = run.table.published
         part: list[int] = []
@@ -160,7 +165,9 @@ class Outbox:
         )
 
 
-def build_label(sealed: Sequence[tuple[CachedRun, list[int]]], slots: Mapping[str, int]) -> Label:
+def build_label(
+    sealed: Sequence[tuple[CachedRun, Sequence[int]]], slots: Mapping[str, int]
+) -> Label:
     """Return one command for all blocks; a request that `slots` does not name has slot -1."""
     lengths = [len(indices) for _, indices in sealed]
     names: dict[Namespace, int] = {}
@@ -200,10 +207,10 @@ def _select(values: Sequence[_T], indices: Sequence[int]) -> Sequence[_T]:
     return [values[index] for index in indices]
 
 
-def _tokens(run: CachedRun, indices: list[int]) -> Int32Array:
+def _tokens(run: CachedRun, indices: Sequence[int]) -> Int32Array:
     if len(indices) == len(run.block_ids):
         return run.token_ids
-    return run.token_ids.reshape(-1, run.block_size)[indices].reshape(-1)
+    return run.token_ids.reshape(-1, run.block_size)[list(indices)].reshape(-1)
 
 
 def _repeat(values: list[int], lengths: list[int]) -> Int32Array:

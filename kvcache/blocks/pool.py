@@ -12,18 +12,22 @@ anybody holds, copies or may still write to, and to give back more references th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from kvcache.arrays import int32_array
+import numpy as np
+
+from kvcache.arrays import IndexArray, index_array, int32_array
 from kvcache.blocks.block import KVCacheBlock
-from kvcache.blocks.contents import ContentIndex
+from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.outbox import EventLog, Outbox
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
-from kvcache.blocks.references import NULL_ID, ReferencedBlocks, each
+from kvcache.blocks.references import NULL_ID, ReferencedBlocks
 from kvcache.blocks.run import CachedRun, StepLedger
-from kvcache.core import CacheEvent, NullOffloadHooks, OffloadHooks
+from kvcache.core import CacheEvent, NullEventSink, NullOffloadHooks, OffloadHooks
 from kvcache.errors import BlockError, ConfigurationError, OutOfBlocksError
 from kvcache.hashing import BlockHash
 from kvcache.policies import EntryInfo, make_eviction_policy
+from kvcache.policies.entry_queue import Entries
 from kvcache.request import Namespace
 
 
@@ -42,11 +46,13 @@ class BlockPool(ReferencedBlocks):
         outbox: Outbox | None = None,
         offload: OffloadHooks | None = None,
         zero_new_blocks: bool = False,
+        enable_kv_cache_events: bool = False,
     ) -> None:
         """Make a pool of free blocks.
 
         `ordered_groups` are those in which only blocks without a cached child are evicted: the
-        full-attention ones. Without an `outbox` events are kept for `take_events`.
+        full-attention ones. With `enable_kv_cache_events` and no `outbox` of its own, events are
+        kept for `take_events`.
 
         Raises:
             ConfigurationError: fewer than one block, or an unknown policy.
@@ -57,7 +63,7 @@ class BlockPool(ReferencedBlocks):
             )
         log = EventLog()
         outbox = outbox or Outbox(
-            log,
+            log if enable_kv_cache_events else NullEventSink(),
             "device",
             none_hash=BlockHash(b""),
             published_groups=ordered_groups,
@@ -101,8 +107,8 @@ class BlockPool(ReferencedBlocks):
 
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of a block."""
-        table, parent = self.contents.tables[entry], self.contents.parents[entry]
-        above = None if table is None or parent is None else table.ids.get(parent)
+        table, parent = self.contents.table_of(entry), self.contents.parents[entry]
+        above = None if table is None else table.ids.get(parent)
         return EntryInfo(parent=above, content=self.contents.digests[entry])
 
     # --- taking and giving back ----------------------------------------------------------------
@@ -119,12 +125,11 @@ class BlockPool(ReferencedBlocks):
                 f"{num_blocks} blocks are wanted, {num_free} of {self.num_total_blocks} are free: "
                 "free requests or raise num_blocks"
             )
-        block_ids = self._blank.popleft_n(min(num_blocks, num_blank))
+        taken = self._blank.pop_many(min(num_blocks, num_blank))
         if num_blocks > num_blank:
-            block_ids += self._evict(num_blocks - num_blank)
-        references = self._num_references
-        for block_id in block_ids:
-            references[block_id] = 1
+            taken = np.concatenate((taken, self._evict(num_blocks - num_blank)))
+        self._num_references[taken] = 1
+        block_ids: list[int] = taken.tolist()
         if self._zero_new_blocks:
             self._outbox.zero(block_ids)
         return block_ids
@@ -144,6 +149,11 @@ class BlockPool(ReferencedBlocks):
             block_ids.append(block_id)
         return block_ids
 
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether runs must carry their tokens, because labels or events tell them."""
+        return self._outbox.tells_tokens
+
     def cache_full_blocks(self, run: CachedRun) -> None:
         """Make the blocks of `run` hittable. They are held, and hold nothing yet.
 
@@ -153,21 +163,28 @@ class BlockPool(ReferencedBlocks):
         Raises:
             BlockError: a block is free, the null block, or has a digest; nothing was changed.
         """
-        self._require_known(run.block_ids)
-        counts = each(self._num_references, run.block_ids)
-        digests = each(self.contents.digests, run.block_ids)
-        if 0 in counts or digests.count(None) != len(digests) or NULL_ID in run.block_ids:
-            wrong = [
-                b for b, n, d in zip(run.block_ids, counts, digests, strict=True) if not n or d
-            ]
+        self.cache_runs([run])
+
+    def cache_runs(self, runs: Sequence[CachedRun]) -> None:
+        """Do `cache_full_blocks` for several runs of one step; no block is in two of them."""
+        if not runs:
+            return
+        ids = index_array(list(chain.from_iterable(run.block_ids for run in runs)))
+        if int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks:
+            self._require_known(ids.tolist())
+        can_be_cached = self._num_references[ids] > 0
+        can_be_cached &= self.contents.table_numbers[ids] == NO_TABLE
+        if not can_be_cached.all():
             raise BlockError(
-                f"blocks {wrong[:5]} cannot be cached: only a held block without a digest can"
+                f"blocks {ids[~can_be_cached][:5].tolist()} cannot be cached: only a held block "
+                "without a digest can"
             )
-        self.contents.add(run)
-        if run.client_id:
-            self.ledger.add(run)
-        elif self._offload is not None:
-            self._offload.on_sealed(run.table.group, int32_array(run.block_ids))
+        self.contents.add(runs, ids)
+        for run in runs:
+            if run.client_id:
+                self.ledger.add(run)
+            elif self._offload is not None:
+                self._offload.on_sealed(run.table.group, int32_array(run.block_ids))
 
     # --- contents ------------------------------------------------------------------------------
 
@@ -190,23 +207,23 @@ class BlockPool(ReferencedBlocks):
         """
         for run in runs:
             self._blank.remove_n(run.block_ids)
-            self.contents.add(run, is_labelled=True)
+            self.contents.add([run], index_array(run.block_ids), is_labelled=True)
         for run in reversed(runs):
             self._policy.insert(run.block_ids[::-1])
 
-    def seal(self, run: CachedRun) -> None:
-        """The bytes of what is left of an unsealed run are there."""
-        sealed = self.contents.seal(run)
-        if sealed and self._offload is not None:
-            self._offload.on_sealed(run.table.group, int32_array(sealed))
+    def seal(self, runs: Sequence[CachedRun]) -> None:
+        """The bytes of what is left of unsealed runs are there."""
+        for run, sealed in self.contents.seal(runs):
+            if self._offload is not None:
+                self._offload.on_sealed(run.table.group, int32_array(sealed))
 
     def withdraw(self, run: CachedRun) -> bool:
         """Forget what is left of an unsealed run; return whether anything was."""
         unsealed = self.contents.unsealed
         live = [b for b in run.block_ids if unsealed.get(b) is run]
         # Children were cached in later steps, which are withdrawn first: mostly nothing is kept.
-        forgotten, needed = self.contents.evict(reversed(live))
-        self._release_forgotten(forgotten)
+        forgotten, needed = self.contents.evict(live[::-1])
+        self._release_forgotten(forgotten.tolist())
         if needed:
             self._release_forgotten(self.contents.forget(needed))
         return bool(live)
@@ -223,7 +240,7 @@ class BlockPool(ReferencedBlocks):
         return True
 
     def take_events(self) -> list[CacheEvent]:
-        """Return events since the last call; empty where an outbox with its own sink was given."""
+        """Return events since the last call; empty unless they are enabled and kept here."""
         return self._event_log.take()
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
@@ -252,40 +269,38 @@ class BlockPool(ReferencedBlocks):
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _evict(self, num_blocks: int) -> list[int]:
+    def _evict(self, num_blocks: int) -> IndexArray:
         """Take blocks from the policy, forgetting what they hold. There are enough."""
-        evicted: list[int] = []
+        evicted: list[IndexArray] = []
         kept: list[int] = []
-        while len(evicted) < num_blocks:
-            victims = self._policy.choose(num_blocks - len(evicted)).entries
-            if not victims:
+        missing = num_blocks
+        while missing:
+            victims = self._policy.choose(missing).entries
+            if not len(victims):
                 break
             self._offer(victims)
             forgotten, needed = self.contents.evict(victims)
-            evicted += forgotten
+            evicted.append(forgotten)
+            missing -= len(forgotten)
             kept += needed
-        if len(evicted) < num_blocks:
+        self._policy.put_back(kept[missing:])
+        if missing:
             # Only blocks with cached children are left, and the children are held: by copies that
             # outlived their requests. Their contents go too, the copies themselves are safe.
-            missing = kept[: num_blocks - len(evicted)]
-            del kept[: len(missing)]
-            forgotten = self.contents.forget(missing)
-            taken = set(missing)
-            self._policy.put_back(kept)
-            kept = []
-            self._release_forgotten([b for b in forgotten if b not in taken])
-            evicted += missing
-        self._policy.put_back(kept)
+            taken = dict.fromkeys(kept[:missing])
+            forgotten_blocks = self.contents.forget(taken)
+            self._release_forgotten([b for b in forgotten_blocks if b not in taken])
+            evicted.append(index_array(list(taken)))
         self.num_evictions += num_blocks
-        return evicted
+        return np.concatenate(evicted)
 
-    def _offer(self, block_ids: Sequence[int]) -> None:
+    def _offer(self, block_ids: Entries) -> None:
         """Tell the tiers below which sealed blocks are about to go."""
         if self._offload is None:
             return
         by_group: dict[int, list[int]] = {}
-        for block_id in block_ids:
-            table = self.contents.tables[block_id]
+        for block_id in index_array(block_ids).tolist():
+            table = self.contents.table_of(block_id)
             if table is not None and block_id not in self.contents.unsealed:
                 by_group.setdefault(table.group, []).append(block_id)
         for group, ids in by_group.items():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.blocks.block import BlockState
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
@@ -64,7 +64,8 @@ class ReferencedBlocks:
 
     def digest(self, block_id: int) -> BlockHash | None:
         """Return the digest by which a block can be found, None if it cannot."""
-        return self.contents.digests[block_id]
+        digest: BlockHash | None = self.contents.digests[block_id]
+        return digest
 
     def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
         """Return a block's references of one kind, or of all."""
@@ -81,7 +82,7 @@ class ReferencedBlocks:
 
     def num_unheld(self, block_ids: Sequence[int]) -> int:
         """Return how many of these distinct blocks have no reference, null blocks left out."""
-        ids = int32_array(block_ids)
+        ids = index_array(block_ids)
         return int(np.count_nonzero((self._num_references[ids] == 0) & (ids != NULL_ID)))
 
     def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
@@ -102,7 +103,7 @@ class ReferencedBlocks:
         if self._quarantined and not self._quarantined.isdisjoint(block_ids):
             bad = sorted(self._quarantined.intersection(block_ids))
             raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
-        ids = int32_array(block_ids)
+        ids = index_array(block_ids)
         free = ids[self._num_references[ids] == 0]
         if len(free):
             if not free.all():
@@ -147,7 +148,7 @@ class ReferencedBlocks:
         For managers, whose tables are their word; `check` compares the two.
         """
         references = self._num_references
-        ids = int32_array(block_ids)
+        ids = index_array(block_ids)
         if (references[ids] == 1).all():
             references[ids] = 0
             unheld = ids
@@ -155,7 +156,7 @@ class ReferencedBlocks:
             # Shared blocks may be given back several times in one call: at the last time they go.
             np.subtract.at(references, ids, 1)
             last_first = dict.fromkeys(ids[references[ids] == 0][::-1].tolist())
-            unheld = int32_array(list(last_first)[::-1])
+            unheld = index_array(list(last_first)[::-1])
         if len(unheld):
             self._put_free(unheld)
 
@@ -167,10 +168,10 @@ class ReferencedBlocks:
         """A copy has ended on every rank; raises BlockError, unchanged, if none was under way."""
         self.free_blocks(block_ids, ReferenceKind.TRANSFER)
 
-    def _put_free(self, block_ids: Int32Array) -> None:
+    def _put_free(self, block_ids: IndexArray) -> None:
         """Queue blocks that have just lost their last reference."""
         if self._quarantined:
-            block_ids = int32_array([b for b in block_ids.tolist() if b not in self._quarantined])
+            block_ids = index_array([b for b in block_ids.tolist() if b not in self._quarantined])
         # Distinct, and nowhere queued: their references have just become zero.
         has_content = self.contents.table_numbers[block_ids] != NO_TABLE
         if has_content.all():
@@ -188,7 +189,7 @@ class ReferencedBlocks:
         """Raise BlockError unless each block has as many references of `kind` as it is given."""
         is_distinct = len(set(block_ids)) == len(block_ids)
         is_plain = kind is ReferenceKind.REQUEST and not any(self._references.values())
-        if is_distinct and is_plain and self._num_references[int32_array(block_ids)].all():
+        if is_distinct and is_plain and self._num_references[index_array(block_ids)].all():
             return
         wanted: dict[int, int] = {}
         for block_id in block_ids:

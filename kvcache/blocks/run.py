@@ -16,13 +16,14 @@ from kvcache.hashing import BlockHash, ExtraKeys
 NO_STEP = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CachedRun:
-    """What is needed to seal, publish or withdraw the blocks.
+    """What is needed to seal, publish or withdraw the blocks. Not changed once it is made.
 
     `parent` is the digest before the first block; `token_ids` are the tokens of all blocks, a
-    copy; `extra_keys` holds one entry per block, or nothing where no block has any. `first_index`
-    is the first block's index in the request's table. `client_id` is empty outside any step.
+    copy, or empty where nobody is told of them; `extra_keys` holds one entry per block, or nothing
+    where no block has any. `first_index` is the first block's index in the request's table.
+    `client_id` is empty outside any step.
     """
 
     table: PrefixTable

@@ -159,7 +159,12 @@ class WorkersConfig(Section):
 
 
 class TransportConfig(Section):
-    """How coordinator, workers and clients talk. `window`: messages sent and not yet confirmed."""
+    """How coordinator, workers and clients talk. `window`: messages sent and not yet confirmed.
+
+    Peers on the coordinator's node use local sockets, others TCP at `bind_host`, or at the node's
+    own address where that is loopback only. `curve` "auto": connections beyond loopback need the
+    cluster's keys; "always": all do.
+    """
 
     kind: Literal["zmq", "ray", "inprocess"] = "zmq"
     curve: Literal["auto", "always"] = "auto"

@@ -8,7 +8,7 @@ longer true.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import CacheHit, Core, OffloadHooks, TableChange
@@ -32,6 +32,9 @@ class Wanted:
     num_lookahead_tokens: int
     num_external_computed_tokens: int
     num_encoder_tokens: int
+
+
+_COUNTS = tuple(count.name for count in fields(Wanted))
 
 
 class RequestCalls:
@@ -208,11 +211,10 @@ class RequestCalls:
             group = change.group
             num_adopted = 0 if hit is None else len(hit.block_ids[group])
             num_full = demand.num_cached_tokens // self._block_sizes[group]
-            for index, block in enumerate(change.block_ids, change.first_index):
-                if index >= num_adopted:
-                    new[group].append(block)
-                    if index >= num_full:
-                        unhashed[group].append(block)
+            entered = change.block_ids[max(0, num_adopted - change.first_index) :]
+            new[group] += entered
+            first_index = max(num_adopted, change.first_index)
+            unhashed[group] += entered[max(0, num_full - first_index) :]
         return KVCacheBlocks(new, unhashed)
 
 
@@ -239,7 +241,8 @@ def _demand(request: Request, wanted: Wanted, *, delays_caching: bool) -> Demand
 def _check_wanted(request: Request, wanted: Wanted, max_model_len: int) -> None:
     """Refuse what `allocate_slots` cannot mean."""
     request_id = request.request_id
-    for name, count in asdict(wanted).items():
+    for name in _COUNTS:
+        count = getattr(wanted, name)
         if count < 0:
             raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
     if wanted.num_encoder_tokens:

@@ -75,6 +75,9 @@ class RowPlanner:
         remedy = "pass 0 to the number of drafts that were scheduled last"
         _refuse(where, slots, bad, "num_rejected_tokens", rejected, remedy)
         settled = row_computed - rejected
+        bad = num_new > self._max_model_len - settled
+        remedy = f"the model takes {self._max_model_len} tokens, schedule fewer"
+        _refuse(where, slots, bad, "num_new_tokens", num_new, remedy)
         after = row_tokens + counts
         self._check_row_lengths(where, slots, settled, after, num_new - num_draft)
         return RowPlan(
@@ -184,7 +187,7 @@ def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
             f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
             f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
         )
-    counts = int32_array(np.diff(offsets))
+    counts = np.diff(offsets.astype(np.int64))  # in int32 falling offsets could seem to rise
     if int(offsets[0]) != 0 or int(offsets[-1]) != len(token_ids) or (counts < 0).any():
         raise RequestError(
             f"{where}: running.token_offsets run from {int(offsets[0])} to {int(offsets[-1])} for "
@@ -203,7 +206,7 @@ def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
             raise RequestError(
                 f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
             )
-    return counts
+    return int32_array(counts)
 
 
 def _refuse(  # noqa: PLR0917

@@ -149,7 +149,7 @@ class StepExecutor:
         """Up to where each row needs slots; a row that only settles needs none ahead."""
         wanted = rows.settled_computed + rows.num_new
         if num_lookahead_tokens:
-            wanted += num_lookahead_tokens * (rows.num_new > 0)
+            wanted += min(num_lookahead_tokens, self._max_model_len) * (rows.num_new > 0)
         return int32_array(np.minimum(wanted, self._max_model_len))
 
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:

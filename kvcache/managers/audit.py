@@ -27,7 +27,7 @@ def check_tables(pool: BlockPool, coordinator: KVCacheCoordinator) -> None:
                 raise InvariantError(f"request {request_id} has a null block in full attention")
             for block_id in kept:
                 counts[block_id] = counts.get(block_id, 0) + 1
-                content = pool.contents.tables[block_id]
+                content = pool.contents.table_of(block_id)
                 if content is not None and content.group != manager.group:
                     raise InvariantError(
                         f"block {block_id} of {request_id} is in group {manager.group} and cached "

@@ -9,14 +9,15 @@ counted first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
 
-from kvcache.blocks.contents import Finder
+from kvcache.arrays import EMPTY_INT32, int32_array
+from kvcache.blocks.contents import NO_TABLE, Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.references import NULL_ID
@@ -225,23 +226,34 @@ class SingleTypeKVCacheManager(ABC):
         self._tables[request_id] = table
         return new
 
+    def extend_table(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Append blocks that the caller took from the pool for this request."""
+        self._tables.setdefault(request_id, []).extend(block_ids)
+
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the blocks nobody reads any more, right to left, and put nulls in their place."""
+        skipped = self.take_skipped_blocks(request_id, num_computed_tokens)
+        if skipped:
+            self._pool.give_back(skipped)
+
+    def take_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[int]:
+        """Put nulls in the place of blocks nobody reads any more; return them, right to left.
+
+        Whoever calls gives the references back.
+        """
         table = self._tables.get(request_id)
         if table is None:
-            return
+            return []
         end = min(self.num_skipped_blocks(num_computed_tokens), len(table))
         start = self._first_kept.get(request_id, 0)
         if end <= start:
-            return
-        freed = []
-        for index in range(end - 1, start - 1, -1):
-            if table[index] == NULL_ID:
-                break
-            freed.append(table[index])
-        self._pool.give_back(freed)
+            return []
+        skipped = table[start:end][::-1]
+        if NULL_ID in skipped:
+            del skipped[skipped.index(NULL_ID) :]
         table[start:end] = [NULL_ID] * (end - start)
         self._first_kept[request_id] = end
+        return skipped
 
     def free(self, request_id: str) -> None:
         """Give all of a request's blocks back, tail first; an unknown request: no effect."""
@@ -288,73 +300,91 @@ class SingleTypeKVCacheManager(ABC):
         Raises:
             RequestError: it has fewer tokens or blocks; nothing was changed.
         """
+        self._pool.cache_runs(self.take_uncached_runs(request, num_tokens))
+
+    def reads_any(self, request_id: str, num_tokens: int, block_ids: Set[int]) -> bool:
+        """Say whether `take_uncached_runs` would look at the content of one of these blocks."""
+        start = max(0, self._num_cached.get(request_id, 0) - 1)
+        table = self._tables.get(request_id, [])
+        return not block_ids.isdisjoint(table[start : num_tokens // self.block_size])
+
+    def take_uncached_runs(self, request: Request, num_tokens: int) -> list[CachedRun]:
+        """Return what `cache_blocks` would cache, and count it as cached. The pool must take it.
+
+        Raises:
+            RequestError: it has fewer tokens or blocks; nothing was changed.
+        """
         start = self._num_cached.get(request.request_id, 0)
         end = num_tokens // self.block_size
         if end <= start:
-            return
+            return []
         table = self._tables.get(request.request_id, [])
         if end > len(table):
             raise RequestError(
                 f"request {request.request_id} has {len(table)} blocks in group {self.group}, "
                 f"{end} cannot be cached: allocate them first"
             )
-        digests = self.group_hashes(request.block_hashes)
-        if end > len(digests):
-            self.require_cacheable(request, num_tokens)
-        contents = self._pool.contents
-        previous = (table[start - 1], digests[start - 1]) if start else None
-        if (
-            previous is not None
-            and self.spec.reads_whole_prefix
-            and not contents.holds(*previous, request.namespace, self.group)
-        ):
-            return
-        for first, stop in self._uncached_parts(table, start, end):
-            self._pool.cache_full_blocks(self._run(request, table, digests, first, stop))
+        self.require_cacheable(request, num_tokens)
+        if start and self.spec.reads_whole_prefix:
+            # The block is the request's own: what it holds, if anything, is of its namespace.
+            above = request.block_hashes[start * self._hashes_per_block - 1]
+            if self._pool.contents.digests[table[start - 1]] != above:
+                return []
         self._num_cached[request.request_id] = end
+        return [
+            self._run(request, table, first, stop)
+            for first, stop in self._uncached_parts(table, start, end)
+        ]
 
     def _uncached_parts(
         self, table: Sequence[int], start: int, end: int
     ) -> Sequence[tuple[int, int]]:
         """Return the unbroken ranges in `[start, end)` of blocks that hold nothing yet."""
-        digests = self._pool.contents.digests
-        is_new = [b != NULL_ID and digests[b] is None for b in table[start:end]]
-        if False not in is_new:
+        numbers = self._pool.contents.table_numbers
+        if end - start == 1:
+            block_id = table[start]
+            is_wanted = block_id != NULL_ID and numbers[block_id] == NO_TABLE
+            return [(start, end)] if is_wanted else []
+        ids = int32_array(table[start:end])
+        is_new = (numbers[ids] == NO_TABLE) & (ids != NULL_ID)
+        if is_new.all():
             return [(start, end)]
+        flags = is_new.tolist()
         parts = []
-        for wanted, positions in groupby(range(start, end), key=lambda i: is_new[i - start]):
+        for wanted, positions in groupby(range(start, end), key=lambda i: flags[i - start]):
             if wanted:
                 indices = list(positions)
                 parts.append((indices[0], indices[-1] + 1))
         return parts
 
-    def _run(
-        self,
-        request: Request,
-        table: Sequence[int],
-        digests: Sequence[BlockHash],
-        start: int,
-        end: int,
-    ) -> CachedRun:
-        size, ledger = self.block_size, self._pool.ledger
+    def _run(self, request: Request, table: Sequence[int], start: int, end: int) -> CachedRun:
+        pool, size, per_block = self._pool, self.block_size, self._hashes_per_block
+        hashes = request.block_hashes
         extra_keys: tuple[ExtraKeys | None, ...] = ()
         if need_extra_keys(request):
             extra_keys = tuple(
                 generate_block_hash_extra_keys(request, i * size, (i + 1) * size, 0)[0]
                 for i in range(start, end)
             )
+        token_ids = EMPTY_INT32
+        if pool.tells_tokens:
+            token_ids = np.array(request.all_token_ids[start * size : end * size], dtype=np.int32)
+        prefix_table = None
+        if start and self.spec.reads_whole_prefix:
+            # Quicker than a look-up: the block before is cached, or this one could not be.
+            prefix_table = pool.contents.table_of(table[start - 1])
         return CachedRun(
-            table=self._pool.contents.table(request.namespace, self.group),
+            table=prefix_table or pool.contents.table(request.namespace, self.group),
             block_ids=list(table[start:end]),
-            digests=list(digests[start:end]),
-            parent=digests[start - 1] if start else self._none_hash(request),
-            token_ids=np.array(request.all_token_ids[start * size : end * size], dtype=np.int32),
+            digests=list(hashes[(start + 1) * per_block - 1 : end * per_block : per_block]),
+            parent=hashes[start * per_block - 1] if start else self._none_hash(request),
+            token_ids=token_ids,
             block_size=size,
             extra_keys=extra_keys,
             request_id=request.request_id,
             first_index=start,
-            client_id=ledger.client_id,
-            step=ledger.step,
+            client_id=pool.ledger.client_id,
+            step=pool.ledger.step,
         )
 
     @staticmethod

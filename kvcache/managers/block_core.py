@@ -7,17 +7,14 @@ made hittable. Refuses to know tokens' meaning, workers or time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from kvcache.arrays import Int32Array, int32_array
 from kvcache.blocks.audit import check_pool, dump_pool
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.rebuild import rebuild
 from kvcache.blocks.references import KINDS_APART
-from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.commands import Command
 from kvcache.core import (
     CacheHit,
     CoreStatistics,
@@ -41,6 +38,8 @@ from kvcache.managers.coordinators import (
     get_kv_cache_coordinator,
     ordered_groups,
 )
+from kvcache.managers.row_board import RowBoard
+from kvcache.managers.row_server import RowServer
 from kvcache.request import Request
 from kvcache.specs import KVCacheConfig
 
@@ -96,6 +95,13 @@ class BlockCore:
             kv_cache_config, self.pool, enable_caching=enable_caching, use_eagle=use_eagle
         )
         self._limits: dict[str, RowLimits] = {}
+        self._board = RowBoard([spec.block_size for spec in self.coordinator.specs])
+        self._row_server = RowServer(
+            self.coordinator,
+            self._board,
+            reserve_one=self._reserve,
+            may_cache=self._may_cache,
+        )
         self._hashless: set[str] = set()
         self._hits_stopped = False
 
@@ -127,8 +133,7 @@ class BlockCore:
 
     def complete_steps(self, client_id: str, through_step: int) -> None:
         """Seal what the client's steps up to `through_step` made hittable and still stands."""
-        for run in self.pool.ledger.take_through(client_id, through_step):
-            self.pool.seal(run)
+        self.pool.seal(self.pool.ledger.take_through(client_id, through_step))
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
         """Withdraw what the client's steps from `from_step` on made hittable, last steps first.
@@ -139,7 +144,7 @@ class BlockCore:
             self.pool.withdraw(run)
             manager = self.coordinator.managers[run.table.group]
             manager.rewind(run.request_id, run.first_index)
-            self._limits.pop(run.request_id, None)
+            self._forget_limits(run.request_id)
 
     # --- a request's way -----------------------------------------------------------------------
 
@@ -165,37 +170,12 @@ class BlockCore:
         return self._reserve(request, reservation, hit)
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
-        """Do what `reserve` does for every running row of a step, in one call."""
-        requests, limits = rows.requests, self._limits
-        columns = (rows.num_computed_tokens, rows.num_slot_tokens, rows.num_cached_tokens)
-        if any(len(column) != len(requests) for column in (rows.slots, *columns)):
-            raise RequestError(
-                f"a batch of {len(requests)} rows has columns of "
-                f"{[len(column) for column in (rows.slots, *columns)]} entries: give one per row"
-            )
-        busy: list[tuple[int, Reservation]] = []
-        figures = zip(requests, *(column.tolist() for column in columns), strict=True)
-        for row, (request, computed, wanted, cached) in enumerate(figures):
-            limit = limits.get(request.request_id)
-            if (
-                limit is None
-                or wanted > limit.capacity_tokens
-                or cached >= limit.next_full_tokens
-                or computed >= limit.next_skip_tokens
-            ):
-                reservation = Reservation(computed, wanted, cached)
-                self._require_possible(request, reservation, None)
-                busy.append((row, reservation))
-        is_reserved = np.ones(len(requests), dtype=np.int32)
-        changes: list[tuple[int, TableChange]] = []
-        slots = rows.slots.tolist()
-        for row, reservation in busy:
-            changed = self._reserve(requests[row], reservation, None)
-            if changed is None:
-                is_reserved[row] = 0
-            else:
-                changes += [(slots[row], change) for change in changed]
-        return RowsReserved(is_reserved, _patch(changes))
+        """Do what `reserve` does for every running row of a step, in one call.
+
+        Raises:
+            RequestError: a row for which `reserve` would; nothing was changed.
+        """
+        return self._row_server.serve(rows)
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Make the request's full blocks up to `num_tokens` hittable.
@@ -205,18 +185,18 @@ class BlockCore:
         """
         if self._may_cache(request) and self.coordinator.has_blocks(request.request_id):
             self.coordinator.cache_blocks(request, num_tokens)
-            self._limits.pop(request.request_id, None)
+            self._forget_limits(request.request_id)
 
     def free(self, request: Request) -> None:
         """Give all its blocks back, tail first. A request without blocks: no effect."""
         self.coordinator.free(request.request_id)
-        self._limits.pop(request.request_id, None)
+        self._forget_limits(request.request_id)
         self._hashless.discard(request.request_id)
 
     def forget_hashes(self, request: Request) -> None:
         """Make no further block of this running request hittable (used while draining)."""
         self._hashless.add(request.request_id)
-        self._limits.pop(request.request_id, None)
+        self._forget_limits(request.request_id)
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of the request's tables, one list per group; empty lists if unknown."""
@@ -245,12 +225,15 @@ class BlockCore:
         if not self.pool.reset_prefix_cache():
             return self.pool.num_blocks_in_use()
         self._hits_stopped = False
+        self._limits.clear()
+        self._board.forget_all()
         return 0
 
     def stop_hits(self) -> None:
         """From now on nothing hits and nothing becomes hittable, until a `reset` succeeds."""
         self._hits_stopped = True
         self._limits.clear()
+        self._board.forget_all()
 
     # --- figures -------------------------------------------------------------------------------
 
@@ -289,6 +272,9 @@ class BlockCore:
         """Raise `InvariantError` with the failed sum if the books do not add up. O(blocks)."""
         check_pool(self.pool)
         check_tables(self.pool, self.coordinator)
+        managers = self.coordinator.managers
+        ids = {request_id for manager in managers for request_id in manager.request_ids()}
+        self._board.check((i, [len(manager.table(i)) for manager in managers]) for i in ids)
 
     def dump_state(self) -> dict[str, object]:
         """Return the whole state in a canonical form made of plain values, for comparison."""
@@ -335,11 +321,12 @@ class BlockCore:
             )
 
     def _reserve(
-        self, request: Request, reservation: Reservation, hit: CacheHit | None
+        self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
         coordinator, request_id = self.coordinator, request.request_id
         computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
         limits = self._limits.get(request_id)
+        self._board.forget(request_id)
         if (
             limits is not None
             and hit is None
@@ -377,22 +364,6 @@ class BlockCore:
             limits if may_cache else limits._replace(next_full_tokens=NEVER)
         )
 
-
-def _patch(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
-    """Return the changes of rows (slot, change) as one command."""
-    if not changes:
-        return EMPTY_PATCH
-    block_ids: list[int] = []
-    for _, change in changes:
-        block_ids += change.block_ids
-    return BlockTablePatch(
-        slots=_column(slot for slot, _ in changes),
-        groups=_column(change.group for _, change in changes),
-        first_indices=_column(change.first_index for _, change in changes),
-        counts=_column(len(change.block_ids) for _, change in changes),
-        block_ids=int32_array(block_ids),
-    )
-
-
-def _column(values: Iterable[int]) -> Int32Array:
-    return int32_array(list(values))
+    def _forget_limits(self, request_id: str) -> None:
+        self._limits.pop(request_id, None)
+        self._board.forget(request_id)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
+from kvcache.blocks.run import CachedRun
 from kvcache.core import CacheHit
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
@@ -115,10 +116,33 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.cache_blocks(request, num_tokens)
 
+    def cache_many(self, wanted: Sequence[tuple[Request, int]]) -> None:
+        """Do `cache_blocks` for many requests in order; contents enter the pool together."""
+        runs: list[CachedRun] = []
+        entering: set[int] = set()
+        for manager in self.managers:
+            for request, num_tokens in wanted:
+                if manager.reads_any(request.request_id, num_tokens, entering):
+                    # A shared block that an earlier request of these caches: it looks at that.
+                    self.pool.cache_runs(runs)
+                    runs, entering = [], set()
+                for run in manager.take_uncached_runs(request, num_tokens):
+                    runs.append(run)
+                    entering.update(run.block_ids)
+        self.pool.cache_runs(runs)
+
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free what no group reads any more."""
         for manager in self.managers:
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
+
+    def take_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[int]:
+        """Take what no group reads any more out of the tables; whoever calls gives it back."""
+        return [
+            block_id
+            for manager in self.managers
+            for block_id in manager.take_skipped_blocks(request_id, num_computed_tokens)
+        ]
 
     def free(self, request_id: str) -> None:
         """Give all blocks back, the last tokens' first, groups side by side."""
@@ -160,12 +184,22 @@ class KVCacheCoordinator(ABC):
 
     def row_limits(self, request_id: str) -> RowLimits:
         """Return how far a request can go on before anything must be done for it."""
-        capacity = next_full = next_skip = NEVER
-        for manager in self.managers:
-            capacity = min(capacity, len(manager.table(request_id)) * manager.block_size)
-            next_full = min(next_full, manager.next_full_tokens(request_id))
-            next_skip = min(next_skip, manager.next_skip_tokens(request_id))
-        return RowLimits(capacity, next_full if self.can_hit else NEVER, next_skip)
+        lengths = [len(m.table(request_id)) * m.block_size for m in self.managers]
+        return RowLimits(
+            min(lengths, default=NEVER),
+            self.next_full_tokens(request_id),
+            self.next_skip_tokens(request_id),
+        )
+
+    def next_full_tokens(self, request_id: str) -> int:
+        """Return the cached tokens from which on one more block of some group is full."""
+        if not self.can_hit:
+            return NEVER
+        return min((m.next_full_tokens(request_id) for m in self.managers), default=NEVER)
+
+    def next_skip_tokens(self, request_id: str) -> int:
+        """Return the computed tokens from which on one more block of some group is skipped."""
+        return min((m.next_skip_tokens(request_id) for m in self.managers), default=NEVER)
 
     @staticmethod
     def _size(spec: KVCacheSpec) -> int:
@@ -186,6 +220,9 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         return CacheHit(tuple(() for _ in self.managers), 0)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Cache nothing."""
+
+    def cache_many(self, wanted: Sequence[tuple[Request, int]]) -> None:
         """Cache nothing."""
 
 

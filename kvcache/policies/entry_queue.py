@@ -18,10 +18,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.arrays import IndexArray, index_array
 from kvcache.errors import BlockError, InvariantError
 
-Entries: TypeAlias = "Sequence[int] | Int32Array"
+Entries: TypeAlias = "Sequence[int] | IndexArray"
 """Entries in order. Arrays are taken as they are, without a look at each int."""
 
 _OUT = 0
@@ -33,7 +33,7 @@ class _Segment:
     """Ints that entered together; those before `start` have been taken."""
 
     stamp: int
-    members: Int32Array
+    members: IndexArray
     start: int = 0
 
 
@@ -69,9 +69,9 @@ class EntryQueue:
         if len(entries):
             self._segments.appendleft(self._enter(entries))
 
-    def pop_many(self, count: int) -> Int32Array:
+    def pop_many(self, count: int) -> IndexArray:
         """Take up to `count` ints from the front."""
-        taken: list[Int32Array] = []
+        taken: list[IndexArray] = []
         stamps, segments = self._stamps, self._segments
         missing = count
         while segments and missing > 0:
@@ -90,11 +90,11 @@ class EntryQueue:
         self._length -= count - missing
         if len(taken) == 1:
             return taken[0]
-        return np.concatenate(taken) if taken else EMPTY_INT32
+        return np.concatenate(taken) if taken else index_array(())
 
     def remove_many(self, entries: Entries) -> None:
         """Take out ints that are all here."""
-        self._stamps[int32_array(entries)] = _OUT
+        self._stamps[index_array(entries)] = _OUT
         self._length -= len(entries)
         self._num_stale += len(entries)
         if self._num_stale > 2 * self._length + _SPARE_STALE:
@@ -140,7 +140,7 @@ class EntryQueue:
 
     def _enter(self, entries: Entries) -> _Segment:
         self._last_stamp += 1
-        members = np.array(entries, dtype=np.int32)
+        members = np.array(entries, dtype=np.intp)
         self._stamps[members] = self._last_stamp
         self._length += len(members)
         return _Segment(self._last_stamp, members)

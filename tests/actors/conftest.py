@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
+from ray.util.placement_group import placement_group_table
 
 from actors import KVCacheCluster
 from kvcache.config import ClusterConfig, parse_config
@@ -66,28 +71,19 @@ def shared(ray_cluster: str) -> Iterator[KVCacheCluster]:
         yield cluster
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
-    """Return the first true value of `condition()`; fails at the deadline."""
-    give_up_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < give_up_s, f"{condition} stayed {value!r}"
-        time.sleep(0.02)
-    return value
-
-
 class Traces:
-    """What clusters leave on this machine, apart from Ray's own things."""
+    """What clusters leave behind, as far as it belongs to this test run and not to Ray."""
 
     def __init__(self) -> None:
-        self._before = self._look()
+        self._before = _look()
 
     def check(self, name: str) -> None:
         """Fail unless everything of the cluster `name` is gone, now or very soon."""
-        wait_for(lambda: self._look() <= self._before)
-        import ray
-        from ray.util.placement_group import placement_group_table
-
-        named = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+        give_up_s = time.monotonic() + 15.0
+        while left := _look() - self._before:
+            assert time.monotonic() < give_up_s, left
+            time.sleep(0.02)
+        named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         assert [actor for actor in named if actor.startswith(f"{name}/")] == []
         groups = [
             group["name"]
@@ -96,26 +92,25 @@ class Traces:
         ]
         assert f"{name}/workers" not in groups
 
-    @staticmethod
-    def _look() -> set[str]:
-        """Return our sockets, shared memory files and actor processes."""
-        sockets = {
-            line.split()[-1]
-            for line in Path("/proc/net/unix").read_text().splitlines()
-            if "@kvcache-" in line
-        }
-        shared_memory = {
-            path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("plasma")
-        }
-        processes = set()
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                command = path.read_bytes()
-            except OSError:
-                continue
-            if b"Worker" in command and command.startswith(b"ray::"):
-                processes.add(f"{path.parent.name} {command!r}")
-        return sockets | shared_memory | processes
+
+def _look() -> set[str]:
+    """Return our actor processes, their sockets, and shared memory files."""
+    traces = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob("kvcache*")}
+    inodes: set[str] = set()
+    for process in psutil.Process().children(recursive=True):
+        folder = Path(f"/proc/{process.pid}")
+        try:
+            command = (folder / "cmdline").read_bytes()
+            inodes.update(os.readlink(link) for link in (folder / "fd").iterdir())
+        except OSError:
+            continue  # it has just ended
+        if command.startswith(b"ray::") and re.search(rb"Worker|Coordinator", command):
+            traces.add(f"process {process.pid} {command!r}")
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        fields = line.split()
+        if fields[-1].startswith("@kvcache-") and f"socket:[{fields[6]}]" in inodes:
+            traces.add(f"socket {fields[-1]} {fields[6]}")
+    return traces
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_only_held_blocks_without_a_digest_can_be_cached() -> None:
 
 
 def test_duplicates_stand_in_for_each_other() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(5, enable_kv_cache_events=True)
     one, two = cached_chain(pool, 1), cached_chain(pool, 1)
     assert pool.get_cached_block(digest(0), [0]) == one
     pool.take_events()
@@ -216,7 +216,7 @@ def test_a_quarantined_block_is_handed_out_only_after_its_release() -> None:
 
 
 def test_a_reset_is_refused_while_a_block_is_in_use() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, enable_kv_cache_events=True)
     blocks = cached_chain(pool, 2)
     assert not pool.reset_prefix_cache()
     pool.free_blocks(blocks[::-1])
@@ -229,7 +229,7 @@ def test_a_reset_is_refused_while_a_block_is_in_use() -> None:
 
 
 def test_a_stored_event_is_told_once() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(5, enable_kv_cache_events=True)
     cached_chain(pool, 2)
     (event,) = pool.take_events()
     assert isinstance(event, BlocksStored)

@@ -229,16 +229,17 @@ class StepWalk:
             model.requests[request_id].computed = 0
             model.requests[request_id].num_preemptions += 1
         since = (client.name, request.step)
+        for row in rows:
+            self._settle_row(client, row)
         for i, row in enumerate(rows):
-            self._follow_row(client, row, bool(result.running_scheduled[i]), since)
+            self._follow_row(row, bool(result.running_scheduled[i]), since)
         for i, item in enumerate((*request.resumed, *request.new)):
             self._follow_admission(client, item, result, i, since)
         client.unfinished.append(before)
         self._compare(result)
 
-    def _follow_row(
-        self, client: Client, row: Row, was_scheduled: bool, since: tuple[str, int]
-    ) -> None:
+    def _settle_row(self, client: Client, row: Row) -> None:
+        """All rows are settled, and free what they skip, before the first one is served."""
         model, request = self.model, self.model.requests[row.request_id]
         settled = request.computed - row.rejected
         confirmed = settled
@@ -250,7 +251,10 @@ class StepWalk:
         request.tokens += row.appended
         request.computed = settled
         model.skip(request, confirmed)
-        end = settled + row.num_new
+
+    def _follow_row(self, row: Row, was_scheduled: bool, since: tuple[str, int]) -> None:
+        model, request = self.model, self.model.requests[row.request_id]
+        end = request.computed + row.num_new
         slot_tokens = min(end + self.lookahead, model.max_model_len)
         has_room = model.num_wanted(request, slot_tokens)[0] <= model.num_free()
         assert was_scheduled == has_room

@@ -238,8 +238,8 @@ class Walk:
         expected = sorted((block.id, block.key) for block in model.cached)
         actual = sorted(
             (block_id, self.keys[str(table.namespace.salt), table.group, pool.digest(block_id)])
-            for block_id, table in enumerate(pool.contents.tables)
-            if table is not None
+            for block_id in range(pool.num_blocks)
+            if (table := pool.contents.table_of(block_id)) is not None
         )
         assert actual == expected
         unsealed = {block.id for block in model.cached if block.client is not None}

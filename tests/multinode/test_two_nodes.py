@@ -14,12 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.multinode
-@pytest.mark.parametrize("curve", ["auto", "always"])
-def test_pipeline_stages_on_two_nodes_agree(curve: str) -> None:
+def test_pipeline_stages_on_two_nodes_agree() -> None:
     with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as scratch:
         script = Path(__file__).with_name("two_nodes.py")
         done = subprocess.run(
-            [sys.executable, str(script), scratch, curve],
+            [sys.executable, str(script), scratch],
             capture_output=True,
             text=True,
             timeout=120,

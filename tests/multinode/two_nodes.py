@@ -14,8 +14,8 @@ from kvcache.config import parse_config
 from kvcache.step import NewRequest, StepRequest
 
 
-def main(scratch: str, curve: str) -> None:
-    """Launch TP2 x PP2 over two nodes that have room for one stage each, and play a request."""
+def main(scratch: str) -> None:
+    """Start two nodes with room for one stage each; use them without keys and with keys."""
     nodes = Cluster(
         initialize_head=True,
         head_node_args={
@@ -27,9 +27,18 @@ def main(scratch: str, curve: str) -> None:
     )
     nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20)
     ray.init(address=nodes.address, log_to_driver=False)
+    for curve in ("auto", "always"):
+        play(curve)
+    ray.shutdown()
+    nodes.shutdown()
+    print("two nodes agree")
+
+
+def play(curve: str) -> None:
+    """Launch a cluster over both nodes and have a request hit what another one left."""
     config = parse_config(
         {
-            "name": "two-nodes",
+            "name": f"two-nodes-{curve}",
             "model": {
                 "name": "small",
                 "max_model_len": 512,
@@ -58,10 +67,7 @@ def main(scratch: str, curve: str) -> None:
         assert again.num_hit_tokens.tolist() == [32]
         assert client.failures == ()
         assert cluster.status().state == "ready"
-    ray.shutdown()
-    nodes.shutdown()
-    print("two nodes agree")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1])

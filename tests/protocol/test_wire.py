@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -14,9 +14,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.commands import BlockTablePatch, Command, Copy, Label, Load, Store, WriteExpected
+from kvcache.commands import (
+    BlockTablePatch,
+    Command,
+    Copy,
+    Label,
+    Load,
+    Store,
+    WriteExpected,
+    Zero,
+)
 from kvcache.errors import MalformedMessageError, ProtocolError, VersionMismatchError
 from kvcache.messages import FromClient, FromWorker, Message, Ping, StepCommands, ToClient, ToWorker
+from kvcache.step import NewRequest, StepRequest
 from kvcache.wire import decode, encode
 
 MESSAGES: tuple[type[Any], ...] = tuple(
@@ -261,11 +271,39 @@ def test_what_is_wrong_is_said(packed: list[object], said: str) -> None:
     assert str(caught.value) == said
 
 
-def test_what_the_format_cannot_carry_is_refused_when_it_is_encoded() -> None:
-    with pytest.raises(MalformedMessageError, match="Ping cannot be encoded"):
-        encode(Ping("n", 2**70))
-    with pytest.raises(MalformedMessageError, match="str is no message"):
-        encode(typing.cast(Message, "hello"))
+def step_of(tokens: list[Any]) -> StepRequest:
+    """A step whose tokens are no int32 array."""
+    return StepRequest("c", 1, 1, new=(NewRequest("r", cast(Int32Array, np.array(tokens)), 1),))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("hello", "str is no message"),
+        (Ping("n", 2**63), "Ping.epoch is not a 64-bit integer"),
+        (Ping("n", cast(int, True)), "Ping.epoch is not a 64-bit integer"),
+        (Ping("n", cast(int, float("nan"))), "Ping.epoch is not a 64-bit integer"),
+        (Ping("n", cast(int, np.int64(1))), "Ping.epoch is not a 64-bit integer"),
+        (StepRequest("c", 1, 1, finished=cast(Any, "abc")), "StepRequest.finished is not a tuple"),
+        (StepRequest("c", 1, 1, new=cast(Any, ("r",))), "StepRequest.new is not a NewRequest"),
+        (step_of([2**40]), "NewRequest.token_ids is not a one-dimensional int32 array"),
+        (step_of([1.5]), "NewRequest.token_ids is not a one-dimensional int32 array"),
+        (
+            StepCommands("n", "f", 1, 1, "", 0, (cast(Zero, Ping("n", 1)),)),
+            "StepCommands.commands is not one of Zero, Copy, BlockTablePatch, Label, Unlabel, "
+            "Store, Load, Reset, Fence, WriteExpected",
+        ),
+    ],
+)
+def test_what_nobody_could_read_is_refused_when_it_is_encoded(message: Any, said: str) -> None:
+    with pytest.raises(MalformedMessageError) as caught:
+        encode(message)
+    assert str(caught.value) == said
+
+
+def test_text_that_is_no_unicode_is_refused_when_it_is_encoded() -> None:
+    with pytest.raises(MalformedMessageError, match="^Ping cannot be encoded: "):
+        encode(Ping("\ud800", 1))
 
 
 def test_arrays_are_views_that_nobody_can_change() -> None:

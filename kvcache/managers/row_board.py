@@ -1,0 +1,154 @@
+"""How far each running row can go on before anything must be done for it, as arrays over slots.
+
+Beside the core, which serves a thousand rows per step: most of them neither need a block nor fill
+one, and a few comparisons of whole columns tell them from the others. What is noted for a slot
+holds while only the board's own methods report changes of its request; the core forgets a request
+here whenever anything else happens to it. Refuses to know blocks: it counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import Int32Array
+from kvcache.core import RowBatch
+from kvcache.errors import InvariantError, RequestError
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+"""Token counts: sums of int32 figures and block sizes do not overflow."""
+
+
+class RowBoard:
+    """Limits of rows by slot.
+
+    Invariants: where `_owners[s]` is a request, `_slots[owner] == s`, `num_blocks[g, s]` is the
+    length of its table in group `g`, and it needs nothing before its slots reach
+    `_capacity_tokens[s]`, its cached tokens `_full_tokens[s]` or its computed tokens
+    `_skip_tokens[s]`. A slot without owner has zeros: every row in it needs something.
+    """
+
+    def __init__(self, block_sizes: Sequence[int]) -> None:
+        """Know no row. `block_sizes[g]` are the tokens per block of group `g`."""
+        self._block_sizes: Int64Array = np.array(block_sizes, dtype=np.int64).reshape(-1, 1)
+        self._owners: list[str | None] = []
+        self._slots: dict[str, int] = {}
+        self._num_blocks: Int64Array = np.zeros((len(block_sizes), 0), dtype=np.int64)
+        self._capacity_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self._full_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self._skip_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+
+    def busy_rows(self, rows: RowBatch) -> npt.NDArray[np.intp]:
+        """Return the rows for which something must be done, in order.
+
+        Raises:
+            RequestError: a slot below 0.
+        """
+        slots = rows.slots
+        self._reach(slots)
+        is_busy = rows.num_slot_tokens > self._capacity_tokens[slots]
+        is_busy |= rows.num_cached_tokens >= self._full_tokens[slots]
+        is_busy |= rows.num_computed_tokens >= self._skip_tokens[slots]
+        return np.flatnonzero(is_busy)
+
+    def missing_blocks(self, slots: Int32Array, num_slot_tokens: Int32Array) -> Int64Array:
+        """Return how many blocks each row lacks in each group, shape `(groups, n)`."""
+        wanted = -(-num_slot_tokens.astype(np.int64) // self._block_sizes)
+        missing: Int64Array = np.maximum(wanted - self._num_blocks[:, slots], 0)
+        return missing
+
+    def num_blocks(self, slots: Int32Array) -> Int64Array:
+        """Return the lengths of the rows' tables, shape `(groups, n)`."""
+        lengths: Int64Array = self._num_blocks[:, slots]
+        return lengths
+
+    def capacities(self, slots: Int32Array) -> Int64Array:
+        """Return for how many tokens the rows have slots."""
+        capacities: Int64Array = self._capacity_tokens[slots]
+        return capacities
+
+    def fills(self, slots: Int32Array, num_cached_tokens: Int32Array) -> npt.NDArray[np.bool_]:
+        """Say which rows have full blocks that are not hittable yet."""
+        full: npt.NDArray[np.bool_] = num_cached_tokens >= self._full_tokens[slots]
+        return full
+
+    def skips(self, slots: Int32Array, num_computed_tokens: Int32Array) -> npt.NDArray[np.bool_]:
+        """Say which rows no longer read some of their blocks."""
+        skips: npt.NDArray[np.bool_] = num_computed_tokens >= self._skip_tokens[slots]
+        return skips
+
+    def is_known(self, slot: int, request_id: str) -> bool:
+        """Say whether the slot's figures are those of this request."""
+        return self._owners[slot] == request_id
+
+    def note(self, slot: int, request_id: str, num_blocks: Sequence[int], full_tokens: int) -> None:
+        """Note a row anew; what it skips next is noted apart."""
+        self.forget(request_id)
+        owner = self._owners[slot]
+        if owner is not None:
+            del self._slots[owner]
+        self._owners[slot], self._slots[request_id] = request_id, slot
+        self._num_blocks[:, slot] = num_blocks
+        self._full_tokens[slot] = full_tokens
+        self._skip_tokens[slot] = 0
+        self._measure([slot])
+
+    def note_cached(self, slots: Int32Array, num_cached_tokens: Int32Array) -> None:
+        """Note that the full blocks of these rows are hittable up to so many tokens."""
+        next_full = (num_cached_tokens // self._block_sizes + 1) * self._block_sizes
+        self._full_tokens[slots] = next_full.min(axis=0)
+
+    def note_skip(self, slot: int, skip_tokens: int) -> None:
+        """Note from which number of computed tokens on a row skips one more block."""
+        self._skip_tokens[slot] = skip_tokens
+
+    def add_blocks(self, slots: Int32Array, num_blocks: Int64Array) -> None:
+        """Note that the tables of these rows have grown; `num_blocks` is of shape `(groups, n)`."""
+        self._num_blocks[:, slots] += num_blocks
+        self._measure(slots)
+
+    def forget(self, request_id: str) -> None:
+        """Something else happened to this request: what was noted no longer holds."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._owners[slot] = None
+            self._num_blocks[:, slot] = 0
+            self._capacity_tokens[slot] = self._full_tokens[slot] = self._skip_tokens[slot] = 0
+
+    def forget_all(self) -> None:
+        """Forget every row."""
+        for request_id in list(self._slots):
+            self.forget(request_id)
+
+    def check(self, tables: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Raise InvariantError if a noted row differs from `tables`: request id and lengths."""
+        lengths = dict(tables)
+        for request_id, slot in self._slots.items():
+            noted = self._num_blocks[:, slot].tolist()
+            if self._owners[slot] != request_id or noted != list(lengths.get(request_id, ())):
+                raise InvariantError(
+                    f"slot {slot} is noted with {noted} blocks for request {request_id}, which has "
+                    f"{lengths.get(request_id)}"
+                )
+
+    def _measure(self, slots: Int32Array | list[int]) -> None:
+        capacities = self._num_blocks[:, slots] * self._block_sizes
+        self._capacity_tokens[slots] = capacities.min(axis=0)
+
+    def _reach(self, slots: Int32Array) -> None:
+        """Grow to the highest slot there is."""
+        if not len(slots):
+            return
+        lowest, highest = int(slots.min()), int(slots.max())
+        if lowest < 0:
+            raise RequestError(f"a row in slot {lowest}: number slots from 0 on")
+        spare = highest + 1 - len(self._owners)
+        if spare > 0:
+            self._owners += [None] * spare
+            self._num_blocks = np.pad(self._num_blocks, ((0, 0), (0, spare)))
+            self._capacity_tokens = np.pad(self._capacity_tokens, (0, spare))
+            self._full_tokens = np.pad(self._full_tokens, (0, spare))
+            self._skip_tokens = np.pad(self._skip_tokens, (0, spare))
