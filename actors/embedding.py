@@ -254,6 +254,7 @@ class EmbeddedWorker:
         self._transport = self._connect(
             endpoint, peer, self._config.transport.max_message_bytes, self.mailbox
         )
+        self.worker.introduce()
 
     def _serve(self, worker: KVCacheWorker, transport: PeerTransport, timeout_s: float) -> bool:
         now_s = self._clock.now()

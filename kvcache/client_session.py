@@ -266,13 +266,18 @@ class ClientSession:
         return out
 
     def _on_attached(self, message: Attached) -> list[FromClient]:
-        if message.epoch < self._epoch:
+        known = self._attached
+        is_known = known is not None and message.nonce == known.nonce
+        if is_known and message.epoch < self._epoch:
             return []
-        if self._state is SessionState.ATTACHED and message.epoch == self._epoch:
+        if self._state is SessionState.ATTACHED and is_known and message.epoch == self._epoch:
             self._doubt_since_s = None
             return []
         # With a lower number, an earlier introduction was heard first: the next one corrects it.
         if self._state is not SessionState.ATTACHING or message.next_step < self.next_step:
+            return []
+        if message.next_step > self.next_step:
+            self.reason = "another client has used its id: take a new one"
             return []
         self._window.drop_all(message.next_step)
         self._void_step = message.next_step - 1
@@ -284,14 +289,15 @@ class ClientSession:
         return []
 
     def _on_unattached(self, message: Unattached) -> list[FromClient]:
-        """Believe it when the epoch is over; in the same epoch it may be an old message: ask."""
+        """Believe it when the epoch is over. Otherwise it may be an old message, or be said by a
+        coordinator that begins anew because all was lost: ask, and believe what is said again."""
         if self._state is SessionState.ATTACHING:
             self.reason = message.reason
             return []
-        if self._state is not SessionState.ATTACHED or message.epoch < self._epoch:
+        if self._state is not SessionState.ATTACHED:
             return []
         now_s = self._clock.now()
-        if message.epoch == self._epoch:
+        if message.epoch <= self._epoch:
             if self._doubt_since_s is None:
                 self._doubt_since_s = now_s
                 return [self._attach_message()]
@@ -354,7 +360,9 @@ class ClientSession:
     def _attach_message(self) -> Attach:
         self._attach_sent_s = self._sent_s = self._clock.now()
         # Not above what is pending: the coordinator holds lower numbers to be void.
-        return Attach(self.client_id, self._window.answered_step + 1)
+        attached = self._attached if self._state is SessionState.ATTACHED else None
+        nonce = "" if attached is None else attached.nonce
+        return Attach(self.client_id, self._window.answered_step + 1, nonce)
 
     def _void(self) -> None:
         """Everything submitted is void."""

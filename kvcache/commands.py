@@ -128,9 +128,10 @@ class WriteExpected:
 
     Every rank, in `begin_forward` of its step, in this order: verifies all live blocks of
     `verify_slots` by the tables as they were (requests that finished or were preempted, before
-    their blocks are used again); applies patches, zeroes and copies; then for each row `i`
-    verifies the positions `[0, starts[i])` if the row `is_new[i]` (its cache hit), and writes
-    the positions `[starts[i], starts[i] + counts[i])`. Reported as a job.
+    their blocks are used again); applies patches, zeroes and copies; writes the positions
+    `[starts[i], starts[i] + counts[i])` of every row `i`; then verifies the positions
+    `[0, starts[i])` of every row that `is_new[i]` (its cache hit), which may lie in blocks that
+    another row of the step has just written. Reported as a job.
 
     The tokens of row `i` are `token_counts[i]` ids of `token_ids`, in order of rows: for a new row
     those of the positions `[0, starts[i] + counts[i])`, otherwise only the ones this rank has

@@ -31,6 +31,9 @@ from kvcache.messages import (
 NO_EPOCH = 0
 """A worker's epoch before its first grant; real epochs start at 1."""
 
+MAX_EPOCH = 2**53
+"""No epoch is above this: a number from outside cannot push ours to where it ends."""
+
 MAX_RESENT = 16
 """Messages repeated at once to one receiver: it acknowledges before it needs more."""
 
@@ -129,6 +132,8 @@ class CommandReceiver:
             return self._refuse(
                 grant, f"plan {grant.fingerprint}, this worker has {self._fingerprint}"
             )
+        if grant.epoch > MAX_EPOCH:
+            return self._refuse(grant, f"epoch {grant.epoch} is above {MAX_EPOCH}, the last one")
         if grant.epoch > NO_EPOCH and (grant.nonce, grant.epoch) == (self._nonce, self._epoch):
             # A repeat of what holds already; if something newer waits, this one is history.
             return self._granted() if self._pending_grant is None else None
@@ -148,6 +153,16 @@ class CommandReceiver:
         self._pending_grant = None
         self._count(num_grants=1)
         return self._granted()
+
+    def refusal_of(self, nonce: str, epoch: int) -> Refused | None:
+        """Return what tells another coordinator that it was superseded; None if `nonce` is obeyed
+        or its `epoch` is above the present one."""
+        if nonce == self._nonce or self._pending_grant is not None:
+            return None
+        if self._epoch == NO_EPOCH or epoch > self._epoch:
+            return None
+        reason = f"epoch {self._epoch} of another coordinator is obeyed"
+        return Refused(nonce, self.incarnation, self.rank, self._epoch, reason)
 
     def on_commands(self, message: StepCommands) -> ReceivedCommands:
         """Take one message; return what can be applied now and what to answer.

@@ -4,7 +4,7 @@
                 ──StepCommands───▶             numbered commands; one message per worker per step
                 ──FinishedAck────▶             these reports arrived, stop repeating them
                 ──Ping───────────▶             no step ran for a while: say that you live
-    worker      ──Hello──────────▶ coordinator an ungranted process asks to be taken
+    worker      ──Hello──────────▶ coordinator a process asks to be taken, or taken over
                 ──Granted / Refused ▶          answer to a Grant
                 ──Applied────────▶             answer to StepCommands, stored for repeats
                 ──Missing────────▶             a gap: send again from this number on
@@ -169,15 +169,19 @@ class Heartbeat:
 @dataclass(frozen=True)
 class Attach:
     """A client introduces itself. `client_id` contains its incarnation. `next_step` is the number
-    its next step will have: numbers never restart, and lower ones that got no answer are void."""
+    its next step will have: numbers never restart, and lower ones that got no answer are void.
+    `nonce` is the coordinator's that it holds itself to be attached to, empty if to none: epochs
+    come again when every state is lost, nonces never do."""
 
     client_id: str
     next_step: int = 1
+    nonce: str = ""
 
 
 @dataclass(frozen=True)
 class Attached:
-    """The client may send steps of `epoch`. `next_step` is the number expected next."""
+    """The client may send steps of `epoch` to coordinator `nonce`. `next_step` is the number
+    expected next."""
 
     client_id: str
     epoch: int
@@ -185,6 +189,7 @@ class Attached:
     fingerprint: str
     next_step: int
     is_content_checking: bool
+    nonce: str
 
 
 @dataclass(frozen=True)

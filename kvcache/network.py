@@ -38,7 +38,7 @@ class NetworkFaults:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}: pass a share, 0 to 1")
         for name in ("latency_s", "max_delay_s"):
-            if getattr(self, name) < 0:
+            if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name} is {getattr(self, name)}: pass 0 or more")
 
 

@@ -17,7 +17,8 @@ import msgpack
 from kvcache.errors import ClusterError, MalformedMessageError, VersionMismatchError
 
 STATE_VERSION = 1
-_MAX_STATE_BYTES = 4096
+MAX_STATE_BYTES = 4096
+"""Longest state that is read or written."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,13 @@ class SmallState:
     hash_seed: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return the state as versioned msgpack."""
+        """Return the state as versioned msgpack; raises ClusterError if it is too long to be read
+        again."""
         packed: bytes = msgpack.packb([STATE_VERSION, *astuple(self)])
+        if len(packed) > MAX_STATE_BYTES:
+            raise ClusterError(
+                f"a state of {len(packed)} bytes, {MAX_STATE_BYTES} are read: shorten the hash seed"
+            )
         return packed
 
     @classmethod
@@ -103,7 +109,7 @@ class FileStateStore:
         """Return what was saved last. Raises as `SmallState.from_bytes`; ClusterError on I/O."""
         try:
             with open(self.path, "rb") as file:
-                data = file.read(_MAX_STATE_BYTES)
+                data = file.read(MAX_STATE_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:

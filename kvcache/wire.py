@@ -43,6 +43,7 @@ MAX_ITEMS = 65_536
 """Longest msgpack array or map inside a message (int32 arrays are not msgpack arrays)."""
 
 _WIRE_INT32 = np.dtype("<i4")
+_INT32 = np.dtype(np.int32)
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 _Convert = Callable[[Any], Any]
@@ -112,21 +113,27 @@ class _Codec:
         self._get: Callable[[Any], Any] = attrgetter(*self._names)
         converters = [_converters(hints[name]) for name in self._names]
         self._out = tuple(encode_field for encode_field, _ in converters)
+        self._types = tuple(_type_of(hints[name]) for name in self._names)
+        self._not_plain = tuple(
+            (i, out) for i, (out, into) in enumerate(converters) if out is not into
+        )
         self._in = tuple(decode_field for _, decode_field in converters)
         self._validate = _VALIDATORS.get(cls)
 
     def to_fields(self, value: Any) -> list[Any]:
         """Return the fields as msgpack can pack them; raises MalformedMessageError."""
         got = self._get(value)
-        values = got if len(self._names) > 1 else (got,)
-        packable: list[Any] = []
+        values = list(got) if len(self._names) > 1 else [got]
+        # Plain fields of the right type are packed as they are; all others are looked at.
+        is_as_hinted = tuple(map(type, values)) == self._types
+        index = 0
         try:
-            for convert, item in zip(self._out, values, strict=True):
-                packable.append(convert(item))
+            for index, convert in self._not_plain if is_as_hinted else enumerate(self._out):
+                values[index] = convert(values[index])
         except _Wrong as wrong:
-            name = self._names[len(packable)]
+            name = self._names[index]
             raise MalformedMessageError(f"{self.tag}.{name} is not {wrong}") from None
-        return packable
+        return values
 
     def from_fields(self, values: Any) -> Any:
         """Build the dataclass from unpacked fields; raises MalformedMessageError."""
@@ -173,6 +180,19 @@ def _converters(hint: Any) -> tuple[_Convert, _Convert]:
     raise TypeError(f"messages cannot carry {hint}")
 
 
+def _type_of(hint: Any) -> type[Any]:
+    """Return the type that values of `hint` have, for fields that may have others too: one."""
+    if hint == Int32Array:
+        return np.ndarray
+    if hint == str | None:
+        return str
+    origin = typing.get_origin(hint)
+    if origin is types.UnionType:
+        return object
+    found: type[Any] = origin or hint
+    return found
+
+
 def _tuple_converters(item: Any) -> tuple[_Convert, _Convert]:
     item_out, item_in = _converters(item)
 
@@ -182,6 +202,8 @@ def _tuple_converters(item: Any) -> tuple[_Convert, _Convert]:
         return tuple([item_in(value) for value in values])
 
     def tuple_out(values: Any) -> list[Any]:
+        if not values:
+            return []
         if type(values) not in (tuple, list):
             raise _Wrong("a tuple")
         return [item_out(value) for value in values]
@@ -211,7 +233,11 @@ def _union_converters(members: Iterable[type[Any]]) -> tuple[_Convert, _Convert]
 
 
 def _array_out(array: Any) -> bytes:
-    if type(array) is not np.ndarray or array.ndim != 1 or array.dtype != np.int32:
+    # Asking for identity first: comparing types of arrays takes longer than packing them.
+    is_int32 = type(array) is np.ndarray and (
+        array.dtype is _WIRE_INT32 or array.dtype in (_WIRE_INT32, _INT32)
+    )
+    if not is_int32 or array.ndim != 1:
         raise _Wrong("a one-dimensional int32 array")
     packed: bytes = array.astype(_WIRE_INT32, copy=False).tobytes()
     return packed

@@ -22,7 +22,7 @@ from actors.cli.tables import print_facts, print_json, print_table
 from actors.cluster import KVCacheCluster
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.reports import ClusterStatus
-from kvcache.config import load_config
+from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, NotRunningError
 
@@ -37,7 +37,7 @@ def launch_cluster(config_path: Path, name: str | None, is_detached: bool) -> No
     """
     config = load_config(config_path)
     if name is not None:
-        config = config.model_copy(update={"name": name})
+        config = parse_config({**config.model_dump(), "name": name}, "command line")
     with ray_session(may_start=not is_detached), interrupted_by_sigterm():
         cluster = KVCacheCluster.launch(config, detached=is_detached, on_progress=say)
         if is_detached:

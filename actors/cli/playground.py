@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from actors.step_client import StepClient
 from kvcache.config import ClusterConfig, load_config
@@ -18,6 +18,7 @@ from kvcache.step import StepRequest, StepResult
 
 if TYPE_CHECKING:
     from actors.cluster import KVCacheCluster
+    from kvcache.worker.settings import WorkerStatistics
 
 _FIGURES_INTERVAL_S = 1.0
 
@@ -31,12 +32,16 @@ class Playground:
     limits: EngineLimits
 
 
-class ClientStepper:
-    """A cluster behind its client. `look` asks the cluster for the manager's figures."""
+Look: TypeAlias = (
+    "Callable[[], tuple[CoordinatorStatistics | None, Sequence[WorkerStatistics | None]]]"
+)
+"""Asks a cluster for the figures of its coordinator and its ranks, None of who does not answer."""
 
-    def __init__(
-        self, client: StepClient, look: Callable[[], CoordinatorStatistics | None]
-    ) -> None:
+
+class ClientStepper:
+    """A cluster behind its client. `look` asks for what the client is not told."""
+
+    def __init__(self, client: StepClient, look: Look) -> None:
         self._client = client
         self._look = look
         self._figures = CacheFigures(0, 0, 0, 0.0)
@@ -63,12 +68,14 @@ class ClientStepper:
         )
 
     def figures(self) -> CacheFigures:
-        """Ask the coordinator; the last known figures where it has none."""
-        statistics = self._look()
+        """Ask the cluster; the last known figures where the coordinator has none."""
+        statistics, workers = self._look()
+        # Every rank executes the same copies; one that was replaced knows of fewer.
+        copies = max((w.num_blocks_copied for w in workers if w is not None), default=0)
         if statistics is not None and statistics.manager is not None:
             core = statistics.manager.core
             share = 1 - core.num_free_blocks / core.num_blocks if core.num_blocks else 0.0
-            self._figures = CacheFigures(core.num_blocks, core.num_evictions, 0, share)
+            self._figures = CacheFigures(core.num_blocks, core.num_evictions, copies, share)
         return self._figures
 
 
@@ -108,7 +115,10 @@ def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
     from actors.local import LocalCluster
 
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
-        stepper = ClientStepper(client, cluster.coordinator.statistics)
+        workers = [one.worker for one in cluster.workers]
+        stepper = ClientStepper(
+            client, lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers])
+        )
         limits = _limits(config, cluster.plan.max_model_len)
         yield Playground(f"{config.name}, in this process", stepper, limits)
 
@@ -133,10 +143,15 @@ def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
 @contextmanager
 def _running_cluster(name: str) -> Iterator[Playground]:
     """A cluster that runs already, and goes on running."""
+    from actors.cli.launching import interrupted_by_sigterm
     from actors.cli.sessions import ray_session
     from actors.cluster import KVCacheCluster
 
-    with ray_session(may_start=False), _client_of(KVCacheCluster.connect(name)) as ground:
+    with (
+        ray_session(may_start=False),
+        interrupted_by_sigterm(),
+        _client_of(KVCacheCluster.connect(name)) as ground,
+    ):
         yield ground
 
 
@@ -144,7 +159,12 @@ def _running_cluster(name: str) -> Iterator[Playground]:
 def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
     limits = _limits(cluster.config, cluster.status().max_model_len)
     with cluster.client("replay") as client:
-        stepper = ClientStepper(client, lambda: cluster.statistics().coordinator)
+
+        def look() -> tuple[CoordinatorStatistics | None, Sequence[WorkerStatistics | None]]:
+            figures = cluster.statistics()
+            return figures.coordinator, figures.workers
+
+        stepper = ClientStepper(client, look)
         yield Playground(cluster.name, stepper, limits)
 
 

@@ -120,7 +120,7 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
             "not computed again": f"{report.num_hit_tokens:,} tokens",
             "evictions": f"{report.num_evictions:,} blocks",
             "preemptions": f"{report.num_preemptions:,} ({again})",
-            "copies": f"{report.num_copies:,}",
+            "copies": f"{report.num_copies:,} blocks",
             "peak usage": f"{report.peak_usage:.1%} of blocks",
             "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
             "time": f"{report.wall_time_s:.1f} s",

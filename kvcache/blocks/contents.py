@@ -200,7 +200,8 @@ class ContentIndex:
                 self._forget_singly(chain.tolist(), going)
         forgotten = np.concatenate(going.forgotten) if going.forgotten else index_array(())
         self.num_cached -= len(forgotten)
-        self._outbox.unlabel(self._drop_unsealed(forgotten))
+        if self.unsealed or self._outbox.has_workers:
+            self._outbox.unlabel(self._drop_unsealed(forgotten))
         for table, digests in going.removed.items():
             self._outbox.removed(table, digests)
         return forgotten, going.kept
@@ -283,7 +284,7 @@ class ContentIndex:
                 parent_blocks = parent_blocks[first_blocks == block_ids]
             self._count_children(parent_blocks, 1)
 
-    def _count_children(self, parent_blocks: IndexArray, change: int) -> None:
+    def _count_children(self, parent_blocks: npt.NDArray[np.integer], change: int) -> None:
         """Note that these blocks have one child more or less each; the null block has none."""
         np.add.at(self.num_children, parent_blocks, change)
         self.num_children[NULL_BLOCK_ID] = 0

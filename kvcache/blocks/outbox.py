@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
-import cbor2
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
+from kvcache.blocks.extra_keys import extra_keys_bytes
 from kvcache.blocks.prefix_table import PrefixTable, namespace_name
 from kvcache.blocks.run import CachedRun
 from kvcache.commands import Command, Label, Unlabel, Zero
@@ -68,7 +68,7 @@ class Outbox:
         self._medium = medium
         self.none_hash = none_hash
         self._published_groups = frozenset() if type(sink) is NullEventSink else published_groups
-        self._has_workers = has_workers
+        self.has_workers = has_workers
         self._commands: list[Command] = []
         # At most one of the first two is filled: the other one was turned into a command before.
         self._unlabels: list[int] = []
@@ -78,11 +78,11 @@ class Outbox:
     @property
     def tells_tokens(self) -> bool:
         """Whether anything is said of contents' tokens: labels, or stored events."""
-        return self._has_workers or bool(self._published_groups)
+        return self.has_workers or bool(self._published_groups)
 
     def sealed(self, run: CachedRun, indices: Sequence[int], *, is_labelled: bool = False) -> None:
         """The blocks at `indices` of `run` have their bytes now; label them unless they are."""
-        if self._has_workers and not is_labelled:
+        if self.has_workers and not is_labelled:
             if self._unlabels:
                 self._flush_unlabels()
             self._labels.append((run, indices))
@@ -91,14 +91,14 @@ class Outbox:
 
     def unlabel(self, block_ids: Sequence[int]) -> None:
         """The labels of these sealed blocks are void, before anything writes into them."""
-        if self._has_workers and block_ids:
+        if self.has_workers and block_ids:
             if self._labels:
                 self._flush_labels()
             self._unlabels += block_ids
 
     def zero(self, block_ids: Sequence[int]) -> None:
         """These blocks are to be zeroed before their first use."""
-        if self._has_workers:
+        if self.has_workers:
             self._zeros += block_ids
 
     def removed(self, table: PrefixTable, digests: Sequence[BlockHash]) -> None:
@@ -179,7 +179,7 @@ def build_label(
             for i, index in enumerate(indices, offset):
                 keys = run.extra_keys[index]
                 if keys is not None:
-                    extra_keys[i] = cbor2.dumps(keys, canonical=True)
+                    extra_keys[i] = extra_keys_bytes(keys)
         offset += len(indices)
     return Label(
         block_ids=int32_array(

@@ -161,7 +161,8 @@ class BlockPool(ReferencedBlocks):
         managers see to it.
 
         Raises:
-            BlockError: a block is free, the null block, or has a digest; nothing was changed.
+            BlockError: a block is free, the null block, quarantined, or has a digest; nothing was
+                changed.
         """
         self.cache_runs([run])
 
@@ -169,11 +170,14 @@ class BlockPool(ReferencedBlocks):
         """Do `cache_full_blocks` for several runs of one step; no block is in two of them."""
         if not runs:
             return
-        ids = index_array(list(chain.from_iterable(run.block_ids for run in runs)))
+        parts = [run.block_ids for run in runs]
+        ids = index_array(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)))
         if int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks:
             self._require_known(ids.tolist())
         can_be_cached = self._num_references[ids] > 0
         can_be_cached &= self.contents.table_numbers[ids] == NO_TABLE
+        if self._quarantined:
+            can_be_cached[self.find_quarantined(ids.tolist())] = False
         if not can_be_cached.all():
             raise BlockError(
                 f"blocks {ids[~can_be_cached][:5].tolist()} cannot be cached: only a held block "

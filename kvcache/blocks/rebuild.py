@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvcache.arrays import int32_array
+from kvcache.blocks.extra_keys import parse_extra_keys
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import PrefixTable, parse_namespace_name
 from kvcache.blocks.references import NULL_ID
@@ -42,6 +43,7 @@ def rebuild(
         and 0 <= label.group < len(block_sizes)
         and len(label.token_ids) == block_sizes[label.group]
         and label.is_sealed
+        and _has_readable_keys(label)
     ]
     chains = _chains(pool, agreed, none_hash)
     kept = {label.block_id for _, chain in chains for label in chain}
@@ -74,6 +76,14 @@ def _content(label: BlockLabel) -> tuple[object, ...]:
         label.extra_keys,
         label.is_sealed,
     )
+
+
+def _has_readable_keys(label: BlockLabel) -> bool:
+    try:
+        parse_extra_keys(label.extra_keys)
+    except MalformedMessageError:
+        return False
+    return True
 
 
 def _chains(
@@ -124,6 +134,7 @@ def _walk(
 
 
 def _run(table: PrefixTable, chain: Sequence[BlockLabel]) -> CachedRun:
+    has_keys = any(label.extra_keys for label in chain)
     return CachedRun(
         table=table,
         block_ids=[label.block_id for label in chain],
@@ -131,7 +142,7 @@ def _run(table: PrefixTable, chain: Sequence[BlockLabel]) -> CachedRun:
         parent=BlockHash(chain[0].parent_digest),
         token_ids=int32_array([token for label in chain for token in label.token_ids]),
         block_size=len(chain[0].token_ids),
-        extra_keys=(),
+        extra_keys=tuple(parse_extra_keys(label.extra_keys) for label in chain) if has_keys else (),
         request_id="",
         first_index=0,
     )

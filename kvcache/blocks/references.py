@@ -93,6 +93,17 @@ class ReferencedBlocks:
         """Return a copy of the quarantined ids."""
         return set(self._quarantined)
 
+    def find_quarantined(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the places in `block_ids` where quarantined blocks stand."""
+        if not self._quarantined or self._quarantined.isdisjoint(block_ids):
+            return []
+        return [i for i, block_id in enumerate(block_ids) if block_id in self._quarantined]
+
+    def can_be_cached(self, block_id: int) -> bool:
+        """Say whether a block that somebody holds can take a content: it has none, and may."""
+        is_empty = block_id != NULL_ID and self.contents.table_numbers[block_id] == NO_TABLE
+        return bool(is_empty) and block_id not in self._quarantined
+
     def touch(self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
         """Take one reference more of each block, and save it from eviction.
 

@@ -13,13 +13,18 @@ from collections import OrderedDict
 
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.messages import Attach
+from kvcache.step_delivery import StepMessage
 
 MAX_CLIENT_ID_CHARS = 256
+MAX_STEP = 2**53
+"""No step has a number above this: what a client begins with cannot push it to where it ends."""
+
 _MAX_GONE = 1024
 
 
 class Clients:
-    """The ledgers of all clients, in order of arrival."""
+    """The ledgers of all clients; who was served last comes last."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         """Know nobody. The limits are in `settings`."""
@@ -42,12 +47,15 @@ class Clients:
         """Return the ledgers of the clients that are to be forgotten."""
         return [ledger for ledger in self._ledgers.values() if ledger.is_leaving]
 
-    def attach(self, client_id: str, next_step: int, now_s: float) -> str:
+    def attach(self, message: Attach, now_s: float) -> str:
         """Attach a client, again or for the first time; return why not, empty when done.
 
-        Numbers below `next_step` that were not executed are void.
+        Numbers below its next one that were not executed are void. A client that holds itself to be
+        attached to nobody, after steps of it were executed, holds them to be void: it is let go.
+        An introduction with a lower number than that is an old one that arrives late.
         """
-        if not 0 < len(client_id) <= MAX_CLIENT_ID_CHARS or next_step < 1:
+        client_id, next_step = message.client_id, message.next_step
+        if not 0 < len(client_id) <= MAX_CLIENT_ID_CHARS or not 0 < next_step <= MAX_STEP:
             return f"client id or step {next_step} cannot be meant"
         ledger = self._ledgers.get(client_id)
         if client_id in self._gone or (ledger is not None and ledger.is_leaving):
@@ -62,7 +70,20 @@ class Clients:
             self._ledgers[client_id] = ClientLedger(client_id, max_stored, next_step, now_s)
         elif ledger.is_untouched and ledger.receiver.next_step < next_step:
             ledger.start_at(next_step)
+        elif not (ledger.is_untouched or message.nonce or next_step < ledger.receiver.next_step):
+            self.let_go(client_id)
+            return f"client {client_id} gave its steps up, they are freed: use a new client id"
         return ""
+
+    def take_ready(self) -> tuple[ClientLedger, StepMessage] | None:
+        """Return the next step in order of the client that has waited longest; None if none is
+        ready. The client is asked last from now on."""
+        for ledger in self._ledgers.values():
+            message = None if ledger.is_leaving else ledger.receiver.take_ready()
+            if message is not None:
+                self._ledgers[ledger.client_id] = self._ledgers.pop(ledger.client_id)
+                return ledger, message
+        return None
 
     def let_go(self, client_id: str) -> None:
         """Serve the client no more; it is forgotten later."""

@@ -24,7 +24,7 @@ from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.membership import Membership
 from kvcache.coordinator.reign import Reign, ReignIdentity
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
-from kvcache.errors import ClusterError, InvariantError, ProtocolError
+from kvcache.errors import ClusterError, InvariantError, ProtocolError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Applied,
@@ -130,9 +130,16 @@ class Coordinator:
     def start(self, incarnations: Mapping[int, str] | None = None) -> list[Outgoing]:
         """Take an epoch and ask the worker processes known already to grant it.
 
-        Others are asked when they introduce themselves. Raises ClusterError when the epoch cannot
-        be saved; it may be called again then.
+        Others are asked when they introduce themselves.
+
+        Raises:
+            ClusterError: the epoch cannot be saved; it may be called again then.
+            RequestError: it has been started already.
         """
+        if self._phase is not Phase.NEW:
+            raise RequestError(
+                f"the coordinator is {self._phase.value}: it starts once, make another one"
+            )
         for rank, incarnation in (incarnations or {}).items():
             self._members.serve(rank, incarnation, self._clock.now())
         self._members.take_epoch(self._clock.now())
@@ -147,15 +154,15 @@ class Coordinator:
             self._drop(f"rank {rank} speaks for rank {message.rank}")
             return []
         try:
-            match message:
-                case Hello():
-                    return self._on_hello(message)
-                case Granted():
-                    return self._on_granted(message)
-                case Refused():
-                    return self._on_refused(message)
-                case Applied() | Missing() | Finished() | Heartbeat():
-                    return self._on_report(message)
+            match self._as_introduction(message):
+                case Hello() as hello:
+                    return self._on_hello(hello)
+                case Granted() as granted:
+                    return self._on_granted(granted)
+                case Refused() as refused:
+                    return self._on_refused(refused)
+                case Applied() | Missing() | Finished() | Heartbeat() as report:
+                    return self._on_report(report)
         except ProtocolError as error:
             self._drop(str(error))
             return []
@@ -245,6 +252,16 @@ class Coordinator:
 
     # --- workers
 
+    def _as_introduction(self, message: FromWorker) -> FromWorker:
+        """What a process says to another coordinator introduces it, while its rank is not taken."""
+        if isinstance(message, Hello) or message.nonce == self._members.nonce:
+            return message
+        if message.rank not in self._members.missing():
+            return message
+        epoch = message.highest_epoch if isinstance(message, Refused) else message.epoch
+        plan = self.settings.fingerprint  # a process of another plan refuses the grant
+        return Hello(message.incarnation, message.rank, epoch, plan)
+
     def _on_hello(self, hello: Hello) -> list[Outgoing]:
         if hello.fingerprint != self.settings.fingerprint:
             self._drop(
@@ -253,9 +270,9 @@ class Coordinator:
             )
             return []
         now_s = self._clock.now()
-        is_another = self._members.serve(hello.rank, hello.incarnation, now_s)
+        has_replaced = self._members.serve(hello.rank, hello.incarnation, now_s)
         is_outrun = self._members.on_hello(hello, now_s)
-        if is_another and self._phase is Phase.RUNNING:
+        if has_replaced:
             return self._begin_epoch(f"rank {hello.rank} is served by another process")
         if is_outrun:
             return self._on_higher_epoch(f"rank {hello.rank} obeys epoch {hello.highest_epoch}")

@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from kvcache.delivery import MAX_EPOCH
 from kvcache.errors import MalformedMessageError, StaleEpochError
 from kvcache.messages import Grant, Granted, Hello, Refused
 from kvcache.state_store import SmallState, StateStore
-
-MAX_EPOCH = 2**53
-"""No epoch is above this: a number from outside cannot push ours to where it ends."""
 
 _MAX_RETIRED = 64
 
@@ -105,7 +103,7 @@ class Membership:
             self._save(replace(self._state, model_epoch=model_epoch))
 
     def serve(self, rank: int, incarnation: str, now_s: float) -> bool:
-        """Note which process serves `rank`; say whether that is another one than before.
+        """Note which process serves `rank`; say whether it replaces one that granted the epoch.
 
         A process that was replaced is taken back only when its successor does not answer: then
         the successor's introduction was an old one that arrived late.
@@ -120,10 +118,11 @@ class Membership:
             if member.incarnation is None or not is_mute:
                 raise StaleEpochError(f"process {incarnation} of rank {rank} was replaced")
             member.retired.remove(incarnation)
+        has_granted = member.is_granted
         self.retire(rank)
         member.incarnation, member.since_s = incarnation, now_s
         member.asked_s = float("-inf")
-        return True
+        return has_granted
 
     def was_replaced(self, rank: int, incarnation: str, nonce: str) -> bool:
         """Say whether a process that once obeyed this coordinator was replaced meanwhile."""

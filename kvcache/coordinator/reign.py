@@ -104,7 +104,9 @@ class Reign:
     def attach(self, message: Attach) -> Attached | Unattached:
         """Attach a client, or say why not."""
         client_id = message.client_id
-        reason = self._clients.attach(client_id, message.next_step, self._clock.now())
+        if message.nonce not in ("", self._nonce):
+            return Unattached(client_id, self._epoch, "another coordinator has taken its place")
+        reason = self._clients.attach(message, self._clock.now())
         ledger = self._clients.get(client_id)
         if reason or ledger is None:
             return Unattached(client_id, self._epoch, reason)
@@ -116,6 +118,7 @@ class Reign:
             self._settings.fingerprint,
             ledger.receiver.next_step,
             self._settings.is_content_checking,
+            self._nonce,
         )
 
     def on_client_message(
@@ -205,26 +208,18 @@ class Reign:
         """Execute what is ready, client by client in turn, while the command window has room."""
         out = self._let_clients_go()
         num_left = MAX_STEPS_AT_ONCE
-        while num_left > 0 and self._has_room():
-            taken = [(one, one.receiver.take_ready()) for one in self._clients.attached()]
-            ready = [(ledger, message) for ledger, message in taken if message is not None]
-            if not ready:
+        # Steps that are refused need no room.
+        while num_left > 0 and (not self.window.is_full or self._problem()):
+            ready = self._clients.take_ready()
+            if ready is None:
                 break
-            num_left -= len(ready)
-            for ledger, message in ready:
-                out += self._execute(ledger, message)
+            num_left -= 1
+            out += self._execute(*ready)
         return out
-
-    def _has_room(self) -> bool:
-        """Whether every client could take a step now. Steps that are refused need no room."""
-        free = self._settings.max_unacknowledged - len(self.window)
-        wanted = min(len(self._clients), self._settings.max_unacknowledged)
-        return free >= max(1, wanted) or bool(self._problem())
 
     def _execute(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
         """Serve one step; its commands leave before its answer."""
-        problem = "the command window is full" if self.window.is_full else ""
-        problem = self._problem() or problem
+        problem = self._problem()
         server = self._server
         served = server.refuse(message, problem) if problem else server.serve(ledger, message)
         out: list[Outgoing] = []

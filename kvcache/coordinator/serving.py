@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcache.commands import Command
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.forward_plan import ForwardPlanner
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.remote_calls import RemoteCalls
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.errors import ExhaustedError, InvalidInputError
+from kvcache.errors import ExhaustedError, InvalidInputError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import Call, CallResult
 from kvcache.step import StepRequest, StepResult
@@ -73,6 +75,8 @@ class StepServer:
         self._forwards.forget_client(client_id)
 
     def _serve_step(self, request: StepRequest) -> Served:
+        if self._is_content_checking:
+            _require_draft_ids(request)
         result = self.manager.step(request)
         commands = self.manager.take_commands()
         if len(result.patches.slots):
@@ -86,3 +90,14 @@ class StepServer:
         packed = self._calls.call(call)
         answer = CallResult(call.client_id, call.step, 0, 0, packed)
         return Served(answer, tuple(self.manager.take_commands()), True)
+
+
+def _require_draft_ids(request: StepRequest) -> None:
+    """Raise `RequestError` unless every draft has its id: what to write could not be told."""
+    running = request.running
+    num_drafts = int(running.num_draft_tokens.sum(dtype=np.int64))
+    if len(running.draft_token_ids) != num_drafts:
+        raise RequestError(
+            f"step {request.step} of {request.client_id}: {len(running.draft_token_ids)} "
+            f"draft_token_ids for {num_drafts} drafts: content checking needs one for each"
+        )

@@ -41,14 +41,19 @@ class CacheControl:
         *,
         max_pinned_blocks: int,
         model_epoch: int,
+        has_workers: bool,
     ) -> None:
-        """Watch over `core`; pins hold at most `max_pinned_blocks` blocks."""
+        """Watch over `core`; pins hold at most `max_pinned_blocks` blocks.
+
+        Without workers no commands are kept.
+        """
         self._core = core
         self._book = book
         self._admission = admission
         self._clock = clock
         self._pins = PinTable(max_pinned_blocks)
         self._commands: list[Command] = []
+        self._has_workers = has_workers
         self.state_number = 0
         self.model_epoch = model_epoch
         self.is_draining = False
@@ -155,7 +160,8 @@ class CacheControl:
             self.model_epoch += 1
             for known in self._book.preempted():
                 known.request = _renewed(known, self.model_epoch)
-        self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]
+        if self._has_workers:
+            self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]
         return True
 
 

@@ -130,6 +130,7 @@ class ManagerParts:
             clock,
             max_pinned_blocks=max_pinned_blocks,
             model_epoch=settings.model_epoch,
+            has_workers=settings.has_workers,
         )
         self.calls = RequestCalls(
             self.book,

@@ -21,6 +21,7 @@ from kvcache.step import RunningRequests, StepRequest
 
 _TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
 _ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
+_INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +173,7 @@ def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
     n = len(running.slots)
     for name in (*_ROW_FIELDS, *_TOKEN_FIELDS):
         values = getattr(running, name)
-        if values.dtype != np.int32:
+        if values.dtype != _INT32:
             raise RequestError(f"{where}: running.{name} is of {values.dtype}: pass int32 arrays")
     for name in _ROW_FIELDS:
         values = getattr(running, name)
@@ -187,7 +188,8 @@ def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
             f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
             f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
         )
-    counts = np.diff(offsets.astype(np.int64))  # in int32 falling offsets could seem to rise
+    wide = offsets.astype(np.int64)  # in int32 falling offsets could seem to rise
+    counts = wide[1:] - wide[:-1]
     if int(offsets[0]) != 0 or int(offsets[-1]) != len(token_ids) or (counts < 0).any():
         raise RequestError(
             f"{where}: running.token_offsets run from {int(offsets[0])} to {int(offsets[-1])} for "

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, index_array, int32_array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.errors import InvariantError
 from kvcache.request import Request
 
@@ -103,10 +103,11 @@ class SlotTable:
         self.num_tokens[slot] = self._num_synced[slot] = num_tokens
         self.num_computed[slot] = num_computed
 
-    def append(self, slots: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Append `counts[i]` of `token_ids`, in order, to the row in `slots[i]`."""
+    def append(self, taken: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Append `counts[i]` of `token_ids`, in order, to the row in slot `taken[i]`."""
         if not len(token_ids):
             return
+        slots = index_array(taken)
         held = self.num_tokens[slots] - self._num_synced[slots]
         crowded = np.flatnonzero(held + counts > self._width)
         if len(crowded):
@@ -125,7 +126,14 @@ class SlotTable:
 
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and how many are computed."""
-        self._sync_rows(int32_array([slot]))
+        if self.client_index[slot] == CALLER:
+            return
+        request: Request = self._requests[slot]
+        num_tokens, num_synced = int(self.num_tokens[slot]), int(self._num_synced[slot])
+        if num_tokens > num_synced:
+            request.append_checked_token_ids(self._pending[slot, : num_tokens - num_synced])
+            self._num_synced[slot] = num_tokens
+        request.num_computed_tokens = min(int(self.num_computed[slot]), num_tokens)
 
     def sync_filled(self, slots: Int32Array, num_cached_tokens: Int32Array) -> None:
         """Bring those rows up to date whose request lacks tokens of a full block.
@@ -167,21 +175,12 @@ class SlotTable:
                     f"the table counts {num_synced} of {num_tokens} as handed over"
                 )
 
-    def _sync_rows(self, taken: Int32Array) -> None:
-        slots = index_array(taken)
-        figures = (self.num_tokens, self._num_synced, self.num_computed)
-        columns = (column[slots].tolist() for column in (*figures, self.client_index))
-        for request, row, tokens, synced, computed, client in zip(
-            self._requests[slots].tolist(), slots.tolist(), *columns, strict=True
-        ):
-            if client != CALLER:
-                if tokens > synced:
-                    request.append_checked_token_ids(self._pending[row, : tokens - synced])
-                request.num_computed_tokens = min(computed, tokens)
-        self._num_synced[slots] = self.num_tokens[slots]
+    def _sync_rows(self, slots: npt.NDArray[np.integer]) -> None:
+        for slot in slots.tolist():
+            self.sync(slot)
 
     def _append_long_rows(
-        self, slots: Int32Array, counts: Int32Array, token_ids: Int32Array
+        self, slots: IndexArray, counts: Int32Array, token_ids: Int32Array
     ) -> None:
         start = 0
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):

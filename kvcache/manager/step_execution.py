@@ -221,17 +221,17 @@ class StepExecutor:
             plan.request.step,
             plan.request.epoch,
             seq=0,
-            admitted_slots=int32_array(answer.slots),
-            num_hit_tokens=int32_array(answer.num_hit),
-            num_scheduled_tokens=int32_array(answer.num_scheduled),
+            admitted_slots=_column(answer.slots),
+            num_hit_tokens=_column(answer.num_hit),
+            num_scheduled_tokens=_column(answer.num_scheduled),
             running_scheduled=is_reserved,
             no_room=tuple(answer.no_room),
             waiting_for_load=tuple(answer.waiting_for_load),
             retry_later=tuple(answer.retry_later),
             withdrawn=withdrawn,
-            rolled_back_slots=int32_array([row.slot for row in rolled_back]),
-            rolled_back_computed=int32_array([row.num_computed for row in rolled_back]),
-            rolled_back_tokens=int32_array([row.num_tokens for row in rolled_back]),
+            rolled_back_slots=_column([row.slot for row in rolled_back]),
+            rolled_back_computed=_column([row.num_computed for row in rolled_back]),
+            rolled_back_tokens=_column([row.num_tokens for row in rolled_back]),
             patches=join_patches(patch, answer.changes),
         )
 
@@ -249,6 +249,10 @@ def join_patches(patch: BlockTablePatch, changes: list[tuple[int, TableChange]])
         counts=_extended(patch.counts, [len(change.block_ids) for _, change in changes]),
         block_ids=np.concatenate(ids),
     )
+
+
+def _column(values: list[int]) -> Int32Array:
+    return int32_array(values) if values else EMPTY_INT32
 
 
 def _extended(values: Int32Array, more: list[int]) -> Int32Array:

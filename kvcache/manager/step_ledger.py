@@ -112,7 +112,9 @@ class ClientSteps:
             # They stay preempted; an earlier step that fails later must know whose rows it ran.
             self.records[-1].preempted += left
         kept = [r for r in self.void if r[0] < step]
-        self.void = [*kept, (step, self.last_step)]
+        # Ranges that touch become one: steps that fail again and again leave one range.
+        first = kept.pop()[0] if kept and kept[-1][1] + 1 == step else step
+        self.void = [*kept, (first, self.last_step)]
 
     def confirmed_tokens(
         self, slots: Int32Array, num_settled: Int32Array, table: SlotTable

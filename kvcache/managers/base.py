@@ -9,14 +9,14 @@ counted first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, int32_array
+from kvcache.arrays import EMPTY_INT32, index_array
 from kvcache.blocks.contents import NO_TABLE, Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
@@ -302,12 +302,6 @@ class SingleTypeKVCacheManager(ABC):
         """
         self._pool.cache_runs(self.take_uncached_runs(request, num_tokens))
 
-    def reads_any(self, request_id: str, num_tokens: int, block_ids: Set[int]) -> bool:
-        """Say whether `take_uncached_runs` would look at the content of one of these blocks."""
-        start = max(0, self._num_cached.get(request_id, 0) - 1)
-        table = self._tables.get(request_id, [])
-        return not block_ids.isdisjoint(table[start : num_tokens // self.block_size])
-
     def take_uncached_runs(self, request: Request, num_tokens: int) -> list[CachedRun]:
         """Return what `cache_blocks` would cache, and count it as cached. The pool must take it.
 
@@ -324,10 +318,12 @@ class SingleTypeKVCacheManager(ABC):
                 f"request {request.request_id} has {len(table)} blocks in group {self.group}, "
                 f"{end} cannot be cached: allocate them first"
             )
-        self.require_cacheable(request, num_tokens)
+        hashes = request.block_hashes
+        if end * self._hashes_per_block > len(hashes):
+            self.require_cacheable(request, num_tokens)
         if start and self.spec.reads_whole_prefix:
             # The block is the request's own: what it holds, if anything, is of its namespace.
-            above = request.block_hashes[start * self._hashes_per_block - 1]
+            above = hashes[start * self._hashes_per_block - 1]
             if self._pool.contents.digests[table[start - 1]] != above:
                 return []
         self._num_cached[request.request_id] = end
@@ -340,13 +336,16 @@ class SingleTypeKVCacheManager(ABC):
         self, table: Sequence[int], start: int, end: int
     ) -> Sequence[tuple[int, int]]:
         """Return the unbroken ranges in `[start, end)` of blocks that hold nothing yet."""
-        numbers = self._pool.contents.table_numbers
         if end - start == 1:
-            block_id = table[start]
-            is_wanted = block_id != NULL_ID and numbers[block_id] == NO_TABLE
-            return [(start, end)] if is_wanted else []
-        ids = int32_array(table[start:end])
-        is_new = (numbers[ids] == NO_TABLE) & (ids != NULL_ID)
+            return [(start, end)] if self._pool.can_be_cached(table[start]) else []
+        ids = index_array(table[start:end])
+        is_new = self._pool.contents.table_numbers[ids] == NO_TABLE
+        is_new &= ids != NULL_ID
+        for index in self._pool.find_quarantined(table[start:end]):
+            if self.spec.reads_whole_prefix:
+                # What follows would be a content without its prefix.
+                is_new[index:] = False
+            is_new[index] = False
         if is_new.all():
             return [(start, end)]
         flags = is_new.tolist()

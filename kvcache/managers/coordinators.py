@@ -120,16 +120,22 @@ class KVCacheCoordinator(ABC):
         """Do `cache_blocks` for many requests in order; contents enter the pool together."""
         runs: list[CachedRun] = []
         entering: set[int] = set()
+        late: list[tuple[SingleTypeKVCacheManager, Request, int]] = []
         for manager in self.managers:
             for request, num_tokens in wanted:
-                if manager.reads_any(request.request_id, num_tokens, entering):
-                    # A shared block that an earlier request of these caches: it looks at that.
-                    self.pool.cache_runs(runs)
-                    runs, entering = [], set()
-                for run in manager.take_uncached_runs(request, num_tokens):
-                    runs.append(run)
-                    entering.update(run.block_ids)
+                taken = manager.take_uncached_runs(request, num_tokens)
+                ids = [block_id for run in taken for block_id in run.block_ids]
+                if not ids or not entering.isdisjoint(ids):
+                    # It may share a block that an earlier one of these caches: look again then.
+                    if taken:
+                        manager.rewind(request.request_id, taken[0].first_index)
+                    late.append((manager, request, num_tokens))
+                    continue
+                runs += taken
+                entering.update(ids)
         self.pool.cache_runs(runs)
+        for manager, request, num_tokens in late:
+            manager.cache_blocks(request, num_tokens)
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free what no group reads any more."""

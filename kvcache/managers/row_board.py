@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowBatch
 from kvcache.errors import InvariantError, RequestError
 
@@ -41,18 +41,18 @@ class RowBoard:
         self._full_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self._skip_tokens: Int64Array = np.zeros(0, dtype=np.int64)
 
-    def busy_rows(self, rows: RowBatch) -> npt.NDArray[np.intp]:
+    def busy_rows(self, rows: RowBatch) -> IndexArray:
         """Return the rows for which something must be done, in order.
 
         Raises:
             RequestError: a slot below 0.
         """
-        slots = rows.slots
+        slots = index_array(rows.slots)
         self._reach(slots)
         is_busy = rows.num_slot_tokens > self._capacity_tokens[slots]
         is_busy |= rows.num_cached_tokens >= self._full_tokens[slots]
         is_busy |= rows.num_computed_tokens >= self._skip_tokens[slots]
-        return np.flatnonzero(is_busy)
+        return is_busy.nonzero()[0]
 
     def missing_blocks(self, slots: Int32Array, num_slot_tokens: Int32Array) -> Int64Array:
         """Return how many blocks each row lacks in each group, shape `(groups, n)`."""
@@ -138,7 +138,7 @@ class RowBoard:
         capacities = self._num_blocks[:, slots] * self._block_sizes
         self._capacity_tokens[slots] = capacities.min(axis=0)
 
-    def _reach(self, slots: Int32Array) -> None:
+    def _reach(self, slots: IndexArray) -> None:
         """Grow to the highest slot there is."""
         if not len(slots):
             return

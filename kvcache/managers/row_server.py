@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.arrays import IndexArray, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import Reservation, RowBatch, RowsReserved, TableChange
 from kvcache.errors import RequestError
@@ -168,7 +167,7 @@ def _require_columns(rows: RowBatch) -> None:
         )
 
 
-def _select(rows: RowBatch, indices: npt.NDArray[np.intp]) -> RowBatch:
+def _select(rows: RowBatch, indices: IndexArray) -> RowBatch:
     return RowBatch(
         [rows.requests[row] for row in indices.tolist()],
         rows.slots[indices],

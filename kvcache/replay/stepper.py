@@ -33,7 +33,8 @@ class ForwardProgress:
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """What only the manager knows, since it was started. `usage` is of this moment, 0 to 1."""
+    """What the cluster knows, since it was started: blocks evicted, and blocks copied by each rank.
+    `usage` is of this moment, 0 to 1."""
 
     num_blocks: int
     num_evictions: int

@@ -31,6 +31,7 @@ MOONCAKE_BLOCK_SIZE = 512
 """Tokens that one hash id stands for."""
 
 _LARGEST_HASH_ID = 2**63 - 1
+_LARGEST_TIMESTAMP_MS = 2**53  # whole numbers up to here are exact as floats
 _GZIP_MAGIC = b"\x1f\x8b"
 _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
@@ -138,8 +139,10 @@ class MooncakeTrace:
         timestamp = values.get("timestamp", 0)
         if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
             raise fail(f"has timestamp {_shown(timestamp)}, not a number")
-        if not 0 <= timestamp < float("inf"):
-            raise fail(f"has timestamp {_shown(timestamp)}, not a number of at least 0")
+        if not 0 <= timestamp <= _LARGEST_TIMESTAMP_MS:
+            raise fail(
+                f"has timestamp {_shown(timestamp)}, not a number in 0 to {_LARGEST_TIMESTAMP_MS}"
+            )
         return _Line(timestamp, input_length, output_length, hash_ids)
 
     def _request(self, number: int, line: _Line) -> WorkloadRequest:

@@ -39,6 +39,8 @@ class DeferredCommands:
         self._engine = engine
         self._history = history
         self._waiting: deque[tuple[int, list[DeferredCommand]]] = deque()
+        self.num_blocks_copied = 0
+        self.num_blocks_zeroed = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -62,17 +64,21 @@ class DeferredCommands:
                 self._execute(seq, command)
 
     def settle(self, block_ids: Int32Array) -> None:
-        """Execute now, in order, the zeroes and copies that touch `block_ids`.
+        """Execute now, in order, the zeroes and copies of `block_ids`, and of these only.
 
         The coordinator starts a transfer on a block only when every step that has it in its tables
         completed or failed, so these cannot be wanted by a forward any more; executed later they
         would destroy what the transfer wrote.
         """
         for seq, commands in self._waiting:
-            touching = [c for c in commands if _touches(c, block_ids)]
-            for command in touching:
-                self._execute(seq, command)
-                commands.remove(command)
+            waiting: list[DeferredCommand] = []
+            for command in commands:
+                now, later = _split(command, block_ids)
+                if now is not None:
+                    self._execute(seq, now)
+                if later is not None:
+                    waiting.append(later)
+            commands[:] = waiting
 
     def clear(self) -> None:
         """Drop everything: a new epoch makes it void."""
@@ -91,22 +97,31 @@ class DeferredCommands:
             case Zero():
                 for rows in self._canonical.tensors:
                     self._engine.zero_blocks(rows, command.block_ids)
+                self.num_blocks_zeroed += len(command.block_ids)
                 self._history.record(seq, "zeroed", command.block_ids)
             case Copy():
                 for rows in self._canonical.tensors:
                     self._engine.copy_within(rows, command.sources, command.destinations)
+                self.num_blocks_copied += len(command.destinations)
                 self._history.record(
                     seq, "copied from block", command.destinations, command.sources
                 )
                 self._history.record(seq, "copied to block", command.sources, command.destinations)
 
 
-def _touches(command: DeferredCommand, block_ids: Int32Array) -> bool:
+def _split(
+    command: DeferredCommand, block_ids: Int32Array
+) -> tuple[DeferredCommand | None, DeferredCommand | None]:
+    """Return the part of `command` that touches `block_ids`, and the rest; None for nothing."""
     match command:
         case Zero():
-            return bool(np.isin(command.block_ids, block_ids).any())
+            touched = np.isin(command.block_ids, block_ids)
+            now: DeferredCommand = Zero(command.block_ids[touched])
+            later: DeferredCommand = Zero(command.block_ids[~touched])
         case Copy():
-            both = np.concatenate((command.sources, command.destinations))
-            return bool(np.isin(both, block_ids).any())
+            touched = np.isin(command.sources, block_ids) | np.isin(command.destinations, block_ids)
+            now = Copy(command.sources[touched], command.destinations[touched])
+            later = Copy(command.sources[~touched], command.destinations[~touched])
         case BlockTablePatch():
-            return False
+            return None, command
+    return (now if touched.any() else None), (None if touched.all() else later)

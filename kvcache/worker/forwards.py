@@ -20,7 +20,10 @@ MAX_REMEMBERED_CLIENTS = 1024
 
 
 class ForwardGate:
-    """The forwards of one epoch. `last_begun_seq` only rises; at most one forward is open."""
+    """The forwards of one epoch. `last_begun_seq` only rises; at most one forward is open.
+
+    Invariant: `_fenced` holds numbers of `_clients` only, so both are bounded.
+    """
 
     def __init__(self, rank: int) -> None:
         """Make the gate of `rank`, which appears in messages only."""
@@ -29,7 +32,7 @@ class ForwardGate:
         self._open_seq: int | None = None
         self._open_client = ""
         self._last_begun_seq = 0
-        self._fenced: set[str] = set()
+        self._fenced: set[int] = set()
         self._client_steps: OrderedDict[str, int] = OrderedDict()
         self.num_forwards = 0
 
@@ -47,15 +50,11 @@ class ForwardGate:
         """Say whether the open forward is of `client_id`."""
         return self.is_open and self._open_client == client_id
 
-    def is_fenced(self, client_id: str) -> bool:
-        """Say whether forwards of `client_id` are refused."""
-        return client_id in self._fenced
-
     def on_applied(self, message: StepCommands) -> None:
         """Note that `message` is applied: its forward may begin."""
         self._clients[message.seq] = message.client_id
         if len(self._clients) > MAX_REMEMBERED_STEPS:
-            self._clients.popitem(last=False)
+            self._forget_first()
         if message.client_id:
             self._client_steps[message.client_id] = message.client_step
             self._client_steps.move_to_end(message.client_id)
@@ -84,7 +83,7 @@ class ForwardGate:
             raise RequestError(
                 f"step {seq} of rank {self._rank} is too old for a forward, or was never sent"
             )
-        if client_id in self._fenced:
+        if seq in self._fenced:
             raise RequestError(
                 f"forward {seq} of rank {self._rank} belongs to client {client_id!r}, which was "
                 "given up: attach again"
@@ -93,7 +92,7 @@ class ForwardGate:
         self._last_begun_seq = seq
         self.num_forwards += 1
         while self._clients and next(iter(self._clients)) <= seq:
-            self._clients.popitem(last=False)
+            self._forget_first()
 
     def end(self, seq: int) -> None:
         """Close the open forward; raises RequestError if `seq` is not it."""
@@ -104,8 +103,8 @@ class ForwardGate:
         self._open_seq = None
 
     def fence(self, client_id: str) -> None:
-        """Refuse forwards of `client_id` from now on."""
-        self._fenced.add(client_id)
+        """Refuse the forwards of every step of `client_id` so far; it gets no other one."""
+        self._fenced.update(s for s, owner in self._clients.items() if owner == client_id)
         self._client_steps.pop(client_id, None)
 
     def reset(self) -> None:
@@ -121,3 +120,7 @@ class ForwardGate:
             raise InvariantError(
                 f"rank {self._rank} may run forward {highest}, but applied only {applied_seq}"
             )
+
+    def _forget_first(self) -> None:
+        seq, _ = self._clients.popitem(last=False)
+        self._fenced.discard(seq)

@@ -55,7 +55,11 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class WorkerStatistics:
-    """What one worker process has done so far. Counts are since the process started."""
+    """What one worker process has done so far. Counts are since the process started.
+
+    `num_blocks_copied` and `num_blocks_zeroed`: by commands executed on this rank, a block over all
+    layers counted once.
+    """
 
     rank: int
     epoch: int
@@ -68,6 +72,8 @@ class WorkerStatistics:
     num_unacknowledged_reports: int
     num_failed_jobs: int
     num_bytes_compared: int
+    num_blocks_copied: int
+    num_blocks_zeroed: int
     num_invalid_messages: int
     last_invalid_reason: str
     num_foreign_messages: int

@@ -26,7 +26,7 @@ from kvcache.errors import (
     StaleEpochError,
 )
 from kvcache.labels import LabelSet, LabelTable
-from kvcache.messages import FinishedAck, Grant, Message, Ping, StepCommands
+from kvcache.messages import FinishedAck, Grant, Granted, Message, Ping, Refused, StepCommands
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.cuda_engine import make_copy_engine
@@ -78,6 +78,7 @@ class KVCacheWorker:
         self._outbox: list[Message] = []
         self._last_sent_s = clock.now()
         self._last_hello_s: float | None = None
+        self._is_introducing = True
         self._is_closed = False
         self._num_invalid = 0
         self._last_invalid = ""
@@ -121,6 +122,12 @@ class KVCacheWorker:
 
     # --- messages
 
+    def introduce(self) -> None:
+        """Introduce this process again, whether granted or not, until a coordinator grants it. Call
+        it when the process is connected to another coordinator, which cannot know it."""
+        with self._condition:
+            self._is_introducing, self._last_hello_s = True, None
+
     def on_message(self, message: Message) -> list[Message]:
         """Obey one message; return what to send to the coordinator.
 
@@ -134,29 +141,33 @@ class KVCacheWorker:
                     self._on_grant(message)
                 case StepCommands():
                     self._on_commands(message)
+                    self._refuse_superseded(message.nonce, message.epoch)
                 case FinishedAck() if self._is_present(message.nonce, message.epoch):
                     self._reports.acknowledge(message.job_ids)
                 case Ping() if self._is_present(message.nonce, message.epoch):
                     self._outbox.append(self._receiver.heartbeat())
                     self._repeat_reports(after_s=0.0)
+                case Ping():
+                    self._num_foreign += 1
+                    self._refuse_superseded(message.nonce, message.epoch)
                 case _:
                     self._num_foreign += 1
             return self._take_replies()
 
     def on_tick(self) -> list[Message]:
-        """Return what is due without being asked: an introduction until granted, reports that are
-        not acknowledged, a sign of life after silence. Also moves put-off work on."""
+        """Return what is due without being asked: introductions, reports that are not acknowledged,
+        a sign of life after silence. Also moves put-off work on."""
         with self._condition:
             if self._is_closed:
                 return []
             self._advance()
             now_s = self._clock.now()
-            if self._receiver.epoch == NO_EPOCH:
+            if self._is_introducing:
                 last = self._last_hello_s
                 if last is None or now_s - last >= self.settings.hello_interval_s:
                     self._last_hello_s = now_s
                     self._outbox.append(self._receiver.hello())
-            else:
+            if self._receiver.epoch != NO_EPOCH:
                 self._repeat_reports(self.settings.repeat_interval_s)
                 is_silent = now_s - self._last_sent_s >= self.settings.heartbeat_interval_s
                 if is_silent and not self._outbox:
@@ -184,6 +195,7 @@ class KVCacheWorker:
                 self._require_epoch(epoch)
                 self._executor.gate.require_in_order(seq)
                 if self._receiver.applied_seq >= seq:
+                    self._run_due_forwards(before_seq=seq)
                     self._executor.begin_forward(seq)
                     return
                 remaining_s = deadline_s - self._clock.now()
@@ -222,8 +234,7 @@ class KVCacheWorker:
         with self._condition:
             if self._is_closed:
                 return []
-            while self._executor.next_due_seq is not None and not self._receiver.pending_grant:
-                self._reports.add(self._executor.run_due_forward())
+            self._run_due_forwards()
             return self._take_replies()
 
     # --- books
@@ -255,6 +266,8 @@ class KVCacheWorker:
                 num_unacknowledged_reports=len(self._reports),
                 num_failed_jobs=self._reports.num_failed,
                 num_bytes_compared=executor.num_bytes_compared,
+                num_blocks_copied=executor.deferred.num_blocks_copied,
+                num_blocks_zeroed=executor.deferred.num_blocks_zeroed,
                 num_invalid_messages=self._num_invalid,
                 last_invalid_reason=self._last_invalid,
                 num_foreign_messages=self._num_foreign,
@@ -285,6 +298,7 @@ class KVCacheWorker:
         reply = self._receiver.on_grant(grant, self._executor.is_busy)
         if reply is not None:
             self._outbox.append(reply)
+        self._is_introducing &= not isinstance(reply, Granted)
         if self._receiver.epoch != epoch:
             self._ready.clear()
             self._reports.clear()
@@ -307,6 +321,11 @@ class KVCacheWorker:
         received = self._receiver.on_commands(message)
         self._ready.extend(received.ready)
         self._outbox.extend(received.replies)
+
+    def _refuse_superseded(self, nonce: str, epoch: int) -> None:
+        refusal = self._receiver.refusal_of(nonce, epoch)
+        if refusal is not None:
+            self._outbox.append(refusal)
 
     def _is_present(self, nonce: str, epoch: int) -> bool:
         receiver = self._receiver
@@ -336,6 +355,15 @@ class KVCacheWorker:
         if applied is not None:
             self._outbox.append(applied)
 
+    def _run_due_forwards(self, before_seq: int | None = None) -> None:
+        """Run content-checked forwards in order; none begins while another forward is open."""
+        executor = self._executor
+        while not executor.gate.is_open and self._receiver.pending_grant is None:
+            seq = executor.next_due_seq
+            if seq is None or (before_seq is not None and seq >= before_seq):
+                return
+            self._reports.add(executor.run_due_forward())
+
     def _repeat_reports(self, after_s: float) -> None:
         self._outbox.extend(self._reports.take_due(self._clock.now(), after_s))
 
@@ -345,7 +373,8 @@ class KVCacheWorker:
         now_s = self._clock.now()
         self._outbox.extend(self._reports.take_due(now_s))
         replies, self._outbox = self._outbox, []
-        if replies:
+        # A refusal is for another coordinator: the present one hears nothing by it.
+        if any(not isinstance(reply, Refused) for reply in replies):
             self._last_sent_s = now_s
         self._condition.notify_all()
         return replies

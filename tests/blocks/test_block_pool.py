@@ -17,7 +17,13 @@ from kvcache.blocks.prefix_table import (
     parse_namespace_name,
 )
 from kvcache.blocks.run import CachedRun
-from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, NullOffloadHooks
+from kvcache.core import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    NullOffloadHooks,
+    ReferenceKind,
+)
 from kvcache.errors import (
     BlockError,
     ConfigurationError,
@@ -197,6 +203,47 @@ def test_what_a_copy_reads_is_not_handed_out_but_its_parents_are_if_need_be() ->
     pool.end_transfer(blocks[2:])
     assert pool.state(blocks[2]) is BlockState.FREE
     check_pool(pool)
+
+
+def test_forks_hold_blocks_apart_from_requests() -> None:
+    pool = BlockPool(4)
+    blocks = cached_chain(pool, 2)
+    pool.touch(blocks, ReferenceKind.FORK)
+    pool.touch(blocks[:1], ReferenceKind.FORK)
+    pool.free_blocks(blocks[::-1])
+    assert [pool.num_references(b, ReferenceKind.FORK) for b in blocks] == [2, 1]
+    assert [pool.num_references(b, ReferenceKind.REQUEST) for b in blocks] == [0, 0]
+    assert pool.get_num_free_blocks() == 1
+    before = dump_pool(pool)
+    with pytest.raises(BlockError) as error:
+        pool.free_blocks([blocks[1], blocks[1]], ReferenceKind.FORK)
+    assert str(error.value) == (
+        f"block {blocks[1]} is given back 2 times but has 1 fork references: free what you hold, "
+        "once"
+    )
+    assert dump_pool(pool) == before
+    pool.free_blocks(blocks[::-1], ReferenceKind.FORK)
+    assert pool.get_num_free_blocks() == 2
+    pool.free_blocks(blocks[:1], ReferenceKind.FORK)
+    assert pool.get_num_free_blocks() == 3
+    check_pool(pool)
+
+
+def test_a_quarantined_block_cannot_be_cached() -> None:
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(2)
+    pool.quarantine(blocks[1:])
+    with pytest.raises(BlockError, match=r"blocks \[2\] cannot be cached"):
+        cache(pool, blocks)
+    assert pool.get_cached_block(digest(0), [0]) is None
+    assert [pool.state(b) for b in blocks] == [BlockState.OWNED, BlockState.QUARANTINED]
+
+
+def test_events_are_kept_only_where_they_are_enabled() -> None:
+    pool = BlockPool(4)
+    pool.free_blocks(cached_chain(pool, 2)[::-1])
+    assert pool.reset_prefix_cache()
+    assert pool.take_events() == []
 
 
 def test_a_quarantined_block_is_handed_out_only_after_its_release() -> None:

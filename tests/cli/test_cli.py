@@ -88,6 +88,12 @@ def test_verbose_shows_where_an_error_comes_from(tmp_path: Path) -> None:
     assert type(result.exception).__name__ == "ConfigurationError"
 
 
+def test_a_name_that_is_typed_is_checked_like_one_in_a_file() -> None:
+    for name in ("", "bad name/!"):
+        _, error = run("launch", "--config", CPU_TP2, "--name", name, exit_code=2)
+        assert error.startswith(f"kvcache: command line: name: {name!r}: "), error
+
+
 def test_an_unknown_workload_is_refused_before_anything_starts(small: Path) -> None:
     _, error = run("replay", "nonsense", "--config", small, exit_code=2)
     assert error.startswith("kvcache: no workload 'nonsense': give 'conversations', a Mooncake")

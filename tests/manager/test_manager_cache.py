@@ -212,3 +212,14 @@ def test_requests_wait_for_the_tiers_below_and_leave_no_trace() -> None:
     assert engine.step(new=(new("r1", [1] * 9),)).admitted_slots.tolist() == [0]
     engine.step(finished=("r1",))
     assert tiers.finished == ["r1"]
+
+
+def test_without_workers_and_events_nothing_waits_to_be_taken() -> None:
+    manager = make_manager(FULL, has_workers=False)
+    engine = Engine(manager)
+    for number in range(3):
+        engine.step(new=(new(f"r{number}", range(9)),))
+        engine.step(finished=(f"r{number}",), completed_step=2 * number + 1)
+        assert manager.reset_prefix_cache()
+    assert manager.take_commands() == []
+    assert manager.take_events() == []

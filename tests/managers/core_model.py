@@ -21,6 +21,7 @@ class ModelBlock:
     client: str | None = None  # set while unsealed
     step: int = -1
     id: int = -1  # what the core calls it
+    is_quarantined: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -54,12 +55,19 @@ class SlowModel:
         self.unused: list[ModelBlock] = []  # cached and unheld, next victim first
         self.held: list[ModelBlock] = []
         self.requests: dict[str, ModelRequest] = {}
+        self.quarantined: list[ModelBlock] = []
+        self.is_draining = False
         self.client: str | None = None
         self.step = -1
 
     @property
+    def num_out(self) -> int:
+        """Blocks that cannot be handed out."""
+        return len(self.held) + len([b for b in self.quarantined if not b.is_held])
+
+    @property
     def num_free(self) -> int:
-        return self.num_blocks - len([b for b in self.held if b.is_held])
+        return self.num_blocks - self.num_out
 
     # --- look-up ---
 
@@ -97,7 +105,7 @@ class SlowModel:
 
     def look_up(self, request: ModelRequest) -> list[list[ModelBlock | None]]:
         length = (len(request.tokens) - 1) // self.step_tokens * self.step_tokens
-        while length > 0:
+        while length > 0 and not self.is_draining:
             hit = self.hit_at(request, length)
             if hit is not None:
                 return hit
@@ -161,7 +169,7 @@ class SlowModel:
         return any(self.parent(b) == block.key for b in self.cached)
 
     def take(self, group: int, count: int) -> list[ModelBlock]:
-        empty = self.num_blocks - len(self.unused) - len([b for b in self.held if b.is_held])
+        empty = self.num_free - len(self.unused)
         missing = max(0, count - empty)
         passed: list[ModelBlock] = []
         for block in list(self.unused):
@@ -178,6 +186,19 @@ class SlowModel:
             self.hold(block, "request")
         return blocks
 
+    def quarantine(self, block: ModelBlock) -> None:
+        self.forget([block], in_windows=True)
+        block.is_quarantined = True
+        self.quarantined.append(block)
+
+    def reset(self) -> bool:
+        if self.held:
+            return False
+        self.cached.clear()
+        self.unused.clear()
+        self.is_draining = False
+        return True
+
     # --- a request's way ---
 
     def skipped(self, group: ModelGroup, computed: int) -> int:
@@ -188,6 +209,15 @@ class SlowModel:
             count += 1
         return count
 
+    def skip(self, request: ModelRequest, computed: int) -> None:
+        for number, group in enumerate(self.groups):
+            table = request.tables[number]
+            for index in reversed(range(min(self.skipped(group, computed), len(table)))):
+                block = table[index]
+                if block is not None:
+                    self.release([block], "request")
+                table[index] = None
+
     def reserve(
         self,
         request: ModelRequest,
@@ -197,13 +227,7 @@ class SlowModel:
         hit: list[list[ModelBlock | None]] | None,
     ) -> bool:
         if hit is None:
-            for number, group in enumerate(self.groups):
-                table = request.tables[number]
-                for index in reversed(range(min(self.skipped(group, computed), len(table)))):
-                    block = table[index]
-                    if block is not None:
-                        self.release([block], "request")
-                    table[index] = None
+            self.skip(request, computed)
         else:
             hit = [
                 [None if i < self.skipped(group, computed) else b for i, b in enumerate(table)]
@@ -233,6 +257,8 @@ class SlowModel:
         return True
 
     def cache(self, request: ModelRequest, num_tokens: int) -> None:
+        if self.is_draining:
+            return
         for number, group in enumerate(self.groups):
             size, table = group.block_size, request.tables[number]
             end, start = num_tokens // size, request.num_cached[number]
@@ -248,7 +274,10 @@ class SlowModel:
                     continue
             for index in range(start, end):
                 block = table[index]
-                if block is not None and block.key is None:
+                if block is not None and block.is_quarantined:
+                    if group.window is None:
+                        break
+                elif block is not None and block.key is None:
                     block.key, block.client, block.step = keys[index], self.client, self.step
                     self.cached.append(block)
                     if self.client is not None:

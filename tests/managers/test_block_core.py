@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -324,6 +326,61 @@ def test_a_rebuild_keeps_what_all_ranks_agree_on_and_its_ancestors() -> None:
     assert sum(len(e.digests) for e in stored if isinstance(e, BlocksStored)) == 2
     with pytest.raises(BlockError, match="restore an empty pool"):
         some.restore([complete])
+
+
+def test_a_rebuild_tells_the_extra_keys_of_what_it_keeps() -> None:
+    core = make_core(20)
+    images = {"mm_positions": [(2, 4)], "mm_hashes": ["picture"], "cache_salt": "s"}
+    run_request(core, make_request("a", range(13), **images))
+    log = EventLog()
+    assert make_core(20, events=log).restore([labels_of(core)]) == 3
+    _, stored = log.take()
+    assert isinstance(stored, BlocksStored)
+    first, second = ("mm", "picture", 2), ("mm", "picture", -2)
+    assert stored.extra_keys == ((first, ("cache_salt", "s")), (second,), None)
+
+
+@pytest.mark.parametrize("keys", [b"\xff", b"\x01", b"\x80", b"\x81\x61a", b"\x81\x82\x01\x02"])
+def test_a_rebuild_drops_what_has_unreadable_extra_keys(keys: bytes) -> None:
+    core = make_core(20)
+    run_request(core, make_request("a", range(4)))
+    labels = labels_of(core)
+    spoilt = replace(labels, labels=replace(labels.labels, extra_keys={0: keys}))
+    assert make_core(20).restore([labels]) == 1
+    assert make_core(20).restore([spoilt]) == 0
+
+
+def test_a_slot_that_another_request_takes_starts_anew() -> None:
+    core = make_core(20, has_workers=False)
+    for name in "ab":
+        request = make_request(name, [ord(name)] * 4)
+        core.reserve(request, Reservation(0, 4, 4))
+        for end in range(5, 14):
+            request.append_output_token_ids([end])
+            result = core.reserve_rows(rows([3], [end - 1], [end], [end], requests=[request]))
+            assert result.is_reserved.tolist() == [1]
+            core.check()
+        assert [len(ids) for ids in core.block_ids(name)] == [4]
+        assert core.look_up(make_request("c", request.all_token_ids)).num_tokens == 12
+        core.free(request)
+    assert core.num_free_blocks() == 19
+
+
+def test_a_row_in_a_slot_below_zero_is_refused() -> None:
+    core = make_core(20)
+    with pytest.raises(RequestError, match=r"a row in slot -1: number slots from 0 on"):
+        core.reserve_rows(rows([-1], [0], [4], [4], requests=[make_request("a", range(4))]))
+
+
+def test_what_rows_skip_is_freed_before_the_first_one_is_served() -> None:
+    core = make_core(5, window(3))
+    requests = [make_request(name, [ord(name)] * 8) for name in "ab"]
+    for request in requests:
+        core.reserve(request, Reservation(0, 8, 8))
+        request.append_output_token_ids([1])
+    result = core.reserve_rows(rows([0, 1], [2, 8], [9, 9], [8, 8], requests=requests))
+    assert result.is_reserved.tolist() == [1, 0]
+    core.check()
 
 
 def test_a_rebuild_keeps_one_of_duplicate_contents_and_evicts_tails_first() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvcache.blocks.references import KINDS_APART
-from kvcache.core import CacheHit, ReferenceKind, Reservation
+from kvcache.commands import BlockTablePatch
+from kvcache.core import CacheHit, ReferenceKind, Reservation, RowBatch
 from kvcache.request import Request
 from tests.managers.core_builders import full, make_core, make_request, window
 from tests.managers.core_model import ModelBlock, ModelGroup, ModelRequest, SlowModel
@@ -23,7 +25,7 @@ PLANS = {
     "coarse full": [ModelGroup(4), ModelGroup(2, 5)],
     "coarse window": [ModelGroup(2), ModelGroup(6, 9), ModelGroup(4)],
 }
-WALKS_PER_PLAN = 25
+WALKS_PER_PLAN = 18
 OPERATIONS = 60
 
 
@@ -43,15 +45,17 @@ class Walk:
         self.requests: dict[str, Request] = {}
         self.keys: dict[tuple[str, int, bytes], object] = {}
         self.pins: list[tuple[CacheHit, list[ModelBlock]]] = []
-        self.transfers: list[ModelBlock] = []
+        self.lent: list[tuple[ModelBlock, ReferenceKind]] = []
+        self.slots: dict[str, int] = {}
         self.steps = {"a": 0, "b": 0}
         self.settled = {"a": 0, "b": 0}
         self.count = 0
 
     def go(self, num_operations: int) -> None:
-        operations: list[tuple[int, Callable[[], None]]] = [
+        operations: list[tuple[float, Callable[[], None]]] = [
             (6, self.admit),
-            (6, self.extend),
+            (3, self.extend),
+            (4, self.extend_rows),
             (4, self.finish),
             (4, self.open_step),
             (2, self.close_step),
@@ -60,8 +64,12 @@ class Walk:
             (1, self.pin),
             (1, self.unpin),
             (1, self.evict),
-            (1, self.begin_transfer),
-            (1, self.end_transfer),
+            (1, self.lend),
+            (1, self.end_loan),
+            (0.5, self.quarantine),
+            (0.5, self.release_quarantine),
+            (0.2, self.drain),
+            (0.5, self.reset),
         ]
         weights, actions = zip(*operations, strict=True)
         for _ in range(num_operations):
@@ -71,8 +79,10 @@ class Walk:
             self.finish(name)
         while self.pins:
             self.unpin()
-        while self.transfers:
-            self.end_transfer()
+        while self.lent:
+            self.end_loan()
+        while self.model.quarantined:
+            self.release_quarantine()
         self.compare()
         assert self.core.num_free_blocks() == self.model.num_blocks
         assert self.core.reset() == 0
@@ -118,6 +128,10 @@ class Walk:
             return
         name = self.random.choice(list(self.requests))
         request, shadow = self.requests[name], self.model.requests[name]
+        self.reserve(request, shadow, self.more(request, shadow), None)
+
+    def more(self, request: Request, shadow: ModelRequest) -> tuple[int, int, int]:
+        """Append some tokens; return what to ask for: computed, slot and cached tokens."""
         computed = min(request.num_tokens, self.random.randint(0, 60))
         new = [self.random.randint(1, 2) for _ in range(self.random.randint(0, 6))]
         request.append_output_token_ids(new)
@@ -127,8 +141,31 @@ class Walk:
             for table, group in zip(shadow.tables, self.model.groups, strict=True)
         )
         slots = max(held, request.num_tokens) if self.random.random() < 0.8 else held
-        cached = self.random.choice([0, min(request.num_tokens, slots)])
-        self.reserve(request, shadow, (computed, slots, cached), None)
+        return computed, slots, self.random.choice([0, min(request.num_tokens, slots)])
+
+    def extend_rows(self) -> None:
+        """Several rows in one call, mostly by one token: what all skip is freed first."""
+        chosen = self.random.sample(list(self.requests), self.random.randint(0, len(self.requests)))
+        figures = []
+        for name in chosen:
+            request, shadow = self.requests[name], self.model.requests[name]
+            figures.append(self.more(request, shadow))
+            free_slots = set(range(len(self.slots) + 1)) - set(self.slots.values())
+            self.slots.setdefault(name, min(free_slots))
+        columns = np.array(figures, dtype=np.int32).reshape(-1, 3).T
+        slots = np.array([self.slots[name] for name in chosen], dtype=np.int32)
+        batch = RowBatch([self.requests[name] for name in chosen], slots, *columns)
+        result = self.core.reserve_rows(batch)
+        for name, (computed, _, _) in zip(chosen, figures, strict=True):
+            self.model.skip(self.model.requests[name], computed)
+        expected = [
+            self.model.reserve(self.model.requests[name], *counts, None)
+            for name, counts in zip(chosen, figures, strict=True)
+        ]
+        assert result.is_reserved.tolist() == expected
+        for name in chosen:
+            self.learn_ids(name)
+        self.compare_patch(chosen, result.patches)
 
     def reserve(
         self,
@@ -148,6 +185,12 @@ class Walk:
         tables = self.core.block_ids(name)
         for change in changes:
             assert tables[change.group][change.first_index :] == list(change.block_ids)
+        self.learn_ids(name)
+
+    def learn_ids(self, name: str) -> None:
+        """Take over what the core calls the blocks that are new in a request's tables."""
+        request, shadow = self.requests[name], self.model.requests[name]
+        tables = self.core.block_ids(name)
         for number, table in enumerate(shadow.tables):
             assert len(tables[number]) == len(table)
             for block_id, block in zip(tables[number], table, strict=True):
@@ -165,6 +208,7 @@ class Walk:
             return
         name = name or self.random.choice(list(self.requests))
         self.core.free(self.requests.pop(name))
+        self.slots.pop(name, None)
         self.model.free(name)
 
     def open_step(self) -> None:
@@ -213,20 +257,52 @@ class Walk:
         self.core.evict([block.id for block in chosen])
         self.model.forget(chosen, in_windows=True)
 
-    def begin_transfer(self) -> None:
+    def lend(self) -> None:
         if self.model.cached:
             block = self.random.choice(self.model.cached)
-            self.core.pool.begin_transfer([block.id])
-            self.model.hold(block, "transfer")
-            self.transfers.append(block)
+            kind = self.random.choice([ReferenceKind.TRANSFER, ReferenceKind.FORK])
+            self.core.pool.touch([block.id], kind)
+            self.model.hold(block, kind.value)
+            self.lent.append((block, kind))
 
-    def end_transfer(self) -> None:
-        if self.transfers:
-            block = self.transfers.pop(self.random.randrange(len(self.transfers)))
-            self.core.pool.end_transfer([block.id])
-            self.model.release([block], "transfer")
+    def end_loan(self) -> None:
+        if self.lent:
+            block, kind = self.lent.pop(self.random.randrange(len(self.lent)))
+            self.core.pool.free_blocks([block.id], kind)
+            self.model.release([block], kind.value)
+
+    def quarantine(self) -> None:
+        candidates = [b for b in (*self.model.held, *self.model.unused) if not b.is_quarantined]
+        if candidates:
+            block = self.random.choice(candidates)
+            self.core.pool.quarantine([block.id])
+            self.model.quarantine(block)
+
+    def release_quarantine(self) -> None:
+        if self.model.quarantined:
+            block = self.model.quarantined.pop()
+            block.is_quarantined = False
+            self.core.pool.release_quarantine([block.id])
+
+    def drain(self) -> None:
+        self.core.stop_hits()
+        self.model.is_draining = True
+
+    def reset(self) -> None:
+        assert (self.core.reset() == 0) == self.model.reset()
 
     # --- comparison ---
+
+    def compare_patch(self, names: list[str], patch: BlockTablePatch) -> None:
+        """Every changed column is as the table has it."""
+        by_slot = {self.slots[name]: self.core.block_ids(name) for name in names}
+        runs = zip(patch.slots, patch.groups, patch.first_indices, patch.counts, strict=True)
+        start = 0
+        for slot, group, first, count in runs:
+            new = patch.block_ids[start : start + count].tolist()
+            assert by_slot[slot][group][first : first + count] == new
+            start += count
+        assert start == len(patch.block_ids)
 
     def compare(self) -> None:
         core, model = self.core, self.model

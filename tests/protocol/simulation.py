@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
 from typing import get_args
 
 from kvcache.client_session import ClientSession, SessionSettings
@@ -31,80 +30,18 @@ from kvcache.messages import (
     WorkerAddress,
 )
 from kvcache.network import FaultyNetwork, NetworkFaults
-from kvcache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    SlidingWindowSpec,
-)
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
 from tests.protocol.engine import Engine, Sequence
+from tests.protocol.scenario import MAX_MODEL_LEN, MAX_NUM_SEQS, Scenario, make_config
 
 COORDINATOR = "coordinator"
 TICK_S = 0.02
 MAX_VIRTUAL_S = 120.0
-MAX_MODEL_LEN = 64
-MAX_NUM_SEQS = 8
-BLOCK_SIZE = 4
 
 FROM_CLIENT = get_args(FromClient)
 FROM_WORKER = get_args(FromWorker)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What happens in a schedule, beside the faults of the network."""
-
-    seed: int
-    num_blocks: int = 24
-    num_ranks: int = 2
-    num_clients: int = 1
-    num_requests: int = 5
-    fail_share: float = 0.0
-    num_worker_losses: int = 0
-    is_hybrid: bool = False
-    is_content_checking: bool = True
-    faults: NetworkFaults = field(default_factory=NetworkFaults)
-
-
-def random_scenario(seed: int) -> Scenario:
-    """Return the scenario of a seed."""
-    rng = random.Random(seed)
-    return Scenario(
-        seed,
-        num_blocks=rng.choice((22, 26, 40)) * (2 if (is_hybrid := rng.random() < 0.4) else 1),
-        num_ranks=rng.choice((1, 2, 2, 3)),
-        num_clients=rng.choice((1, 1, 1, 2)),
-        num_requests=rng.randint(2, 4),
-        fail_share=rng.choice((0.0, 0.0, 0.15)),
-        num_worker_losses=rng.choice((0, 0, 0, 1)),
-        is_hybrid=is_hybrid,
-        faults=NetworkFaults(
-            dropped=rng.choice((0.0, 0.05, 0.2)),
-            duplicated=rng.choice((0.0, 0.1, 0.3)),
-            delayed=rng.choice((0.0, 0.2, 0.5)),
-            reordered=rng.choice((0.0, 0.3)),
-            torn=rng.choice((0.0, 0.05)),
-            max_delay_s=rng.choice((0.02, 0.2)),
-        ),
-    )
-
-
-def make_config(num_blocks: int, *, is_hybrid: bool) -> KVCacheConfig:
-    """One layer of full attention, or one each of full and of window attention in one pool."""
-    full = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype="float16")
-    groups = [KVCacheGroupSpec(("full.0",), full)]
-    if is_hybrid:
-        window = SlidingWindowSpec(
-            BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype="float16", sliding_window=6
-        )
-        groups.append(KVCacheGroupSpec(("window.0",), window))
-    page = full.page_size_bytes
-    pool = KVCacheTensor(num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page)
-    return KVCacheConfig(num_blocks, (pool,), tuple(groups))
 
 
 class Cluster:
@@ -116,21 +53,11 @@ class Cluster:
         self.random = random.Random(scenario.seed * 7919 + 1)
         self.network = FaultyNetwork(self.clock, self.random, scenario.faults)
         self.config = make_config(scenario.num_blocks, is_hybrid=scenario.is_hybrid)
-        self.coordinator = Coordinator(
-            CoordinatorSettings(
-                scenario.num_ranks,
-                "plan",
-                is_content_checking=scenario.is_content_checking,
-                max_unacknowledged=self.random.choice((2, 4, 64)),
-                max_client_steps=8,
-                resend_s=0.1,
-                heartbeat_s=0.5,
-            ),
-            manager_factory=self._make_manager,
-            clock=self.clock,
-            nonce="nonce-1",
-            state_store=MemoryStateStore(),
-        )
+        self._max_unacknowledged = self.random.choice((2, 4, 64))
+        self._store = MemoryStateStore()
+        self.num_coordinators = 0
+        self.coordinator = self._make_coordinator()
+        self.superseded: list[Coordinator] = []
         self.num_processes = 0
         self.workers: dict[int, KVCacheWorker] = {}
         self.lost_workers: list[KVCacheWorker] = []
@@ -139,6 +66,10 @@ class Cluster:
         self.engines = {f"engine-{i}": self._make_engine(i) for i in range(scenario.num_clients)}
         losses = [self.random.uniform(0.05, 1.5) for _ in range(scenario.num_worker_losses)]
         self._losses_s = sorted(losses)
+        chance = random.Random(scenario.seed * 104729 + 3)
+        restarts = [chance.uniform(0.05, 1.5) for _ in range(scenario.num_restarts)]
+        self._restarts_s = sorted(restarts)
+        self._restart_chance = chance
         self._sleepy: dict[int, float] = {}
         self._ended_jobs: set[tuple[int, int, int]] = set()
         self._jobs: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
@@ -167,7 +98,11 @@ class Cluster:
         if self._losses_s and self.clock.now() >= self._losses_s[0]:
             self._losses_s.pop(0)
             self._lose_worker(self.random.randrange(self.scenario.num_ranks))
-        self._send_all(self.coordinator.on_tick())
+        if self._restarts_s and self.clock.now() >= self._restarts_s[0]:
+            self._restarts_s.pop(0)
+            self._restart()
+        for coordinator in (*self.superseded, self.coordinator):
+            self._send_all(coordinator.on_tick())
         for rank, worker in self.workers.items():
             self._run_forwards(rank, worker)
             self._send(self._name(worker), COORDINATOR, worker.on_tick())
@@ -249,6 +184,30 @@ class Cluster:
         self._checked[name] = (epoch, max(session.finished_step, first - 1))
         self._send(name, COORDINATOR, engine.turn())
 
+    def _restart(self) -> None:
+        """Put another coordinator in the place of this one, which may live on and hear nobody.
+
+        What was under way to the old one arrives at the new one. The state may be lost, with all
+        workers or without.
+        """
+        chance = self._restart_chance
+        if chance.random() < 0.5:
+            self.superseded.append(self.coordinator)
+        is_total_loss = chance.random() < 0.2
+        if is_total_loss or chance.random() < 0.3:
+            self._store = MemoryStateStore()
+        if is_total_loss:
+            self.superseded.clear()
+            self._jobs.clear()
+            self._ended_jobs.clear()
+            for rank in self.workers:
+                self._lose_worker(rank)
+        self.coordinator = self._make_coordinator()
+        known = {r: w.settings.incarnation for r, w in self.workers.items()}
+        self._send_all(self.coordinator.start(known if chance.random() < 0.5 else None))
+        for worker in self.workers.values():
+            worker.introduce()
+
     def _lose_worker(self, rank: int) -> None:
         """Kill the process of a rank; another one takes its place."""
         self.network.forget(self._name(self.workers[rank]))
@@ -277,6 +236,24 @@ class Cluster:
     @staticmethod
     def _name(worker: KVCacheWorker) -> tuple[int, str]:
         return worker.settings.rank, worker.settings.incarnation
+
+    def _make_coordinator(self) -> Coordinator:
+        self.num_coordinators += 1
+        return Coordinator(
+            CoordinatorSettings(
+                self.scenario.num_ranks,
+                "plan",
+                is_content_checking=self.scenario.is_content_checking,
+                max_unacknowledged=self._max_unacknowledged,
+                max_client_steps=8,
+                resend_s=0.1,
+                heartbeat_s=0.5,
+            ),
+            manager_factory=self._make_manager,
+            clock=self.clock,
+            nonce=f"nonce-{self.num_coordinators}",
+            state_store=self._store,
+        )
 
     def _make_manager(self, model_epoch: int) -> KVCacheManager:
         return KVCacheManager(
@@ -310,24 +287,37 @@ class Cluster:
 
     def _finish(self) -> None:
         """No wrong byte, nothing left over, and the books add up, also when the clients go."""
-        assert self.coordinator.phase is Phase.RUNNING
         self._losses_s.clear()
-        self._check_books()
+        self._restarts_s.clear()
         self.network.faults = NetworkFaults()
+        for _ in range(60):
+            if self.coordinator.phase is Phase.RUNNING:
+                break
+            self._step_on()
+        assert self.coordinator.phase is Phase.RUNNING, self._describe()
+        self._check_books()
         for name, engine in self.engines.items():
             self._send(name, COORDINATOR, engine.session.detach())
         for _ in range(60):
-            if not self.coordinator.statistics().num_clients and not len(self.network):
+            if self._is_quiet():
                 break
-            self.clock.advance(TICK_S)
-            for delivery in self.network.arrivals():
-                self._deliver(delivery.sender, delivery.receiver, delivery.payload)
-            self._tick()
+            self._step_on()
         self._check_books()
         statistics = self.coordinator.statistics()
         assert statistics.num_clients in (0, len(self.engines)), statistics
         assert statistics.num_open_jobs == 0, statistics
         assert statistics.num_unacknowledged == 0, statistics
+
+    def _is_quiet(self) -> bool:
+        figures = self.coordinator.statistics()
+        is_over = not (figures.num_clients or figures.num_unacknowledged or figures.num_open_jobs)
+        return is_over and not len(self.network)
+
+    def _step_on(self) -> None:
+        self.clock.advance(TICK_S)
+        for delivery in self.network.arrivals():
+            self._deliver(delivery.sender, delivery.receiver, delivery.payload)
+        self._tick()
 
     def _check_books(self) -> None:
         self.coordinator.check()
@@ -348,7 +338,8 @@ class Cluster:
             # An epoch that has only just begun may not have made every rank forget yet.
             if worker.epoch == self.coordinator.epoch and worker.applied_seq > 0:
                 assert len(worker.labels) == core.num_sealed_blocks, (len(worker.labels), core)
-        if self.scenario.is_content_checking:
+        is_undisturbed = not (self.lost_workers or self.num_coordinators > 1)
+        if self.scenario.is_content_checking and is_undisturbed:
             all_workers = (*self.workers.values(), *self.lost_workers)
             assert sum(w.statistics().num_bytes_compared for w in all_workers) > 0
 

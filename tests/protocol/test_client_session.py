@@ -24,7 +24,7 @@ SETTINGS = SessionSettings(window=4, resend_s=1.0, heartbeat_s=3.0, step_s=10.0,
 
 
 def attached(epoch: int = 1, next_step: int = 1) -> Attached:
-    return Attached("c", epoch, 0, "plan", next_step, True)
+    return Attached("c", epoch, 0, "plan", next_step, True, "n")
 
 
 class Bench:
@@ -173,15 +173,48 @@ def test_an_old_refusal_in_the_same_epoch_is_asked_about_before_it_is_believed()
     bench.submit()
     bench.submit()
     refusal = Unattached("c", 1, "attach first")
-    assert bench.session.on_message(refusal) == [Attach("c", 1)]
+    assert bench.session.on_message(refusal) == [Attach("c", 1, "n")]
     bench.session.on_message(attached())
     assert bench.session.result(1) is None
     bench.session.on_message(refusal)
     for _ in range(6):
         bench.clock.advance(1.0)
-        assert Attach("c", 1) in bench.session.on_tick()
+        assert Attach("c", 1, "n") in bench.session.on_tick()
         bench.session.on_message(refusal)
     assert bench.session.state is SessionState.VOID
+
+
+def test_a_coordinator_that_begins_anew_because_all_was_lost_is_believed_when_it_insists() -> None:
+    bench = Bench(is_attached=False)
+    bench.session.attach()
+    bench.session.on_message(attached(epoch=5))
+    bench.submit()
+    refusal = Unattached("c", 1, "another coordinator has taken its place")
+    assert bench.session.on_message(refusal) == [Attach("c", 1, "n")]
+    for _ in range(6):
+        assert bench.session.state is SessionState.ATTACHED
+        bench.clock.advance(1.0)
+        bench.session.on_tick()
+        bench.session.on_message(refusal)
+    assert bench.session.state is SessionState.VOID
+    assert bench.session.attach() == [Attach("c", 2)]
+    bench.session.on_message(attached(epoch=4, next_step=2))
+    assert bench.session.state is SessionState.ATTACHING
+    bench.session.on_message(Attached("c", 1, 0, "plan", 2, True, "another"))
+    assert (bench.session.state, bench.session.epoch) == (SessionState.ATTACHED, 1)
+    assert bench.submit() == 2
+
+
+def test_an_id_that_somebody_else_has_used_is_not_taken() -> None:
+    bench = Bench(is_attached=False)
+    bench.session.attach()
+    bench.session.on_message(attached(next_step=4))
+    bench.clock.advance(11.0)
+    with pytest.raises(
+        DeadlineError,
+        match=r"^client c is not attached after 11.0 s: another client has used its id: take a new",
+    ):
+        bench.session.require_attaching()
 
 
 def test_a_step_without_an_answer_ends_in_a_deadline() -> None:

@@ -41,7 +41,7 @@ from kvcache.messages import (
 )
 from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest, StepResult
-from tests.protocol.simulation import make_config
+from tests.protocol.scenario import make_config
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.messages import Applied, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.step_delivery import StepReceiver
-from tests.protocol.simulation import Scenario, random_scenario, simulate
+from tests.protocol.scenario import Scenario, random_scenario
+from tests.protocol.simulation import simulate
 
 SEEDS_PER_TEST = 50
 NUM_SEEDS = 1000

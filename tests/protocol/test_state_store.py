@@ -19,6 +19,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> StateStore:
     return MemoryStateStore() if request.param == "memory" else FileStateStore(tmp_path / "state")
 
 
+def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    store = FileStateStore(tmp_path / "state")
+    store.save(SmallState(epoch=3))
+    with pytest.raises(ClusterError, match=r"^a state of 5\d\d\d bytes, 4096 are read: shorten"):
+        store.save(SmallState(epoch=4, hash_seed="x" * 5000))
+    assert store.load() == SmallState(epoch=3)
+
+
 def test_an_unused_store_holds_nothing(store: StateStore) -> None:
     assert store.load() is None
 

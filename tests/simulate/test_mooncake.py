@@ -87,7 +87,8 @@ def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
             "has 4 hash_ids, but 1100 input tokens take 3 blocks of 512",
         ),
         ({**GOOD, "timestamp": "now"}, 'has timestamp "now", not a number'),
-        ({**GOOD, "timestamp": -1}, "has timestamp -1, not a number of at least 0"),
+        ({**GOOD, "timestamp": -1}, f"has timestamp -1, not a number in 0 to {2**53}"),
+        ({**GOOD, "timestamp": 10**400}, f"has timestamp 1{'0' * 36}..., not a number in 0 to"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: dict[str, Any] | str, what: str) -> None:

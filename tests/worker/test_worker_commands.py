@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvcache.arrays import Int32Array
-from kvcache.commands import Command, Copy, Fence, Load, Reset, Store, Unlabel, Zero
+from kvcache.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
 from kvcache.errors import StaleEpochError
+from kvcache.labels import LabelTable
 from kvcache.messages import Applied, Finished
 from kvcache.worker import CpuCopyEngine, PendingCopy
 from tests.worker.worker_support import (
@@ -74,6 +75,10 @@ def test_unlabel_and_reset_forget_labels_and_collect_returns_the_rest() -> None:
     assert (statistics.num_labels, statistics.model_epoch) == (0, 7)
 
 
+TWICE = Label(
+    ids(3, 3), ids(0, 0), ids(0, 0), b"abcdabce", b"nonenone", ids(0, 0), ids(), ids(0, 0), (b"",)
+)
+
 INVALID: list[tuple[tuple[Command, ...], str]] = [
     ((Zero(ids(16)),), "zero of blocks 16..16, this rank has 1..15"),
     ((Zero(ids(0)),), "zero of blocks 0..0, this rank has 1..15"),
@@ -83,6 +88,18 @@ INVALID: list[tuple[tuple[Command, ...], str]] = [
     ((patch(9, [1]),), "block table patch has slot 9..9, this rank has 0..3"),
     ((label(99),), "label command for blocks 99..99, this rank has 1..15"),
     ((replace(label(3), groups=ids(1)),), "label for group 1..1, this rank has 1 groups"),
+    (
+        (replace(label(3), extra_keys={1: b"x"}),),
+        "label of 1 blocks has extra keys for other ones",
+    ),
+    (
+        (replace(label(3), namespaces=ids(1)),),
+        "label names a namespace it does not bring",
+    ),
+    ((label(0),), "label command for blocks 0..0, this rank has 1..15"),
+    ((TWICE,), "label names a block twice"),
+    ((replace(patch(0, [1]), first_indices=ids(2**31 - 1)),), "block table patch writes columns"),
+    ((replace(patch(0, [1]), slots=ids(-1)),), "block table patch has slot -1..-1"),
     ((Unlabel(ids(77)),), "unlabel of blocks 77..77, this rank has 1..15"),
     ((Store(1, "host", ids(16), ids(0)),), "store of blocks 16..16, this rank has 1..15"),
     ((Load(1, "host", ids(0, 1), ids(4, 4)),), "load writes a destination twice"),
@@ -212,6 +229,33 @@ def test_a_load_is_not_destroyed_by_commands_of_a_step_that_never_ran() -> None:
     assert block_bytes(harness.worker, 9) == content
     assert block_bytes(harness.worker, 10) == content
     assert harness.worker.block_tables[0][0, 0] == 9
+
+
+def test_a_load_runs_ahead_of_nothing_but_the_work_on_its_own_blocks() -> None:
+    harness = with_host()
+    worker = harness.worker
+    harness.send(Store(1, "host", ids(3), ids(0)))
+    fill_block(worker, 8, 5.0)
+    content = block_bytes(worker, 8)
+    harness.send(Zero(ids(8, 9)), Copy(ids(4, 5), ids(10, 11)))
+    harness.send(Load(2, "host", ids(0), ids(9)))
+    assert block_bytes(worker, 8) == content
+    figures = worker.statistics()
+    assert (figures.num_blocks_zeroed, figures.num_blocks_copied) == (1, 0)
+    harness.forward()
+    assert not any(block_bytes(worker, 8))
+    figures = worker.statistics()
+    assert (figures.num_blocks_zeroed, figures.num_blocks_copied) == (2, 2)
+
+
+def test_names_of_namespaces_that_no_block_has_are_forgotten() -> None:
+    table = LabelTable(num_blocks=4, digest_bytes=4, max_block_tokens=4)
+    table.apply(replace(label(1), namespace_names=(b"kept",)))
+    for number in range(5000):
+        table.apply(replace(label(2), namespace_names=(b"salt %d" % number,)))
+    labels = table.collect(0, 1, 1, "layout")
+    assert [one.namespace for one in labels] == [b"kept", b"salt 4999"]
+    assert len(labels.labels.namespace_names) < 2000
 
 
 class _Later:

@@ -26,6 +26,7 @@ from kvcache.messages import (
     Granted,
     Heartbeat,
     Hello,
+    JobReport,
     Missing,
     Ping,
     Refused,
@@ -104,7 +105,7 @@ def test_numbers_are_applied_in_order_and_a_gap_is_asked_for() -> None:
 def test_messages_of_others_are_dropped_and_counted(change: dict[str, Any]) -> None:
     harness = Harness.make()
     message = replace(harness.message(label(3), seq=1), **change)
-    assert harness.worker.on_message(message) == []
+    assert [reply for reply in harness.worker.on_message(message) if reply == applied(1)] == []
     counted = harness.worker.statistics().receiver
     assert counted.num_foreign + counted.num_stale == 1
     assert harness.worker.statistics().num_labels == 0
@@ -113,7 +114,7 @@ def test_messages_of_others_are_dropped_and_counted(change: dict[str, Any]) -> N
 def test_messages_that_are_not_for_workers_are_dropped_and_counted() -> None:
     harness = Harness.make()
     assert harness.worker.on_message(Detach("client", 1)) == []
-    assert harness.worker.on_message(Ping("other", 1)) == []
+    assert harness.worker.on_message(Ping("other", 2)) == []
     assert harness.worker.on_message(FinishedAck("coordinator-1", 9, (1,))) == []
     assert harness.worker.statistics().num_foreign_messages == 3
 
@@ -360,3 +361,94 @@ def test_settings_that_cannot_be_meant_are_refused() -> None:
         Harness.make(hello_interval_s=0)
     with pytest.raises(ConfigurationError, match="max_num_seqs is 0"):
         Harness.make(make_config(full_groups()), max_num_seqs=0)
+
+
+# --- two coordinators
+
+
+def test_a_granted_worker_introduces_itself_again_when_it_is_told_to() -> None:
+    harness = Harness.make()
+    harness.clock.advance(0.3)
+    assert harness.worker.on_tick() == []
+    harness.worker.introduce()
+    hello = Hello("process-a", 0, 1, "plan")
+    assert harness.worker.on_tick() == [hello]
+    harness.clock.advance(0.2)
+    assert harness.worker.on_tick() == [hello]
+    harness.nonce, harness.epoch = "coordinator-2", 2
+    assert harness.grant() == [Granted("coordinator-2", "process-a", 0, 2)]
+    harness.clock.advance(0.2)
+    assert harness.worker.on_tick() == []
+
+
+def test_a_superseded_coordinator_is_told_and_changes_nothing() -> None:
+    harness = Harness.make()
+    old = harness.message(label(3), seq=1)
+    harness.nonce, harness.epoch = "coordinator-2", 2
+    harness.grant()
+    reason = "epoch 2 of another coordinator is obeyed"
+    refused = Refused("coordinator-1", "process-a", 0, 2, reason)
+    assert harness.worker.on_message(old) == [refused]
+    assert harness.worker.on_message(Ping("coordinator-1", 1)) == [refused]
+    assert harness.worker.on_message(replace(old, epoch=3)) == []
+    assert harness.worker.statistics().num_labels == 0
+
+
+def test_refusals_do_not_keep_the_present_coordinator_waiting_for_a_sign_of_life() -> None:
+    harness = Harness.make()
+    for _ in range(4):
+        harness.clock.advance(0.25)
+        assert isinstance(harness.worker.on_message(Ping("another", 1))[0], Refused)
+    assert harness.worker.on_tick() == [Heartbeat("coordinator-1", "process-a", 0, 1, 0)]
+
+
+def test_an_epoch_that_leaves_no_room_for_another_is_not_granted() -> None:
+    harness = Harness.make()
+    (refused,) = harness.worker.on_message(Grant("rogue", "process-a", 2**53 + 1, "plan"))
+    assert isinstance(refused, Refused)
+    assert refused.reason == f"epoch {2**53 + 1} is above {2**53}, the last one"
+    assert harness.worker.epoch == 1
+
+
+def test_old_grants_and_commands_after_a_new_grant_change_nothing() -> None:
+    harness = Harness.make()
+    grant = Grant("coordinator-1", "process-a", 1, "plan")
+    old = [harness.message(label(3), seq=seq) for seq in (1, 2)]
+    harness.nonce, harness.epoch = "coordinator-2", 2
+    harness.grant()
+    harness.send(label(4))
+    for message in (grant, *old, grant):
+        harness.worker.on_message(message)
+    assert (harness.worker.epoch, harness.worker.applied_seq) == (2, 1)
+    assert not harness.worker.labels.is_labelled(3)
+    harness.worker.check()
+
+
+# --- forwards of steps and of calls
+
+
+def test_the_forward_of_a_call_begins_behind_the_content_checked_ones_before_it() -> None:
+    harness = Harness.make(is_content_checking=True)
+    harness.send(write_expected(4))
+    harness.send(client_id="caller")
+    harness.worker.begin_forward(1, 2, timeout_s=0.0)
+    harness.send(write_expected(5))
+    assert harness.worker.run_due_forwards()[0] == Finished(
+        "coordinator-1", "process-a", 0, 1, (JobReport(4, True),)
+    )
+    assert harness.worker.statistics().num_forwards == 2
+    harness.worker.end_forward(1, 2)
+    harness.note(harness.worker.run_due_forwards())
+    assert harness.reports[5].ok
+
+
+def test_fences_do_not_gather_and_hold_for_the_steps_before_them() -> None:
+    harness = Harness.make()
+    for number in range(50):
+        harness.send(client_id=f"client-{number}")
+        harness.send(Fence(f"client-{number}"), client_id="")
+        with pytest.raises(RequestError, match="which was given up"):
+            harness.worker.begin_forward(1, 2 * number + 1, timeout_s=0.0)
+    harness.send(client_id="client-0")
+    harness.forward()
+    harness.worker.check()
