@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvcache.clock import Clock
+from kvcache.errors import TraceError
 from kvcache.replay.report import ReplayReport
 from kvcache.simulate.counting import PrefillCount
 from kvcache.simulate.workload import Workload
@@ -34,13 +35,16 @@ class WorkloadSize:
 def measure_workload(workload: Workload) -> WorkloadSize:
     """Read all of a workload once, without making its tokens.
 
-    Whatever is broken in it is found here, before anything has been started.
+    Whatever is broken in it is found here, before anything has been started. Raises TraceError
+    when there is nothing to play.
     """
     num_requests = num_input_tokens = num_output_tokens = 0
     for request in workload:
         num_requests += 1
         num_input_tokens += request.num_prompt_tokens
         num_output_tokens += request.num_output_tokens
+    if not num_requests:
+        raise TraceError(f"{workload.name} holds no request: give a workload with at least one")
     return WorkloadSize(num_requests, num_input_tokens, num_output_tokens)
 
 

@@ -121,7 +121,7 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
             "evictions": f"{report.num_evictions:,} blocks",
             "preemptions": f"{report.num_preemptions:,} ({again})",
             "copies": f"{report.num_copies:,} blocks",
-            "peak usage": f"{report.peak_usage:.1%} of blocks",
+            "peak usage, sampled": f"{report.peak_usage:.1%} of blocks",
             "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
             "time": f"{report.wall_time_s:.1f} s",
             "bytes checked": f"{report.bytes_checked:,} ({bytes_text(report.bytes_checked)})",

@@ -45,6 +45,8 @@ class ReportOutbox:
     def take_due(self, now_s: float, repeat_after_s: float | None = None) -> list[Finished]:
         """Return messages with reports never sent, and those sent `repeat_after_s` ago or earlier
         (None: no repeats). They count as sent at `now_s`."""
+        if not self._reports:
+            return []
         due = [
             entry
             for entry in self._reports.values()

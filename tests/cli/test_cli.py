@@ -105,6 +105,15 @@ def test_a_broken_trace_is_refused_before_anything_starts(small: Path, trace: Pa
     assert error == (f"kvcache: {trace}, line 4: has no input_length: repair or remove the line\n")
 
 
+def test_a_trace_without_a_request_is_refused_before_anything_starts(
+    small: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    _, errors = run("replay", empty, "--config", small, exit_code=2)
+    assert "empty.jsonl holds no request: give a workload with at least one" in errors
+
+
 def test_a_replay_needs_something_to_play_on(trace: Path) -> None:
     _, error = run("replay", trace, exit_code=2)
     assert error == (

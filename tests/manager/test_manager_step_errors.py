@@ -190,6 +190,25 @@ CASES: dict[str, tuple[Case, str]] = {
         lambda e: e.request(row(0, [1], num_new=-1)),
         f"{LAST}: slot 0 has num_new_tokens -1: pass 0 or more",
     ),
+    "more drafts than the model takes, so many that sums overflow": (
+        lambda e: e.request(row(0, [1], num_new=2**31 - 1, num_draft=2**31 - 2)),
+        f"{LAST}: slot 0 has num_new_tokens 2147483647: the model takes {MAX} tokens, schedule "
+        "fewer",
+    ),
+    "token offsets that fall so far that they seem to rise": (
+        lambda e: StepRequest(
+            client_id=e.client_id,
+            step=e.next_step,
+            epoch=1,
+            running=replace(
+                running(*(row(slot, []) for slot in (0, 1, 2))),
+                token_offsets=ints([0, 2**31 - 1, -2, 5]),
+                token_ids=ints(range(5)),
+            ),
+        ),
+        f"{LAST}: running.token_offsets run from 0 to 5 for 5 token ids: pass offsets that rise "
+        "from 0 to that number",
+    ),
     "more drafts than new tokens": (
         lambda e: e.request(row(0, [1], num_new=1, num_draft=2)),
         f"{LAST}: slot 0 has num_draft_tokens 2: pass 0 to num_new_tokens",
@@ -211,6 +230,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "a row beyond the model": (
         lambda e: e.request(row(0, [1] * MAX)),
         f"{LAST}: slot 0 would have {MAX + 9} tokens, the model takes {MAX}: finish the request",
+    ),
+    "a lookahead that no array can hold": (
+        lambda e: e.request(num_lookahead_tokens=-(2**62)),
+        f"{LAST}: {-(2**62)} lookahead tokens: pass 0 or more",
     ),
     "a negative output token": (
         lambda e: e.request(row(0, [-7])),

@@ -40,7 +40,7 @@ from kvcache.messages import (
     WorkerAddress,
 )
 from kvcache.state_store import MemoryStateStore, SmallState
-from kvcache.step import NewRequest, StepRequest, StepResult
+from kvcache.step import NewRequest, RunningRequests, RunningRow, StepRequest, StepResult
 from tests.protocol.scenario import make_config
 
 T = TypeVar("T")
@@ -256,6 +256,20 @@ def test_nothing_is_sealed_that_a_rank_may_still_write() -> None:
         bench.finished(rank, JobReport(1, True))
     (commands,) = only(bench.step(4, completed_step=1), StepCommands)
     assert any(isinstance(command, Label) for command in commands.commands)
+
+
+def test_drafts_without_ids_are_refused_where_their_bytes_are_checked() -> None:
+    bench = Bench(is_content_checking=True).run()
+    bench.step(1, new=(new("r"),))
+    row = RunningRow(0, 3, (1,), num_draft_tokens=2)
+    running = RunningRequests.from_rows([row])
+    (result,) = only(bench.step(2, running=running), StepResult)
+    assert result.error == (
+        "RequestError: step 2 of c: 0 draft_token_ids for 2 drafts: content checking needs one for "
+        "each"
+    )
+    told = replace(running, draft_token_ids=int32_array([7, 8]))
+    assert only(bench.step(3, running=told), StepResult)[0].error == ""
 
 
 def test_progress_is_repeated_until_the_client_has_it() -> None:

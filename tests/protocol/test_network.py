@@ -68,3 +68,9 @@ def test_what_is_under_way_to_a_party_that_is_gone_is_lost() -> None:
 def test_shares_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"dropped is 1.5: pass a share, 0 to 1"):
         NetworkFaults(dropped=1.5)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_times_that_cannot_be_meant_are_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"^latency_s is .*: pass 0 or more$"):
+        NetworkFaults(latency_s=seconds)

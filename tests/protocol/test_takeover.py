@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvcache.clock import VirtualClock
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import Membership
 from kvcache.errors import RequestError
@@ -18,13 +17,12 @@ from kvcache.messages import (
     Granted,
     Heartbeat,
     Hello,
-    Ping,
     Refused,
     StepCommands,
     Unattached,
 )
 from kvcache.network import NetworkFaults
-from kvcache.step import NewRequest, StepResult
+from kvcache.step import StepResult
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import simulate
 from tests.protocol.test_coordinator import Bench, new, only
@@ -168,8 +166,8 @@ def test_more_clients_than_messages_in_the_window_wait_their_turn() -> None:
     for name in names:
         bench.attach(name)
     for name in names:
-        bench.coordinator.on_client_message(bench_step(name, 1))
-        bench.coordinator.on_client_message(bench_step(name, 2))
+        bench.step(1, name)
+        bench.step(2, name)
     served: list[tuple[str, int]] = []
     for seq in range(2, 14):
         for rank in (0, 1):
@@ -183,33 +181,8 @@ def test_more_clients_than_messages_in_the_window_wait_their_turn() -> None:
     assert rest == [name for name in names if name in rest]
 
 
-def bench_step(name: str, number: int) -> Any:
-    from kvcache.step import StepRequest
-
-    return StepRequest(name, number, 1)
-
-
-def test_a_ping_of_the_present_coordinator_is_no_refusal() -> None:
-    cluster = simulate(Scenario(1))
-    worker = cluster.workers[0]
-    (reply, *_) = worker.on_message(Ping("nonce-1", worker.epoch))
-    assert isinstance(reply, Heartbeat)
-    assert isinstance(cluster.clock, VirtualClock)
-
-
 def test_a_hello_of_the_same_process_is_answered_with_the_same_grant() -> None:
     bench = Bench().run()
     out = bench.coordinator.on_worker_message(0, Hello("p", 0, 1, "plan"))
     assert only(out, Grant) == [Grant("n", "p", 1, "plan")]
     assert bench.coordinator.phase is Phase.RUNNING
-
-
-def test_requests_go_on_after_a_takeover_as_if_nothing_had_been() -> None:
-    bench = Bench().run()
-    bench.step(1, new=(NewRequest("r", new("r").token_ids, 4),))
-    bench.hello(1, "q2")
-    bench.processes[1] = "q2"
-    for rank in (0, 1):
-        bench.granted(rank)
-    bench.attach(next_step=2)
-    assert only(bench.step(2, new=(new("r"),)), StepResult)[0].error == ""

@@ -27,6 +27,7 @@ from kvcache.messages import (
     Heartbeat,
     Hello,
     JobReport,
+    Message,
     Missing,
     Ping,
     Refused,
@@ -417,7 +418,8 @@ def test_old_grants_and_commands_after_a_new_grant_change_nothing() -> None:
     harness.nonce, harness.epoch = "coordinator-2", 2
     harness.grant()
     harness.send(label(4))
-    for message in (grant, *old, grant):
+    messages: list[Message] = [grant, *old, grant]
+    for message in messages:
         harness.worker.on_message(message)
     assert (harness.worker.epoch, harness.worker.applied_seq) == (2, 1)
     assert not harness.worker.labels.is_labelled(3)
@@ -433,10 +435,8 @@ def test_the_forward_of_a_call_begins_behind_the_content_checked_ones_before_it(
     harness.send(client_id="caller")
     harness.worker.begin_forward(1, 2, timeout_s=0.0)
     harness.send(write_expected(5))
-    assert harness.worker.run_due_forwards()[0] == Finished(
-        "coordinator-1", "process-a", 0, 1, (JobReport(4, True),)
-    )
-    assert harness.worker.statistics().num_forwards == 2
+    assert harness.worker.run_due_forwards() == []
+    assert harness.reports == {4: JobReport(4, True)}
     harness.worker.end_forward(1, 2)
     harness.note(harness.worker.run_due_forwards())
     assert harness.reports[5].ok
