@@ -91,7 +91,7 @@ class FailingStart:
         FailingStart(
             FullWorker, NotEnoughMemoryError, "rank [01]: needs 8 bytes, 0 are free", 40.0
         ),
-        FailingStart(SilentWorker, StartupError, "rank 0, 1 is missing", 10.0),
+        FailingStart(SilentWorker, StartupError, "rank 0, 1 is missing", 20.0),
     ],
     ids=lambda case: case.worker_class.__name__,
 )
