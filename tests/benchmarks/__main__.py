@@ -89,7 +89,7 @@ def markdown(rows: list[Row]) -> str:
         f"- Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("numpy", "ray", "torch", "pyzmq")),
         f"- Revision: {revision()}",
-        f"- Command: `python -m tests.benchmarks {' '.join(sys.argv[1:])}`",
+        f"- Command: `python -m tests.benchmarks {' '.join(options_without_paths())}`",
         "- Peer of W: vLLM's own KV cache manager (`make bench-peer`). Other side of C: the same",
         "  messages as plain Ray actor calls.",
         "",
@@ -98,6 +98,11 @@ def markdown(rows: list[Row]) -> str:
     ]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def options_without_paths() -> list[str]:
+    """Return the command line's words, paths of this machine left out."""
+    return [word for word in sys.argv[1:] if not word.startswith("/")]
 
 
 def revision() -> str:
