@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from actors.calls import CallBook
 from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from actors.session_view import SessionView
 from kvcache.client_session import SessionState, Submitted
 from kvcache.errors import (
     BacklogFullError,
@@ -21,14 +22,14 @@ from kvcache.errors import (
     RequestError,
     StaleEpochError,
 )
-from kvcache.messages import Attached, CallResult, FailedForward
+from kvcache.messages import CallResult
 from kvcache.step import StepRequest, StepResult
 
 T = TypeVar("T")
 C = TypeVar("C", bound="AsyncStepClient")
 
 
-class AsyncStepClient:
+class AsyncStepClient(SessionView):
     """Steps and waits, to be awaited. Make it with `connect`."""
 
     def __init__(self, connection: ClientConnection) -> None:
@@ -54,46 +55,6 @@ class AsyncStepClient:
             await client.close()
             raise
         return client
-
-    # --- who it is
-
-    @property
-    def client_id(self) -> str:
-        """The name under which steps are counted, this incarnation included."""
-        return self._connection.session.client_id
-
-    @property
-    def attached(self) -> Attached:
-        """What the coordinator said when this client attached last: epoch, plan, model epoch."""
-        attached = self._connection.session.attached
-        if attached is None:
-            raise NotRunningError(f"client {self.client_id} has not attached yet")
-        return attached
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in which steps are scheduled now; forwards begin with it."""
-        return self._connection.session.epoch
-
-    @property
-    def last_seq(self) -> int:
-        """`seq` of the newest answer that was taken: what `begin_forward` waits for."""
-        return self._last_seq
-
-    @property
-    def finished_step(self) -> int:
-        """Every step up to this one is over on every rank, as far as is known here."""
-        return self._connection.session.finished_step
-
-    @property
-    def failures(self) -> tuple[FailedForward, ...]:
-        """Content-checked forwards that found wrong bytes."""
-        return self._connection.session.failures
-
-    @property
-    def bytes_checked(self) -> int:
-        """Bytes compared by content-checked forwards, over all ranks."""
-        return self._connection.session.bytes_checked
 
     # --- steps
 

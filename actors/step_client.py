@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from actors.calls import CallBook
 from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from actors.session_view import SessionView
 from actors.transport import Endpoint
 from kvcache.client_session import SessionState, Submitted
 from kvcache.errors import (
@@ -33,7 +34,7 @@ from kvcache.errors import (
     RequestError,
     StaleEpochError,
 )
-from kvcache.messages import Attached, CallResult, FailedForward
+from kvcache.messages import CallResult
 from kvcache.step import StepRequest, StepResult
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ CLOSE_TIMEOUT_S = 2.0
 """How long `close` waits for a thread that is reading."""
 
 
-class StepClient:
+class StepClient(SessionView):
     """Steps and waits. `KVCacheClient` adds the per-request calls."""
 
     def __init__(self, dialer: Dialing, client_name: str = "client") -> None:
@@ -68,45 +69,7 @@ class StepClient:
         if dialer.needs_keeping_alive:
             _Keeper(self, self._is_closed, self._connection.settings.heartbeat_s / 2).start()
 
-    # --- who it is
-
-    @property
-    def client_id(self) -> str:
-        """The name under which steps are counted, this incarnation included."""
-        return self._connection.session.client_id
-
-    @property
-    def attached(self) -> Attached:
-        """What the coordinator said when this client attached last: epoch, plan, model epoch."""
-        attached = self._connection.session.attached
-        if attached is None:
-            raise NotRunningError(f"client {self.client_id} has not attached yet")
-        return attached
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in which steps are scheduled now; forwards begin with it."""
-        return self._connection.session.epoch
-
-    @property
-    def last_seq(self) -> int:
-        """`seq` of the newest answer that was taken: what `begin_forward` waits for."""
-        return self._last_seq
-
-    @property
-    def finished_step(self) -> int:
-        """Every step up to this one is over on every rank, as far as is known here; see `poll`."""
-        return self._connection.session.finished_step
-
-    @property
-    def failures(self) -> tuple[FailedForward, ...]:
-        """Content-checked forwards that found wrong bytes."""
-        return self._connection.session.failures
-
-    @property
-    def bytes_checked(self) -> int:
-        """Bytes compared by content-checked forwards, over all ranks."""
-        return self._connection.session.bytes_checked
+    # --- who it is: SessionView, and what only this client counts
 
     @property
     def num_resent(self) -> int:
