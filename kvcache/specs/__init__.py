@@ -1,12 +1,19 @@
 """What one layer's KV cache looks like, and the plan that is made from many of them.
 
 Everything is frozen, hashable and free of torch; dtypes are names. spec.py says what a kind
-answers, attention.py has the kinds, cache_config.py the plan of one rank.
+answers, attention.py and state.py have the kinds, cache_config.py the plan of one rank.
 """
 
 from __future__ import annotations
 
-from kvcache.specs.attention import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvcache.specs.attention import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from kvcache.specs.cache_config import (
     LAYOUTS,
     KVCacheConfig,
@@ -16,13 +23,17 @@ from kvcache.specs.cache_config import (
 )
 from kvcache.specs.plain import SPEC_KINDS, spec_from_dict
 from kvcache.specs.spec import Difference, KVCacheSpec, first_difference
+from kvcache.specs.state import MAMBA_CACHE_MODES, MambaSpec
 from kvcache.specs.units import DTYPE_SIZES_BYTES, ceil_div, dtype_size_bytes, require_count
 
 __all__ = [
     "DTYPE_SIZES_BYTES",
     "LAYOUTS",
+    "MAMBA_CACHE_MODES",
     "SPEC_KINDS",
     "AttentionSpec",
+    "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
     "Difference",
     "FullAttentionSpec",
     "KVCacheConfig",
@@ -30,6 +41,8 @@ __all__ = [
     "KVCacheSpec",
     "KVCacheTensor",
     "Layout",
+    "MLAAttentionSpec",
+    "MambaSpec",
     "SlidingWindowSpec",
     "ceil_div",
     "dtype_size_bytes",

@@ -1,7 +1,7 @@
-"""The kinds that keep a key and a value per token: full attention and sliding window.
+"""The kinds that keep something per token: full attention, MLA, sliding window, chunked local.
 
 Stands beside spec.py, which says what a kind must answer. Refuses pages padded below their
-content, and layers that remember both a window and a chunk.
+content, layers that remember both a window and a chunk, and chunks that cut through a block.
 """
 
 from __future__ import annotations
@@ -146,6 +146,26 @@ class FullAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """Multi-head latent attention: one latent vector per token, `[block, tokens, heads, size]`.
+
+    Reads the whole prefix as full attention does; what differs is the page. `num_kv_heads` is 1
+    for the models of today, and every tensor-parallel rank keeps the whole vector.
+    """
+
+    kind: ClassVar[str] = "mla"
+
+    use_mla: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.use_mla:
+            raise ConfigurationError(
+                "use_mla is False in a spec of kind 'mla': leave it out, or use FullAttentionSpec"
+            )
+
+
+@dataclass(frozen=True)
 class SlidingWindowSpec(AttentionSpec):
     """A layer whose every token reads itself and the `sliding_window - 1` tokens before it."""
 
@@ -156,6 +176,10 @@ class SlidingWindowSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("sliding_window", self.sliding_window)
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return the tokens before the window of the next one."""
+        return max(0, num_computed_tokens - self.sliding_window + 1)
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Return the bytes of the window before the first token of a step, the step, and a block.
@@ -174,3 +198,77 @@ class SlidingWindowSpec(AttentionSpec):
             page_size_padded=self.page_size_padded,
             sliding_window=self.sliding_window,
         )
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """A layer whose every token reads itself and the tokens before it in its own chunk.
+
+    Chunks are `attention_chunk_size` tokens long and begin at multiples of that.
+    """
+
+    kind: ClassVar[str] = "chunked_local"
+
+    attention_chunk_size: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("attention_chunk_size", self.attention_chunk_size)
+        if self.attention_chunk_size % self.block_size:
+            raise ConfigurationError(
+                f"attention_chunk_size is {self.attention_chunk_size} tokens, no multiple of the "
+                f"block size {self.block_size}, so that a chunk would begin inside a block: choose "
+                "a block size that divides it"
+            )
+
+    def with_block_size(self, block_size: int) -> KVCacheSpec | None:
+        return (
+            None if self.attention_chunk_size % block_size else super().with_block_size(block_size)
+        )
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return the tokens before the chunk that the next one belongs to."""
+        return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
+
+    def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Return the bytes of a chunk before the first token of a step, and of the step."""
+        num_tokens = min(self.attention_chunk_size + max_num_batched_tokens, max_model_len)
+        return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
+
+    def as_full_attention(self) -> FullAttentionSpec | None:
+        return FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            page_size_padded=self.page_size_padded,
+            attention_chunk_size=self.attention_chunk_size,
+        )
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec(AttentionSpec):
+    """A decoder layer that reads the keys and values of an encoder's tokens.
+
+    They are written once, when the request begins, and do not grow with it. No other request can
+    start from them. `max_encoder_tokens`: most encoder tokens of one request.
+    """
+
+    kind: ClassVar[str] = "cross"
+
+    max_encoder_tokens: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("max_encoder_tokens", self.max_encoder_tokens)
+
+    @property
+    def can_prefix_cache(self) -> bool:
+        return False
+
+    @property
+    def keeps_encoder_tokens(self) -> bool:
+        return True
+
+    def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        return ceil_div(self.max_encoder_tokens, self.block_size) * self.page_size_bytes

@@ -12,11 +12,28 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcache.errors import ConfigurationError, MalformedMessageError, shown
-from kvcache.specs.attention import FullAttentionSpec, SlidingWindowSpec
+from kvcache.specs.attention import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from kvcache.specs.spec import KVCacheSpec
+from kvcache.specs.state import MambaSpec
 
 SPEC_KINDS: Mapping[str, type[KVCacheSpec]] = MappingProxyType(
-    {spec.kind: spec for spec in (FullAttentionSpec, SlidingWindowSpec)}
+    {
+        spec.kind: spec
+        for spec in (
+            FullAttentionSpec,
+            MLAAttentionSpec,
+            SlidingWindowSpec,
+            ChunkedLocalAttentionSpec,
+            MambaSpec,
+            CrossAttentionSpec,
+        )
+    }
 )
 """The kinds that messages may carry. Pass an extended copy where kinds of your own travel."""
 

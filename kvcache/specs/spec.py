@@ -60,6 +60,23 @@ class KVCacheSpec(ABC):
         """Whether a token may read every token before it, so that no block can be dropped."""
         return False
 
+    @property
+    def keeps_encoder_tokens(self) -> bool:
+        """Whether what is kept belongs to an encoder's tokens, not to the request's own."""
+        return False
+
+    @property
+    def num_state_blocks(self) -> int | None:
+        """Blocks that a request needs at a time whatever its length; None where tokens are kept."""
+        return None
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return how many leading tokens nothing reads any more after so many computed ones.
+
+        Blocks that lie wholly among them can be dropped.
+        """
+        return 0
+
     @abstractmethod
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Return the most bytes one request of `max_model_len` tokens takes in this layer."""

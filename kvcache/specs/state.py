@@ -1,0 +1,147 @@
+"""The kind that keeps a state instead of tokens: Mamba and other linear recurrences.
+
+Stands beside spec.py, which says what a kind must answer. Refuses states of unknown dtypes, pages
+padded below their content, and cache modes that do not exist.
+
+    mode none     one state per request, written over and over            [state]
+    mode align    the state after a block's last token stays in that      [null null b4 | b9]
+                  block; the block after it takes the running state              ^ can be hit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import lcm, prod
+from typing import ClassVar
+
+from kvcache.errors import ConfigurationError, shown
+from kvcache.specs.spec import KVCacheSpec
+from kvcache.specs.units import ceil_div, dtype_size_bytes, require_count
+
+MAMBA_CACHE_MODES = ("none", "align")
+
+
+@dataclass(frozen=True)
+class MambaSpec(KVCacheSpec):
+    """A layer that keeps one state per sequence: tensors of `shapes`, of `dtypes`, in one page.
+
+    The tensors of a page lie one behind the other, each aligned to its element. A block stands
+    for `block_size` tokens and holds the state after the last of them (or after the last one that
+    there is). `num_speculative_blocks`: states more, one per draft token, so that rejected drafts
+    can be taken back. `page_size_padded`: bytes a page is padded to.
+    """
+
+    kind: ClassVar[str] = "mamba"
+
+    shapes: tuple[tuple[int, ...], ...] = field(kw_only=True)
+    dtypes: tuple[str, ...] = field(kw_only=True)
+    mamba_cache_mode: str = field(default="none", kw_only=True)
+    num_speculative_blocks: int = field(default=0, kw_only=True)
+    page_size_padded: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "shapes", _as_shapes(self.shapes))
+        object.__setattr__(self, "dtypes", _as_dtypes(self.dtypes))
+        if len(self.shapes) != len(self.dtypes) or not self.shapes:
+            raise ConfigurationError(
+                f"a state of {len(self.shapes)} shapes and {len(self.dtypes)} dtypes: give one "
+                "dtype per shape, and at least one of each"
+            )
+        if self.mamba_cache_mode not in MAMBA_CACHE_MODES:
+            raise ConfigurationError(
+                f"mamba_cache_mode is {shown(self.mamba_cache_mode)}: use one of "
+                f"{', '.join(MAMBA_CACHE_MODES)}"
+            )
+        require_count("num_speculative_blocks", self.num_speculative_blocks, at_least=0)
+        if self.page_size_padded is None:
+            return
+        require_count("page_size_padded", self.page_size_padded)
+        if self.page_size_padded < self.real_page_size_bytes:
+            raise ConfigurationError(
+                f"page_size_padded is {self.page_size_padded} bytes, but a state takes "
+                f"{self.real_page_size_bytes}: pad to at least that"
+            )
+
+    @property
+    def state_offsets_bytes(self) -> tuple[int, ...]:
+        """First byte of each state tensor inside a page."""
+        return self._offsets_and_end()[:-1]
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self._offsets_and_end()[-1]
+
+    @property
+    def page_size_bytes(self) -> int:
+        if self.page_size_padded is not None:
+            return self.page_size_padded
+        return ceil_div(self.real_page_size_bytes, self.alignment_bytes) * self.alignment_bytes
+
+    @property
+    def alignment_bytes(self) -> int:
+        return lcm(*map(dtype_size_bytes, self.dtypes))
+
+    @property
+    def can_prefix_cache(self) -> bool:
+        return self.mamba_cache_mode == "align"
+
+    @property
+    def num_state_blocks(self) -> int | None:
+        """One, or with `align` the state that is read and the one that is written, and drafts'."""
+        return (2 if self.mamba_cache_mode == "align" else 1) + self.num_speculative_blocks
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return the tokens of the blocks before the one that holds the newest state.
+
+        With mode `none` the only block holds it.
+        """
+        if self.mamba_cache_mode == "none":
+            return 0
+        return max(0, num_computed_tokens - 1) // self.block_size * self.block_size
+
+    def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Return the bytes of the states a request holds at a time; its length does not matter."""
+        return (self.num_state_blocks or 0) * self.page_size_bytes
+
+    def with_block_size(self, block_size: int) -> KVCacheSpec | None:
+        """Return None: the block size of a state does not change the page."""
+        return None
+
+    def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
+        return replace(self, page_size_padded=page_size_bytes)
+
+    def _offsets_and_end(self) -> tuple[int, ...]:
+        offsets = [0]
+        for shape, dtype, after in zip(
+            self.shapes, self.dtypes, (*self.dtypes[1:], self.dtypes[-1]), strict=True
+        ):
+            end = offsets[-1] + prod(shape) * dtype_size_bytes(dtype)
+            element = dtype_size_bytes(after)
+            offsets.append(ceil_div(end, element) * element)
+        return tuple(offsets)
+
+
+def _as_shapes(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes as tuples; raises ConfigurationError unless all sizes are counts."""
+    try:
+        made = tuple(tuple(shape) for shape in shapes)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"shapes is {shown(shapes)}: give one list of sizes per state tensor"
+        ) from error
+    for shape in made:
+        for size in shape:
+            require_count("a size of a state's shape", size)
+    return made
+
+
+def _as_dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
+    """Return the dtypes as a tuple; raises ConfigurationError for an unknown one."""
+    if isinstance(dtypes, str):
+        raise ConfigurationError(f"dtypes is {shown(dtypes)}: give one dtype per state tensor")
+    made = tuple(dtypes)
+    for dtype in made:
+        dtype_size_bytes(dtype)
+    return made
