@@ -83,6 +83,7 @@ class EmbeddedWorker:
         self._pending_endpoint: Endpoint | None = None
         self._carried = TransportStatistics()
         self._malformed = self._misdirected = 0
+        self._max_message_bytes = config.transport.max_message_bytes
         self._tick_s = min(config.transport.resend_s, config.transport.heartbeat_s) / 4
         self._next_tick_s = 0.0
         self._is_closed = False
@@ -262,18 +263,26 @@ class EmbeddedWorker:
             self._next_tick_s = now_s + self._tick_s
             _send(transport, worker.on_tick())
         payloads = transport.receive(min(timeout_s, self._tick_s))
+        if payloads:
+            _send(transport, worker.on_messages(self._decoded(payloads)))
+        if worker.has_due_forwards or not payloads:
+            _send(transport, worker.run_due_forwards())
+        return bool(payloads)
+
+    def _decoded(self, payloads: Sequence[bytes]) -> list[Message]:
+        """Return the messages for a worker among `payloads`; count the others."""
+        messages: list[Message] = []
         for payload in payloads:
             try:
-                message = decode(payload, self._config.transport.max_message_bytes)
+                message = decode(payload, self._max_message_bytes)
             except ProtocolError:
                 self._malformed += 1
                 continue
             if isinstance(message, TO_WORKER):
-                _send(transport, worker.on_message(message))
+                messages.append(message)
             else:
                 self._misdirected += 1
-        _send(transport, worker.run_due_forwards())
-        return bool(payloads)
+        return messages
 
 
 def _send(transport: PeerTransport, messages: Sequence[Message]) -> None:

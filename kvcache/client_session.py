@@ -12,7 +12,7 @@ itself, because only the engine knows what to schedule anew.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from kvcache.clock import Clock
@@ -32,7 +32,7 @@ from kvcache.messages import (
     Unattached,
 )
 from kvcache.step import NO_STEP, StepRequest, StepResult
-from kvcache.step_delivery import StepAnswer, StepMessage, StepWindow
+from kvcache.step_delivery import StepAnswer, StepMessage, StepWindow, stamped
 
 MAX_STORED_ANSWERS = 1024
 """Answers kept for `result`; older ones are forgotten."""
@@ -160,7 +160,7 @@ class ClientSession:
         """
         self._require_attached()
         number = self._window.next_step
-        return self._send(replace(step, client_id=self.client_id, step=number, epoch=self._epoch))
+        return self._send(stamped(step, client_id=self.client_id, step=number, epoch=self._epoch))
 
     def call(self, method: str, arguments: bytes, completed_step: int = NO_STEP) -> Submitted:
         """Number a per-request call and send it. Raises as `submit` does."""
@@ -325,12 +325,13 @@ class ClientSession:
             return []
         self._news_s = self._clock.now()
         # Late ones may know more of one figure and less of another: each only grows.
-        self._progress = replace(
-            progress,
-            applied_step=max(progress.applied_step, known.applied_step),
-            finished_step=max(progress.finished_step, known.finished_step),
-            bytes_checked=max(progress.bytes_checked, known.bytes_checked),
-            failures=max(progress.failures, known.failures, key=len),
+        self._progress = Progress(
+            progress.client_id,
+            progress.epoch,
+            max(progress.applied_step, known.applied_step),
+            max(progress.finished_step, known.finished_step),
+            max(progress.bytes_checked, known.bytes_checked),
+            max(progress.failures, known.failures, key=len),
         )
         return self._acknowledge_soon()
 

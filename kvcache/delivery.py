@@ -204,6 +204,10 @@ class CommandReceiver:
         return ReceiverStatistics(**self._counts)
 
     def _deliver(self, message: StepCommands) -> ReceivedCommands:
+        if not self._buffered:
+            self._delivered_seq = message.seq
+            self._counts["num_delivered"] += 1
+            return ReceivedCommands((message,))
         ready = [message]
         while (following := self._buffered.pop(ready[-1].seq + 1, None)) is not None:
             ready.append(following)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from kvcache.delivery import MAX_RESENT
 from kvcache.errors import BacklogFullError, MalformedMessageError
@@ -20,6 +20,18 @@ from kvcache.step import StepRequest, StepResult
 
 StepMessage: TypeAlias = StepRequest | Call
 StepAnswer: TypeAlias = StepResult | CallResult
+
+MessageT = TypeVar("MessageT", bound=StepRequest | StepResult | CallResult)
+
+
+def stamped(message: MessageT, **figures: int | str) -> MessageT:
+    """Return a copy of `message` with the numbers that only its sender knows.
+
+    `dataclasses.replace` runs the constructor over all twenty fields, in every step.
+    """
+    copy = object.__new__(type(message))
+    copy.__dict__.update(message.__dict__, **figures)
+    return copy
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.commands import (
+    EMPTY_PATCH,
     BlockTablePatch,
     Copy,
     Label,
@@ -35,6 +36,7 @@ from kvcache.commands import (
 from kvcache.errors import MalformedMessageError, VersionMismatchError
 from kvcache.labels import validate_label_command
 from kvcache.messages import WIRE_VERSION, FromClient, FromWorker, Message, ToClient, ToWorker
+from kvcache.step import EMPTY_RUNNING, RunningRequests
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Largest message that is decoded unless the caller sets another limit."""
@@ -103,7 +105,13 @@ class _Wrong(Exception):
 
 class _Codec:
     """How one dataclass travels. A field of a wrong type is refused on the way out already: a
-    message that nobody can read would be repeated for ever."""
+    message that nobody can read would be repeated for ever.
+
+    Most messages are small and all of their fields are what they should be, so that is looked at
+    first, for all fields together. Only when it does not hold is each field looked at, to say
+    which one is wrong. A value that travels most of the time (an empty one) is told by identity
+    on its way out, and by comparing its fields on its way in.
+    """
 
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
@@ -118,10 +126,53 @@ class _Codec:
             (i, out) for i, (out, into) in enumerate(converters) if out is not into
         )
         self._in = tuple(decode_field for _, decode_field in converters)
+        self._wire_types = tuple(_wire_type_of(hints[name]) for name in self._names)
+        self._checked_in = tuple(
+            (i, into) for i, (_, into) in enumerate(converters) if into not in _EXACT
+        )
+        self._is_bare = not hasattr(cls, "__post_init__")
         self._validate = _VALIDATORS.get(cls)
+        self._usual = _USUAL.get(cls)
+        self._usual_fields = None if self._usual is None else self._packed(self._usual)
 
     def to_fields(self, value: Any) -> list[Any]:
-        """Return the fields as msgpack can pack them; raises MalformedMessageError."""
+        """Return the fields as msgpack can pack them; raises MalformedMessageError.
+
+        The list belongs to the codec: do not change it.
+        """
+        if value is self._usual and self._usual_fields is not None:
+            return self._usual_fields
+        return self._packed(value)
+
+    def from_fields(self, values: Any) -> Any:
+        """Build the dataclass from unpacked fields; raises MalformedMessageError."""
+        if type(values) is not list or len(values) != len(self._names):
+            count = len(values) if type(values) is list else type(values).__name__
+            raise MalformedMessageError(f"{self.tag}: {count} fields, expected {len(self._names)}")
+        if values == self._usual_fields:
+            return self._usual
+        index = 0
+        try:
+            if tuple(map(type, values)) == self._wire_types:
+                for index, convert in self._checked_in:
+                    values[index] = convert(values[index])
+            else:
+                for index, convert in enumerate(self._in):
+                    values[index] = convert(values[index])
+        except _Wrong as wrong:
+            name = self._names[index]
+            raise MalformedMessageError(f"{self.tag}.{name} is not {wrong}") from None
+        if self._is_bare:
+            # What the constructor of a frozen dataclass does, without one call for each field.
+            result = object.__new__(self._cls)
+            result.__dict__.update(zip(self._names, values, strict=True))
+        else:
+            result = self._cls(*values)
+        if self._validate is not None:
+            self._validate(result)
+        return result
+
+    def _packed(self, value: Any) -> list[Any]:
         got = self._get(value)
         values = list(got) if len(self._names) > 1 else [got]
         # Plain fields of the right type are packed as they are; all others are looked at.
@@ -134,23 +185,6 @@ class _Codec:
             name = self._names[index]
             raise MalformedMessageError(f"{self.tag}.{name} is not {wrong}") from None
         return values
-
-    def from_fields(self, values: Any) -> Any:
-        """Build the dataclass from unpacked fields; raises MalformedMessageError."""
-        if type(values) is not list or len(values) != len(self._names):
-            count = len(values) if type(values) is list else type(values).__name__
-            raise MalformedMessageError(f"{self.tag}: {count} fields, expected {len(self._names)}")
-        made: list[Any] = []
-        try:
-            for convert, value in zip(self._in, values, strict=True):
-                made.append(convert(value))
-        except _Wrong as wrong:
-            name = self._names[len(made)]
-            raise MalformedMessageError(f"{self.tag}.{name} is not {wrong}") from None
-        result = self._cls(*made)
-        if self._validate is not None:
-            self._validate(result)
-        return result
 
 
 def _converters(hint: Any) -> tuple[_Convert, _Convert]:
@@ -193,12 +227,26 @@ def _type_of(hint: Any) -> type[Any]:
     return found
 
 
+def _wire_type_of(hint: Any) -> type[Any]:
+    """Return the type that values of `hint` have after unpacking, of several one."""
+    if hint == Int32Array:
+        return bytes
+    if hint in _PLAIN:
+        plain: type[Any] = hint
+        return plain
+    if hint == str | None:
+        return str
+    return dict if typing.get_origin(hint) is dict else list
+
+
 def _tuple_converters(item: Any) -> tuple[_Convert, _Convert]:
     item_out, item_in = _converters(item)
 
     def tuple_in(values: Any) -> tuple[Any, ...]:
         if type(values) is not list:
             raise _Wrong("a list")
+        if not values:
+            return ()
         return tuple([item_in(value) for value in values])
 
     def tuple_out(values: Any) -> list[Any]:
@@ -233,6 +281,8 @@ def _union_converters(members: Iterable[type[Any]]) -> tuple[_Convert, _Convert]
 
 
 def _array_out(array: Any) -> bytes:
+    if array is EMPTY_INT32:
+        return b""
     # Asking for identity first: comparing types of arrays takes longer than packing them.
     is_int32 = type(array) is np.ndarray and (
         array.dtype is _WIRE_INT32 or array.dtype in (_WIRE_INT32, _INT32)
@@ -342,6 +392,12 @@ def _validate_forward(forward: WriteExpected) -> None:
 
 
 _PLAIN: dict[Any, _Convert] = {int: _int, bool: _bool, str: _str, bytes: _bytes}
+
+_EXACT: tuple[_Convert, ...] = (_bool, _str, _bytes, _optional_str)
+"""What changes nothing and refuses nothing once the type is right. Integers have bounds too."""
+
+_USUAL: dict[type[Any], Any] = {RunningRequests: EMPTY_RUNNING, BlockTablePatch: EMPTY_PATCH}
+"""What most messages carry in a field of that type: one object, never made anew."""
 
 _VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
     BlockTablePatch: _validate_patch,

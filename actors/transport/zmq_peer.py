@@ -71,8 +71,10 @@ class ZmqPeer:
 
     def receive(self, timeout_s: float) -> list[bytes]:
         """See `PeerTransport.receive`."""
-        frames = self._receiver.receive(timeout_s)
-        return [] if frames is None else self._accept(frames)
+        payloads: list[bytes] = []
+        for frames in self._receiver.receive(timeout_s):
+            self._accept(frames, payloads)
+        return payloads
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
         """See `PeerTransport.receive_or_wake`."""
@@ -103,13 +105,12 @@ class ZmqPeer:
         self._context.destroy(linger_ms)
         self._wake.close()
 
-    def _accept(self, frames: list[bytes]) -> list[bytes]:
-        """Return what `frames` brought, or count why it is refused."""
+    def _accept(self, frames: list[bytes], payloads: list[bytes]) -> None:
+        """Append what `frames` brought, or count why it is refused."""
         self._num_received += 1
         if len(frames) != 1:
             self._statistics += TransportStatistics(foreign=1)
-            return []
-        if len(frames[0]) > self._limits.max_message_bytes:
+        elif len(frames[0]) > self._limits.max_message_bytes:
             self._statistics += TransportStatistics(oversized=1)
-            return []
-        return frames
+        else:
+            payloads.append(frames[0])

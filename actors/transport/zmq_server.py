@@ -79,18 +79,33 @@ def network_address(host: str) -> str:
     return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
 
 
-class FrameReceiver:
-    """Takes one message after the other from a socket, waiting inside libzmq.
+MAX_AT_ONCE = 256
+"""Messages taken in one go: enough to serve a burst together, few enough to answer in between."""
 
-    Measured: a poller that also watches something else takes three times as long for each message.
+
+class FrameReceiver:
+    """Takes what has arrived from a socket, waiting inside libzmq.
+
+    Measured: a poller that also watches something else takes three times as long for each message,
+    and asking whether there is another one a third of what it takes to find none.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._timeout_ms = -1
 
-    def receive(self, timeout_s: float) -> list[bytes] | None:
-        """Return the frames of the next message, None when none comes within `timeout_s`."""
+    def receive(self, timeout_s: float) -> list[list[bytes]]:
+        """Return the frames of the messages that are there, at most `MAX_AT_ONCE`; wait for the
+        first one at most `timeout_s`."""
+        first = self._receive_first(timeout_s)
+        if first is None:
+            return []
+        messages, socket = [first], self._socket
+        while len(messages) < MAX_AT_ONCE and has_message(socket):
+            messages.append(socket.recv_multipart(NOBLOCK))
+        return messages
+
+    def _receive_first(self, timeout_s: float) -> list[bytes] | None:
         socket = self._socket
         timeout_ms = int(timeout_s * 1000)
         try:
@@ -205,8 +220,7 @@ class ZmqServer:
     def receive(self, timeout_s: float) -> list[Inbound]:
         """See `ServerTransport.receive`."""
         inbound: list[Inbound] = []
-        frames = self._receiver.receive(timeout_s)
-        if frames is not None:
+        for frames in self._receiver.receive(timeout_s):
             self._take(frames, inbound)
         now_s = time.monotonic()
         if now_s >= self._look_at_monitor_s:

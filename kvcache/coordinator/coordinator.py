@@ -154,6 +154,8 @@ class Coordinator:
             self._drop(f"rank {rank} speaks for rank {message.rank}")
             return []
         try:
+            if isinstance(message, Applied) and message.nonce == self._members.nonce:
+                return self._on_report(message)
             match self._as_introduction(message):
                 case Hello() as hello:
                     return self._on_hello(hello)

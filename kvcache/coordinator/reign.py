@@ -11,7 +11,7 @@ or process: the coordinator has checked all that before it hands a message over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvcache.clock import Clock
 from kvcache.commands import Command, Fence, Reset
@@ -44,7 +44,7 @@ from kvcache.messages import (
     WorkerAddress,
 )
 from kvcache.step import StepRequest, StepResult
-from kvcache.step_delivery import StepMessage
+from kvcache.step_delivery import StepMessage, stamped
 
 MAX_STEPS_AT_ONCE = 256
 """Steps executed for one incoming message; the rest waits for the next one."""
@@ -152,7 +152,9 @@ class Reign:
         now_s, who = self._clock.now(), (message.rank, message.incarnation, message.epoch)
         match message:
             case Applied() | Heartbeat():
-                if not self.window.on_applied(*who, message.seq, now_s):
+                before = self.window.applied_by_all
+                self.window.on_applied(*who, message.seq, now_s)
+                if self.window.applied_by_all == before:
                     return []
                 return [*self._tell_applied(), *self.work()]
             case Missing():
@@ -178,8 +180,7 @@ class Reign:
             if ended is None:
                 continue
             if ended.failures:
-                failed = self.counts.num_failed_forwards + 1
-                self.counts = replace(self.counts, num_failed_forwards=failed)
+                self.counts.num_failed_forwards += 1
             ledger = self._clients.get(ended.client_id)
             if ledger is not None and ledger.on_job_ended(ended):
                 told[ended.client_id] = ledger
@@ -228,14 +229,11 @@ class Reign:
             self._save_model_epoch(self.manager.model_epoch)
             seq, sent = self._send_commands(message.client_id, message.step, served.commands)
             out.append(sent)
-        answer: StepResult | CallResult = replace(served.answer, epoch=self._epoch, seq=seq)
+        answer: StepResult | CallResult = stamped(served.answer, epoch=self._epoch, seq=seq)
         ledger.receiver.store_answer(answer)
         ledger.add_executed(message.step, seq, served.has_forward)
-        self.counts = replace(
-            self.counts,
-            num_steps=self.counts.num_steps + 1,
-            num_refused_steps=self.counts.num_refused_steps + (not served.is_executed),
-        )
+        self.counts.num_steps += 1
+        self.counts.num_refused_steps += not served.is_executed
         out.append(_to_client(answer))
         if not served.is_executed and ledger.on_applied(self.window.applied_by_all):
             out.append(self._progress(ledger))
@@ -274,8 +272,8 @@ class Reign:
         return message.seq, Outgoing(self._ranks, message)
 
     def _drop(self, reason: str) -> None:
-        num_dropped = self.counts.num_dropped + 1
-        self.counts = replace(self.counts, num_dropped=num_dropped, last_dropped=reason)
+        self.counts.num_dropped += 1
+        self.counts.last_dropped = reason
 
 
 def _to_client(message: ToClient) -> Outgoing:

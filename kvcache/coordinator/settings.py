@@ -44,9 +44,9 @@ class CoordinatorSettings:
             raise ConfigurationError("fingerprint is empty: pass that of the plan of all ranks")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReignCounts:
-    """What became of steps, messages and forwards in one epoch."""
+    """What became of steps, messages and forwards in one epoch; counted on by its reign."""
 
     num_steps: int = 0
     num_refused_steps: int = 0

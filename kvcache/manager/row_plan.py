@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.errors import RequestError
 from kvcache.manager.request_book import KnownRequest
 from kvcache.manager.slots import FREE, SlotTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback
-from kvcache.step import RunningRequests, StepRequest
+from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest
 
 _TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
 _ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
@@ -42,6 +42,9 @@ class RowPlan:
     token_ids: Int32Array
 
 
+NO_ROWS = RowPlan(*(EMPTY_INT32,) * 8)
+
+
 class RowPlanner:
     """Checks the rows of steps against a slot table. Changes nothing."""
 
@@ -63,7 +66,7 @@ class RowPlanner:
         slots = int32_array(running.slots)
         num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
         if not len(slots):
-            return RowPlan(slots, *(int32_array(()),) * 7)
+            return NO_ROWS
         client_index, computed, tokens = self._figures_after(rollback)
         self._check_slots(where, slots, client_index, client)
         self._check_not_leaving(where, slots, leaving)
@@ -170,6 +173,8 @@ class RowPlanner:
 
 def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
     """Refuse arrays that do not fit each other; return how many tokens each row appends."""
+    if running is EMPTY_RUNNING:
+        return EMPTY_INT32
     n = len(running.slots)
     for name in (*_ROW_FIELDS, *_TOKEN_FIELDS):
         values = getattr(running, name)

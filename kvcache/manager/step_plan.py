@@ -242,6 +242,8 @@ def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> Non
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
+    if not (leaving or request.resumed or request.new):
+        return
     resumed = tuple(item.request_id for item in request.resumed)
     new = tuple(item.request_id for item in request.new)
     for what, ids in (

@@ -79,6 +79,11 @@ class TransferJobs:
             return
         self._running.append(_RunningJob(job, tuple(copies)))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` may have something to return."""
+        return bool(self._running or self._ended)
+
     def poll(self) -> list[JobReport]:
         """Return the reports of jobs that have ended since the last call. Never blocks."""
         still_running: list[_RunningJob] = []

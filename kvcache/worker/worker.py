@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -133,25 +133,22 @@ class KVCacheWorker:
 
         Whatever must not be obeyed is counted and dropped, never raised: see `statistics`.
         """
+        return self.on_messages((message,))
+
+    def on_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Obey messages that arrived together, in order, as `on_message` does one.
+
+        What they have applied is acknowledged once for all of them.
+        """
         with self._condition:
             if self._is_closed:
                 return []
-            match message:
-                case Grant():
-                    self._on_grant(message)
-                case StepCommands():
+            for message in messages:
+                if isinstance(message, StepCommands):
                     self._on_commands(message)
-                    self._refuse_superseded(message.nonce, message.epoch)
-                case FinishedAck() if self._is_present(message.nonce, message.epoch):
-                    self._reports.acknowledge(message.job_ids)
-                case Ping() if self._is_present(message.nonce, message.epoch):
-                    self._outbox.append(self._receiver.heartbeat())
-                    self._repeat_reports(after_s=0.0)
-                case Ping():
-                    self._num_foreign += 1
-                    self._refuse_superseded(message.nonce, message.epoch)
-                case _:
-                    self._num_foreign += 1
+                else:
+                    self._apply_ready()
+                    self._on_other(message)
             return self._take_replies()
 
     def on_tick(self) -> list[Message]:
@@ -226,6 +223,11 @@ class KVCacheWorker:
             self._advance()
             self._condition.notify_all()
 
+    @property
+    def has_due_forwards(self) -> bool:
+        """Whether `run_due_forwards` would find one to run."""
+        return self._executor.next_due_seq is not None
+
     def run_due_forwards(self) -> list[Message]:
         """Run the content-checked forwards that are due, in order; return their reports.
 
@@ -292,6 +294,22 @@ class KVCacheWorker:
 
     # --- under the lock
 
+    def _on_other(self, message: Message) -> None:
+        """Obey a message that brings no commands."""
+        match message:
+            case Grant():
+                self._on_grant(message)
+            case FinishedAck() if self._is_present(message.nonce, message.epoch):
+                self._reports.acknowledge(message.job_ids)
+            case Ping() if self._is_present(message.nonce, message.epoch):
+                self._outbox.append(self._receiver.heartbeat())
+                self._repeat_reports(after_s=0.0)
+            case Ping():
+                self._num_foreign += 1
+                self._refuse_superseded(message.nonce, message.epoch)
+            case _:
+                self._num_foreign += 1
+
     def _on_grant(self, grant: Grant) -> None:
         """Take a grant, now or when nothing of the old epoch runs any more."""
         epoch = self._receiver.epoch
@@ -321,6 +339,8 @@ class KVCacheWorker:
         received = self._receiver.on_commands(message)
         self._ready.extend(received.ready)
         self._outbox.extend(received.replies)
+        if not is_ours:
+            self._refuse_superseded(message.nonce, message.epoch)
 
     def _refuse_superseded(self, nonce: str, epoch: int) -> None:
         refusal = self._receiver.refusal_of(nonce, epoch)
@@ -334,8 +354,9 @@ class KVCacheWorker:
     def _advance(self) -> None:
         """Do what has become possible: apply, collect ended copies, take a put-off grant."""
         self._apply_ready()
-        for report in self._executor.transfers.poll():
-            self._reports.add(report)
+        if self._executor.transfers.has_news:
+            for report in self._executor.transfers.poll():
+                self._reports.add(report)
         pending = self._receiver.pending_grant
         if pending is not None:
             self._on_grant(pending)
@@ -370,12 +391,12 @@ class KVCacheWorker:
     def _take_replies(self) -> list[Message]:
         """Move put-off work on, and return everything that waits to be sent."""
         self._advance()
-        now_s = self._clock.now()
-        self._outbox.extend(self._reports.take_due(now_s))
+        if len(self._reports):
+            self._outbox.extend(self._reports.take_due(self._clock.now()))
         replies, self._outbox = self._outbox, []
         # A refusal is for another coordinator: the present one hears nothing by it.
-        if any(not isinstance(reply, Refused) for reply in replies):
-            self._last_sent_s = now_s
+        if any(type(reply) is not Refused for reply in replies):
+            self._last_sent_s = self._clock.now()
         self._condition.notify_all()
         return replies
 
