@@ -13,7 +13,7 @@ CONFIG ?= configs/cpu_tp2.yaml
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-multinode test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-launches test-multinode test-fast check format bench bench-smoke bench-peer clean
 
 setup: $(STAMP)
 
@@ -26,19 +26,22 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest tests -m 'not multinode'
+	$(BIN)/python -m pytest tests -m 'not multinode and not launches'
+
+test-launches: setup
+	$(BIN)/python -m pytest tests/launches
 
 test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
-	$(BIN)/python -m pytest tests -m 'not ray and not multinode' -x -q
+	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches' -x -q
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode'
+	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches'
 
 format: setup
 	$(BIN)/ruff format .

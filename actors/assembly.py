@@ -53,6 +53,7 @@ def make_manager(
         clock=clock,
         has_workers=True,
         model_epoch=model_epoch,
+        merge_duplicates=cache.merge_duplicates,
     )
 
 

@@ -62,6 +62,10 @@ class AsyncKVCacheClient(AsyncStepClient):
         call = self._book.allocate_slots(request, counts, new_computed_blocks, delay_cache_blocks)
         return await self._run(call)
 
+    async def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
+        """See `KVCacheManager.fork`. Forwards wait for `last_seq` afterwards."""
+        return await self._run(self._book.fork(parent_request, child_request))
+
     async def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """See `KVCacheManager.cache_blocks`."""
         await self._run(self._book.cache_blocks(request, num_computed_tokens))

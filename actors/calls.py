@@ -84,6 +84,20 @@ class CallBook:
             arguments["new_computed_blocks"] = [_packed(table) for table in tables]
         return self._with_request("allocate_slots", request, arguments, read)
 
+    def fork(self, parent: Request, child: Request) -> RemoteCall[KVCacheBlocks | None]:
+        """Share a parent's blocks with a child."""
+        start = self._num_sent.get(parent.request_id, 0)
+        num_tokens, num_computed = parent.num_tokens, parent.num_computed_tokens
+
+        def read(values: Any) -> KVCacheBlocks | None:
+            self._remember(parent.request_id, num_tokens)
+            if values is None:
+                return None
+            child.num_computed_tokens = num_computed
+            return KVCacheBlocks(_tables(values["block_ids"]))
+
+        return self._with_request("fork", child, {"parent": _describe(parent, start)}, read)
+
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> RemoteCall[None]:
         """Make full blocks hittable after a delay."""
         arguments = {"num_computed_tokens": num_computed_tokens}

@@ -59,6 +59,10 @@ class KVCacheClient(StepClient):
         call = self._book.allocate_slots(request, counts, new_computed_blocks, delay_cache_blocks)
         return self._run(call)
 
+    def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
+        """See `KVCacheManager.fork`. Forwards wait for `last_seq` afterwards."""
+        return self._run(self._book.fork(parent_request, child_request))
+
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """See `KVCacheManager.cache_blocks`."""
         self._run(self._book.cache_blocks(request, num_computed_tokens))

@@ -99,6 +99,8 @@ class Launch:
         self._allocate(ranked, plan)
         self._say("connecting coordinator and workers")
         coordinator: Any = self.parts.coordinator
+        # First wait until it is there: its own time limit begins to count when it takes the call.
+        self._await([coordinator.__ray_ready__.remote()], "start", who="the coordinator")
         ready = coordinator.begin.remote(
             plan, ranked, [reports[place] for place in order], BEGIN_SHARE * self._remaining_s()
         )

@@ -41,7 +41,7 @@ def calm_garbage_collector() -> None:
 class ServiceLoop:
     """Runs `turn()` again and again in a thread of its own until stopped or `turn` raises."""
 
-    def __init__(self, name: str, turn: Callable[[], None], wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, turn: Callable[[], object], wake: Callable[[], None]) -> None:
         """Make a loop that does not run yet. `wake` ends a waiting turn, from any thread."""
         self._name = name
         self._turn = turn

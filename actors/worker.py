@@ -10,6 +10,8 @@ method passes on to `EmbeddedWorker`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import ray
 import torch
 
@@ -95,9 +97,12 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_read(self, layer_name: str, block_id: int) -> bytes:
-        """Return the bytes of one layer's page of one block. For tests and inspection."""
-        page = self.kvcache.worker.kv_caches[layer_name][block_id]
-        return page.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        """Return the bytes of one layer's page of one block, of a state those of its tensors one
+        after the other. For tests and inspection."""
+        worker = self.kvcache.worker
+        tensors = worker.state_caches.get(layer_name) or (worker.kv_caches[layer_name],)
+        pages = [tensor[block_id].contiguous().view(torch.uint8) for tensor in tensors]
+        return b"".join(page.cpu().numpy().tobytes() for page in pages)
 
     @ray.method(concurrency_group=SENTINEL)
     def kvcache_watch(self, epoch: int) -> int:
@@ -117,7 +122,9 @@ class WorkerActor(WorkerMethods):
         """Start to serve. Nothing is allocated before the plan comes."""
         torch.set_num_threads(1)
         self.kvcache = EmbeddedWorker(config, place, connect_peer, is_threaded=True)
-        self._loop = ServiceLoop(f"kvcache-worker-{place}", self._turn, self.kvcache.wake)
+        # Not a method of this class: Ray wraps those to trace them, which every turn would pay for.
+        turn = partial(self.kvcache.poll, LONGEST_WAIT_S)
+        self._loop = ServiceLoop(f"kvcache-worker-{place}", turn, self.kvcache.wake)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_attach(self, endpoint: Endpoint) -> None:
@@ -132,6 +139,3 @@ class WorkerActor(WorkerMethods):
         """Stop serving, then give everything back."""
         self._loop.stop(CLOSE_TIMEOUT_S)
         self.kvcache.close()
-
-    def _turn(self) -> None:
-        self.kvcache.poll(LONGEST_WAIT_S)

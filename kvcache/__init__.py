@@ -76,6 +76,7 @@ from kvcache.manager.prefix_statistics import PrefixCacheStats, PrefixCachingMet
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.block_core import BlockCore
+from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
 from kvcache.managers.coordinators import (
     HybridKVCacheCoordinator,
     KVCacheCoordinator,
@@ -83,13 +84,18 @@ from kvcache.managers.coordinators import (
     UnitaryKVCacheCoordinator,
     get_kv_cache_coordinator,
 )
+from kvcache.managers.cross_attention import CrossAttentionManager
 from kvcache.managers.full_attention import FullAttentionManager
+from kvcache.managers.mamba import MambaManager
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.managers.sliding_window import SlidingWindowManager
 from kvcache.planner import (
+    HFChoices,
+    Plan,
     PlanOptions,
     RankMemory,
     check_enough_kv_cache_memory,
+    cluster_from_hf_config,
     create_kv_cache_group_specs,
     estimate_max_model_len,
     get_kv_cache_config,
@@ -102,11 +108,22 @@ from kvcache.planner import (
     is_kv_cache_type_uniform,
     layout_fingerprint,
     max_memory_usage_bytes,
+    model_from_hf_config,
     plan_fingerprint,
+    plan_kv_cache,
     unify_hybrid_kv_cache_specs,
     unify_kv_cache_configs,
 )
 from kvcache.request import LoRARequest, MultiModalPosition, Namespace, Request
+from kvcache.sequences import (
+    AllocatorStatistics,
+    BlockTracker,
+    ComputedBlocksTracker,
+    LastAccessBlocksTracker,
+    PrefixCachingBlock,
+    PrefixCachingBlockAllocator,
+    TrackedSequence,
+)
 from kvcache.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -123,6 +140,7 @@ from kvcache.specs import (
 from kvcache.step import (
     NO_SLOT,
     NO_STEP,
+    Fork,
     NewRequest,
     ResumedRequest,
     RunningRequests,
@@ -135,6 +153,7 @@ __all__ = [
     "NO_SLOT",
     "NO_STEP",
     "AllBlocksCleared",
+    "AllocatorStatistics",
     "AlreadyRunningError",
     "AttentionSpec",
     "BacklogFullError",
@@ -144,24 +163,30 @@ __all__ = [
     "BlockHashWithGroupId",
     "BlockPool",
     "BlockState",
+    "BlockTracker",
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
     "CacheHit",
+    "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
     "Clock",
     "ClusterError",
+    "ComputedBlocksTracker",
     "ConfigurationError",
     "Core",
     "CoreStatistics",
+    "CrossAttentionManager",
     "CrossAttentionSpec",
     "DeadlineError",
     "EventSink",
     "ExhaustedError",
     "FingerprintMismatchError",
+    "Fork",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "HFChoices",
     "HashFn",
     "HybridKVCacheCoordinator",
     "InvalidInputError",
@@ -176,9 +201,11 @@ __all__ = [
     "KVCacheManager",
     "KVCacheSpec",
     "KVCacheTensor",
+    "LastAccessBlocksTracker",
     "LoRARequest",
     "MLAAttentionSpec",
     "MalformedMessageError",
+    "MambaManager",
     "MambaSpec",
     "ManagerStatistics",
     "MultiModalPosition",
@@ -194,9 +221,12 @@ __all__ = [
     "OutOfBlocksError",
     "Pin",
     "PinLimitError",
+    "Plan",
     "PlanMismatchError",
     "PlanOptions",
     "PrefixCacheStats",
+    "PrefixCachingBlock",
+    "PrefixCachingBlockAllocator",
     "PrefixCachingMetrics",
     "ProtocolError",
     "RankMemory",
@@ -215,12 +245,14 @@ __all__ = [
     "StepResult",
     "SystemClock",
     "TraceError",
+    "TrackedSequence",
     "UnitaryKVCacheCoordinator",
     "VersionMismatchError",
     "VirtualClock",
     "WorkerLostError",
     "WrongBytesError",
     "check_enough_kv_cache_memory",
+    "cluster_from_hf_config",
     "create_kv_cache_group_specs",
     "estimate_max_model_len",
     "generate_block_hash_extra_keys",
@@ -244,8 +276,10 @@ __all__ = [
     "layout_fingerprint",
     "make_block_hash_with_group_id",
     "max_memory_usage_bytes",
+    "model_from_hf_config",
     "need_extra_keys",
     "plan_fingerprint",
+    "plan_kv_cache",
     "unify_hybrid_kv_cache_specs",
     "unify_kv_cache_configs",
 ]

@@ -128,17 +128,26 @@ class WriteExpected:
 
     Every rank, in `begin_forward` of its step, in this order: verifies all live blocks of
     `verify_slots` by the tables as they were (requests that finished or were preempted, before
-    their blocks are used again); applies patches, zeroes and copies; writes the positions
-    `[starts[i], starts[i] + counts[i])` of every row `i`; then verifies the positions
-    `[0, starts[i])` of every row that `is_new[i]` (its cache hit), which may lie in blocks that
-    another row of the step has just written. Reported as a job.
+    their blocks are used again); applies patches, zeroes and copies; verifies the states that the
+    rows continue; writes the positions `[starts[i], starts[i] + counts[i])` of every row `i`; then
+    verifies the positions `[0, starts[i])` of every row that `is_new[i]` (its cache hit), which
+    may lie in blocks that another row of the step has just written, and the blocks that nobody
+    reads any more behind the rows. Reported as a job.
 
     The tokens of row `i` are `token_counts[i]` ids of `token_ids`, in order of rows: for a new row
     those of the positions `[0, starts[i] + counts[i])`, otherwise only the ones this rank has
     not seen. `token_starts[i]` is the position of a row's first token here, so that tokens taken
     back (rejected drafts) are overwritten. `content_keys[i]` tells contents apart that have the
-    same tokens (LoRA, salt, images); it matters for new rows only. Shapes: all `(n,)` but
-    `verify_slots`, `verify_lengths` `(m,)` and `token_ids` `(sum(token_counts),)`.
+    same tokens (LoRA, salt, images); it matters for new rows only.
+
+    The first `external_counts[i]` positions of a new row come from elsewhere and have no other
+    writer than this. Of them and of the hit, only what later positions read is looked at. The
+    last `draft_counts[i]` positions are drafts: where states are kept, one is written after the
+    row's own tokens and one after each draft. A new row's `encoder_counts[i]` encoder tokens are
+    written with it, as `encoder_keys[i]` demands. These four may be empty: no row has any.
+
+    Shapes: all `(n,)` but `verify_slots`, `verify_lengths` `(m,)` and `token_ids`
+    `(sum(token_counts),)`.
     """
 
     job_id: int
@@ -152,6 +161,10 @@ class WriteExpected:
     token_counts: Int32Array
     token_ids: Int32Array
     content_keys: tuple[bytes, ...] = ()
+    external_counts: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    draft_counts: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    encoder_counts: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    encoder_keys: tuple[bytes, ...] = ()
 
 
 Command: TypeAlias = (

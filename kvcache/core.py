@@ -138,6 +138,26 @@ class CacheHit:
 
 
 @dataclass(frozen=True)
+class NewestState:
+    """Where the last forward left the state that the next one reads.
+
+    It stands `num_accepted_drafts` columns behind that of the forward's `num_own_tokens`.
+    """
+
+    num_own_tokens: int
+    num_accepted_drafts: int
+
+
+@dataclass(frozen=True)
+class ForkOrigin:
+    """Where a fork leaves its parent: after `num_tokens` tokens. In groups that keep states
+    `newest_state` says where the state after them stands in the parent's table."""
+
+    num_tokens: int
+    newest_state: NewestState
+
+
+@dataclass(frozen=True)
 class Reservation:
     """How far a request's block tables must reach, in tokens from position 0.
 
@@ -145,12 +165,24 @@ class Reservation:
     them may go); slots are needed for `num_slot_tokens` in all, drafts and lookahead included;
     `num_cached_tokens` is how far full blocks become hittable (0 with delayed caching).
     There is room only if `num_spare_blocks` blocks are still free afterwards.
+
+    Groups that keep states ask where the forward ends: after `num_own_tokens`, drafts and lookahead
+    left out (None: all slots are for own tokens). `newest_state` is where a running request's last
+    forward ended, None if there was none. `num_encoder_tokens` matters on admission only.
     """
 
     num_computed_tokens: int
     num_slot_tokens: int
     num_cached_tokens: int
     num_spare_blocks: int = 0
+    num_own_tokens: int | None = None
+    newest_state: NewestState | None = None
+    num_encoder_tokens: int = 0
+
+    @property
+    def own_end(self) -> int:
+        """Tokens after which the forward's own state is kept."""
+        return self.num_slot_tokens if self.num_own_tokens is None else self.num_own_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,12 +195,25 @@ class TableChange:
 
 
 @dataclass(frozen=True, eq=False)
+class RowStates:
+    """Where the forwards of rows begin and end, for groups that keep states. Shapes `(n,)`.
+
+    `num_own_tokens` means what it means in a `Reservation`; of a row without a forward it is where
+    the last one ended. The other two are its `newest_state`.
+    """
+
+    num_own_tokens: Int32Array
+    num_last_own_tokens: Int32Array
+    num_accepted_drafts: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
 class RowBatch:
     """Running requests that want slots for more tokens, in the order in which they are served.
 
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
     is freed; the other fields mean per row what they mean in a
-    `Reservation`. Shapes: all `(n,)`.
+    `Reservation`. `states` is needed where a group keeps states. Shapes: all `(n,)`.
     """
 
     requests: Sequence[Request]
@@ -176,6 +221,7 @@ class RowBatch:
     num_computed_tokens: Int32Array
     num_slot_tokens: Int32Array
     num_cached_tokens: Int32Array
+    states: RowStates | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +235,11 @@ class RowsReserved:
 
 @dataclass(frozen=True)
 class CoreStatistics:
-    """Figures of a core at one moment. Block counts leave the null block out."""
+    """Figures of a core at one moment. Block counts leave the null block out.
+
+    `num_merged_blocks` were given up since the start because another block had their content,
+    which saved `merged_bytes` in all layers of a tensor-parallel rank.
+    """
 
     num_blocks: int
     num_free_blocks: int
@@ -200,6 +250,8 @@ class CoreStatistics:
     num_quarantined_blocks: int
     num_evictions: int
     references: dict[str, int] = field(default_factory=dict)
+    num_merged_blocks: int = 0
+    merged_bytes: int = 0
 
 
 class Core(Protocol):
@@ -220,6 +272,9 @@ class Core(Protocol):
     def complete_steps(self, client_id: str, through_step: int) -> None:
         """Seal what the client's steps up to `through_step` made hittable."""
 
+    def take_merges(self) -> list[tuple[str, TableChange]]:
+        """Return the table changes of merged duplicates since the last call, by request."""
+
     def fail_steps(self, client_id: str, from_step: int) -> None:
         """Withdraw what the client's steps from `from_step` on made hittable."""
 
@@ -239,11 +294,19 @@ class Core(Protocol):
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Do what `reserve` does for every running row of a step, in one call.
 
-        What any of the rows skips is freed before the first one is served.
+        What any of the rows skips is freed before the first one is served. Rows whose tables jump
+        over columns (of states nobody keeps) are served after all others.
         """
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Make the request's full blocks up to `num_tokens` hittable."""
+
+    def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
+        """Let `child`, which has no blocks, share those of `parent`; return its tables.
+
+        Before either of them writes a block that both hold, `reserve` gives it a block of its own
+        and adds a copy to the commands.
+        """
 
     def free(self, request: Request) -> None:
         """Give all its blocks back, tail first. A request without blocks: no effect."""

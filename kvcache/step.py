@@ -34,7 +34,8 @@ class NewRequest:
 
     `token_ids` is the whole prompt. Of the tokens behind its cache hit at most `max_new_tokens`
     are scheduled in this step, and at least one. A request that finds no room leaves no trace: it
-    is sent again, whole, when the engine wants to try again.
+    is sent again, whole, when the engine wants to try again. `num_encoder_tokens` are those of
+    the encoder whose output it reads, for models that have one; they are known from then on.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class NewRequest:
     cache_salt: str | None = None
     tenant: str | None = None
     skip_reading_prefix_cache: bool = False
+    num_encoder_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,18 @@ class ResumedRequest:
 
     request_id: str
     max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A running request of this client, and the id of a new one that shares what it has computed.
+
+    The child has the parent's tokens, is of its content (LoRA, salt, images), and takes a slot but
+    no block. It is a running row from the next step on.
+    """
+
+    parent_id: str
+    child_id: str
 
 
 @dataclass(frozen=True)
@@ -120,9 +134,12 @@ class StepRequest:
     in; in another one the request is refused. `completed_step`: every step up to this one is
     complete on every rank, its bytes are there. `failed_step`: this step and all later ones that
     were scheduled are void, as if never asked for, except that finished and preempted requests
-    stay gone. It is sent only when no rank can still begin or run any of them.
+    stay gone. It is sent only when no rank can still begin or run any of them. Rows that those
+    steps admitted, or ran in a model that keeps states, are gone with them (`withdrawn`): a step
+    that reports a failure does not name them as running.
 
-    Order of effects: failed_step, completed_step, finished, preempted, running, resumed, new.
+    Order of effects: failed_step, completed_step, finished, preempted, forks, running, resumed,
+    new. A fork shares what its parent has before this step's tokens are appended.
     An idle engine sends an empty request, so that its last step is sealed. A cluster's client
     fills in `client_id`, `step` and `epoch`.
     """
@@ -139,6 +156,7 @@ class StepRequest:
     num_lookahead_tokens: int = 0
     resumed: tuple[ResumedRequest, ...] = ()
     new: tuple[NewRequest, ...] = ()
+    forks: tuple[Fork, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +168,12 @@ class StepResult:
     were found in the cache; `num_scheduled_tokens[i]` are to be computed now, from position
     `num_hit_tokens[i] + external` on. `running_scheduled[i]` is 1 where running row `i` got its
     blocks, 0 where there was no room (its tokens were appended, nothing of it runs).
-    `no_room` names requests without room, `waiting_for_load` those whose hit is being loaded,
-    `retry_later` those whose look-up has no answer yet. `withdrawn` are requests admitted in
-    a step that failed: new ones are forgotten, resumed ones are preempted as before. Tokens
+    `forked_slots[i]` is the slot of fork `i`'s child, `NO_SLOT` where none was free.
+    `no_room` names requests without room, children of forks too, `waiting_for_load` those whose
+    hit is being loaded, `retry_later` those whose look-up has no answer yet. `withdrawn` are
+    requests admitted in a step that failed: new ones and children of forks are forgotten, resumed
+    ones are preempted as before. So are those that ran on in it where a KV cache group keeps
+    states, which the step wrote over: they are preempted, and wait to be resumed. Tokens
     appended by failed steps are taken back, also of requests that are preempted now.
     `rolled_back_slots` are rows that ran in
     failed steps, `rolled_back_computed` and `rolled_back_tokens` how many computed and known tokens
@@ -176,5 +197,6 @@ class StepResult:
     rolled_back_slots: Int32Array = field(default_factory=lambda: EMPTY_INT32)
     rolled_back_computed: Int32Array = field(default_factory=lambda: EMPTY_INT32)
     rolled_back_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    forked_slots: Int32Array = field(default_factory=lambda: EMPTY_INT32)
     patches: BlockTablePatch = EMPTY_PATCH
     error: str = ""

@@ -388,6 +388,11 @@ def _validate_forward(forward: WriteExpected) -> None:
         raise MalformedMessageError(
             f"WriteExpected of {num_rows} rows with {len(forward.content_keys)} content keys"
         )
+    for name in ("external_counts", "draft_counts", "encoder_counts", "encoder_keys"):
+        if len(getattr(forward, name)) not in (0, num_rows):
+            raise MalformedMessageError(
+                f"WriteExpected of {num_rows} rows with {len(getattr(forward, name))} {name}"
+            )
     _counts_match(forward, "tokens", forward.token_counts, forward.token_ids)
 
 

@@ -29,6 +29,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("blocks",),
     ("managers",),
     ("manager",),
+    ("sequences",),
     ("offload",),
     ("worker",),
     ("events",),
@@ -42,8 +43,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "manager": (
         ("cache_blocks", "prefix_statistics", "slots", "pins"),
-        ("core_registry", "statistics", "events_buffer"),
-        ("request_book", "step_ledger", "admission", "row_plan", "step_plan", "step_execution"),
+        ("core_registry", "statistics", "events_buffer", "model_limits"),
+        ("request_book", "step_ledger", "admission", "forks"),
+        ("row_plan", "step_plan", "step_execution"),
         ("cache_control", "request_calls"),
         ("parts",),
         ("kv_cache_manager",),

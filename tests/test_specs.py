@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.specs import (
+    SPEC_KINDS,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     dtype_size_bytes,
     spec_from_dict,
@@ -30,6 +35,29 @@ def full(**changes: Any) -> FullAttentionSpec:
 
 def window(tokens: int, **changes: Any) -> SlidingWindowSpec:
     spec = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, sliding_window=tokens)
+    return replace(spec, **changes)
+
+
+def chunked(tokens: int, **changes: Any) -> ChunkedLocalAttentionSpec:
+    spec = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, attention_chunk_size=tokens
+    )
+    return replace(spec, **changes)
+
+
+def cross(tokens: int, **changes: Any) -> CrossAttentionSpec:
+    spec = CrossAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, max_encoder_tokens=tokens
+    )
+    return replace(spec, **changes)
+
+
+def mla(**changes: Any) -> MLAAttentionSpec:
+    return replace(MLAAttentionSpec(16, 1, 576, "bfloat16"), **changes)
+
+
+def mamba(**changes: Any) -> MambaSpec:
+    spec = MambaSpec(16, shapes=((64, 3), (64, 16)), dtypes=("float16", "float32"))
     return replace(spec, **changes)
 
 
@@ -151,10 +179,257 @@ def test_a_window_and_a_chunk_cannot_both_be_remembered() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
+# MLA, chunks, cross attention
+# ---------------------------------------------------------------------------------------------
+
+
+def test_latent_attention_keeps_one_vector_per_token() -> None:
+    assert mla().page_shape == (16, 1, 576)
+    assert mla().page_size_bytes == 16 * 576 * 2
+    assert mla().max_memory_usage_bytes(1000, 64) == 63 * 16 * 576 * 2  # ceil(1000 / 16)
+    assert mla().reads_whole_prefix
+    assert mla().can_prefix_cache
+    assert mla().as_full_attention() == mla()
+
+
+def test_latent_attention_cannot_be_turned_off_in_its_own_kind() -> None:
+    message = "use_mla is False in a spec of kind 'mla': leave it out, or use FullAttentionSpec"
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        mla(use_mla=False)
+
+
+def test_a_chunk_keeps_itself_and_the_step() -> None:
+    # 128 + 64 = 192 tokens = 12 blocks; a chunk begins at a block, so that none is added
+    assert chunked(128).max_memory_usage_bytes(10_000, 64) == 12 * 8192
+    assert chunked(128).max_memory_usage_bytes(10_000, 65) == 13 * 8192
+    assert chunked(128).max_memory_usage_bytes(100, 8192) == 7 * 8192  # the model's length
+
+
+def test_a_chunk_drops_what_lies_before_the_chunk_of_the_next_token() -> None:
+    skipped = [chunked(32).num_skipped_tokens(computed) for computed in (0, 31, 32, 63, 64, 100)]
+    assert skipped == [0, 0, 32, 32, 64, 96]
+    assert not chunked(32).reads_whole_prefix
+
+
+def test_a_window_drops_what_the_next_token_does_not_read() -> None:
+    skipped = [window(4).num_skipped_tokens(computed) for computed in (0, 3, 4, 10)]
+    assert skipped == [0, 0, 1, 7]
+
+
+def test_a_chunk_that_would_begin_inside_a_block_is_refused() -> None:
+    message = (
+        "attention_chunk_size is 40 tokens, no multiple of the block size 16, so that a chunk "
+        "would begin inside a block: choose a block size that divides it"
+    )
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        chunked(40)
+    assert chunked(96).with_block_size(48) == chunked(96, block_size=48)
+    assert chunked(96).with_block_size(64) is None
+
+
+def test_cross_attention_keeps_the_encoder_and_does_not_grow() -> None:
+    # ceil(1500 / 16) = 94 blocks, whatever the length of the request
+    assert cross(1500).max_memory_usage_bytes(1, 1) == 94 * 8192
+    assert cross(1500).max_memory_usage_bytes(10**6, 10**4) == 94 * 8192
+    assert cross(1500).keeps_encoder_tokens
+    assert not cross(1500).can_prefix_cache
+    assert cross(1500).num_skipped_tokens(10**6) == 0
+    assert cross(1500).as_full_attention() is None
+
+
+def test_what_stands_in_for_a_chunk_remembers_it() -> None:
+    assert chunked(128).as_full_attention() == full(attention_chunk_size=128)
+    padded = chunked(128, page_size_padded=10_000).as_full_attention()
+    assert padded == full(attention_chunk_size=128, page_size_padded=10_000)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, None])
+def test_limits_that_cannot_be_meant_are_refused(value: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"^attention_chunk_size is .* at least 1: "):
+        chunked(128, attention_chunk_size=value)
+    with pytest.raises(ConfigurationError, match=r"^max_encoder_tokens is .* at least 1: "):
+        cross(128, max_encoder_tokens=value)
+
+
+# ---------------------------------------------------------------------------------------------
+# States
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_page_holds_the_tensors_of_one_state() -> None:
+    # 64 * 3 * 2 = 384 bytes, then 64 * 16 * 4 = 4096
+    assert mamba().state_offsets_bytes == (0, 384)
+    assert mamba().real_page_size_bytes == 384 + 4096
+    assert mamba().page_size_bytes == 4480
+    assert mamba(block_size=1024).page_size_bytes == 4480  # tokens do not matter
+
+
+def test_each_tensor_of_a_state_starts_at_a_multiple_of_its_element() -> None:
+    spec = mamba(shapes=((3,), (5,), (1,)), dtypes=("int8", "float32", "float16"))
+    # 3 bytes, one to align, 5 * 4, then 2; the page ends where the next one can start
+    assert spec.state_offsets_bytes == (0, 4, 24)
+    assert (spec.real_page_size_bytes, spec.alignment_bytes, spec.page_size_bytes) == (26, 4, 28)
+
+
+@pytest.mark.parametrize(
+    ("mode", "speculative", "states"),
+    [("none", 0, 1), ("none", 3, 4), ("align", 0, 2), ("align", 3, 5)],
+)
+def test_a_request_holds_few_states_whatever_its_length(
+    mode: str, speculative: int, states: int
+) -> None:
+    spec = mamba(mamba_cache_mode=mode, num_speculative_blocks=speculative)
+    assert spec.num_state_blocks == states
+    assert spec.max_memory_usage_bytes(1, 1) == states * 4480
+    assert spec.max_memory_usage_bytes(10**6, 10**4) == states * 4480
+
+
+def test_only_states_at_the_ends_of_blocks_can_be_cached_and_skipped() -> None:
+    assert not mamba().can_prefix_cache
+    assert mamba().num_skipped_tokens(1000) == 0
+    aligned = mamba(mamba_cache_mode="align")
+    assert aligned.can_prefix_cache
+    # The newest state after 16 tokens is in block 0, after 17 in block 1.
+    skipped = [aligned.num_skipped_tokens(computed) for computed in (0, 1, 16, 17, 32, 33)]
+    assert skipped == [0, 0, 0, 16, 16, 32]
+
+
+def test_a_state_can_be_kept_at_other_places_without_a_larger_page() -> None:
+    assert mamba().with_block_size(80) == mamba(block_size=80)
+    assert mamba().with_page_size_padded(8192) == mamba(page_size_padded=8192)
+    assert mamba(page_size_padded=8192).page_size_bytes == 8192
+    assert mamba(page_size_padded=8192).real_page_size_bytes == 4480
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dtypes": ("float16",)},
+            "a state of 2 shapes and 1 dtypes: give one dtype per shape, and at least one of each",
+        ),
+        (
+            {"shapes": (), "dtypes": ()},
+            "a state of 0 shapes and 0 dtypes: give one dtype per shape, and at least one of each",
+        ),
+        ({"dtypes": "float16"}, "dtypes is 'float16': give one dtype per state tensor"),
+        ({"dtypes": None}, "dtypes is None: give one dtype per state tensor"),
+        ({"shapes": (3, 4)}, "shapes is (3, 4): give one list of sizes per state tensor"),
+        ({"shapes": None}, "shapes is None: give one list of sizes per state tensor"),
+        (
+            {"shapes": ((64, 0), (1,))},
+            "a size of a state's shape is 0, but must be a whole number of at least 1: raise it",
+        ),
+        ({"mamba_cache_mode": "all"}, "mamba_cache_mode is 'all': use one of none, align"),
+        (
+            {"num_speculative_blocks": -1},
+            "num_speculative_blocks is -1, but must be a whole number of at least 0: raise it",
+        ),
+        (
+            {"page_size_padded": 4476},
+            "page_size_padded is 4476 bytes, but a state takes 4480 bytes of float16, float32: pad "
+            "to at least that, in multiples of 4",
+        ),
+        (
+            {"page_size_padded": 4482},
+            "page_size_padded is 4482 bytes, but a state takes 4480 bytes of float16, float32: pad "
+            "to at least that, in multiples of 4",
+        ),
+    ],
+)
+def test_a_state_that_cannot_be_meant_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        mamba(**changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns"),
+    [
+        (full(), 63),  # ceil(1000 / 16), as for every kind that has a column per block of tokens
+        (mla(), 63),
+        (window(128), 63),
+        (chunked(128), 63),
+        (cross(100), 7),  # ceil(100 / 16)
+        (mamba(), 1),
+        (mamba(num_speculative_blocks=2), 3),
+        (mamba(mamba_cache_mode="align", num_speculative_blocks=2), 65),
+    ],
+)
+def test_block_tables_have_as_many_columns_as_a_request_can_need(
+    spec: KVCacheSpec, columns: int
+) -> None:
+    assert spec.max_table_blocks(1000) == columns
+
+
+def test_only_states_limit_drafts_and_only_cross_attention_has_an_encoder() -> None:
+    assert [spec.max_draft_tokens for spec in (full(), window(128), mla())] == [None] * 3
+    assert mamba(num_speculative_blocks=2).max_draft_tokens == 2
+    assert mamba().max_draft_tokens == 0
+    assert cross(100).encoder_token_limit == 100
+    assert [spec.encoder_token_limit for spec in (full(), mamba())] == [0, 0]
+
+
+def test_every_kind_merges_with_its_equals_only() -> None:
+    kinds: list[KVCacheSpec] = [full(), mla(), window(128), chunked(128), mamba(), cross(100)]
+    assert {spec.kind for spec in kinds} == set(SPEC_KINDS)
+    for spec in kinds:
+        assert type(spec).merge([spec, spec]) == spec
+        for other in kinds:
+            if other.kind != spec.kind:
+                with pytest.raises(ConfigurationError, match=f"kind .{spec.kind}, {other.kind}"):
+                    type(spec).merge([spec, other])
+
+
+@pytest.mark.parametrize(
+    ("specs", "difference"),
+    [
+        ([chunked(128), chunked(64)], "attention_chunk_size (128, 64)"),
+        ([cross(100), cross(200)], "max_encoder_tokens (100, 200)"),
+        ([mamba(), mamba(mamba_cache_mode="align")], "mamba_cache_mode (none, align)"),
+        ([mamba(), mamba(num_speculative_blocks=1)], "num_speculative_blocks (0, 1)"),
+    ],
+)
+def test_layers_of_a_kind_that_differ_do_not_merge(
+    specs: list[KVCacheSpec], difference: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"differ in {difference}: ")):
+        type(specs[0]).merge(specs)
+
+
+# ---------------------------------------------------------------------------------------------
 # Plain values
 # ---------------------------------------------------------------------------------------------
 
+sizes = {
+    "block_size": st.integers(1, 64),
+    "num_kv_heads": st.integers(1, 8),
+    "head_size": st.integers(1, 256),
+}
+tensors = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 64), min_size=1, max_size=3),
+        st.sampled_from(["float16", "float32", "int8"]),
+    ),
+    min_size=1,
+    max_size=3,
+)
 specs = st.one_of(
+    st.builds(MLAAttentionSpec, **sizes),
+    st.builds(CrossAttentionSpec, **sizes, max_encoder_tokens=st.integers(1, 4096)),
+    st.tuples(st.integers(1, 64), st.integers(1, 64)).map(
+        lambda drawn: ChunkedLocalAttentionSpec(
+            drawn[0], 1, 8, attention_chunk_size=drawn[0] * drawn[1]
+        )
+    ),
+    st.tuples(tensors, st.sampled_from(["none", "align"]), st.integers(0, 4)).map(
+        lambda drawn: MambaSpec(
+            16,
+            shapes=tuple(tuple(shape) for shape, _ in drawn[0]),
+            dtypes=tuple(dtype for _, dtype in drawn[0]),
+            mamba_cache_mode=drawn[1],
+            num_speculative_blocks=drawn[2],
+        )
+    ),
     st.builds(
         FullAttentionSpec,
         block_size=st.integers(1, 64),
@@ -245,7 +520,13 @@ def test_unknown_fields_and_kinds_are_refused_by_name() -> None:
     data = full().to_dict()
     with pytest.raises(MalformedMessageError, match=r"^FullAttentionSpec: unknown fields colour$"):
         spec_from_dict({**data, "colour": 1})
-    message = "a KV cache spec of kind 'mamba' is not known: known kinds are full, sliding_window"
+    message = (
+        "a KV cache spec of kind 'hyena' is not known: known kinds are chunked_local, cross, full, "
+        "mamba, mla, sliding_window"
+    )
+    with pytest.raises(MalformedMessageError, match=f"^{re.escape(message)}$"):
+        spec_from_dict({**data, "kind": "hyena"})
+    message = "MambaSpec: unknown fields attention_chunk_size, dtype, head_size, num_kv_heads"
     with pytest.raises(MalformedMessageError, match=f"^{re.escape(message)}$"):
         spec_from_dict({**data, "kind": "mamba"})
 

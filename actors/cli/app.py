@@ -46,13 +46,59 @@ def main() -> None:
 
 
 @app.command()
-def plan(config: ConfigOption, as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
-    """Show what a configuration means: blocks, bytes, tokens, concurrency, per rank."""
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="The cluster's configuration, a YAML file."),
+    ] = None,
+    *,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option("--hf-config", help="Instead: the config.json of a model on Hugging Face."),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="With --hf-config: ranks that share a layer [1].", min=1)
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="With --hf-config: pipeline stages [1].", min=1)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="With --hf-config: memory of each rank, such as 60GiB.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="With --hf-config: tokens per block [16].", min=1)
+    ] = None,
+    max_model_len: Annotated[
+        str | None, typer.Option(help="With --hf-config: tokens of a request, or auto [auto].")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="With --hf-config: tokens of a step [8192].", min=1)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --hf-config: of keys and values [the model's].")
+    ] = None,
+    mamba_cache_mode: Annotated[
+        str | None, typer.Option(help="With --hf-config: none or align [none].")
+    ] = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Show what a configuration or a model means: blocks, bytes, tokens, concurrency, per rank."""
 
     def work() -> None:
-        from actors.cli.planning import show_plan
+        from actors.cli.planning import ModelChoices, show_plan
 
-        show_plan(config, as_json)
+        choices = ModelChoices(
+            tp=tp,
+            pp=pp,
+            memory=memory,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            dtype=dtype,
+            mamba_cache_mode=mamba_cache_mode,
+        )
+        show_plan(config, hf_config, choices, as_json)
 
     _run(work, verbose)
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from actors.step_client import StepClient
-from kvcache.config import ClusterConfig, load_config
+from kvcache.config import ClusterConfig, layer_specs, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError
+from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.replay.limits import EngineLimits
 from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper
+from kvcache.replay.traits import ModelTraits
 from kvcache.step import StepRequest, StepResult
 
 if TYPE_CHECKING:
@@ -169,10 +171,16 @@ def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
 
 
 def _limits(config: ClusterConfig, max_model_len: int) -> EngineLimits:
+    groups = get_kv_cache_groups(
+        merge_rank_specs(layer_specs(config)),
+        disable_hybrid_kv_cache_manager=config.cache.disable_hybrid_manager,
+        warn=lambda warning: None,  # the plan has said it already
+    )
     return EngineLimits(
         max_model_len=max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
         stall_s=config.deadlines.step_s,
         figures_interval_s=_FIGURES_INTERVAL_S,
+        model=ModelTraits.of(groups),
     )

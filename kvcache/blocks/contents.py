@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
-from kvcache.blocks.run import CachedRun
+from kvcache.blocks.run import NO_STEP, CachedRun
 from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
 from kvcache.ids import NULL_BLOCK_ID
@@ -45,15 +45,13 @@ _FEW_BLOCKS = 8
 
 @dataclass(eq=False)
 class _Eviction:
-    """What an eviction has come to: blocks forgotten, blocks kept, digests that are gone."""
+    """What an eviction has come to: blocks kept, digests that are gone."""
 
-    forgotten: list[IndexArray] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     removed: dict[PrefixTable, list[BlockHash]] = field(default_factory=dict)
 
-    def note(self, table: PrefixTable, digests: list[BlockHash], block_ids: IndexArray) -> None:
-        """Note blocks that were forgotten, and the digests no block holds any more."""
-        self.forgotten.append(block_ids)
+    def note(self, table: PrefixTable, digests: list[BlockHash]) -> None:
+        """Note digests that no block holds any more."""
         if digests and table.published:
             self.removed.setdefault(table, []).extend(digests)
 
@@ -78,6 +76,7 @@ class ContentIndex:
         self.unsealed: dict[int, CachedRun] = {}
         self.num_cached = 0
         self.client_id: str | None = None
+        self.step = NO_STEP
         self._ordered_groups = ordered_groups
         self._outbox = outbox
         self._num_unsealed: dict[str, int] = {}
@@ -117,24 +116,28 @@ class ContentIndex:
         """Return the table in which the block can be found, None if it holds nothing."""
         return self._tables_by_number.get(int(self.table_numbers[block_id]))
 
-    def finder(self, namespace: Namespace, group: int) -> Finder:
+    def finder(self, namespace: Namespace, group: int, *, finds_open_step: bool = True) -> Finder:
         """Return what finds blocks of one namespace and group. Valid until the next mutation.
 
-        Blocks that are not sealed are found by the client of the open step if they are its own.
+        Blocks that are not sealed are found by the client of the open step if they are its own;
+        those of the open step itself only if it `finds_open_step`.
         """
         table = self._tables_by_key.get((namespace, group))
         if table is None:
             return find_nothing
-        foreign = len(self._num_unsealed) - (self.client_id in self._num_unsealed)
-        if not foreign:
+        is_ours = self.client_id in self._num_unsealed
+        if len(self._num_unsealed) == is_ours and (finds_open_step or not is_ours):
             return table.ids.get
+        barred_step = NO_STEP if finds_open_step else self.step
 
         def find_usable(digest: BlockHash) -> int | None:
             if digest not in table.ids:
                 return None
             for block_id in table.blocks(digest):
                 run = self.unsealed.get(block_id)
-                if run is None or run.client_id == self.client_id:
+                if run is None:
+                    return block_id
+                if run.client_id == self.client_id and run.step != barred_step:
                     return block_id
             return None
 
@@ -188,7 +191,7 @@ class ContentIndex:
     def evict(self, candidates: Sequence[int] | IndexArray) -> tuple[IndexArray, list[int]]:
         """Forget candidates one after the other, but for those a cached child needs.
 
-        Returns what was forgotten, and what must stay for now.
+        Returns what was forgotten, and what must stay for now, both in the order given.
         """
         ids = index_array(candidates)
         if (self.table_numbers[ids] == NO_TABLE).any():
@@ -198,12 +201,15 @@ class ContentIndex:
         for chain in self._chains(ids):
             if len(chain) < _FEW_BLOCKS or not self._forget_chain(chain, going):
                 self._forget_singly(chain.tolist(), going)
-        forgotten = np.concatenate(going.forgotten) if going.forgotten else index_array(())
+        forgotten = ids if not going.kept else ids[~np.isin(ids, going.kept)]
         self.num_cached -= len(forgotten)
         if self.unsealed or self._outbox.has_workers:
             self._outbox.unlabel(self._drop_unsealed(forgotten))
         for table, digests in going.removed.items():
             self._outbox.removed(table, digests)
+        if going.kept:
+            kept = set(going.kept)
+            going.kept[:] = [block_id for block_id in ids.tolist() if block_id in kept]
         return forgotten, going.kept
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
@@ -282,7 +288,11 @@ class ContentIndex:
             self.parent_blocks[block_ids] = parent_blocks
             if has_copies:
                 parent_blocks = parent_blocks[first_blocks == block_ids]
-            self._count_children(parent_blocks, 1)
+            if len(runs) == 1 and not has_copies:  # each block has one child of this run at most
+                self.num_children[parent_blocks] += 1
+                self.num_children[NULL_BLOCK_ID] = 0
+            else:
+                self._count_children(parent_blocks, 1)
 
     def _count_children(self, parent_blocks: npt.NDArray[np.integer], change: int) -> None:
         """Note that these blocks have one child more or less each; the null block has none."""
@@ -290,8 +300,15 @@ class ContentIndex:
         self.num_children[NULL_BLOCK_ID] = 0
 
     def _chains(self, block_ids: IndexArray) -> Iterator[IndexArray]:
-        """Cut blocks into runs of one table; in an ordered one each block continues the next."""
+        """Cut blocks into runs of one table; in an ordered one each block continues the next.
+
+        Tables do not concern each other, and requests with several groups are freed group beside
+        group: so the blocks are sorted by table first.
+        """
         numbers = self.table_numbers[block_ids]
+        if (numbers[1:] != numbers[:-1]).any():
+            order = numbers.argsort(kind="stable")
+            block_ids, numbers = block_ids[order], numbers[order]
         for run in _split(block_ids, numbers[1:] != numbers[:-1]):
             if self._tables_by_number[int(self.table_numbers[run[0]])].is_ordered:
                 yield from _split(run, self.parent_blocks[run[:-1]] != run[1:])
@@ -312,7 +329,7 @@ class ContentIndex:
         if table.is_ordered:
             self._count_children(self.parent_blocks[chain[-1:]], -1)
         self._erase(chain)
-        going.note(table, digests, chain)
+        going.note(table, digests)
         self._drop_if_empty(table)
         return True
 
@@ -329,11 +346,9 @@ class ContentIndex:
             if first is None:
                 if table.is_ordered:
                     self._count_children(self.parent_blocks[block], -1)
-                going.note(table, [digest], block)
-            else:
-                if num_children:
-                    self._hand_on_children(block_id, first)
-                going.note(table, [], block)
+                going.note(table, [digest])
+            elif num_children:
+                self._hand_on_children(block_id, first)
             self._erase(block)
             self._drop_if_empty(table)
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.blocks.extra_keys import extra_keys_bytes
+from kvcache.blocks.pending_copies import PendingCopies
 from kvcache.blocks.prefix_table import PrefixTable, namespace_name
 from kvcache.blocks.run import CachedRun
-from kvcache.commands import Command, Label, Unlabel, Zero
+from kvcache.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.core import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -74,6 +75,7 @@ class Outbox:
         self._unlabels: list[int] = []
         self._labels: list[tuple[CachedRun, Sequence[int]]] = []
         self._zeros: list[int] = []
+        self.copies = PendingCopies()
 
     @property
     def tells_tokens(self) -> bool:
@@ -121,6 +123,9 @@ class Outbox:
         if self._zeros:
             self._commands.append(Zero(int32_array(self._zeros)))
             self._zeros = []
+        if copies := self.copies.take():
+            sources, destinations = zip(*copies, strict=True)
+            self._commands.append(Copy(int32_array(sources), int32_array(destinations)))
         commands, self._commands = self._commands, []
         return commands
 

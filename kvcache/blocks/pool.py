@@ -11,7 +11,7 @@ anybody holds, copies or may still write to, and to give back more references th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -26,7 +26,12 @@ from kvcache.blocks.run import CachedRun, StepLedger
 from kvcache.core import CacheEvent, NullEventSink, NullOffloadHooks, OffloadHooks
 from kvcache.errors import BlockError, ConfigurationError, OutOfBlocksError
 from kvcache.hashing import BlockHash
-from kvcache.policies import EntryInfo, make_eviction_policy
+from kvcache.policies import (
+    EVICTION_POLICIES,
+    EntryInfo,
+    PolicyFactory,
+    make_eviction_policy,
+)
 from kvcache.policies.entry_queue import Entries
 from kvcache.request import Namespace
 
@@ -43,6 +48,7 @@ class BlockPool(ReferencedBlocks):
         enable_caching: bool = True,
         ordered_groups: frozenset[int] = frozenset({0}),
         eviction_policy: str = "lru",
+        policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
         outbox: Outbox | None = None,
         offload: OffloadHooks | None = None,
         zero_new_blocks: bool = False,
@@ -51,8 +57,8 @@ class BlockPool(ReferencedBlocks):
         """Make a pool of free blocks.
 
         `ordered_groups` are those in which only blocks without a cached child are evicted: the
-        full-attention ones. With `enable_kv_cache_events` and no `outbox` of its own, events are
-        kept for `take_events`.
+        full-attention ones. `eviction_policy` is one of `policies` by name. With
+        `enable_kv_cache_events` and no `outbox` of its own, events are kept for `take_events`.
 
         Raises:
             ConfigurationError: fewer than one block, or an unknown policy.
@@ -70,7 +76,7 @@ class BlockPool(ReferencedBlocks):
             has_workers=False,
         )
         contents = ContentIndex(num_blocks, ordered_groups, outbox)
-        policy = make_eviction_policy(eviction_policy, num_blocks, self)
+        policy = make_eviction_policy(eviction_policy, num_blocks, self, policies)
         super().__init__(num_blocks, contents, policy)
         self.enable_caching = enable_caching
         self.num_evictions = 0
@@ -232,6 +238,11 @@ class BlockPool(ReferencedBlocks):
             self._release_forgotten(self.contents.forget(needed))
         return bool(live)
 
+    def forget_copies(self, block_ids: Sequence[int]) -> None:
+        """Forget contents that other blocks have as well; nothing that can be found is lost."""
+        forgotten, _ = self.contents.evict(block_ids)
+        self._release_forgotten(forgotten.tolist())
+
     def reset_prefix_cache(self) -> bool:
         """Forget every content; return False, unchanged, while any block is in use."""
         if self.num_blocks_in_use():
@@ -278,15 +289,23 @@ class BlockPool(ReferencedBlocks):
         evicted: list[IndexArray] = []
         kept: list[int] = []
         missing = num_blocks
+        has_progress = False
         while missing:
             victims = self._policy.choose(missing).entries
             if not len(victims):
-                break
+                if not (kept and has_progress):
+                    break
+                # A policy may put parents before their children: those whose children have gone
+                # meanwhile can go now.
+                self._policy.put_back(kept)
+                kept, has_progress = [], False
+                continue
             self._offer(victims)
             forgotten, needed = self.contents.evict(victims)
             evicted.append(forgotten)
             missing -= len(forgotten)
             kept += needed
+            has_progress |= len(forgotten) > 0
         self._policy.put_back(kept[missing:])
         if missing:
             # Only blocks with cached children are left, and the children are held: by copies that

@@ -1,7 +1,22 @@
-"""The configuration of a cluster: models.py says what can be set, loading.py reads files."""
+"""The configuration of a cluster, and the specs that its layers mean.
+
+models.py says what can be set, layer_kinds.py what can be said of a layer, sections.py what both
+are made of; loading.py reads files, layers.py makes specs.
+"""
 
 from __future__ import annotations
 
+from kvcache.config.layer_kinds import (
+    ChunkedLocalLayer,
+    CrossLayer,
+    FullLayer,
+    Layer,
+    LayerConfig,
+    MambaLayer,
+    MLALayer,
+    SlidingWindowLayer,
+    StatelessLayer,
+)
 from kvcache.config.layers import layer_specs
 from kvcache.config.loading import load_config, parse_config
 from kvcache.config.models import (
@@ -9,24 +24,31 @@ from kvcache.config.models import (
     ClusterConfig,
     ContentCheckConfig,
     DeadlinesConfig,
-    LayerConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     TransportConfig,
     WorkersConfig,
-    parse_bytes,
 )
+from kvcache.config.sections import parse_bytes
 
 __all__ = [
     "CacheConfig",
+    "ChunkedLocalLayer",
     "ClusterConfig",
     "ContentCheckConfig",
+    "CrossLayer",
     "DeadlinesConfig",
+    "FullLayer",
+    "Layer",
     "LayerConfig",
+    "MLALayer",
+    "MambaLayer",
     "ModelConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "SlidingWindowLayer",
+    "StatelessLayer",
     "TransportConfig",
     "WorkersConfig",
     "layer_specs",

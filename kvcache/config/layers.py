@@ -1,25 +1,33 @@
 """From a configuration's layers to what each rank keeps.
 
-Stands between configuration and planner, for models that are described rather than loaded.
+Stands between configuration and planner, for models that are described rather than loaded. What
+one layer keeps on one rank is said where its kind is described; here layers get names and stages.
 """
 
 from __future__ import annotations
 
-from kvcache.config.models import ClusterConfig, LayerConfig
-from kvcache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from collections.abc import Sequence
+
+from kvcache.config.layer_kinds import Layer
+from kvcache.config.models import ClusterConfig
+from kvcache.specs import KVCacheSpec
 
 
 def layer_specs(config: ClusterConfig) -> list[dict[str, KVCacheSpec]]:
     """Return layer name to spec for every global rank, `pipeline_rank * tp + tensor_rank`.
 
-    Layers are named `layers.0`, `layers.1`, ... over the whole model. Pipeline stages take runs of
-    layers, earlier stages one more where they do not divide evenly. KV heads are divided by the
-    tensor-parallel size; with more ranks than heads, each rank keeps one head.
+    Layers are named `layers.0`, `layers.1`, ... over the whole model, those that keep nothing
+    counted; cross attention beside another attention is `layers.0.cross`. Pipeline stages take
+    runs of layers, earlier stages one more where they do not divide evenly. What tensor-parallel
+    ranks divide, and what all of them keep, is a matter of the kind. Raises ConfigurationError for
+    sizes that contradict each other.
     """
-    layers = [layer for layer in config.model.layers for _ in range(layer.count)]
+    layers = config.model.layers_in_order()
     by_rank: list[dict[str, KVCacheSpec]] = []
     for start, end in _stage_ranges(len(layers), config.parallel.pipeline_parallel_size):
-        stage = {f"layers.{i}": _spec(config, layers[i]) for i in range(start, end)}
+        stage: dict[str, KVCacheSpec] = {}
+        for index in range(start, end):
+            stage |= _named_specs(config, f"layers.{index}", layers[index])
         by_rank.extend(dict(stage) for _ in range(config.parallel.tensor_parallel_size))
     return by_rank
 
@@ -36,13 +44,14 @@ def _stage_ranges(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def _spec(config: ClusterConfig, layer: LayerConfig) -> KVCacheSpec:
-    """Return the spec of `layer` on one rank."""
-    block_size = config.cache.block_size
-    num_kv_heads = max(1, layer.num_kv_heads // config.parallel.tensor_parallel_size)
-    dtype = config.model.dtype
-    if layer.window_tokens is not None:
-        return SlidingWindowSpec(
-            block_size, num_kv_heads, layer.head_size, dtype, sliding_window=layer.window_tokens
-        )
-    return FullAttentionSpec(block_size, num_kv_heads, layer.head_size, dtype)
+def _named_specs(
+    config: ClusterConfig, layer_name: str, parts: Sequence[Layer]
+) -> dict[str, KVCacheSpec]:
+    """Return what one rank keeps of the layer, which `parts` make up; empty if nothing."""
+    specs = {}
+    for part in parts:
+        block_size = part.block_size or config.cache.block_size
+        spec = part.spec(block_size, config.model.dtype, config.parallel.tensor_parallel_size)
+        if spec is not None:
+            specs[f"{layer_name}.{part.kind}" if part.is_beside_previous else layer_name] = spec
+    return specs

@@ -15,8 +15,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from kvcache.config.layer_kinds import LAYER_KINDS
 from kvcache.config.models import ClusterConfig
 from kvcache.errors import ConfigurationError, shown
+
+_TAG_POSITION = 3
+"""Where the kind of a layer stands in the path of an error: model, layers, index, kind."""
 
 
 def load_config(path: str | Path) -> ClusterConfig:
@@ -111,15 +115,33 @@ def _describe_yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
 def _describe(details: ErrorDetails) -> str:
     """Return `key: value: what to do` for one error."""
     kind, context = details["type"], details.get("ctx", {})
-    key, value = _dotted(details["loc"]), details["input"]
+    loc, tag = _without_tag(details["loc"])
+    key, value = _dotted(loc), details["input"]
     if kind == "value_error":
         told = str(context["error"])  # from a validator of ours: it names the values itself
         return f"{key}: {told}" if key else told
     if kind == "extra_forbidden":
-        return f"{key}: {shown(value)}: {_suggest_key(details['loc'])}"
+        return f"{key}: {shown(value)}: {_suggest_key(loc, tag)}"
     if kind == "missing":
         return f"{key}: is missing: add it"
+    if kind == "union_tag_not_found":
+        return f"{key}.kind: is missing: add it"
+    if kind == "union_tag_invalid":
+        return f"{key}.kind: {shown(context['tag'])}: use {_alternatives(context)}"
     return f"{key}: {shown(value)}: {_remedy(kind, context, details['msg'])}"
+
+
+def _without_tag(loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], str | None]:
+    """Return the path without the kind of layer, which is in it but not in the file; and that."""
+    if len(loc) > _TAG_POSITION and loc[:2] == ("model", "layers"):
+        return (*loc[:_TAG_POSITION], *loc[_TAG_POSITION + 1 :]), str(loc[_TAG_POSITION])
+    return loc, None
+
+
+def _alternatives(context: Mapping[str, Any]) -> str:
+    """Return the tags of a union as `'a', 'b' or 'c'`."""
+    first, _, last = str(context["expected_tags"]).rpartition(", ")
+    return f"{first} or {last}" if first else last
 
 
 def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
@@ -143,21 +165,27 @@ def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
         "invalid_key": "is no text: put the key in quotes, or remove it",
         "tuple_type": "write a list, one '- ' per entry",
         "model_type": "write a section of keys and values",
+        "model_attributes_type": "write a section of keys and values",
     }
     return remedies.get(kind, message)
 
 
-def _suggest_key(loc: tuple[int | str, ...]) -> str:
-    """Return the nearest known key in place of the last of `loc`, or all that are known."""
+def _suggest_key(loc: tuple[int | str, ...], kind: str | None) -> str:
+    """Return the nearest known key in place of the last of `loc`, or all that are known.
+
+    `kind`: of the layer that the path leads through, if it does.
+    """
     section: type[BaseModel] = ClusterConfig
     for part in loc[:-1]:
         if isinstance(part, str):
             section = _section_of(section, part)
+    section = LAYER_KINDS.get(kind or "", section)
     known = list(section.model_fields)
     nearest = difflib.get_close_matches(str(loc[-1]), known, n=1)
     if nearest:
         return f"there is no such key: did you mean {nearest[0]}?"
-    return f"there is no such key: known here are {', '.join(known)}"
+    where = f"in a layer of kind {kind}" if kind else "here"
+    return f"there is no such key: known {where} are {', '.join(known)}"
 
 
 def _section_of(section: type[BaseModel], key: str) -> type[BaseModel]:

@@ -7,73 +7,24 @@ is not known is an error. No environment variable is read here or anywhere else.
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from kvcache.errors import ConfigurationError, shown
+from kvcache.config.layer_kinds import Layer, LayerConfig
+from kvcache.config.sections import (
+    MIB,
+    Bytes,
+    Count,
+    FewThousand,
+    Seconds,
+    Section,
+    Share,
+    require_model_len,
+)
+from kvcache.errors import ConfigurationError
 from kvcache.specs import Layout, dtype_size_bytes
-
-MIB = 1 << 20
-MAX_COUNT = 2**31 - 1
-"""Tokens, positions and block ids travel as int32."""
-BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-def parse_bytes(value: object) -> object:
-    """Return the bytes that text such as "256MiB" or "1.5 GiB" stands for; other values as is."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*", value)
-    if match is None or match[2] not in BYTE_UNITS:
-        units = ", ".join(BYTE_UNITS)
-        raise ConfigurationError(
-            f"{shown(value)} is no amount of memory: write a number and one of {units}"
-        )
-    return int(Fraction(match[1]) * BYTE_UNITS[match[2]])
-
-
-def require_model_len(value: object) -> object:
-    """Return `value`; raises ConfigurationError unless it is a number of tokens or "auto"."""
-    if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_COUNT):
-        raise ConfigurationError(
-            f"{shown(value)} is no length: write a number of tokens from 1 to {MAX_COUNT}, or auto"
-        )
-    return value
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-FewThousand = Annotated[int, Field(ge=1, le=4096)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, strict about types, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class LayerConfig(Section):
-    """`count` layers in a row of one kind. Heads are those of the whole model."""
-
-    kind: Literal["full", "sliding_window"]
-    count: FewThousand = 1
-    num_kv_heads: Count
-    head_size: Count
-    window_tokens: Count | None = None
-
-    @model_validator(mode="after")
-    def _window_belongs_to_windowed_layers(self) -> LayerConfig:
-        if (self.kind == "sliding_window") != (self.window_tokens is not None):
-            remedy = "remove it" if self.kind == "full" else "say how many tokens it reads"
-            raise ConfigurationError(
-                f"window_tokens is {self.window_tokens} in a layer of kind {self.kind}: {remedy}"
-            )
-        return self
 
 
 class ModelConfig(Section):
@@ -93,12 +44,20 @@ class ModelConfig(Section):
         dtype_size_bytes(self.dtype)
         if not self.layers:
             raise ConfigurationError("layers is empty: write at least one entry")
+        _place_cross_attention(self.layers)
         return self
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
-        return sum(layer.count for layer in self.layers)
+        """Layers of the whole model, those that keep nothing included."""
+        return sum(layer.count for layer in self.layers if not layer.is_beside_previous)
+
+    def layers_in_order(self) -> list[tuple[Layer, ...]]:
+        """Return for each layer of the model what it consists of: mostly one entry of `layers`.
+
+        A decoder layer with cross attention beside its own attention has two.
+        """
+        return _place_cross_attention(self.layers)
 
 
 class CacheConfig(Section):
@@ -106,7 +65,8 @@ class CacheConfig(Section):
 
     `memory_per_rank` None: what each worker reports as free. `num_blocks` None: as many as fit.
     `watermark`: share of blocks kept free for running requests. `max_pin_share`: share that
-    pinned prefixes may take.
+    pinned prefixes may take. `merge_duplicates`: requests that filled blocks with equal content
+    share one of them once their steps are complete.
     """
 
     block_size: Count = 16
@@ -119,6 +79,7 @@ class CacheConfig(Section):
     core: Literal["blocks"] = "blocks"
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_pin_share: Share = 0.5
+    merge_duplicates: bool = False
     disable_hybrid_manager: bool = False
     layout: Layout = "block_first"
     log_stats: bool = True
@@ -231,7 +192,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> ClusterConfig:
-        self._require_divisible_heads()
+        self._require_divisible_layers()
+        self._require_whole_chunks()
         stages = self.parallel.pipeline_parallel_size
         if stages > self.model.num_layers:
             raise ConfigurationError(
@@ -247,12 +209,36 @@ class ClusterConfig(Section):
                 )
         return self
 
-    def _require_divisible_heads(self) -> None:
+    def _require_divisible_layers(self) -> None:
         size = self.parallel.tensor_parallel_size
         for index, layer in enumerate(self.model.layers):
-            if layer.num_kv_heads % size and size % layer.num_kv_heads:
+            problem = layer.indivisible(size)
+            if problem:
                 raise ConfigurationError(
                     f"parallel.tensor_parallel_size is {size}, but model.layers[{index}] has "
-                    f"{layer.num_kv_heads} num_kv_heads: heads must divide evenly over ranks, or "
-                    "ranks over heads"
+                    f"{problem}"
                 )
+
+    def _require_whole_chunks(self) -> None:
+        for index, layer in enumerate(self.model.layers):
+            problem = layer.misaligned(layer.block_size or self.cache.block_size)
+            if problem:
+                raise ConfigurationError(f"model.layers[{index}]: {problem}")
+
+
+def _place_cross_attention(entries: Sequence[Layer]) -> list[tuple[Layer, ...]]:
+    """Return the parts of every layer; raises ConfigurationError for parts without a layer."""
+    layers: list[tuple[Layer, ...]] = []
+    for index, entry in enumerate(entries):
+        if not entry.is_beside_previous:
+            layers.extend([(entry,)] * entry.count)
+            continue
+        start = len(layers) - entry.count
+        if start < 0 or any(len(parts) > 1 for parts in layers[start:]):
+            raise ConfigurationError(
+                f"layers[{index}] is beside the {entry.count} layers before it, but there are not "
+                "that many without cross attention: lower its count, or write beside_previous: "
+                "false"
+            )
+        layers[start:] = [(*parts, entry) for parts in layers[start:]]
+    return layers

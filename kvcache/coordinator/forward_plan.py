@@ -6,13 +6,16 @@ decode step sends one token per row. Refuses to decide: it follows what the mana
 
     verify [0, computed) of rows that go ──▶ write [start, start + count) of rows that run
                                              verify [0, start) of rows that come (their hit)
+
+Rows that a failed step withdraws are not verified: a state that a forward has overwritten, or
+not, is nothing to compare with.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -33,6 +36,21 @@ class _Before:
 
     step: int
     figures: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """The encoder tokens of a request, which it gets again when it is resumed, and its forks share.
+
+    `key` is empty where there are none.
+    """
+
+    client_id: str
+    num_tokens: int
+    key: bytes
+
+
+_NO_ENCODER = _Encoder("", 0, b"")
 
 
 @dataclass
@@ -70,6 +88,16 @@ class _Row:
         return True
 
 
+@dataclass(frozen=True)
+class _RowStart:
+    """What a row that comes has beside its tokens."""
+
+    content_key: bytes
+    num_external_tokens: int
+    num_encoder_tokens: int
+    encoder_key: bytes
+
+
 @dataclass
 class _Rows:
     """The rows of a `WriteExpected`, as they are collected."""
@@ -82,19 +110,40 @@ class _Rows:
     token_counts: list[int] = field(default_factory=list)
     token_ids: list[Int32Array] = field(default_factory=list)
     content_keys: list[bytes] = field(default_factory=list)
+    external_counts: list[int] = field(default_factory=list)
+    draft_counts: list[int] = field(default_factory=list)
+    encoder_counts: list[int] = field(default_factory=list)
+    encoder_keys: list[bytes] = field(default_factory=list)
 
-    def add(
-        self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array, key: bytes = b""
+    def run_on(
+        self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array, num_drafts: int
     ) -> None:
-        """Add a row that writes `span` and brings its tokens from `told` on; `key` if it is new."""
+        """Add a running row that writes `span` and brings its tokens from `told` on."""
+        self._add(slot, span, told, tokens)
+        self.is_new.append(0)
+        self.content_keys.append(b"")
+        self.draft_counts.append(num_drafts)
+        self.external_counts.append(0)
+        self.encoder_counts.append(0)
+        self.encoder_keys.append(b"")
+
+    def admit(self, slot: int, span: tuple[int, int], tokens: Int32Array, start: _RowStart) -> None:
+        """Add a row that comes: it writes `span` and brings all of its tokens."""
+        self._add(slot, span, 0, tokens)
+        self.is_new.append(1)
+        self.content_keys.append(start.content_key)
+        self.draft_counts.append(0)
+        self.external_counts.append(start.num_external_tokens)
+        self.encoder_counts.append(start.num_encoder_tokens)
+        self.encoder_keys.append(start.encoder_key)
+
+    def _add(self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array) -> None:
         self.slots.append(slot)
-        self.is_new.append(int(bool(key)))
         self.starts.append(span[0])
         self.counts.append(span[1] - span[0])
         self.token_starts.append(told)
         self.token_counts.append(len(tokens))
         self.token_ids.append(tokens)
-        self.content_keys.append(key)
 
 
 class ForwardPlanner:
@@ -105,13 +154,15 @@ class ForwardPlanner:
         self._lookup = lookup
         self._rows: dict[int, _Row] = {}
         self._slots: dict[str, int] = {}
+        self._encoders: dict[str, _Encoder] = {}  # of requests that run or are preempted
 
     def plan(self, request: StepRequest, result: StepResult, job_id: int) -> WriteExpected:
         """Return the forward of a step that the manager has just answered, and remember it."""
         if request.failed_step != NO_STEP:
-            self._take_back(request.client_id, request.failed_step)
+            self._take_back(request.client_id, request.failed_step, result.withdrawn)
         verify_slots, verify_lengths = self._let_go(request)
         rows = _Rows()
+        self._fork(request, result, rows)
         self._run_on(request, result, rows)
         self._admit(request, result, rows)
         return WriteExpected(
@@ -126,17 +177,28 @@ class ForwardPlanner:
             token_counts=int32_array(rows.token_counts),
             token_ids=np.concatenate(rows.token_ids) if rows.token_ids else EMPTY_INT32,
             content_keys=tuple(rows.content_keys),
+            external_counts=_if_any(rows.external_counts),
+            draft_counts=_if_any(rows.draft_counts),
+            encoder_counts=_if_any(rows.encoder_counts),
+            encoder_keys=tuple(rows.encoder_keys) if any(rows.encoder_keys) else (),
         )
 
     def forget_client(self, client_id: str) -> None:
         """Drop the rows of a client that has gone."""
         for slot in [s for s, row in self._rows.items() if row.client_id == client_id]:
             self._drop(slot)
+        for request_id in [r for r, e in self._encoders.items() if e.client_id == client_id]:
+            del self._encoders[request_id]
 
-    def _take_back(self, client_id: str, from_step: int) -> None:
+    def _take_back(self, client_id: str, from_step: int, withdrawn: Sequence[str]) -> None:
         for slot, row in list(self._rows.items()):
             if row.client_id == client_id and not row.take_back(from_step):
                 self._drop(slot)
+        for request_id in withdrawn:
+            if request_id in self._slots:
+                self._drop(self._slots[request_id])
+            if self._lookup(request_id) is None:
+                self._encoders.pop(request_id, None)
 
     def _let_go(self, request: StepRequest) -> tuple[list[int], list[int]]:
         """Forget rows that finish or are preempted; return what is to be verified of them."""
@@ -148,7 +210,26 @@ class ForwardPlanner:
                     slots.append(slot)
                     lengths.append(self._rows[slot].num_right)
                     self._drop(slot)
+        for request_id in request.finished:
+            self._encoders.pop(request_id, None)
         return slots, lengths
+
+    def _fork(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
+        """Add the children of forks: they write nothing yet, and all they share is compared."""
+        for fork, slot in zip(request.forks, result.forked_slots.tolist(), strict=True):
+            if slot == NO_SLOT:
+                continue
+            known = self._request(fork.child_id)
+            parent = self._rows[self._slots[fork.parent_id]]
+            end = min(parent.num_computed, known.num_tokens)
+            row = _Row(fork.child_id, request.client_id)
+            row.remember(request.step, request.completed_step, is_new=True)
+            row.num_computed = row.num_told = row.num_right = end
+            self._rows[slot], self._slots[fork.child_id] = row, slot
+            if fork.parent_id in self._encoders:
+                self._encoders[fork.child_id] = self._encoders[fork.parent_id]
+            has = self._row_start(known, num_external_tokens=0)
+            rows.admit(slot, (end, end), content_tokens(known, 0, end), has)
 
     def _run_on(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
         running = request.running
@@ -176,7 +257,7 @@ class ForwardPlanner:
             if num_draft:
                 drafts = running.draft_token_ids[draft_end - num_draft : draft_end]
                 tokens = np.concatenate((tokens, drafts))
-            rows.add(slot, (start, end), told, tokens)
+            rows.run_on(slot, (start, end), told, tokens, num_draft)
             row.num_computed = row.num_right = end
             row.num_told = own_end
 
@@ -185,6 +266,7 @@ class ForwardPlanner:
         names = [r.request_id for r in request.resumed] + [r.request_id for r in request.new]
         external = [0] * len(request.resumed)
         external += [r.num_external_computed_tokens for r in request.new]
+        encoders = {r.request_id: r.num_encoder_tokens for r in request.new}
         for i, slot in enumerate(result.admitted_slots.tolist()):
             if slot == NO_SLOT:
                 continue
@@ -197,8 +279,21 @@ class ForwardPlanner:
             row.remember(request.step, request.completed_step, is_new=True)
             row.num_computed = row.num_told = row.num_right = end
             self._rows[slot], self._slots[names[i]] = row, slot
-            tokens = content_tokens(known, 0, end)
-            rows.add(slot, (start, end), 0, tokens, content_key(known))
+            if names[i] in encoders:
+                num_tokens = encoders[names[i]]
+                key = encoder_key(known) if num_tokens else b""
+                self._encoders[names[i]] = _Encoder(request.client_id, num_tokens, key)
+            has = self._row_start(known, first - start)
+            rows.admit(slot, (start, end), content_tokens(known, 0, end), has)
+
+    def _row_start(self, known: Request, num_external_tokens: int) -> _RowStart:
+        encoder = self._encoders.get(known.request_id, _NO_ENCODER)
+        return _RowStart(
+            content_key=content_key(known),
+            num_external_tokens=num_external_tokens,
+            num_encoder_tokens=encoder.num_tokens,
+            encoder_key=encoder.key,
+        )
 
     def _request(self, request_id: str) -> Request:
         request = self._lookup(request_id)
@@ -217,6 +312,11 @@ def content_key(request: Request) -> bytes:
     return json.dumps([space.model_epoch, space.lora, space.salt, space.tenant]).encode()
 
 
+def encoder_key(request: Request) -> bytes:
+    """Return what sets a request's encoder tokens apart: only forks of it share them."""
+    return json.dumps([content_key(request).decode(), request.request_id]).encode()
+
+
 def content_tokens(request: Request, start: int, end: int) -> Int32Array:
     """Return the tokens `[start, end)` with placeholders of images replaced by ids of the image.
 
@@ -233,3 +333,8 @@ def content_tokens(request: Request, start: int, end: int) -> Int32Array:
             ids = (base % MAX_TOKEN_ID + offsets * 7919) % MAX_TOKEN_ID
             tokens[first - start : last - start] = ids
     return tokens
+
+
+def _if_any(counts: list[int]) -> Int32Array:
+    """Return `counts`, or nothing where all are 0."""
+    return int32_array(counts) if any(counts) else EMPTY_INT32

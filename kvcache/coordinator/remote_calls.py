@@ -7,7 +7,8 @@ methods that are not in the table, and requests of another client.
 A request travels as `request: {request_id, start, token_ids, num_computed_tokens}`: its tokens from
 position `start` on, which is how many are known here already. With `start` 0 it is made, and may
 also have `num_prompt_tokens, lora_name, lora_path, mm_hashes, mm_offsets, mm_lengths, cache_salt,
-tenant, skip_reading_prefix_cache`. It is known until `free`.
+tenant, skip_reading_prefix_cache`. It is known until `free`. A fork brings
+its parent in the same form, as `parent`.
 """
 
 from __future__ import annotations
@@ -158,6 +159,15 @@ class RemoteCalls:
         slot = self._manager.slot_of(request.request_id)
         return {"block_ids": blocks, "unhashed": _packed(blocks, unhashed=True), "slot": slot}
 
+    def _fork(self, client_id: str, arguments: _Arguments) -> object:
+        values = arguments.take("parent", dict)
+        child = self._take_request(client_id, arguments)
+        parent = self._bring(client_id, values)
+        blocks = self._manager.fork(parent, child)
+        if blocks is None:
+            return None
+        return {"block_ids": blocks, "slot": self._manager.slot_of(child.request_id)}
+
     def _cache_blocks(self, client_id: str, arguments: _Arguments) -> object:
         num_tokens = arguments.take("num_computed_tokens", int)
         request = self._take_request(client_id, arguments)
@@ -226,6 +236,10 @@ class RemoteCalls:
         """Return the request that the arguments describe, made or brought up to date."""
         values = arguments.take("request", dict)
         arguments.require_empty()
+        return self._bring(client_id, values)
+
+    def _bring(self, client_id: str, values: dict[str, Any]) -> Request:
+        """Return the request that `values` describe, made or brought up to date."""
         if not set(values) <= _REQUEST_KEYS:
             raise RequestError(f"request does not know {sorted(map(str, set(values)))}")
         what = _Arguments("request", pack_values(values))
@@ -272,6 +286,7 @@ class RemoteCalls:
 METHODS: Mapping[str, _Method] = {
     "get_computed_blocks": RemoteCalls._get_computed_blocks,
     "allocate_slots": RemoteCalls._allocate_slots,
+    "fork": RemoteCalls._fork,
     "cache_blocks": RemoteCalls._cache_blocks,
     "free": RemoteCalls._free,
     "free_block_hashes": RemoteCalls._free_block_hashes,

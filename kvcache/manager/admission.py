@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvcache.core import CacheHit, Core, Reservation, TableChange
+from kvcache.core import CacheHit, Core, NewestState, Reservation, TableChange
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
@@ -29,12 +29,18 @@ class AdmissionLimits:
 
 @dataclass(frozen=True)
 class Demand:
-    """How much a request wants, in tokens from position 0: computed before, slots up to, and how
-    far full blocks become hittable."""
+    """How much a request wants, in tokens from position 0: computed before, slots up to, how far
+    full blocks become hittable, and where its forward ends without drafts.
+
+    `newest_state` is where its last forward ended, if it had any.
+    """
 
     num_computed_tokens: int
     num_slot_tokens: int
     num_cached_tokens: int
+    num_own_tokens: int
+    num_encoder_tokens: int = 0
+    newest_state: NewestState | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +100,9 @@ class Admission:
             min(demand.num_slot_tokens, self._limits.max_model_len),
             demand.num_cached_tokens,
             num_spare_blocks,
+            demand.num_own_tokens,
+            demand.newest_state,
+            demand.num_encoder_tokens,
         )
 
     def seat(
@@ -108,4 +117,6 @@ class Admission:
         if changes is None:
             return None
         known = self._book.admit(request, client_index, demand.num_computed_tokens)
+        known.num_encoder_tokens = demand.num_encoder_tokens
+        slots.num_own[known.slot] = demand.num_own_tokens
         return Admitted(known, changes)

@@ -24,7 +24,7 @@ class CoreSettings:
     `none_hash` is the parent of every first block. `events` hears what is stored and removed,
     `offload` what may be stored below. `slots` is a live view of the running requests' slots, by
     request id. With `zero_new_blocks` a block's bytes are cleared when a request gets it; without
-    workers no commands are kept.
+    workers no commands are kept. With `merge_duplicates` equal sealed blocks become one.
     """
 
     kv_cache_config: KVCacheConfig
@@ -37,6 +37,7 @@ class CoreSettings:
     offload: OffloadHooks
     zero_new_blocks: bool
     has_workers: bool
+    merge_duplicates: bool = False
 
 
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
@@ -55,6 +56,7 @@ def _make_block_core(settings: CoreSettings) -> Core:
         offload=settings.offload,
         zero_new_blocks=settings.zero_new_blocks,
         has_workers=settings.has_workers,
+        merge_duplicates=settings.merge_duplicates,
     )
     core.use_slots(settings.slots)
     return core

@@ -59,6 +59,7 @@ class KVCacheManager:
         zero_new_blocks: bool = False,
         has_workers: bool = False,
         model_epoch: int = 0,
+        merge_duplicates: bool = False,
         core_factories: Mapping[str, CoreFactory] = CORES,
     ) -> None:
         """Make a manager with an empty cache.
@@ -84,6 +85,8 @@ class KVCacheManager:
             zero_new_blocks: whether workers clear a block before a request gets it.
             has_workers: keep commands for workers until `take_commands`; by default there are none.
             model_epoch: generation of the weights that are loaded now.
+            merge_duplicates: once steps are complete, let requests that filled blocks with equal
+                content share one; the statistics say how many blocks and bytes that saved.
 
         Raises:
             ConfigurationError: a value cannot be meant; names it, and what could be.
@@ -105,6 +108,7 @@ class KVCacheManager:
             zero_new_blocks,
             has_workers,
             model_epoch,
+            merge_duplicates,
         )
         parts = ManagerParts(
             settings,
@@ -167,7 +171,8 @@ class KVCacheManager:
             num_draft_tokens: how many of the new tokens are drafts.
             num_lookahead_tokens: slots beyond them.
             num_external_computed_tokens: tokens whose bytes come from elsewhere.
-            num_encoder_tokens: no attention kind here keeps encoder tokens; must be 0.
+            num_encoder_tokens: of the encoder whose output the request reads; allocated when it
+                is admitted. 0 where no KV cache group keeps encoder tokens.
 
         Returns:
             The blocks that are new in the request's tables, adopted ones not included.
@@ -186,6 +191,20 @@ class KVCacheManager:
         return self._calls.allocate_slots(
             request, wanted, new_computed_blocks, delays_caching=delay_cache_blocks
         )
+
+    def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
+        """Let `child_request`, which is new, share every block the parent has computed.
+
+        The child begins with the parent's computed tokens (it may have more), gets a slot and its
+        `num_computed_tokens`; None, unchanged, if no slot is free. Both go on as any request:
+        before one of them writes a block that both hold, `allocate_slots` gives it another one,
+        and `take_commands` has the copy that every rank runs before that forward.
+
+        Raises:
+            RequestError: the parent has no blocks here (unknown, preempted or swapped out), the
+                child is known already or does not continue the parent; nothing was changed.
+        """
+        return self._calls.fork(parent_request, child_request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Make the request's full blocks up to `num_computed_tokens` hittable (after a delay).

@@ -18,6 +18,7 @@ from kvcache.manager.admission import Admission, AdmissionLimits
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.manager.events_buffer import EventBuffer
+from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import RequestBook
 from kvcache.manager.request_calls import RequestCalls
 from kvcache.manager.slots import SlotTable
@@ -54,6 +55,7 @@ class ManagerSettings:
     zero_new_blocks: bool
     has_workers: bool
     model_epoch: int
+    merge_duplicates: bool = False
 
     def __post_init__(self) -> None:
         require_count("max_model_len", self.max_model_len)
@@ -94,6 +96,7 @@ class ManagerParts:
         """Make the parts of a manager with an empty cache; raises `ConfigurationError`."""
         config = settings.kv_cache_config
         max_model_len = settings.max_model_len
+        limits = ModelLimits.of(config, max_model_len)
         self.hasher = get_request_block_hasher(
             settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
         )
@@ -111,6 +114,7 @@ class ManagerParts:
             hooks,
             settings.zero_new_blocks,
             settings.has_workers,
+            settings.merge_duplicates,
         )
         self.core = make_core(settings.core, core_settings, core_factories)
         self.slots = SlotTable(settings.max_num_seqs, settings.hash_block_size)
@@ -140,7 +144,7 @@ class ManagerParts:
             hooks,
             hasher=self.hasher,
             block_sizes=settings.block_sizes,
-            max_model_len=max_model_len,
+            limits=limits,
         )
-        self.planner = StepPlanner(self.book, max_model_len, MAX_UNFINISHED_STEPS, self.hasher)
-        self.executor = StepExecutor(self.book, self.core, self.admission, hooks, max_model_len)
+        self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)
+        self.executor = StepExecutor(self.book, self.core, self.admission, hooks, limits)

@@ -27,12 +27,16 @@ class KnownRequest:
 
     `client_index` is `CALLER` where a caller of per-request methods owns it. `generation` tells
     this occupancy of `slot` from all others; it keeps its last value while preempted.
+    `num_encoder_tokens` come back with a request that is resumed. `num_draft_tokens` were in the
+    last forward of a caller's request.
     """
 
     request: Request
     client_index: int
     slot: int = NO_SLOT
     generation: int = FREE
+    num_encoder_tokens: int = 0
+    num_draft_tokens: int = 0
 
     @property
     def is_running(self) -> bool:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.core import CacheHit, Core, OffloadHooks, TableChange
+from kvcache.core import CacheHit, Core, NewestState, OffloadHooks, TableChange
 from kvcache.errors import RequestError
 from kvcache.manager.admission import Admission, Demand
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.cache_control import CacheControl
+from kvcache.manager.forks import Forks, require_continuation
+from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.slots import CALLER
 from kvcache.manager.step_execution import join_patches
@@ -34,6 +36,9 @@ class Wanted:
     num_encoder_tokens: int
 
 
+NOTHING = Wanted(0, 0, 0, 0, 0, 0)
+"""No new tokens of any kind."""
+
 _COUNTS = tuple(count.name for count in fields(Wanted))
 
 
@@ -50,7 +55,7 @@ class RequestCalls:
         *,
         hasher: BlockHasher,
         block_sizes: Sequence[int],
-        max_model_len: int,
+        limits: ModelLimits,
     ) -> None:
         """Work on the same book and core as steps do."""
         self._book = book
@@ -60,7 +65,8 @@ class RequestCalls:
         self._hooks = hooks
         self._hasher = hasher
         self._block_sizes = tuple(block_sizes)
-        self._max_model_len = max_model_len
+        self._limits = limits
+        self._forks = Forks(book, core)
         # First stale column per group of the worker's table, by slot, until a patch is taken.
         self._stale: dict[int, list[int | None]] = {}
 
@@ -81,11 +87,12 @@ class RequestCalls:
         delays_caching: bool,
     ) -> KVCacheBlocks | None:
         """Reserve blocks for a request; seat it if it is not known."""
-        _check_wanted(request, wanted, self._max_model_len)
+        _check_wanted(request, wanted, self._limits)
         hit, look_up_number = _adopted(wanted, new_computed_blocks)
-        demand = _demand(request, wanted, delays_caching=delays_caching)
         self._prepare(request)
         known = self._book.require_caller_owned(request)
+        newest = None if known is None else self._newest_state(known, wanted)
+        demand = _demand(request, wanted, newest, delays_caching=delays_caching)
         if hit is not None:
             self._check_hit(request, known, hit, look_up_number)
         self._control.changed()
@@ -100,9 +107,35 @@ class RequestCalls:
                 return None
             changes = reserved
         slot = known.slot
+        known.num_draft_tokens = wanted.num_draft_tokens
         self._book.slots.adopt(slot, demand.num_computed_tokens)
+        self._book.slots.num_own[slot] = demand.num_own_tokens
         self._note_stale(slot, changes)
         return self._new_blocks(demand, changes, hit)
+
+    def fork(self, parent: Request, child: Request) -> KVCacheBlocks | None:
+        """Let a new request share the blocks of a known one."""
+        known = self._book.require_caller_owned(parent)
+        if known is None or not known.is_running:
+            raise RequestError(
+                f"request {parent.request_id} is not known and cannot be forked: allocate slots "
+                "for it first"
+            )
+        if self._book.get(child.request_id) is not None:
+            raise RequestError(
+                f"request {child.request_id} is to be forked from {parent.request_id} but known "
+                "already: use another id"
+            )
+        require_continuation(parent, child, self._limits.max_model_len)
+        self._newest_state(known, NOTHING)
+        child.attach_block_hasher(self._hasher)
+        self._control.refresh()
+        self._control.changed()
+        seated = self._forks.seat(known, child, parent.num_computed_tokens)
+        if seated is None:
+            return None
+        self._note_stale(seated.known.slot, seated.changes)
+        return KVCacheBlocks(self._core.block_ids(child.request_id))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Make full blocks of a running request hittable."""
@@ -162,6 +195,33 @@ class RequestCalls:
         request.attach_block_hasher(self._hasher)
         self._control.refresh()
 
+    def _newest_state(self, known: KnownRequest, wanted: Wanted) -> NewestState | None:
+        """Where the last forward of a running request ended; None where no states are kept.
+
+        Raises:
+            RequestError: it was not where the caller says, or has other encoder tokens.
+        """
+        request = known.request
+        if wanted.num_encoder_tokens not in (0, known.num_encoder_tokens):
+            raise RequestError(
+                f"request {request.request_id} was admitted with {known.num_encoder_tokens} "
+                f"encoder tokens, not {wanted.num_encoder_tokens}: pass that number or 0"
+            )
+        if not self._limits.keeps_states:
+            return None
+        num_computed = request.num_computed_tokens
+        if wanted.num_external_computed_tokens:
+            return NewestState(num_computed + wanted.num_external_computed_tokens, 0)
+        num_own = int(self._book.slots.num_own[known.slot])
+        num_accepted = num_computed - num_own
+        if not 0 <= num_accepted <= known.num_draft_tokens:
+            raise RequestError(
+                f"request {request.request_id} has {num_computed} computed tokens, but its last "
+                f"slots were for {num_own} and {known.num_draft_tokens} drafts, and states are "
+                "written over: count what was computed, or free it and begin again"
+            )
+        return NewestState(num_own, num_accepted)
+
     def _check_hit(
         self,
         request: Request,
@@ -210,11 +270,17 @@ class RequestCalls:
         for change in changes:
             group = change.group
             num_adopted = 0 if hit is None else len(hit.block_ids[group])
-            num_full = demand.num_cached_tokens // self._block_sizes[group]
+            size = self._block_sizes[group]
+            num_full = demand.num_cached_tokens // size
             entered = change.block_ids[max(0, num_adopted - change.first_index) :]
             new[group] += entered
             first_index = max(num_adopted, change.first_index)
-            unhashed[group] += entered[max(0, num_full - first_index) :]
+            if group not in self._limits.state_groups:
+                unhashed[group] += entered[max(0, num_full - first_index) :]
+                continue
+            # Only a state at the very end of what is cached has a hash.
+            hashed = num_full - 1 if demand.num_cached_tokens == num_full * size else -1
+            unhashed[group] += [b for i, b in enumerate(entered, first_index) if b and i != hashed]
         return KVCacheBlocks(new, unhashed)
 
 
@@ -227,29 +293,35 @@ def _adopted(wanted: Wanted, blocks: KVCacheBlocks | None) -> tuple[CacheHit | N
     return hit, None if blocks is None else blocks.look_up_number
 
 
-def _demand(request: Request, wanted: Wanted, *, delays_caching: bool) -> Demand:
+def _demand(
+    request: Request, wanted: Wanted, newest: NewestState | None, *, delays_caching: bool
+) -> Demand:
     start = (
         request.num_computed_tokens
         + wanted.num_new_computed_tokens
         + wanted.num_external_computed_tokens
     )
     end = start + wanted.num_new_tokens
-    num_cached = min(end - wanted.num_draft_tokens, request.num_tokens)
-    return Demand(start, end + wanted.num_lookahead_tokens, 0 if delays_caching else num_cached)
+    own_end = end - wanted.num_draft_tokens
+    return Demand(
+        start,
+        end + wanted.num_lookahead_tokens,
+        0 if delays_caching else min(own_end, request.num_tokens),
+        own_end,
+        wanted.num_encoder_tokens,
+        newest,
+    )
 
 
-def _check_wanted(request: Request, wanted: Wanted, max_model_len: int) -> None:
+def _check_wanted(request: Request, wanted: Wanted, limits: ModelLimits) -> None:
     """Refuse what `allocate_slots` cannot mean."""
     request_id = request.request_id
     for name in _COUNTS:
         count = getattr(wanted, name)
         if count < 0:
             raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
-    if wanted.num_encoder_tokens:
-        raise RequestError(
-            f"request {request_id}: {wanted.num_encoder_tokens} encoder tokens, but no KV cache "
-            "group keeps encoder tokens: pass 0"
-        )
+    limits.require_encoder_tokens(request_id, wanted.num_encoder_tokens)
+    limits.require_drafts(request_id, wanted.num_draft_tokens)
     num_new, num_draft = wanted.num_new_tokens, wanted.num_draft_tokens
     adopted = wanted.num_new_computed_tokens + wanted.num_external_computed_tokens
     if num_new + adopted == 0:
@@ -269,8 +341,8 @@ def _check_wanted(request: Request, wanted: Wanted, max_model_len: int) -> None:
             f"{num_new - num_draft} new tokens make {end}, but it has {request.num_tokens} tokens: "
             "append the tokens first, or pass fewer"
         )
-    if end > max_model_len:
+    if end > limits.max_model_len:
         raise RequestError(
-            f"request {request_id}: {end} tokens, the model takes {max_model_len}: finish the "
-            "request"
+            f"request {request_id}: {end} tokens, the model takes {limits.max_model_len}: finish "
+            "the request"
         )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.errors import RequestError
+from kvcache.manager.model_limits import ModelLimits, draft_remedy
 from kvcache.manager.request_book import KnownRequest
 from kvcache.manager.slots import FREE, SlotTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback
@@ -48,10 +49,11 @@ NO_ROWS = RowPlan(*(EMPTY_INT32,) * 8)
 class RowPlanner:
     """Checks the rows of steps against a slot table. Changes nothing."""
 
-    def __init__(self, slots: SlotTable, max_model_len: int) -> None:
-        """Check against `slots`; rows hold at most `max_model_len` tokens."""
+    def __init__(self, slots: SlotTable, limits: ModelLimits) -> None:
+        """Check against `slots` and what the model allows."""
         self._slots = slots
-        self._max_model_len = max_model_len
+        self._max_model_len = limits.max_model_len
+        self._max_draft_tokens = limits.max_draft_tokens
 
     def plan(
         self,
@@ -73,6 +75,9 @@ class RowPlanner:
         _refuse(where, slots, num_new < 0, "num_new_tokens", num_new, "pass 0 or more")
         bad = (num_draft < 0) | (num_draft > num_new)
         _refuse(where, slots, bad, "num_draft_tokens", num_draft, "pass 0 to num_new_tokens")
+        if (most := self._max_draft_tokens) is not None:
+            remedy = draft_remedy(most)
+            _refuse(where, slots, num_draft > most, "num_draft_tokens", num_draft, remedy)
         row_computed, row_tokens = computed[slots], tokens[slots]
         rejected = running.num_rejected_tokens
         bad = (rejected < 0) | (rejected > np.maximum(row_computed - row_tokens, 0))
@@ -107,7 +112,8 @@ class RowPlanner:
         for row in rollback.rows:
             computed[row.known.slot] = row.num_computed
             tokens[row.known.slot] = row.num_tokens
-        for known in (*rollback.forgotten, *(row.known for row in rollback.preempted_again)):
+        waiting = (row.known for row in (*rollback.preempted_again, *rollback.overwritten))
+        for known in (*rollback.forgotten, *waiting):
             if known.is_running:
                 client_index[known.slot] = FREE
         return client_index, computed, tokens

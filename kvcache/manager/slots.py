@@ -46,6 +46,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.num_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(num_slots, dtype=np.int32)
+        self.num_own: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.generation: Int64Array = np.full(num_slots, FREE, dtype=np.int64)
         self.client_index: Int32Array = np.full(num_slots, FREE, dtype=np.int32)
         self._num_synced: Int32Array = np.zeros(num_slots, dtype=np.int32)

@@ -3,8 +3,8 @@
 Takes a `StepPlan` and returns the `StepResult`. Nothing can be wrong any more here, only full:
 what finds no room is said in the result. Refuses to look at time, clients' epochs or workers.
 
-    failed_step ▶ completed_step ▶ finished ▶ preempted ▶ running ▶ resumed ▶ new
-    └── core withdraws, seals ──┘  └── blocks come free ─┘ └── blocks are taken ──┘
+    failed_step ▶ completed_step ▶ finished ▶ preempted ▶ forks ▶ running ▶ resumed ▶ new
+    └── core withdraws, seals ──┘  └── blocks come free ─┘         └── blocks are taken ──┘
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.core import CacheHit, Core, OffloadAnswer, OffloadHooks, RowBatch, TableChange
+from kvcache.core import (
+    CacheHit,
+    Core,
+    OffloadAnswer,
+    OffloadHooks,
+    RowBatch,
+    RowStates,
+    TableChange,
+)
 from kvcache.manager.admission import Admission, Demand
+from kvcache.manager.forks import Forks
+from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import RequestBook
 from kvcache.manager.row_plan import RowPlan
 from kvcache.manager.step_ledger import Rollback, Seating, StepRecord
@@ -35,6 +45,7 @@ class _Answer:
     no_room: list[str] = field(default_factory=list)
     waiting_for_load: list[str] = field(default_factory=list)
     retry_later: list[str] = field(default_factory=list)
+    forked_slots: list[int] = field(default_factory=list)
     changes: list[tuple[int, TableChange]] = field(default_factory=list)
 
     def refuse(self, request_id: str, reasons: list[str]) -> None:
@@ -53,6 +64,7 @@ class _Applicant:
     max_new_tokens: int
     num_external_tokens: int
     num_lookahead_tokens: int
+    num_encoder_tokens: int
 
 
 class StepExecutor:
@@ -64,7 +76,7 @@ class StepExecutor:
         core: Core,
         admission: Admission,
         hooks: OffloadHooks,
-        max_model_len: int,
+        limits: ModelLimits,
     ) -> None:
         """Work on `book` and `core`; `hooks` are asked before a request is admitted."""
         self._book = book
@@ -72,15 +84,16 @@ class StepExecutor:
         self._core = core
         self._admission = admission
         self._hooks = hooks
-        self._max_model_len = max_model_len
+        self._forks = Forks(book, core)
+        self._max_model_len = limits.max_model_len
+        self._keeps_states = limits.keeps_states
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do what the plan says and return what came of it. `seq` of the result is 0."""
         step, client = plan.request, plan.client
         if plan.rollback is not None:
             self._core.fail_steps(client.client_id, plan.rollback.from_step)
-            self._take_back(plan.rollback)
-            client.fail(plan.rollback.from_step)
+            client.fail(plan.rollback.from_step, self._take_back(plan.rollback))
         if step.completed_step > client.completed_step:
             self._core.complete_steps(client.client_id, step.completed_step)
             client.complete(step.completed_step)
@@ -89,6 +102,8 @@ class StepExecutor:
         record, answer = StepRecord(step.step), _Answer()
         self._core.open_step(client.client_id, step.step)
         self._let_go(plan, record)
+        self._note_merges(answer)
+        self._fork_all(plan, record, answer)
         is_reserved, patch = self._run_rows(plan, record)
         self._admit_all(plan, record, answer)
         self._core.close_step()
@@ -100,7 +115,8 @@ class StepExecutor:
         """Tell the tiers below that a request has gone."""
         self._hooks.on_request_finished(request_id)
 
-    def _take_back(self, rollback: Rollback) -> None:
+    def _take_back(self, rollback: Rollback) -> list[Seating]:
+        """Undo what failed; return the requests that had to be preempted for it."""
         for known in rollback.forgotten:
             self._book.forget(known)
             self.say_finished(known.request.request_id)
@@ -111,6 +127,12 @@ class StepExecutor:
             _take_back_tokens(row.known.request, row.num_tokens)
         for row in rollback.rows:
             self._slots.roll_back(row.known.slot, row.num_computed, row.num_tokens)
+        preempted = []
+        for row in rollback.overwritten:
+            preempted.append(Seating(row.known, row.known.generation, row.num_tokens))
+            self._book.preempt(row.known)
+            _take_back_tokens(row.known.request, row.num_tokens)
+        return preempted
 
     def _let_go(self, plan: StepPlan, record: StepRecord) -> None:
         for known in plan.finished:
@@ -119,6 +141,26 @@ class StepExecutor:
         for known in plan.preempted:
             self._book.preempt(known)
             record.preempted.append(Seating(known, known.generation, known.request.num_tokens))
+
+    def _note_merges(self, answer: _Answer) -> None:
+        """Tell of blocks that running requests share since steps are complete."""
+        for request_id, change in self._core.take_merges():
+            known = self._book.get(request_id)
+            if known is not None and known.is_running:
+                answer.changes.append((known.slot, change))
+
+    def _fork_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
+        """Seat the children of forks; if this step fails, they go as requests that were new."""
+        for parent, child_id in plan.forks:
+            seated = self._forks.seat_copy(parent, child_id)
+            if seated is None:
+                answer.no_room.append(child_id)
+                answer.forked_slots.append(NO_SLOT)
+                continue
+            known = seated.known
+            answer.forked_slots.append(known.slot)
+            answer.changes.extend((known.slot, change) for change in seated.changes)
+            record.new.append(Seating(known, known.generation, known.request.num_tokens))
 
     def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
         """Settle the rows and reserve their blocks; say which rows got them."""
@@ -132,7 +174,10 @@ class StepExecutor:
         table.append(slots, rows.counts, rows.token_ids)
         cached = rows.settled_computed + rows.num_new - rows.num_draft
         table.sync_filled(slots, cached)
-        confirmed = plan.client.confirmed_tokens(slots, rows.settled_computed, table)
+        # If this step fails, so does what it settles: accepted drafts are drafts again.
+        settled = np.minimum(rows.settled_computed, rows.num_tokens)
+        confirmed = plan.client.confirmed_tokens(slots, settled, table)
+        states = self._row_states(rows, cached) if self._keeps_states else None
         reserved = self._core.reserve_rows(
             RowBatch(
                 table.requests_of(slots),
@@ -140,10 +185,20 @@ class StepExecutor:
                 confirmed,
                 self._slot_tokens(rows, plan.request.num_lookahead_tokens),
                 cached,
+                states,
             )
         )
+        if states is not None:
+            has_run = reserved.is_reserved > 0
+            table.num_own[slots[has_run]] = states.num_own_tokens[has_run]
         table.num_computed[slots] = rows.settled_computed + rows.num_new * reserved.is_reserved
         return reserved.is_reserved, reserved.patches
+
+    def _row_states(self, rows: RowPlan, own_ends: Int32Array) -> RowStates:
+        """Say where each row's forward ends, if it has one, and where its last one did."""
+        last = self._slots.num_own[rows.slots]
+        ends = np.where(rows.num_new > 0, own_ends, last)
+        return RowStates(int32_array(ends), last, rows.settled_computed - last)
 
     def _slot_tokens(self, rows: RowPlan, num_lookahead_tokens: int) -> Int32Array:
         """Up to where each row needs slots; a row that only settles needs none ahead."""
@@ -155,7 +210,13 @@ class StepExecutor:
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
         step, index = plan.request, plan.client.index
         for known, max_new_tokens in plan.resumed:
-            applicant = _Applicant(known.request, max_new_tokens, 0, step.num_lookahead_tokens)
+            applicant = _Applicant(
+                known.request,
+                max_new_tokens,
+                0,
+                step.num_lookahead_tokens,
+                known.num_encoder_tokens,
+            )
             seating = self._admit(applicant, index, answer)
             if seating is not None:
                 record.resumed.append(seating)
@@ -165,6 +226,7 @@ class StepExecutor:
                 new.max_new_tokens,
                 new.num_external_computed_tokens,
                 new.num_lookahead_tokens,
+                new.num_encoder_tokens,
             )
             seating = self._admit(applicant, index, answer)
             if seating is not None:
@@ -179,7 +241,8 @@ class StepExecutor:
         start = min(hit.num_tokens + applicant.num_external_tokens, num_tokens - 1)
         num_scheduled = min(applicant.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
-        demand = Demand(start, end + applicant.num_lookahead_tokens, end)
+        slot_tokens = end + applicant.num_lookahead_tokens
+        demand = Demand(start, slot_tokens, end, end, applicant.num_encoder_tokens)
         admitted = self._admission.seat(request, index, demand, hit)
         if admitted is None:
             answer.refuse(request.request_id, answer.no_room)
@@ -212,7 +275,8 @@ class StepExecutor:
         rolled_back = () if plan.rollback is None else plan.rollback.rows
         withdrawn: tuple[str, ...] = ()
         if plan.rollback is not None:
-            again = (row.known for row in plan.rollback.preempted_again)
+            lost = (*plan.rollback.preempted_again, *plan.rollback.overwritten)
+            again = (row.known for row in lost)
             withdrawn = tuple(
                 known.request.request_id for known in (*plan.rollback.forgotten, *again)
             )
@@ -232,6 +296,7 @@ class StepExecutor:
             rolled_back_slots=_column([row.slot for row in rolled_back]),
             rolled_back_computed=_column([row.num_computed for row in rolled_back]),
             rolled_back_tokens=_column([row.num_tokens for row in rolled_back]),
+            forked_slots=_column(answer.forked_slots),
             patches=join_patches(patch, answer.changes),
         )
 

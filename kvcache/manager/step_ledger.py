@@ -11,6 +11,7 @@ here: the core withdraws by itself what a failed step made hittable.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,7 +67,8 @@ class Rollback:
     """What taking back a client's steps from one on means. Nothing has been changed yet.
 
     `forgotten` were new in those steps, `preempted_again` resumed in them, `rows` run on from
-    before them, `preempted` lost their slots in them and keep only earlier tokens.
+    before them, `preempted` lost their slots in them and keep only earlier tokens. `overwritten`
+    ran on from before them as well, but states of theirs were written over: they are preempted.
     """
 
     from_step: int
@@ -74,6 +76,12 @@ class Rollback:
     preempted_again: tuple[RowBefore, ...]
     rows: tuple[RowBefore, ...]
     preempted: tuple[RowBefore, ...]
+    overwritten: tuple[RowBefore, ...]
+
+    @property
+    def without_slot(self) -> tuple[RowBefore, ...]:
+        """Requests that stay known and have no slot afterwards."""
+        return (*self.preempted_again, *self.preempted, *self.overwritten)
 
 
 class ClientSteps:
@@ -103,9 +111,12 @@ class ClientSteps:
             self.records.popleft()
         self.void = [r for r in self.void if r[1] > step]
 
-    def fail(self, step: int) -> None:
-        """Drop the records of steps from `step` on; all of them are void."""
-        left: list[Seating] = []
+    def fail(self, step: int, preempted: Sequence[Seating] = ()) -> None:
+        """Drop the records of steps from `step` on; all of them are void.
+
+        `preempted` are requests that could not be taken back and lost their slots.
+        """
+        left = list(preempted)
         while self.records and self.records[-1].step >= step:
             left += self.records.pop().preempted
         if self.records:
@@ -135,8 +146,13 @@ class ClientSteps:
             confirmed[record.slots[is_same]] = known[is_same]
         return np.minimum(confirmed[slots], num_settled)
 
-    def plan_rollback(self, from_step: int, book: RequestBook) -> Rollback:
-        """Say what taking back the steps from `from_step` on means. Changes nothing."""
+    def plan_rollback(
+        self, from_step: int, book: RequestBook, *, keeps_states: bool = False
+    ) -> Rollback:
+        """Say what taking back the steps from `from_step` on means. Changes nothing.
+
+        Where requests keep states, those that ran on cannot go back to what they were.
+        """
         records = [record for record in self.records if record.step >= from_step]
         by_generation = {known.generation: known for known in book.of_client(self.index)}
         for record in records:
@@ -157,8 +173,9 @@ class ClientSteps:
             from_step,
             tuple(known for known in forgotten.values() if _is_still_known(known, book)),
             tuple(resumed),
-            tuple(rows),
+            () if keeps_states else tuple(rows),
             tuple(row for row in old if not row.known.is_running),
+            tuple(rows) if keeps_states else (),
         )
 
 

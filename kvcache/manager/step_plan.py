@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.errors import BacklogFullError, RequestError
+from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.row_plan import RowPlan, RowPlanner
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.request import BlockHasher, LoRARequest, Request
-from kvcache.step import NO_STEP, NewRequest, ResumedRequest, StepRequest
+from kvcache.request_content import check_text
+from kvcache.step import NO_STEP, Fork, NewRequest, ResumedRequest, StepRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,7 @@ class StepPlan:
     rows: RowPlan
     resumed: tuple[tuple[KnownRequest, int], ...]
     new: tuple[tuple[Request, NewRequest], ...]
+    forks: tuple[tuple[KnownRequest, str], ...]
 
 
 class StepPlanner:
@@ -39,14 +42,15 @@ class StepPlanner:
     def __init__(
         self,
         book: RequestBook,
-        max_model_len: int,
+        limits: ModelLimits,
         max_unfinished_steps: int,
         hasher: BlockHasher,
     ) -> None:
-        """Check against `book`; requests get `hasher` and hold at most `max_model_len` tokens."""
+        """Check against `book` and what the model allows; requests get `hasher`."""
         self._book = book
-        self._rows = RowPlanner(book.slots, max_model_len)
-        self._max_model_len = max_model_len
+        self._rows = RowPlanner(book.slots, limits)
+        self._limits = limits
+        self._max_model_len = limits.max_model_len
         self._max_unfinished_steps = max_unfinished_steps
         self._hasher = hasher
 
@@ -61,12 +65,14 @@ class StepPlanner:
         _check_numbers(where, request, client)
         rollback = None
         if request.failed_step != NO_STEP:
-            rollback = client.plan_rollback(request.failed_step, self._book)
+            rollback = client.plan_rollback(
+                request.failed_step, self._book, keeps_states=self._limits.keeps_states
+            )
         self._check_backlog(where, request, client)
         forgotten = set() if rollback is None else {id(known) for known in rollback.forgotten}
         waiting = set()
         if rollback is not None:
-            waiting = {id(row.known) for row in (*rollback.preempted_again, *rollback.preempted)}
+            waiting = {id(row.known) for row in rollback.without_slot}
         _check_ids_once(where, request)
         finished = self._finished(where, request.finished, client)
         preempted = self._preempted(where, request, client, forgotten | waiting)
@@ -80,7 +86,9 @@ class StepPlanner:
         gone = forgotten | {id(known) for known in finished}
         new = tuple((self._new(where, n, gone, model_epoch), n) for n in request.new)
         staying = tuple(known for known in finished if id(known) not in forgotten)
-        return StepPlan(request, client, rollback, staying, preempted, rows, resumed, new)
+        lost = {id(known) for known in leaving} | forgotten | waiting
+        forks = tuple(self._fork(where, f, client, gone, lost) for f in request.forks)
+        return StepPlan(request, client, rollback, staying, preempted, rows, resumed, new, forks)
 
     def _check_backlog(self, where: str, request: StepRequest, client: ClientSteps) -> None:
         first_failed = request.failed_step if request.failed_step != NO_STEP else request.step
@@ -147,6 +155,25 @@ class StepPlanner:
             )
         return known
 
+    def _fork(
+        self, where: str, fork: Fork, client: ClientSteps, gone: set[int], lost: set[int]
+    ) -> tuple[KnownRequest, str]:
+        """Return a fork's parent and the id of its child, or raise. `lost` have no blocks then."""
+        parent = self._known(where, "forked", fork.parent_id, client)
+        if id(parent) in lost or not parent.is_running:
+            raise RequestError(
+                f"{where}: request {fork.parent_id} is to be forked but does not run: fork running "
+                "requests only, resume it first"
+            )
+        known = self._book.get(fork.child_id)
+        if known is not None and id(known) not in gone:
+            raise RequestError(
+                f"{where}: request {fork.child_id} is to be forked from {fork.parent_id} but known "
+                "already: use another id"
+            )
+        check_text(f"{where}: request id of a fork", fork.child_id)
+        return parent, fork.child_id
+
     def _new(self, where: str, new: NewRequest, gone: set[int], model_epoch: int) -> Request:
         """Make the request that a step brings, or raise."""
         known = self._book.get(new.request_id)
@@ -173,6 +200,7 @@ class StepPlanner:
                 f"external computed tokens, but {len(new.token_ids)} tokens: the last one is "
                 "always computed, pass fewer"
             )
+        self._limits.require_encoder_tokens(new.request_id, new.num_encoder_tokens)
         return make_request(new, model_epoch, self._hasher)
 
 
@@ -242,13 +270,13 @@ def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> Non
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
-    if not (leaving or request.resumed or request.new):
+    if not (leaving or request.resumed or request.new or request.forks):
         return
     resumed = tuple(item.request_id for item in request.resumed)
     new = tuple(item.request_id for item in request.new)
     for what, ids in (
         ("finished or preempted", leaving),
-        ("resumed or new", (*resumed, *new)),
+        ("resumed or new", (*resumed, *new, *(f.child_id for f in request.forks))),
         ("finished, preempted or resumed", (*leaving, *resumed)),
     ):
         if len(set(ids)) < len(ids):

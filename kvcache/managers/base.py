@@ -1,9 +1,8 @@
 """What every attention kind's manager does: keep the block tables of one KV cache group.
 
 Stands between a coordinator, which asks every group the same, and the pool. A kind says which
-prefix it can start from (`longest_match`) and which blocks it no longer reads
-(`num_skipped_blocks`); the rest is here. Refuses to decide across groups: whoever allocates has
-counted first.
+prefix it can start from (`longest_match`), and its spec which tokens it no longer reads; the rest
+is here. Refuses to decide across groups: whoever allocates has counted first.
 """
 
 from __future__ import annotations
@@ -11,23 +10,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import ClassVar
 
-import numpy as np
-
-from kvcache.arrays import EMPTY_INT32, index_array
-from kvcache.blocks.contents import NO_TABLE, Finder
+from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
+from kvcache.core import ForkOrigin, Reservation
 from kvcache.errors import ConfigurationError, RequestError
-from kvcache.hashing import BlockHash, ExtraKeys, generate_block_hash_extra_keys, need_extra_keys
+from kvcache.hashing import BlockHash
+from kvcache.managers.run_maker import RunMaker
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheSpec, ceil_div
 
 NEVER = 1 << 62
+
+UNBOUNDED_TOKENS = 1 << 40
+"""Tokens per column where a table does not grow with them; sums and products stay in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,29 @@ class MatchLimits:
     alignment_blocks: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class SharedColumn:
+    """A column that parent and child of a fork share, and that both may write."""
+
+    of_parent: int
+    of_child: int
+
+
 class SingleTypeKVCacheManager(ABC):
     """Block tables of one group, by request id.
+
+    A table for `n` tokens has `ceil(n / tokens_per_column) + num_extra_columns` columns. These are
+    a request's own tokens where states are kept, those that it has slots for everywhere else.
 
     Invariants: the first `num_cached_blocks` blocks of a table were made hittable, are null or
     were adopted as hits, unless they were withdrawn since; the first `_first_kept` are null.
     """
 
     supports_eagle: ClassVar[bool] = True
+    """Whether the last block of a hit can be dropped."""
+
+    hits_open_step: ClassVar[bool] = True
+    """Whether a request can start from what the step that admits it only just writes."""
 
     def __init__(
         self, spec: KVCacheSpec, pool: BlockPool, group: int, hash_block_size: int
@@ -65,8 +80,11 @@ class SingleTypeKVCacheManager(ABC):
         self.spec = spec
         self.group = group
         self.block_size = spec.block_size
+        self.tokens_per_column = spec.block_size
+        self.num_extra_columns = 0
         self._pool = pool
         self._hashes_per_block = spec.block_size // hash_block_size
+        self._runs = RunMaker(spec, pool, group, self._hashes_per_block)
         self._tables: dict[str, list[int]] = {}
         self._num_cached: dict[str, int] = {}
         self._first_kept: dict[str, int] = {}
@@ -87,9 +105,9 @@ class SingleTypeKVCacheManager(ABC):
         Null for blocks it would not read. Changes nothing.
         """
 
-    @abstractmethod
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Return how many leading blocks nobody reads any more after so many computed tokens."""
+        return self.spec.num_skipped_tokens(num_computed_tokens) // self.block_size
 
     @abstractmethod
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
@@ -118,13 +136,18 @@ class SingleTypeKVCacheManager(ABC):
         the last matched block is dropped. Null blocks for skipped positions. Changes nothing.
         """
         max_blocks = min(len(block_hashes), max_length // spec.block_size)
-        finders = [pool.contents.finder(namespace, group) for group in group_ids]
+        finders = [cls.finder(pool, namespace, group) for group in group_ids]
         limits = MatchLimits(max_blocks, num_extra_blocks=int(use_eagle))
         matches = cls.match_all(finders, block_hashes, spec, limits)
         if use_eagle:
             for match in matches:
                 del match[-1:]
         return matches
+
+    @classmethod
+    def finder(cls, pool: BlockPool, namespace: Namespace, group: int) -> Finder:
+        """Return what finds the blocks from which a request may start now."""
+        return pool.contents.finder(namespace, group, finds_open_step=cls.hits_open_step)
 
     @classmethod
     def match_all(
@@ -165,20 +188,24 @@ class SingleTypeKVCacheManager(ABC):
         """Return up to where the request's blocks need not be made hittable any more."""
         return self._num_cached.get(request_id, 0)
 
+    def capacity_tokens(self, request_id: str) -> int:
+        """Return for how many tokens the request's table is long enough."""
+        num_columns = len(self._tables.get(request_id, ()))
+        return (num_columns - self.num_extra_columns) * self.tokens_per_column
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
-        num_tokens: int,
+        reservation: Reservation,
         new_computed_blocks: Sequence[int] = (),
-        num_computed_tokens: int = 0,
     ) -> int:
-        """Return how many free blocks a table for `num_tokens` takes, hits that are free included.
+        """Return how many free blocks a reservation takes, hits that are free included.
 
-        Positions before the first kept one after `num_computed_tokens` need none. No mutation.
+        Positions that nobody reads after its computed tokens need none. No mutation.
         """
-        total = ceil_div(num_tokens, self.block_size)
+        total = ceil_div(reservation.num_slot_tokens, self.block_size)
         held = len(self._tables.get(request_id, ())) + len(new_computed_blocks)
-        skipped = min(self.num_skipped_blocks(num_computed_tokens), total)
+        skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
         needed = max(0, total - max(held, skipped))
         if new_computed_blocks:
             needed += self._pool.num_unheld(new_computed_blocks[skipped:])
@@ -205,21 +232,19 @@ class SingleTypeKVCacheManager(ABC):
         self._num_cached[request_id] = len(table)
         self._first_kept[request_id] = first_kept
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int = 0
-    ) -> list[int]:
-        """Extend a request's table to `num_tokens`; return what entered it, nulls included.
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        """Extend a request's table as reserved; return what entered it, nulls included.
 
         Raises:
             OutOfBlocksError: too few are free; nothing was changed.
         """
         table = self._tables.get(request_id, [])
-        total = ceil_div(num_tokens, self.block_size)
+        total = ceil_div(reservation.num_slot_tokens, self.block_size)
         missing = total - len(table)
         if missing <= 0:
             self._tables.setdefault(request_id, table)
             return []
-        skipped = min(self.num_skipped_blocks(num_computed_tokens), total)
+        skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
         num_null = max(0, skipped - len(table))
         new = [NULL_ID] * num_null + self._pool.get_new_blocks(missing - num_null)
         table += new
@@ -250,7 +275,8 @@ class SingleTypeKVCacheManager(ABC):
             return []
         skipped = table[start:end][::-1]
         if NULL_ID in skipped:
-            del skipped[skipped.index(NULL_ID) :]
+            # States leave nulls between the blocks they keep, so that not the first null ends it.
+            skipped = [block_id for block_id in skipped if block_id]
         table[start:end] = [NULL_ID] * (end - start)
         self._first_kept[request_id] = end
         return skipped
@@ -265,6 +291,35 @@ class SingleTypeKVCacheManager(ABC):
         self._first_kept.pop(request_id, None)
         return self._tables.pop(request_id, [])
 
+    # --- forks ---------------------------------------------------------------------------------
+
+    def fork(self, parent_id: str, child_id: str, origin: ForkOrigin) -> SharedColumn | None:
+        """Let `child_id`, which has no table, share the parent's blocks up to the origin.
+
+        Returns the column that both may still write, None where there is none.
+        """
+        end = ceil_div(origin.num_tokens, self.block_size)
+        self._share(parent_id, child_id, self._tables.get(parent_id, [])[:end])
+        num_full = origin.num_tokens // self.block_size
+        self._num_cached[child_id] = min(self._num_cached.get(parent_id, 0), num_full)
+        return SharedColumn(num_full, num_full) if num_full < end else None
+
+    def writes_column(self, column: int, reservation: Reservation) -> bool:
+        """Say whether a forward behind the fork's tokens writes a column that was shared there."""
+        return True
+
+    def replace_block(self, request_id: str, column: int, block_id: int) -> int:
+        """Put another block into a column; return the one that was there."""
+        table = self._tables[request_id]
+        before, table[column] = table[column], block_id
+        return before
+
+    def _share(self, parent_id: str, child_id: str, table: list[int]) -> None:
+        """Give `child_id` a table, and a reference to each block in it."""
+        self._pool.touch([block_id for block_id in table if block_id])
+        self._tables[child_id] = table
+        self._first_kept[child_id] = min(self._first_kept.get(parent_id, 0), len(table))
+
     # --- caching -------------------------------------------------------------------------------
 
     def group_hashes(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
@@ -277,10 +332,19 @@ class SingleTypeKVCacheManager(ABC):
         """Return the tokens from which on one more block could be made hittable."""
         return (self._num_cached.get(request_id, 0) + 1) * self.block_size
 
+    def note_own_end(  # noqa: B027 - where tokens are kept it does not matter
+        self, request_id: str, num_own_tokens: int
+    ) -> None:
+        """A forward is to end with so many own tokens. Only groups that keep states are told."""
+
     def rewind(self, request_id: str, num_cached_blocks: int) -> None:
-        """Blocks from `num_cached_blocks` on were withdrawn and may be made hittable again."""
+        """Blocks from `num_cached_blocks` on may be made hittable again: they are not yet."""
         if self._num_cached.get(request_id, 0) > num_cached_blocks:
             self._num_cached[request_id] = num_cached_blocks
+
+    def take_back(self, request_id: str, num_cached_blocks: int) -> None:
+        """The forward that filled blocks from `num_cached_blocks` on failed: they are not full."""
+        self.rewind(request_id, num_cached_blocks)
 
     def require_cacheable(self, request: Request, num_tokens: int) -> None:
         """Raise RequestError if `cache_blocks` could not do its work. Changes nothing."""
@@ -328,69 +392,12 @@ class SingleTypeKVCacheManager(ABC):
                 return []
         self._num_cached[request.request_id] = end
         return [
-            self._run(request, table, first, stop)
-            for first, stop in self._uncached_parts(table, start, end)
+            self._runs.run(request, table, first, stop)
+            for first, stop in self._uncached_parts(request.request_id, table, start, end)
         ]
 
     def _uncached_parts(
-        self, table: Sequence[int], start: int, end: int
+        self, request_id: str, table: Sequence[int], start: int, end: int
     ) -> Sequence[tuple[int, int]]:
-        """Return the unbroken ranges in `[start, end)` of blocks that hold nothing yet."""
-        if end - start == 1:
-            return [(start, end)] if self._pool.can_be_cached(table[start]) else []
-        ids = index_array(table[start:end])
-        is_new = self._pool.contents.table_numbers[ids] == NO_TABLE
-        is_new &= ids != NULL_ID
-        for index in self._pool.find_quarantined(table[start:end]):
-            if self.spec.reads_whole_prefix:
-                # What follows would be a content without its prefix.
-                is_new[index:] = False
-            is_new[index] = False
-        if is_new.all():
-            return [(start, end)]
-        flags = is_new.tolist()
-        parts = []
-        for wanted, positions in groupby(range(start, end), key=lambda i: flags[i - start]):
-            if wanted:
-                indices = list(positions)
-                parts.append((indices[0], indices[-1] + 1))
-        return parts
-
-    def _run(self, request: Request, table: Sequence[int], start: int, end: int) -> CachedRun:
-        pool, size, per_block = self._pool, self.block_size, self._hashes_per_block
-        hashes = request.block_hashes
-        extra_keys: tuple[ExtraKeys | None, ...] = ()
-        if need_extra_keys(request):
-            extra_keys = tuple(
-                generate_block_hash_extra_keys(request, i * size, (i + 1) * size, 0)[0]
-                for i in range(start, end)
-            )
-        token_ids = EMPTY_INT32
-        if pool.tells_tokens:
-            token_ids = np.array(request.all_token_ids[start * size : end * size], dtype=np.int32)
-        prefix_table = None
-        if start and self.spec.reads_whole_prefix:
-            # Quicker than a look-up: the block before is cached, or this one could not be.
-            prefix_table = pool.contents.table_of(table[start - 1])
-        return CachedRun(
-            table=prefix_table or pool.contents.table(request.namespace, self.group),
-            block_ids=list(table[start:end]),
-            digests=list(hashes[(start + 1) * per_block - 1 : end * per_block : per_block]),
-            parent=hashes[start * per_block - 1] if start else self._none_hash(request),
-            token_ids=token_ids,
-            block_size=size,
-            extra_keys=extra_keys,
-            request_id=request.request_id,
-            first_index=start,
-            client_id=pool.ledger.client_id,
-            step=pool.ledger.step,
-        )
-
-    @staticmethod
-    def _none_hash(request: Request) -> BlockHash:
-        hasher = request.block_hasher
-        if hasher is None:
-            raise RequestError(
-                f"request {request.request_id} has no block hasher: attach one before caching"
-            )
-        return hasher.none_hash
+        """Return the unbroken ranges in `[start, end)` of blocks that can be made hittable."""
+        return self._runs.uncached_parts(table, start, end)

@@ -14,11 +14,13 @@ from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.rebuild import rebuild
 from kvcache.blocks.references import KINDS_APART
+from kvcache.blocks.run import NO_STEP
 from kvcache.commands import Command
 from kvcache.core import (
     CacheHit,
     CoreStatistics,
     EventSink,
+    ForkOrigin,
     NullEventSink,
     OffloadHooks,
     ReferenceKind,
@@ -38,6 +40,8 @@ from kvcache.managers.coordinators import (
     get_kv_cache_coordinator,
     ordered_groups,
 )
+from kvcache.managers.duplicates import DuplicateMerger
+from kvcache.managers.forks import TableForks
 from kvcache.managers.row_board import RowBoard
 from kvcache.managers.row_server import RowServer
 from kvcache.request import Request
@@ -61,12 +65,14 @@ class BlockCore:
         publish_all_groups: bool = False,
         zero_new_blocks: bool = False,
         has_workers: bool = True,
+        merge_duplicates: bool = False,
     ) -> None:
         """Make the books of an empty pool.
 
         `none_hash` is the parent of every first block. Events of full-attention groups are
         published, of all groups with `publish_all_groups` (or where no group is full attention).
-        Without workers no commands are kept.
+        Without workers no commands are kept. With `merge_duplicates` blocks whose content another
+        sealed block has are given up when their steps are complete.
 
         Raises:
             ConfigurationError: no block at all, an unknown policy, a kind that nobody serves.
@@ -94,13 +100,24 @@ class BlockCore:
         self.coordinator: KVCacheCoordinator = get_kv_cache_coordinator(
             kv_cache_config, self.pool, enable_caching=enable_caching, use_eagle=use_eagle
         )
+        self._forks = TableForks(self.coordinator, self._outbox)
+        self._merger = DuplicateMerger(self.coordinator)
+        self._merges_duplicates = merge_duplicates
+        self._block_bytes = max(
+            (
+                len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+                for group in kv_cache_config.kv_cache_groups
+            ),
+            default=0,
+        )
         self._limits: dict[str, RowLimits] = {}
-        self._board = RowBoard([spec.block_size for spec in self.coordinator.specs])
+        self._board = RowBoard(self.coordinator.managers)
         self._row_server = RowServer(
             self.coordinator,
             self._board,
             reserve_one=self._reserve,
             may_cache=self._may_cache,
+            is_sharing=self._forks.is_sharing,
         )
         self._hashless: set[str] = set()
         self._hits_stopped = False
@@ -125,15 +142,24 @@ class BlockCore:
         """Begin step `step` of `client_id`; raises RequestError for a step before its latest."""
         self.pool.ledger.open(client_id, step)
         self.pool.contents.client_id = client_id
+        self.pool.contents.step = step
 
     def close_step(self) -> None:
         """End the open step, if any."""
         self.pool.ledger.close()
         self.pool.contents.client_id = None
+        self.pool.contents.step = NO_STEP
 
     def complete_steps(self, client_id: str, through_step: int) -> None:
         """Seal what the client's steps up to `through_step` made hittable and still stands."""
-        self.pool.seal(self.pool.ledger.take_through(client_id, through_step))
+        runs = self.pool.ledger.take_through(client_id, through_step)
+        self.pool.seal(runs)
+        if self._merges_duplicates:
+            self._merger.merge(runs)
+
+    def take_merges(self) -> list[tuple[str, TableChange]]:
+        """Return the table changes of merged duplicates since the last call, by request."""
+        return self._merger.take_changes()
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
         """Withdraw what the client's steps from `from_step` on made hittable, last steps first.
@@ -143,7 +169,7 @@ class BlockCore:
         for run in self.pool.ledger.take_from(client_id, from_step):
             self.pool.withdraw(run)
             manager = self.coordinator.managers[run.table.group]
-            manager.rewind(run.request_id, run.first_index)
+            manager.take_back(run.request_id, run.first_index)
             self._forget_limits(run.request_id)
 
     # --- a request's way -----------------------------------------------------------------------
@@ -187,9 +213,19 @@ class BlockCore:
             self.coordinator.cache_blocks(request, num_tokens)
             self._forget_limits(request.request_id)
 
+    def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
+        """Let `child`, which has no blocks, share those of `parent`; return its tables."""
+        changes = self._forks.fork(parent.request_id, child.request_id, origin)
+        self._forget_limits(parent.request_id)
+        self._forget_limits(child.request_id)
+        if parent.request_id in self._hashless:
+            self._hashless.add(child.request_id)
+        return changes
+
     def free(self, request: Request) -> None:
         """Give all its blocks back, tail first. A request without blocks: no effect."""
         self.coordinator.free(request.request_id)
+        self._forks.forget(request.request_id)
         self._forget_limits(request.request_id)
         self._hashless.discard(request.request_id)
 
@@ -238,8 +274,10 @@ class BlockCore:
     # --- figures -------------------------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
-        """Return label, unlabel and zero commands since the last call, in order."""
-        return self._outbox.take_commands()
+        """Return label, unlabel, zero and copy commands since the last call, in order."""
+        commands = self._outbox.take_commands()
+        self._forks.release_copied()
+        return commands
 
     def num_free_blocks(self) -> int:
         """Return how many blocks could be taken now, cached ones included."""
@@ -266,6 +304,8 @@ class BlockCore:
             num_quarantined_blocks=len(pool.quarantined_blocks()),
             num_evictions=pool.num_evictions,
             references=references,
+            num_merged_blocks=self._merger.num_merged,
+            merged_bytes=self._merger.num_merged * self._block_bytes,
         )
 
     def check(self) -> None:
@@ -283,6 +323,7 @@ class BlockCore:
             "tables": dump_tables(self.coordinator),
             "hashless": sorted(self._hashless),
             "hits_stopped": self._hits_stopped,
+            "shared": self._forks.dump_state(),
         }
 
     def restore(self, labels: Sequence[LabelSet]) -> int:
@@ -324,41 +365,45 @@ class BlockCore:
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
         coordinator, request_id = self.coordinator, request.request_id
-        computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
+        computed = reservation.num_computed_tokens
         limits = self._limits.get(request_id)
         self._board.forget(request_id)
         if (
             limits is not None
             and hit is None
             and not reservation.num_spare_blocks
-            and wanted <= limits.capacity_tokens
+            and not self._forks.is_sharing(request_id)
+            and reservation.num_slot_tokens <= limits.capacity_tokens
             and computed < limits.next_skip_tokens
         ):
-            self._cache(request, reservation.num_cached_tokens)
+            self._cache(request, reservation)
             return []
         if hit is None:
             coordinator.remove_skipped_blocks(request_id, computed)
-        needed = coordinator.get_num_blocks_to_allocate(request_id, wanted, hit, computed)
+        due = self._forks.due_copies(request_id, reservation)
+        needed = coordinator.get_num_blocks_to_allocate(request_id, reservation, hit) + len(due)
         if needed + reservation.num_spare_blocks > self.pool.get_num_free_blocks():
             self._limits.pop(request_id, None)
             return None
         if hit is not None:
             coordinator.save_new_computed_blocks(request_id, hit, computed)
-        new = coordinator.allocate_new_blocks(request_id, wanted, computed)
-        changes = []
+        changes = self._forks.copy(request_id, due) if due else []
+        new = coordinator.allocate_new_blocks(request_id, reservation)
         for group, entered in enumerate(new):
             table = coordinator.managers[group].table(request_id)
             first = 0 if hit is not None else len(table) - len(entered)
             if len(table) > first:
                 changes.append(TableChange(group, first, list(table[first:])))
-        self._cache(request, reservation.num_cached_tokens)
+        self._cache(request, reservation)
         return changes
 
-    def _cache(self, request: Request, num_tokens: int) -> None:
+    def _cache(self, request: Request, reservation: Reservation) -> None:
         """Cache what may be cached, and note how far the request can go on."""
         may_cache = self._may_cache(request)
-        if num_tokens and may_cache:
-            self.coordinator.cache_blocks(request, num_tokens)
+        if may_cache:
+            self.coordinator.note_own_end(request.request_id, reservation.own_end)
+            if reservation.num_cached_tokens:
+                self.coordinator.cache_blocks(request, reservation.num_cached_tokens)
         limits = self.coordinator.row_limits(request.request_id)
         self._limits[request.request_id] = (
             limits if may_cache else limits._replace(next_full_tokens=NEVER)

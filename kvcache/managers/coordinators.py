@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
-from kvcache.core import CacheHit
+from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import NEVER, MatchLimits, SingleTypeKVCacheManager
@@ -60,6 +60,9 @@ class KVCacheCoordinator(ABC):
             get_manager_for_kv_cache_spec(spec, managers)(spec, pool, group, self.hash_block_size)
             for group, spec in enumerate(self.specs)
         )
+        self.state_managers = tuple(
+            manager for manager in self.managers if manager.spec.num_state_blocks is not None
+        )
 
     @property
     def can_hit(self) -> bool:
@@ -76,19 +79,12 @@ class KVCacheCoordinator(ABC):
         """
 
     def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        hit: CacheHit | None = None,
-        num_computed_tokens: int = 0,
+        self, request_id: str, reservation: Reservation, hit: CacheHit | None = None
     ) -> int:
         """Return how many free blocks the request takes in all groups. Changes nothing."""
         return sum(
             manager.get_num_blocks_to_allocate(
-                request_id,
-                num_tokens,
-                hit.block_ids[manager.group] if hit else (),
-                num_computed_tokens,
+                request_id, reservation, hit.block_ids[manager.group] if hit else ()
             )
             for manager in self.managers
         )
@@ -100,14 +96,14 @@ class KVCacheCoordinator(ABC):
         for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
             manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int = 0
-    ) -> list[list[int]]:
-        """Extend all tables to `num_tokens`; return what entered each. There is room."""
-        return [
-            manager.allocate_new_blocks(request_id, num_tokens, num_computed_tokens)
-            for manager in self.managers
-        ]
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[list[int]]:
+        """Extend all tables as reserved; return what entered each. There is room."""
+        return [manager.allocate_new_blocks(request_id, reservation) for manager in self.managers]
+
+    def note_own_end(self, request_id: str, num_own_tokens: int) -> None:
+        """Tell the groups that keep states where a forward ends."""
+        for manager in self.state_managers:
+            manager.note_own_end(request_id, num_own_tokens)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Make full blocks up to `num_tokens` hittable in every group."""
@@ -190,9 +186,8 @@ class KVCacheCoordinator(ABC):
 
     def row_limits(self, request_id: str) -> RowLimits:
         """Return how far a request can go on before anything must be done for it."""
-        lengths = [len(m.table(request_id)) * m.block_size for m in self.managers]
         return RowLimits(
-            min(lengths, default=NEVER),
+            min((m.capacity_tokens(request_id) for m in self.managers), default=NEVER),
             self.next_full_tokens(request_id),
             self.next_skip_tokens(request_id),
         )
@@ -250,9 +245,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest prefix on which all of them agree.
 
     Groups of equal specs are looked up together. Every kind shortens the hit to its own longest
-    one, until no kind does: a fixed point, and the longest one, because a kind's hit for a shorter
-    limit is never longer. Lengths are multiples of the least common multiple of the block sizes;
-    EAGLE's last block is one such multiple, dropped once, after all agree.
+    one within the limit, until no kind does. No length on which all agree is passed by: each kind
+    would stop there. And every kind was asked at the final length last, so that what it leaves
+    null is what that length leaves unread. Lengths are multiples of the least common multiple of
+    the block sizes; EAGLE's last block is one such multiple, dropped once, after all agree.
     """
 
     def __init__(
@@ -307,7 +303,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         manager = self.managers[groups[0]]
         step_blocks = self._step_tokens // spec.block_size
         return manager.match_all(
-            [self.pool.contents.finder(namespace, group) for group in groups],
+            [manager.finder(self.pool, namespace, group) for group in groups],
             manager.group_hashes(block_hashes),
             spec,
             MatchLimits(

@@ -28,9 +28,6 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         del match[len(match) - len(match) % limits.alignment_blocks :]
         return match
 
-    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        return 0
-
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Count leading blocks whose request references equal the running requests."""
         count = 0

@@ -10,14 +10,29 @@ from types import MappingProxyType
 
 from kvcache.errors import ConfigurationError
 from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
+from kvcache.managers.cross_attention import CrossAttentionManager
 from kvcache.managers.full_attention import FullAttentionManager
+from kvcache.managers.mamba import MambaManager
 from kvcache.managers.sliding_window import SlidingWindowManager
-from kvcache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 MANAGERS: Mapping[str, type[SingleTypeKVCacheManager]] = MappingProxyType(
     {
         FullAttentionSpec.kind: FullAttentionManager,
+        MLAAttentionSpec.kind: FullAttentionManager,
         SlidingWindowSpec.kind: SlidingWindowManager,
+        ChunkedLocalAttentionSpec.kind: ChunkedLocalAttentionManager,
+        MambaSpec.kind: MambaManager,
+        CrossAttentionSpec.kind: CrossAttentionManager,
     }
 )
 """Manager by kind of spec. Pass an extended copy where kinds of your own are used."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowBatch
 from kvcache.errors import InvariantError, RequestError
+from kvcache.managers.base import SingleTypeKVCacheManager
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 """Token counts: sums of int32 figures and block sizes do not overflow."""
@@ -31,12 +32,14 @@ class RowBoard:
     `_skip_tokens[s]`. A slot without owner has zeros: every row in it needs something.
     """
 
-    def __init__(self, block_sizes: Sequence[int]) -> None:
-        """Know no row. `block_sizes[g]` are the tokens per block of group `g`."""
-        self._block_sizes: Int64Array = np.array(block_sizes, dtype=np.int64).reshape(-1, 1)
+    def __init__(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
+        """Know no row. `managers[g]` says how long tables of group `g` are."""
+        self._block_sizes = _column([manager.block_size for manager in managers])
+        self._column_tokens = _column([manager.tokens_per_column for manager in managers])
+        self._extra_columns = _column([manager.num_extra_columns for manager in managers])
         self._owners: list[str | None] = []
         self._slots: dict[str, int] = {}
-        self._num_blocks: Int64Array = np.zeros((len(block_sizes), 0), dtype=np.int64)
+        self._num_blocks: Int64Array = np.zeros((len(managers), 0), dtype=np.int64)
         self._capacity_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self._full_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self._skip_tokens: Int64Array = np.zeros(0, dtype=np.int64)
@@ -55,8 +58,9 @@ class RowBoard:
         return is_busy.nonzero()[0]
 
     def missing_blocks(self, slots: Int32Array, num_slot_tokens: Int32Array) -> Int64Array:
-        """Return how many blocks each row lacks in each group, shape `(groups, n)`."""
-        wanted = -(-num_slot_tokens.astype(np.int64) // self._block_sizes)
+        """Return how many columns each row lacks in each group, shape `(groups, n)`."""
+        wanted = -(-num_slot_tokens.astype(np.int64) // self._column_tokens)
+        wanted += self._extra_columns
         missing: Int64Array = np.maximum(wanted - self._num_blocks[:, slots], 0)
         return missing
 
@@ -135,7 +139,7 @@ class RowBoard:
                 )
 
     def _measure(self, slots: Int32Array | list[int]) -> None:
-        capacities = self._num_blocks[:, slots] * self._block_sizes
+        capacities = (self._num_blocks[:, slots] - self._extra_columns) * self._column_tokens
         self._capacity_tokens[slots] = capacities.min(axis=0)
 
     def _reach(self, slots: IndexArray) -> None:
@@ -152,3 +156,7 @@ class RowBoard:
             self._capacity_tokens = np.pad(self._capacity_tokens, (0, spare))
             self._full_tokens = np.pad(self._full_tokens, (0, spare))
             self._skip_tokens = np.pad(self._skip_tokens, (0, spare))
+
+
+def _column(values: Sequence[int]) -> Int64Array:
+    return np.array(values, dtype=np.int64).reshape(-1, 1)

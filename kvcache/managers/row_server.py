@@ -6,23 +6,35 @@ where room is short, rows are served singly, in their order.
 
     busy rows ─▶ free what they skip ─▶ room for all? ─yes─▶ take blocks ─▶ cache full blocks
                                               └───no───▶ one after the other
+
+Rows whose tables get null columns (a chunk passes by states that nobody keeps) come singly, last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, int32_array
+from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.core import Reservation, RowBatch, RowsReserved, TableChange
+from kvcache.core import (
+    NewestState,
+    Reservation,
+    RowBatch,
+    RowsReserved,
+    RowStates,
+    TableChange,
+)
 from kvcache.errors import RequestError
 from kvcache.managers.base import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.row_board import Int64Array, RowBoard
 from kvcache.request import Request
+
+EMPTY_INDEX: IndexArray = index_array(())
 
 ReserveOne: TypeAlias = Callable[[Request, Reservation], "list[TableChange] | None"]
 """Reserves for one request that has been checked; None where there is no room."""
@@ -38,13 +50,16 @@ class RowServer:
         *,
         reserve_one: ReserveOne,
         may_cache: Callable[[Request], bool],
+        is_sharing: Callable[[str], bool],
     ) -> None:
-        """Serve rows of `coordinator`; `may_cache` says whose blocks become hittable."""
+        """Serve rows of `coordinator`; `may_cache` says whose blocks become hittable, `is_sharing`
+        whose writes may need copies: those come singly."""
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._board = board
         self._reserve_one = reserve_one
         self._may_cache = may_cache
+        self._is_sharing = is_sharing
 
     def serve(self, rows: RowBatch) -> RowsReserved:
         """Give every row its slots, or none of them; see `Core.reserve_rows`.
@@ -63,15 +78,30 @@ class RowServer:
         self._require_possible(batch)
         self._recall(batch)
         self._free_skipped(batch)
-        missing = self._board.missing_blocks(batch.slots, batch.num_slot_tokens)
-        if self._is_plain(batch, missing):
-            patch = self._take_blocks(batch, missing)
-            self._cache(batch)
-        else:
+        missing = self._missing_blocks(batch)
+        jumping = self._find_jumping(batch, missing)
+        if not self._is_plain(batch, missing, jumping):
             is_reserved[busy], patch = self._serve_singly(batch)
+        elif not len(jumping):
+            patch = self._serve_together(batch, missing)
+        else:
+            others = np.delete(np.arange(len(busy)), jumping)
+            together = self._serve_together(_select(batch, others), missing[:, others])
+            is_reserved[busy[jumping]], singly = self._serve_singly(_select(batch, jumping))
+            patch = _joined(together, singly)
         return RowsReserved(is_reserved, patch)
 
+    def _serve_together(self, batch: RowBatch, missing: Int64Array) -> BlockTablePatch:
+        patch = self._take_blocks(batch, missing)
+        self._cache(batch)
+        return patch
+
     def _require_possible(self, batch: RowBatch) -> None:
+        if self._coordinator.state_managers and batch.states is None:
+            raise RequestError(
+                "a batch of rows without states, but a KV cache group keeps states: say where each "
+                "row's forwards end"
+            )
         cached, wanted = batch.num_cached_tokens, batch.num_slot_tokens
         for row in np.flatnonzero(cached > wanted).tolist():
             raise RequestError(
@@ -104,9 +134,40 @@ class RowServer:
         if freed:
             self._pool.give_back(freed)
 
-    def _is_plain(self, batch: RowBatch, missing: Int64Array) -> bool:
-        """Say whether there is room for all, and no row begins behind its last block."""
-        if int(missing.sum()) > self._pool.get_num_free_blocks():
+    def _missing_blocks(self, batch: RowBatch) -> Int64Array:
+        """Return how many columns the tables lack, shape `(groups, n)`."""
+        missing = self._board.missing_blocks(batch.slots, batch.num_slot_tokens)
+        if batch.states is not None:
+            of_states = self._board.missing_blocks(batch.slots, batch.states.num_own_tokens)
+            for manager in self._coordinator.state_managers:
+                missing[manager.group] = of_states[manager.group]
+        return missing
+
+    def _find_jumping(self, batch: RowBatch, missing: Int64Array) -> IndexArray:
+        """Return the rows whose tables of states grow otherwise than by blocks at their end."""
+        states = batch.states
+        if states is None:
+            return EMPTY_INDEX
+        is_jumping = np.zeros(len(batch.requests), dtype=np.bool_)
+        for manager in self._coordinator.state_managers:
+            size = manager.tokens_per_column
+            written = (states.num_own_tokens - np.int64(1)) // size
+            last = (states.num_last_own_tokens - np.int64(1)) // size
+            is_jumping |= (missing[manager.group] > 0) & (written > last + 1)
+        return is_jumping.nonzero()[0]
+
+    def _is_plain(self, batch: RowBatch, missing: Int64Array, jumping: IndexArray) -> bool:
+        """Say whether there is room for all, and no row begins behind its last block or shares."""
+        num_null = 0
+        if any(self._is_sharing(request.request_id) for request in batch.requests):
+            return False
+        if batch.states is not None and len(jumping):
+            own = batch.states.num_own_tokens[jumping]
+            lengths = self._board.num_blocks(batch.slots[jumping])
+            for manager in self._coordinator.state_managers:
+                passed = (own - np.int64(1)) // manager.tokens_per_column - lengths[manager.group]
+                num_null += int(np.maximum(passed, 0).sum())
+        if int(missing.sum()) - num_null > self._pool.get_num_free_blocks():
             return False
         return not (batch.num_computed_tokens > self._board.capacities(batch.slots)).any()
 
@@ -137,6 +198,10 @@ class RowServer:
         if len(filled):
             requests = [batch.requests[row] for row in filled.tolist()]
             cached = batch.num_cached_tokens[filled]
+            if batch.states is not None:
+                own_ends = batch.states.num_own_tokens[filled].tolist()
+                for request, own_end in zip(requests, own_ends, strict=True):
+                    self._coordinator.note_own_end(request.request_id, own_end)
             self._coordinator.cache_many(list(zip(requests, cached.tolist(), strict=True)))
             self._board.note_cached(batch.slots[filled], cached)
 
@@ -145,20 +210,26 @@ class RowServer:
         changes: list[tuple[int, TableChange]] = []
         figures = (batch.num_computed_tokens, batch.num_slot_tokens, batch.num_cached_tokens)
         columns = (column.tolist() for column in (batch.slots, *figures))
-        for request, slot, *counts in zip(batch.requests, *columns, strict=True):
-            changed = self._reserve_one(request, Reservation(*counts))
+        states = _states(batch)
+        rows = zip(batch.requests, states, *columns, strict=True)
+        for request, (own_end, newest), slot, computed, wanted, cached in rows:
+            reservation = Reservation(computed, wanted, cached, 0, own_end, newest)
+            changed = self._reserve_one(request, reservation)
             is_reserved.append(changed is not None)
             changes += [(slot, change) for change in changed or ()]
         return int32_array(is_reserved), _patch(changes)
 
 
 def _require_columns(rows: RowBatch) -> None:
-    columns = (
+    columns = [
         rows.slots,
         rows.num_computed_tokens,
         rows.num_slot_tokens,
         rows.num_cached_tokens,
-    )
+    ]
+    if (states := rows.states) is not None:
+        columns.append(states.num_own_tokens)
+        columns += (states.num_last_own_tokens, states.num_accepted_drafts)
     lengths = [len(column) for column in columns]
     if any(length != len(rows.requests) for length in lengths):
         raise RequestError(
@@ -168,12 +239,42 @@ def _require_columns(rows: RowBatch) -> None:
 
 
 def _select(rows: RowBatch, indices: IndexArray) -> RowBatch:
+    states = rows.states
+    if states is not None:
+        states = RowStates(
+            states.num_own_tokens[indices],
+            states.num_last_own_tokens[indices],
+            states.num_accepted_drafts[indices],
+        )
     return RowBatch(
         [rows.requests[row] for row in indices.tolist()],
         rows.slots[indices],
         rows.num_computed_tokens[indices],
         rows.num_slot_tokens[indices],
         rows.num_cached_tokens[indices],
+        states,
+    )
+
+
+def _states(batch: RowBatch) -> Iterable[tuple[int | None, NewestState | None]]:
+    """Return, per row, where its forward ends and where its newest state is."""
+    states = batch.states
+    if states is None:
+        return repeat((None, None), len(batch.requests))
+    newest = map(
+        NewestState, states.num_last_own_tokens.tolist(), states.num_accepted_drafts.tolist()
+    )
+    return zip(states.num_own_tokens.tolist(), newest, strict=True)
+
+
+def _joined(one: BlockTablePatch, other: BlockTablePatch) -> BlockTablePatch:
+    """Return the changes of both, those of `one` first."""
+    return BlockTablePatch(
+        slots=np.concatenate((one.slots, other.slots)),
+        groups=np.concatenate((one.groups, other.groups)),
+        first_indices=np.concatenate((one.first_indices, other.first_indices)),
+        counts=np.concatenate((one.counts, other.counts)),
+        block_ids=np.concatenate((one.block_ids, other.block_ids)),
     )
 
 

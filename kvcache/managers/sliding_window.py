@@ -60,10 +60,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             end = position - position % limits.alignment_blocks
         return []
 
-    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        """Count the blocks wholly before the first token that the next one reads."""
-        return max(0, num_computed_tokens - self._window + 1) // self.block_size
-
     def next_skip_tokens(self, request_id: str) -> int:
         return (self._first_kept.get(request_id, 0) + 1) * self.block_size + self._window - 1
 

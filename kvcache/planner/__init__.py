@@ -3,7 +3,7 @@
 Pure functions. grouping.py and pages.py say which layers share a block table, memory.py how many
 blocks that gives, layout.py where their bytes lie, unify.py makes ranks agree, fingerprint.py
 names the result, plan.py runs all of it, cluster.py from a configuration file, report.py in
-figures for people.
+figures for people. hf_config/ makes a configuration from the config.json of a published model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from kvcache.planner.grouping import (
     project_groups,
     unify_hybrid_kv_cache_specs,
 )
+from kvcache.planner.hf_config import (
+    HFChoices,
+    cluster_from_hf_config,
+    model_from_hf_config,
+)
 from kvcache.planner.memory import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,
@@ -38,6 +43,7 @@ from kvcache.planner.unify import unify_kv_cache_configs
 
 __all__ = [
     "GroupReport",
+    "HFChoices",
     "LayerSpecs",
     "Plan",
     "PlanOptions",
@@ -46,6 +52,7 @@ __all__ = [
     "RankMemory",
     "RankReport",
     "check_enough_kv_cache_memory",
+    "cluster_from_hf_config",
     "create_kv_cache_group_specs",
     "estimate_max_model_len",
     "get_kv_cache_config",
@@ -61,6 +68,7 @@ __all__ = [
     "layout_fingerprint",
     "max_memory_usage_bytes",
     "merge_rank_specs",
+    "model_from_hf_config",
     "plan_cluster",
     "plan_fingerprint",
     "plan_kv_cache",

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import TypeAlias
 
 from kvcache.errors import ConfigurationError, PlanMismatchError
 from kvcache.planner.options import Warn, log_warning
-from kvcache.planner.pages import unify_page_sizes
-from kvcache.specs import KVCacheGroupSpec, KVCacheSpec, ceil_div, first_difference
+from kvcache.planner.pages import align_state_blocks, unify_page_sizes
+from kvcache.specs import Difference, KVCacheGroupSpec, KVCacheSpec, ceil_div, first_difference
 
 LayerSpecs = Mapping[str, KVCacheSpec]
 """Layer name to what that layer keeps, for the layers of one rank or of the whole model."""
@@ -136,8 +137,8 @@ def get_kv_cache_groups(
     """Return the groups of a model with these layers; none for a model that keeps nothing.
 
     One type: one group. Several: groups of equal layer count, see `_group_size`, after pages have
-    been made equal. Warns of memory that padding may waste. Raises ConfigurationError where
-    layers cannot be served together.
+    been made equal and states stand where blocks of the other layers end. Warns of memory that
+    padding may waste. Raises ConfigurationError where layers cannot be served together.
     """
     if is_kv_cache_type_attention_free(specs):
         return ()
@@ -146,7 +147,7 @@ def get_kv_cache_groups(
         ordered = unify_hybrid_kv_cache_specs(ordered, warn)
     if is_kv_cache_type_uniform(ordered):
         return create_kv_cache_group_specs(ordered, [list(ordered)])
-    ordered = unify_page_sizes(ordered, warn)
+    ordered = align_state_blocks(unify_page_sizes(ordered, warn))
     types = _layers_by_type(ordered)
     for names in types:  # all groups of a type get one spec, whichever layers remember a window
         members = [ordered[name] for name in names]
@@ -178,22 +179,25 @@ def unify_hybrid_kv_cache_specs(
         return dict(specs)
     advice = "leave disable_hybrid_kv_cache_manager off"
     if not any(spec.reads_whole_prefix for spec in specs.values()):
-        kinds = ", ".join(sorted({spec.kind for spec in specs.values()}))
+        examples = [names[0] for names in _layers_by_type(specs)]
+        listed = ", ".join(f"{name} ({specs[name].kind})" for name in examples)
         raise ConfigurationError(
-            f"layers of kinds {kinds} cannot become one: none has full attention: {advice}"
+            f"layers {listed} cannot become one type, because no layer of the model has full "
+            f"attention: {advice}"
         )
     unified: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
         full = spec.as_full_attention()
         if full is None:
             raise ConfigurationError(
-                f"layer {name} of kind {spec.kind} cannot be turned into full attention: {advice}"
+                f"layer {name} of kind {spec.kind} cannot be turned into full attention, because "
+                f"it keeps {_kept_instead(spec)}: {advice}"
             )
         unified[name] = full
     if not is_kv_cache_type_uniform(unified):
-        examples = [names[0] for names in _layers_by_type(unified)]
+        one, other, difference = _contradiction(unified)
         raise ConfigurationError(
-            f"layers {', '.join(examples)} differ even as full attention: {advice}"
+            f"layers {one} and {other} differ even as full attention in {difference}: {advice}"
         )
     changed = [name for name, spec in specs.items() if unified[name] != spec]
     warn(
@@ -202,6 +206,25 @@ def unify_hybrid_kv_cache_specs(
         f"blocks are not freed as the window moves on; {advice} to save that memory"
     )
     return unified
+
+
+def _kept_instead(spec: KVCacheSpec) -> str:
+    """Return what a layer keeps that no full attention could keep in its place."""
+    if spec.num_state_blocks is not None:
+        return "a state instead of tokens"
+    if spec.keeps_encoder_tokens:
+        return "an encoder's tokens, not those of the request"
+    return "what no other kind does"
+
+
+def _contradiction(specs: LayerSpecs) -> tuple[str, str, Difference | None]:
+    """Return two layers that cannot share a block table, and the field in which they differ."""
+    examples = [names[0] for names in _layers_by_type(specs)]
+    pairs = list(combinations(examples, 2))
+    one, other = next(
+        (pair for pair in pairs if not _can_merge([specs[name] for name in pair])), pairs[0]
+    )
+    return one, other, first_difference(specs[one], specs[other])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,55 +3,157 @@
 Stands in the middle of grouping: layers that share a pool need pages of one size. Blocks of more
 tokens come first, as they waste nothing; padding is the second choice. Refuses layers that allow
 neither.
+
+A state is often far larger than a page of a few tokens, and cannot grow. Then the others do:
+
+    before   attention |16 tokens|                       state |-------- a state --------|
+    after    attention |16 |16 |16 |16 |16 |16 |16 |     state |-------- a state ------|pad|
+
+A request holds a page of tokens for every so many tokens, but only a few states: so it is the state
+that is padded up to whole blocks of tokens, not every block of tokens up to the state.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
-from math import lcm
+from math import inf, lcm
 
 from kvcache.errors import ConfigurationError
 from kvcache.planner.options import Warn, log_warning
 from kvcache.specs import KVCacheSpec, ceil_div
 
+MAX_GROWTH = 4096
+"""Most blocks that one larger block is made of: at 16 tokens a block, 65536 tokens."""
+
 
 def unify_page_sizes(
     specs: Mapping[str, KVCacheSpec], warn: Warn = log_warning
 ) -> dict[str, KVCacheSpec]:
-    """Return `specs` with pages of equal bytes, those of the largest page (aligned for all).
+    """Return `specs` with pages of equal bytes, aligned for all of them.
 
-    A smaller page becomes a block of an integer multiple of tokens if that fills the large page
-    exactly; otherwise it is padded, and a warning says how much. Specs that agree come back as
-    they are. Raises ConfigurationError that names the layers which can be neither.
+    Where the largest page is of a layer whose blocks can grow, it is the size of all. Where it is
+    not, as for a state, the size is a whole number of blocks of some other layer, and at most twice
+    the largest page: of these sizes the one that pads the least, in shares of a page summed over
+    layers. Smaller pages get blocks of an integer multiple of tokens, as many as fit; what is left
+    is padded, and a warning says how much. Specs that agree come back as they are. Raises
+    ConfigurationError that names the layers which can be neither.
     """
     if len({spec.page_size_bytes for spec in specs.values()}) <= 1:
         return dict(specs)
-    alignment = lcm(*(spec.alignment_bytes for spec in specs.values()))
-    largest = max(spec.page_size_bytes for spec in specs.values())
-    target = ceil_div(largest, alignment) * alignment
-    fitted = {name: _fit_page(spec, target) for name, spec in specs.items()}
-    stuck = [name for name, spec in fitted.items() if spec is None]
+    sizes = _PageSizes(specs)
+    target = sizes.target()
+    fitted = {spec: sizes.fit(spec, target) for spec in sizes.num_layers}
+    stuck = [name for name, spec in specs.items() if fitted[spec] is None]
     if stuck:
-        sizes = ", ".join(f"{name} ({specs[name].page_size_bytes} bytes)" for name in stuck)
+        listed = ", ".join(f"{name} ({specs[name].page_size_bytes} bytes)" for name in stuck)
         raise ConfigurationError(
             f"pages of {target} bytes are needed to share pools, but these layers can have "
-            f"neither larger blocks nor padding: {sizes}: choose block sizes whose pages agree"
+            f"neither larger blocks nor padding: {listed}: choose block sizes whose pages agree"
         )
-    unified = {name: spec for name, spec in fitted.items() if spec is not None}
+    unified = {name: made for name, spec in specs.items() if (made := fitted[spec]) is not None}
     _warn_of_padding(specs, unified, warn)
     return unified
 
 
-def _fit_page(spec: KVCacheSpec, target: int) -> KVCacheSpec | None:
-    """Return `spec` with pages of `target` bytes, None if it can have none."""
-    page = spec.page_size_bytes
-    if page == target:
+def align_state_blocks(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Return `specs` with states kept only where blocks of all the layers with tokens end.
+
+    A prefix is a hit where every group can start from it. A state at another place would take
+    memory and never be read, so the block size of states that are cached is raised to a multiple
+    of the others'. The page of a state does not depend on it.
+    """
+    tokens = lcm(
+        *(
+            spec.block_size
+            for spec in specs.values()
+            if spec.num_state_blocks is None and not spec.keeps_encoder_tokens
+        )
+    )
+    return {name: _with_blocks_of_multiple(spec, tokens) for name, spec in specs.items()}
+
+
+def _with_blocks_of_multiple(spec: KVCacheSpec, num_tokens: int) -> KVCacheSpec:
+    if spec.num_state_blocks is None or not spec.can_prefix_cache:
         return spec
-    if target % page == 0:
-        larger = spec.with_block_size(spec.block_size * (target // page))
-        if larger is not None and larger.page_size_bytes == target:
-            return larger
-    return spec.with_page_size_padded(target)
+    raised = spec.with_block_size(ceil_div(spec.block_size, num_tokens) * num_tokens)
+    return spec if raised is None else raised
+
+
+# ---------------------------------------------------------------------------------------------
+# One size for all
+# ---------------------------------------------------------------------------------------------
+
+
+class _PageSizes:
+    """The sizes that pages of some layers can have; `num_layers`: how many have each spec."""
+
+    def __init__(self, specs: Mapping[str, KVCacheSpec]) -> None:
+        self.num_layers = num_layers = Counter(specs.values())
+        self._alignment = lcm(*(spec.alignment_bytes for spec in num_layers))
+        self._largest = max(spec.page_size_bytes for spec in num_layers)
+        self._at_least = ceil_div(self._largest, self._alignment) * self._alignment
+        self._growths: dict[KVCacheSpec, list[KVCacheSpec]] = {}
+        for name, spec in specs.items():
+            if spec not in self._growths:
+                self._growths[spec] = _growths(name, spec, 2 * self._at_least)
+
+    def target(self) -> int:
+        """Return the bytes that every page shall have."""
+        growable = [sizes for sizes in self._growths.values() if len(sizes) > 1]
+        if any(sizes[0].page_size_bytes == self._largest for sizes in growable):
+            return self._at_least
+        candidates = {made.page_size_bytes for sizes in growable for made in sizes}
+        aligned = (
+            page for page in candidates if page >= self._at_least and not page % self._alignment
+        )
+        return min(aligned, key=lambda page: (self._waste(page), page), default=self._at_least)
+
+    def fit(self, spec: KVCacheSpec, target: int) -> KVCacheSpec | None:
+        """Return `spec` with pages of `target` bytes, None if it can have none."""
+        sizes = self._growths[spec]
+        grown = sizes[bisect_right(sizes, target, key=_page_size_bytes) - 1]
+        return grown if grown.page_size_bytes == target else grown.with_page_size_padded(target)
+
+    def _waste(self, page_size_bytes: int) -> float:
+        """Return the pages' worth of padding, over all layers, when pages take so many bytes."""
+        waste = 0.0
+        for spec, num_layers in self.num_layers.items():
+            fitted = self.fit(spec, page_size_bytes)
+            if fitted is None:
+                return inf
+            waste += num_layers * (1 - fitted.real_page_size_bytes / page_size_bytes)
+        return waste
+
+
+def _page_size_bytes(spec: KVCacheSpec) -> int:
+    return spec.page_size_bytes
+
+
+def _growths(layer_name: str, spec: KVCacheSpec, at_most: int) -> list[KVCacheSpec]:
+    """Return `spec` and its copies of more tokens in a block, by size, up to pages of `at_most`.
+
+    A state has no others: its page does not depend on how many tokens it stands for. Raises
+    ConfigurationError, naming the layer, where blocks would have to grow beyond `MAX_GROWTH`.
+    """
+    sizes = [spec]
+    largest_ratio = at_most // spec.page_size_bytes
+    for ratio in range(2, largest_ratio + 1):
+        larger = spec.with_block_size(spec.block_size * ratio)
+        if larger is None or larger.page_size_bytes > at_most:
+            continue
+        if larger.page_size_bytes <= spec.page_size_bytes:
+            break
+        if largest_ratio > 2 * MAX_GROWTH:
+            raise ConfigurationError(
+                f"a page of layer {layer_name} (kind {spec.kind}, {spec.block_size} tokens) takes "
+                f"{spec.page_size_bytes} bytes, the largest page {at_most // 2}: the one would "
+                f"have to grow more than {MAX_GROWTH} times to share pools with the other: raise "
+                "its block size"
+            )
+        sizes.append(larger)
+    return sizes
 
 
 def _warn_of_padding(
@@ -60,9 +162,11 @@ def _warn_of_padding(
     """Warn once per size of padding that `unified` added."""
     padded: dict[tuple[int, int], list[str]] = {}
     for name, spec in unified.items():
-        if spec.block_size == specs[name].block_size and spec != specs[name]:
-            sizes = (specs[name].page_size_bytes, spec.page_size_bytes)
-            padded.setdefault(sizes, []).append(name)
+        before = specs[name].page_size_bytes * (
+            spec.real_page_size_bytes // specs[name].real_page_size_bytes
+        )
+        if before != spec.page_size_bytes:
+            padded.setdefault((before, spec.page_size_bytes), []).append(name)
     for (before, after), names in padded.items():
         warn(
             f"pages of {len(names)} layers like {names[0]} are padded from {before} to {after} "

@@ -10,9 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvcache.planner.memory import NUM_NULL_BLOCKS, blocks_per_request
+from kvcache.planner.memory import NUM_NULL_BLOCKS, blocks_per_request, longest_model_len
 from kvcache.planner.plan import Plan
 from kvcache.specs import KVCacheConfig
+
+MAX_MODEL_LEN = 2**31 - 1
+"""Longest request that can be named: positions travel as int32."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class GroupReport:
     num_layers: int
     block_size_tokens: int
     page_size_bytes: int
+    real_page_size_bytes: int
+    """Bytes of a page that hold content; the others are padding."""
     blocks_per_request: int
     """Most blocks that one request of `max_model_len` tokens holds in this group."""
 
@@ -52,8 +57,12 @@ class PlanReport:
     """A plan in figures. Tokens are of the whole model; bytes are summed over ranks or per rank.
 
     `capacity_tokens`: tokens that requests of full length hold when the pool is full of them;
-    `bytes_per_token`: what each of those takes, all ranks together. `max_concurrency` and
-    `capacity_tokens` are None where nothing bounds them (a model that keeps nothing).
+    `bytes_per_token`: what each of those takes, all ranks together. `request_bytes`: what one such
+    request takes, of which no layer fills `request_padding_bytes` (pages that are padded, and
+    pools that a group has no layer for). `largest_model_len`: most tokens of one request that the
+    memory holds, whatever length was asked for or the model was trained for. `max_concurrency`,
+    `capacity_tokens` and `largest_model_len` are None where nothing bounds them (a model that keeps
+    nothing, or only windows and states).
     """
 
     name: str
@@ -65,8 +74,11 @@ class PlanReport:
     layout: str
     capacity_tokens: int | None
     bytes_per_token: float
+    request_bytes: int
+    request_padding_bytes: int
     allocated_bytes: int
     max_concurrency: float | None
+    largest_model_len: int | None
     can_prefix_cache: bool
     fingerprint: str
     groups: tuple[GroupReport, ...]
@@ -86,6 +98,7 @@ def report_plan(plan: Plan, name: str = "kvcache") -> PlanReport:
     per_request = sum(group.blocks_per_request for group in groups)
     tokens = plan.max_model_len * usable / per_request if per_request else math.inf
     is_bounded = math.isfinite(tokens)
+    request_bytes = _block_bytes(plan.configs) * per_request
     return PlanReport(
         name=name,
         num_ranks=len(plan.configs),
@@ -95,9 +108,12 @@ def report_plan(plan: Plan, name: str = "kvcache") -> PlanReport:
         max_num_batched_tokens=plan.options.max_num_batched_tokens,
         layout=plan.options.layout,
         capacity_tokens=int(tokens) if is_bounded else None,
-        bytes_per_token=_block_bytes(plan.configs) * per_request / plan.max_model_len,
+        bytes_per_token=request_bytes / plan.max_model_len,
+        request_bytes=request_bytes,
+        request_padding_bytes=request_bytes - _filled_bytes(plan, groups),
         allocated_bytes=allocated,
         max_concurrency=plan.max_concurrency if math.isfinite(plan.max_concurrency) else None,
+        largest_model_len=_largest_model_len(plan),
         can_prefix_cache=plan.can_prefix_cache,
         fingerprint=plan.fingerprint,
         groups=groups,
@@ -114,10 +130,29 @@ def _report_groups(plan: Plan) -> tuple[GroupReport, ...]:
             num_layers=len(group.layer_names),
             block_size_tokens=group.kv_cache_spec.block_size,
             page_size_bytes=group.kv_cache_spec.page_size_bytes,
+            real_page_size_bytes=group.kv_cache_spec.real_page_size_bytes,
             blocks_per_request=blocks_per_request(plan.options, [group]),
         )
         for group_id, group in enumerate(plan.model_groups)
     )
+
+
+def _filled_bytes(plan: Plan, groups: Sequence[GroupReport]) -> int:
+    """Return the bytes of a request of full length that hold content, over all ranks."""
+    return sum(
+        report.blocks_per_request * report.real_page_size_bytes * len(group.layer_names)
+        for config in plan.configs
+        for report, group in zip(groups, config.kv_cache_groups, strict=True)
+    )
+
+
+def _largest_model_len(plan: Plan) -> int | None:
+    """Return the most tokens of a request that the plan's blocks hold, None if any number."""
+    if not plan.model_groups:
+        return None
+    anything = plan.options.with_max_model_len(MAX_MODEL_LEN)
+    largest = longest_model_len(anything, plan.model_groups, plan.num_blocks)
+    return largest if largest < MAX_MODEL_LEN else None
 
 
 def _report_rank(plan: Plan, rank: int) -> RankReport:

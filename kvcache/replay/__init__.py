@@ -6,12 +6,14 @@ from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import EngineLimits
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.stepper import CacheFigures, ForwardProgress, ManagerStepper, Stepper
+from kvcache.replay.traits import ModelTraits
 
 __all__ = [
     "CacheFigures",
     "EngineLimits",
     "ForwardProgress",
     "ManagerStepper",
+    "ModelTraits",
     "ReplayEngine",
     "ReplayReport",
     "Stepper",

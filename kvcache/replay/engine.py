@@ -30,6 +30,7 @@ from kvcache.replay.stepper import ForwardProgress, Stepper, describe_failures
 from kvcache.replay.tally import ReplayTally
 from kvcache.replay.undo import Before, StepRecord, UndoLog
 from kvcache.replay.waiting import WaitingRequests
+from kvcache.simulate.tokens import num_encoder_tokens
 from kvcache.simulate.workload import Workload
 from kvcache.step import (
     NO_SLOT,
@@ -165,7 +166,8 @@ class ReplayEngine:
             if request.is_gone:
                 continue
             row = self._rows.find(request)
-            if before.keeps_row and row is not None:
+            is_lost = self._limits.model.keeps_states and request.request_id in result.withdrawn
+            if before.keeps_row and row is not None and not is_lost:
                 self._rows.go_back(row, before.num_computed, before.num_known)
                 continue
             if row is not None:
@@ -201,7 +203,9 @@ class ReplayEngine:
             self._is_refused, self._has_room_come = True, False
         for request in finished:
             self._waiting.finish(request.request_id)
-        rows = self._rows.plan(self._limits.max_num_batched_tokens)
+        rows = self._rows.plan(
+            self._limits.max_num_batched_tokens, self._limits.model.boundary_tokens
+        )
         admitting, max_new_tokens = self._pick_admissions(rows.num_tokens)
         for request in preempted:
             self._waiting.put_preempted(request)
@@ -222,10 +226,19 @@ class ReplayEngine:
             if budget <= 0:
                 break
             self._require_model_len(request)
-            tokens.append(min(budget, request.num_known_tokens))
-            budget -= tokens[-1]
+            share = min(budget, request.num_known_tokens)
+            tokens.append(self._first_chunk(share))
+            budget -= share
             picked.append(request)
         return tuple(picked), tuple(tokens)
+
+    def _first_chunk(self, num_tokens: int) -> int:
+        """Return how much of `num_tokens` to ask for before it is known how many are found.
+
+        Where ends of chunks matter it is no more than one of them apart, so that a chunk that
+        starts behind a hit does not pass the last one.
+        """
+        return min(num_tokens, self._limits.model.boundary_tokens or num_tokens)
 
     def _require_model_len(self, request: ReplayedRequest) -> None:
         needed = request.request.num_prompt_tokens + request.request.num_output_tokens
@@ -253,7 +266,7 @@ class ReplayEngine:
                     ResumedRequest(request.request_id, tokens)
                     for request, tokens in zip(resumed, max_new, strict=False)
                 ),
-                new=tuple(map(_new_request, new, max_new[len(resumed) :])),
+                new=tuple(map(self._new_request, new, max_new[len(resumed) :])),
             )
         )
         for request in plan.finished:
@@ -353,12 +366,13 @@ class ReplayEngine:
         self._figures_s = self._clock.now()
         self._tally.sample(self._stepper.figures())
 
-
-def _new_request(request: ReplayedRequest, max_new_tokens: int) -> NewRequest:
-    return NewRequest(
-        request_id=request.request_id,
-        token_ids=request.request.token_ids,
-        max_new_tokens=max_new_tokens,
-        cache_salt=request.request.cache_salt,
-        tenant=request.request.tenant,
-    )
+    def _new_request(self, request: ReplayedRequest, max_new_tokens: int) -> NewRequest:
+        most = self._limits.model.max_encoder_tokens
+        return NewRequest(
+            request_id=request.request_id,
+            token_ids=request.request.token_ids,
+            max_new_tokens=max_new_tokens,
+            cache_salt=request.request.cache_salt,
+            tenant=request.request.tenant,
+            num_encoder_tokens=num_encoder_tokens(request.request_id, most) if most else 0,
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.errors import RequestError
+from kvcache.replay.traits import PLAIN_MODEL, ModelTraits
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class EngineLimits:
     """What a step may hold, and how the engine waits.
 
     `pipeline_depth`: steps whose forwards may still run when the next one is submitted.
-    `stall_s`: how long nothing may advance before the replay is given up.
+    `stall_s`: how long nothing may advance before the replay is given up. `model`: what its kinds
+    of attention want of steps.
 
     Raises RequestError for a number that cannot be meant.
     """
@@ -26,6 +28,7 @@ class EngineLimits:
     pipeline_depth: int = 1
     stall_s: float = 60.0
     figures_interval_s: float = 0.25
+    model: ModelTraits = PLAIN_MODEL
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "pipeline_depth"):

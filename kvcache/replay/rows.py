@@ -124,10 +124,11 @@ class RunningRows:
         table = self._table[:, : len(self._requests)]
         return [int(row) for row in np.flatnonzero(table[_COMPUTED] >= table[_TARGETS])]
 
-    def plan(self, budget_tokens: int) -> PlannedRows:
+    def plan(self, budget_tokens: int, boundary_tokens: int | None = None) -> PlannedRows:
         """Plan at most `budget_tokens`, oldest rows first. Changes nothing.
 
-        Rows that are done must have been removed.
+        A chunk that passes a multiple of `boundary_tokens` ends at the last one it reaches; what is
+        behind it comes with the next step. Rows that are done must have been removed.
         """
         num_rows = len(self._requests)
         table = self._table[:, :num_rows]
@@ -136,6 +137,9 @@ class RunningRows:
         needed = known - computed + samples
         ends = np.cumsum(needed)
         granted = np.minimum(needed, budget_tokens - (ends - needed))
+        if boundary_tokens is not None:
+            cut = (computed + granted) // boundary_tokens * boundary_tokens - computed
+            granted = np.where(cut > 0, cut, granted)
         count = int(np.count_nonzero(granted > 0))  # the oldest ones: what is left only shrinks
         samples = samples[:count]
         offsets = np.zeros(count + 1, np.int32)

@@ -51,6 +51,11 @@ def answer_token_ids(request_id: str, num_tokens: int) -> Int32Array:
     return token_stream(answer_seed(request_id), num_tokens)
 
 
+def num_encoder_tokens(request_id: str, most: int) -> int:
+    """Return how many encoder tokens, 1 to `most`, the replayed request `request_id` comes with."""
+    return 1 + token_seed("encoder", request_id) % most
+
+
 def block_token_ids(block_names: NDArray[np.int64], block_size: int) -> Int32Array:
     """Return `block_size` tokens for each named block, one block after another.
 

@@ -21,6 +21,7 @@ from kvcache.specs.cache_config import (
     KVCacheTensor,
     Layout,
 )
+from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.plain import SPEC_KINDS, spec_from_dict
 from kvcache.specs.spec import Difference, KVCacheSpec, first_difference
 from kvcache.specs.state import MAMBA_CACHE_MODES, MambaSpec
@@ -43,6 +44,7 @@ __all__ = [
     "Layout",
     "MLAAttentionSpec",
     "MambaSpec",
+    "PageTensor",
     "SlidingWindowSpec",
     "ceil_div",
     "dtype_size_bytes",

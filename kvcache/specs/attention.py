@@ -12,6 +12,7 @@ from math import prod
 from typing import ClassVar
 
 from kvcache.errors import ConfigurationError
+from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec, require_kind
 from kvcache.specs.units import ceil_div, dtype_size_bytes, require_count
 
@@ -47,6 +48,10 @@ class AttentionSpec(KVCacheSpec):
     def page_shape(self) -> tuple[int, ...]:
         """Shape of one block's content: `(2, tokens, heads, head_size)`, keys before values."""
         return (2, self.block_size, self.num_kv_heads, self.head_size)
+
+    @property
+    def page_tensors(self) -> tuple[PageTensor, ...]:
+        return (PageTensor(0, self.page_shape, self.dtype),)
 
     @property
     def alignment_bytes(self) -> int:
@@ -269,6 +274,14 @@ class CrossAttentionSpec(AttentionSpec):
     @property
     def keeps_encoder_tokens(self) -> bool:
         return True
+
+    @property
+    def encoder_token_limit(self) -> int:
+        return self.max_encoder_tokens
+
+    def max_table_blocks(self, max_model_len: int) -> int:
+        """Return the blocks of the most encoder tokens; the request's length does not matter."""
+        return ceil_div(self.max_encoder_tokens, self.block_size)
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         return ceil_div(self.max_encoder_tokens, self.block_size) * self.page_size_bytes

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.errors import ConfigurationError
-from kvcache.specs.units import require_count
+from kvcache.specs.page_tensor import PageTensor
+from kvcache.specs.units import ceil_div, require_count
 
 if TYPE_CHECKING:
     from kvcache.specs.attention import FullAttentionSpec
@@ -70,6 +71,28 @@ class KVCacheSpec(ABC):
         """Blocks that a request needs at a time whatever its length; None where tokens are kept."""
         return None
 
+    @property
+    def page_tensors(self) -> tuple[PageTensor, ...]:
+        """The tensors that lie in a page of this layer; none: workers cannot show them.
+
+        Where tokens are kept it is one, whose last axes are tokens, heads and head size.
+        """
+        return ()
+
+    def max_table_blocks(self, max_model_len: int) -> int:
+        """Return how many columns the block table of a request of `max_model_len` tokens has."""
+        return ceil_div(max_model_len, self.block_size)
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Drafts of one forward that can be taken back; None where any number can."""
+        return None
+
+    @property
+    def encoder_token_limit(self) -> int:
+        """Most encoder tokens of one request that are kept; 0 where none are."""
+        return 0
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return how many leading tokens nothing reads any more after so many computed ones.
 
@@ -83,7 +106,10 @@ class KVCacheSpec(ABC):
 
     @abstractmethod
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
-        """Return a copy with blocks of `block_size` tokens, None if this kind cannot have them."""
+        """Return a copy with blocks of `block_size` tokens, None if this layer cannot have them.
+
+        Whether its page is larger then depends on the kind: where tokens are kept, it is.
+        """
 
     @abstractmethod
     def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:

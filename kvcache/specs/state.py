@@ -16,6 +16,7 @@ from math import lcm, prod
 from typing import ClassVar
 
 from kvcache.errors import ConfigurationError, shown
+from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec
 from kvcache.specs.units import ceil_div, dtype_size_bytes, require_count
 
@@ -58,16 +59,23 @@ class MambaSpec(KVCacheSpec):
         if self.page_size_padded is None:
             return
         require_count("page_size_padded", self.page_size_padded)
-        if self.page_size_padded < self.real_page_size_bytes:
+        element = self.alignment_bytes
+        if self.page_size_padded < self.real_page_size_bytes or self.page_size_padded % element:
             raise ConfigurationError(
                 f"page_size_padded is {self.page_size_padded} bytes, but a state takes "
-                f"{self.real_page_size_bytes}: pad to at least that"
+                f"{self.real_page_size_bytes} bytes of {', '.join(self.dtypes)}: pad to at least "
+                f"that, in multiples of {element}"
             )
 
     @property
     def state_offsets_bytes(self) -> tuple[int, ...]:
         """First byte of each state tensor inside a page."""
         return self._offsets_and_end()[:-1]
+
+    @property
+    def page_tensors(self) -> tuple[PageTensor, ...]:
+        """One tensor per shape, one behind the other."""
+        return tuple(map(PageTensor, self.state_offsets_bytes, self.shapes, self.dtypes))
 
     @property
     def real_page_size_bytes(self) -> int:
@@ -92,6 +100,16 @@ class MambaSpec(KVCacheSpec):
         """One, or with `align` the state that is read and the one that is written, and drafts'."""
         return (2 if self.mamba_cache_mode == "align" else 1) + self.num_speculative_blocks
 
+    def max_table_blocks(self, max_model_len: int) -> int:
+        """Return a column for the running state, or with `align` one per block, and the drafts'."""
+        is_aligned = self.mamba_cache_mode == "align"
+        num_states = ceil_div(max_model_len, self.block_size) if is_aligned else 1
+        return num_states + self.num_speculative_blocks
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        return self.num_speculative_blocks
+
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the tokens of the blocks before the one that holds the newest state.
 
@@ -106,8 +124,8 @@ class MambaSpec(KVCacheSpec):
         return (self.num_state_blocks or 0) * self.page_size_bytes
 
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
-        """Return None: the block size of a state does not change the page."""
-        return None
+        """Return a copy that keeps a state every `block_size` tokens; its page is the same."""
+        return replace(self, block_size=block_size)
 
     def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
         return replace(self, page_size_padded=page_size_bytes)
@@ -127,7 +145,7 @@ def _as_shapes(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes as tuples; raises ConfigurationError unless all sizes are counts."""
     try:
         made = tuple(tuple(shape) for shape in shapes)
-    except TypeError as error:
+    except TypeError as error:  # what is no list, or holds none
         raise ConfigurationError(
             f"shapes is {shown(shapes)}: give one list of sizes per state tensor"
         ) from error
@@ -139,7 +157,7 @@ def _as_shapes(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
 
 def _as_dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
     """Return the dtypes as a tuple; raises ConfigurationError for an unknown one."""
-    if isinstance(dtypes, str):
+    if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
         raise ConfigurationError(f"dtypes is {shown(dtypes)}: give one dtype per state tensor")
     made = tuple(dtypes)
     for dtype in made:

@@ -15,7 +15,6 @@ import torch
 from kvcache.arrays import Int32Array
 from kvcache.commands import BlockTablePatch
 from kvcache.errors import BlockError, MalformedMessageError
-from kvcache.specs import ceil_div
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,20 +29,18 @@ class BlockTables:
 
     def __init__(
         self,
-        block_sizes: Sequence[int],
+        widths: Sequence[int],
         num_blocks: int,
         max_num_seqs: int,
-        max_model_len: int,
         device: torch.device,
     ) -> None:
-        """Make empty tables; `block_sizes[group]` in tokens."""
+        """Make empty tables of `widths[group]` columns."""
         self._num_blocks = num_blocks
         self._max_num_seqs = max_num_seqs
-        widths = [ceil_div(max_model_len, size) for size in block_sizes]
         self._widths: Int64Array = np.array(widths, dtype=np.int64)
         ends = np.cumsum(self._widths * max_num_seqs)
         self._bases: Int64Array = ends - self._widths * max_num_seqs
-        self._flat: Int32Array = np.zeros(int(ends[-1]) if widths else 0, dtype=np.int32)
+        self._flat: Int32Array = np.zeros(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
         self._tables = [
             self._flat[base:end].reshape(max_num_seqs, width)
             for base, end, width in zip(self._bases, ends, widths, strict=True)

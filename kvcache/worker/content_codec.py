@@ -1,10 +1,11 @@
 """The bytes that a position's sum demands of the layers of a group, written and compared.
 
-Stands below content.py, which knows rows and tables. Layers whose pages lie at a constant distance
-are handled together as one strided tensor of words; one torch implementation runs on CPU and CUDA
-(int64 arithmetic wraps alike). Refuses layouts that are not key/value pages of tokens.
+Stands below group_content.py, which knows rows and tables. A page holds a cell per token, or one
+cell that is a whole state. Layers whose pages lie at a constant distance are handled together as
+one strided tensor of words; one torch implementation runs on CPU and CUDA (int64 arithmetic wraps
+alike). Refuses layouts that are neither pages of tokens nor states.
 
-For a token with sum S, layer seed L and word k of its K and V (heads and all):
+For a cell with sum S, layer seed L and word k of its K and V (heads and all) or of its state:
 
     h = (mix(S) ^ L) * ODD;  h ^= h >> 29;  word[k] = top bits of h * odd(k)
 """
@@ -29,8 +30,30 @@ WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class WrongToken:
-    """The first position of a comparison whose bytes are wrong."""
+class PageCells:
+    """How the content of one page is cut: `num_cells` tokens, of `parts` (keys, values) each."""
+
+    num_cells: int
+    parts: int
+    part_bytes: int
+
+    @classmethod
+    def of(cls, layer: LayerLayout) -> PageCells:
+        """Return the cells of a layer's pages; raises ConfigurationError when it has none."""
+        if layer.is_state:
+            return cls(1, 1, layer.content_bytes)
+        (tensor,) = layer.tensors
+        shape = tensor.page_shape
+        if len(shape) not in (3, 4):
+            raise ConfigurationError(
+                f"layer {layer.name}: pages of shape {shape} have no bytes per token"
+            )
+        return cls(shape[-3], prod(shape[:-3]), shape[-2] * shape[-1] * tensor.element_bytes)
+
+
+@dataclass(frozen=True)
+class WrongCell:
+    """The first cell of a comparison whose bytes are wrong."""
 
     block_index: int
     offset: int
@@ -48,44 +71,38 @@ def _seeds(names: Sequence[str], rank: int) -> torch.Tensor:
 class LayerBundle:
     """Layers of one group with equal pages at a constant distance, as one tensor of words.
 
-    `pages` has shape `(num_blocks, layers, parts, block_size, words)` and `tokens` the same bytes
-    as `(num_blocks, block_size, layers, parts, words)`; parts are keys and values.
+    `pages` has shape `(num_blocks, layers, parts, num_cells, words)` and `cells` the same bytes
+    as `(num_blocks, num_cells, layers, parts, words)`; parts are keys and values.
     """
 
     def __init__(self, pool: KVCachePool, layers: Sequence[LayerLayout], rank: int) -> None:
         """View `layers` of `pool`; the caller has checked that they can be viewed together."""
-        first = layers[0]
-        if len(first.page_shape) not in (3, 4):
-            raise ConfigurationError(
-                f"layer {first.name}: pages of shape {first.page_shape} have no bytes per token"
-            )
+        first, cells = layers[0], PageCells.of(layers[0])
         self.names = tuple(layer.name for layer in layers)
-        self.block_size = first.page_shape[-3]
-        parts = prod(first.page_shape[:-3])
-        part_bytes = first.page_shape[-2] * first.page_shape[-1] * first.element_bytes
+        self.num_cells, parts, part_bytes = cells.num_cells, cells.parts, cells.part_bytes
         distance = layers[1].offset_bytes - first.offset_bytes if len(layers) > 1 else 0
         self._word_bytes = gcd(
             8, part_bytes, first.offset_bytes, first.block_stride_bytes, distance
         )
         words = part_bytes // self._word_bytes
-        self.token_bytes = parts * part_bytes * len(layers)
+        self.cell_bytes = parts * part_bytes * len(layers)
         strides = {
             "block": first.block_stride_bytes // self._word_bytes,
             "layer": distance // self._word_bytes,
-            "part": self.block_size * words,
-            "token": words,
+            "part": self.num_cells * words,
+            "cell": words,
         }
         base = pool.words(WORD_DTYPES[self._word_bytes])
         offset = first.offset_bytes // self._word_bytes
         blocks = pool.layout.num_blocks
         self.pages = base.as_strided(
-            (blocks, len(layers), parts, self.block_size, words),
-            (strides["block"], strides["layer"], strides["part"], strides["token"], 1),
+            (blocks, len(layers), parts, self.num_cells, words),
+            (strides["block"], strides["layer"], strides["part"], strides["cell"], 1),
             offset,
         )
-        self.tokens = base.as_strided(
-            (blocks, self.block_size, len(layers), parts, words),
-            (strides["block"], strides["token"], strides["layer"], strides["part"], 1),
+        self.cells = base.as_strided(
+            (blocks, self.num_cells, len(layers), parts, words),
+            (strides["block"], strides["cell"], strides["layer"], strides["part"], 1),
             offset,
         )
         self._seeds = _seeds(self.names, rank).to(pool.device)
@@ -95,30 +112,30 @@ class LayerBundle:
         self._device = pool.device
 
     def write(self, block_ids: torch.Tensor, offsets: torch.Tensor, mixed: torch.Tensor) -> None:
-        """Write token `offsets[i]` of block `block_ids[i]`; `mixed` int64 sums; all `(n,)`."""
+        """Write cell `offsets[i]` of block `block_ids[i]`; `mixed` int64 sums; all `(n,)`."""
         hashes = self._hashes(mixed[:, None] ^ self._seeds)
         words = self._narrow(hashes[:, :, None, None] * self._odds)
-        self.tokens[block_ids.to(self._device), offsets.to(self._device)] = words
+        self.cells[block_ids.to(self._device), offsets.to(self._device)] = words
 
     def find_wrong(
         self, block_ids: torch.Tensor, mixed: torch.Tensor, ends: torch.Tensor
-    ) -> WrongToken | None:
-        """Compare tokens `[0, ends[i])` of block `block_ids[i]`; `mixed` is `(n, block_size)`.
+    ) -> WrongCell | None:
+        """Compare cells `[0, ends[i])` of block `block_ids[i]`; `mixed` is `(n, num_cells)`.
 
-        Returns the first that differs, in order of blocks, layers and tokens, or None.
+        Returns the first that differs, in order of blocks, layers and cells, or None.
         """
         hashes = self._hashes(mixed[:, None, :] ^ self._seeds[:, None])
         expected = self._narrow(hashes[:, :, None, :, None] * self._odds[:, None, :])
         found = self.pages.index_select(0, block_ids.to(self._device))
         if torch.equal(found, expected):
             return None
-        token = torch.arange(self.block_size, device=self._device)
-        is_live = token < ends.to(self._device)[:, None]
+        cell = torch.arange(self.num_cells, device=self._device)
+        is_live = cell < ends.to(self._device)[:, None]
         is_wrong = (found != expected).any(4).any(2) & is_live[:, None, :]
         if not bool(is_wrong.any()):
             return None
         block, layer, offset = (int(i) for i in is_wrong.nonzero()[0])
-        return WrongToken(
+        return WrongCell(
             block_index=block,
             offset=offset,
             layer=self.names[layer],
@@ -158,8 +175,7 @@ def bundle_layers(pool: KVCachePool, group: int, rank: int) -> list[LayerBundle]
 def _continues(bundle: Sequence[LayerLayout], layer: LayerLayout) -> bool:
     last = bundle[-1]
     is_alike = (
-        layer.page_shape == last.page_shape
-        and layer.element_bytes == last.element_bytes
+        PageCells.of(layer) == PageCells.of(last)
         and layer.block_stride_bytes == last.block_stride_bytes
     )
     return is_alike and (

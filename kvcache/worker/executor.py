@@ -59,10 +59,9 @@ class CommandExecutor:
             else None
         )
         self.block_tables = BlockTables(
-            settings.block_sizes,
+            settings.table_widths,
             config.num_blocks,
             settings.max_num_seqs,
-            settings.max_model_len,
             device,
         )
         self.labels = LabelTable(

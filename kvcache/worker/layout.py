@@ -13,22 +13,14 @@ from itertools import pairwise
 from math import prod
 
 from kvcache.errors import ConfigurationError
-from kvcache.specs import (
-    AttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    KVCacheTensor,
-    dtype_size_bytes,
-)
+from kvcache.specs import KVCacheConfig, KVCacheSpec, KVCacheTensor, dtype_size_bytes
 
 
 @dataclass(frozen=True)
-class LayerLayout:
-    """One layer's view of its pool. `shape` starts with the block; `strides` count elements."""
+class TensorLayout:
+    """One tensor of a layer, over all blocks. `shape` starts with the block; `strides` count
+    elements."""
 
-    name: str
-    group: int
-    pool: int
     dtype: str
     offset_bytes: int
     block_stride_bytes: int
@@ -42,14 +34,32 @@ class LayerLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the layer's tensor."""
+        """Shape of the tensor."""
         return (self.num_blocks, *self.page_shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of the layer's tensor, in elements: contiguous inside a block."""
+        """Strides of the tensor, in elements: contiguous inside a block."""
         inner = tuple(prod(self.page_shape[i + 1 :]) for i in range(len(self.page_shape)))
         return (self.block_stride_bytes // self.element_bytes, *inner)
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Where one layer's pages lie in its pool, and the tensors in them.
+
+    `content_bytes` of a page belong to the layer, the rest is padding. `is_state`: the page is a
+    state of several tensors; otherwise it is one tensor with a place for each token.
+    """
+
+    name: str
+    group: int
+    pool: int
+    offset_bytes: int
+    block_stride_bytes: int
+    content_bytes: int
+    is_state: bool
+    tensors: tuple[TensorLayout, ...]
 
 
 @dataclass(frozen=True)
@@ -168,8 +178,12 @@ def _layer(
 ) -> LayerLayout:
     tensor = config.kv_cache_tensors[pool]
     page = _page_bytes(config, tensor)
-    if not isinstance(spec, AttentionSpec):
-        raise ConfigurationError(f"layer {name}: no tensor layout for specs of kind {spec.kind}")
+    is_state = spec.num_state_blocks is not None
+    if not spec.page_tensors or (len(spec.page_tensors) > 1 and not is_state):
+        raise ConfigurationError(
+            f"layer {name}: specs of kind {spec.kind} say {len(spec.page_tensors)} page_tensors: "
+            "say one where tokens are kept, or those of a state"
+        )
     if spec.real_page_size_bytes > page:
         raise ConfigurationError(
             f"layer {name} needs {spec.real_page_size_bytes} bytes a block, pool {pool} has pages "
@@ -177,19 +191,29 @@ def _layer(
         )
     alignment = spec.alignment_bytes
     if tensor.offset % alignment or tensor.block_stride % alignment:
+        dtypes = ", ".join(dict.fromkeys(part.dtype for part in spec.page_tensors))
         raise ConfigurationError(
             f"layer {name}: pool {pool} starts at byte {tensor.offset} with block stride "
-            f"{tensor.block_stride}, {spec.dtype} needs multiples of {alignment}"
+            f"{tensor.block_stride}, {dtypes} needs multiples of {alignment}"
         )
     return LayerLayout(
         name=name,
         group=group,
         pool=pool,
-        dtype=spec.dtype,
         offset_bytes=tensor.offset,
         block_stride_bytes=tensor.block_stride,
-        page_shape=spec.page_shape,
-        num_blocks=config.num_blocks,
+        content_bytes=spec.real_page_size_bytes,
+        is_state=is_state,
+        tensors=tuple(
+            TensorLayout(
+                dtype=part.dtype,
+                offset_bytes=tensor.offset + part.offset_bytes,
+                block_stride_bytes=tensor.block_stride,
+                page_shape=part.shape,
+                num_blocks=config.num_blocks,
+            )
+            for part in spec.page_tensors
+        ),
     )
 
 

@@ -33,6 +33,15 @@ def mix(values: Uint64Array) -> Uint64Array:
     return mixed
 
 
+def encoder_sums(seeds: Uint64Array, positions: Int64Array) -> Uint64Array:
+    """Return what encoder position `positions[i]` demands under key seed `seeds[i]`.
+
+    An encoder's token depends on all others, so there is no prefix to sum over; equal shapes.
+    """
+    sums: Uint64Array = mix(seeds + (positions.astype(np.uint64) + np.uint64(1)) * TOKEN_OFFSET)
+    return sums
+
+
 def name_seed(name: bytes) -> int:
     """Return a 64-bit seed for a content key or a layer's name, the same on every rank."""
     seed: int = xxhash.xxh3_64_intdigest(name)

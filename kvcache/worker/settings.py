@@ -52,6 +52,14 @@ class WorkerSettings:
             group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups
         )
 
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """Columns of each KV cache group's block tables."""
+        return tuple(
+            group.kv_cache_spec.max_table_blocks(self.max_model_len)
+            for group in self.kv_cache_config.kv_cache_groups
+        )
+
 
 @dataclass(frozen=True)
 class WorkerStatistics:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from kvcache.errors import ConfigurationError, NotEnoughMemoryError
-from kvcache.worker.layout import PoolLayout
+from kvcache.worker.layout import PoolLayout, TensorLayout
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -53,8 +53,9 @@ class KVCachePool:
     """All KV bytes of one rank.
 
     `kv_caches[layer]` is the tensor that a model runner reads and writes, of shape
-    `(num_blocks, *page_shape)` in the layer's dtype; `canonical` is what copies use. All of them
-    are views of `storage` and live as long as it does.
+    `(num_blocks, *page_shape)` in the layer's dtype. Layers that keep a state have
+    `state_caches[layer]` instead: one such tensor for each of the state's. `canonical` is what
+    copies use. All of them are views of `storage` and live as long as it does.
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
@@ -65,7 +66,8 @@ class KVCachePool:
         """
         self.layout = layout
         self.device = device
-        unknown = {layer.dtype for layer in layout.layers} - set(TORCH_DTYPES)
+        dtypes = {tensor.dtype for layer in layout.layers for tensor in layer.tensors}
+        unknown = dtypes - set(TORCH_DTYPES)
         if unknown:
             raise ConfigurationError(f"no torch dtype for {', '.join(sorted(unknown))}")
         size = -(-layout.size_bytes // ALLOCATION_ALIGNMENT_BYTES) * ALLOCATION_ALIGNMENT_BYTES
@@ -78,10 +80,16 @@ class KVCachePool:
             ) from error
         self.kv_caches: Mapping[str, torch.Tensor] = MappingProxyType(
             {
-                layer.name: self.words(TORCH_DTYPES[layer.dtype]).as_strided(
-                    layer.shape, layer.strides, layer.offset_bytes // layer.element_bytes
-                )
+                layer.name: self._view(layer.tensors[0])
                 for layer in layout.layers
+                if not layer.is_state
+            }
+        )
+        self.state_caches: Mapping[str, tuple[torch.Tensor, ...]] = MappingProxyType(
+            {
+                layer.name: tuple(self._view(tensor) for tensor in layer.tensors)
+                for layer in layout.layers
+                if layer.is_state
             }
         )
         self.canonical = CanonicalKVCaches(
@@ -98,6 +106,11 @@ class KVCachePool:
     def words(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the whole allocation as one-dimensional `dtype`; a view."""
         return self.storage.view(dtype)
+
+    def _view(self, tensor: TensorLayout) -> torch.Tensor:
+        return self.words(TORCH_DTYPES[tensor.dtype]).as_strided(
+            tensor.shape, tensor.strides, tensor.offset_bytes // tensor.element_bytes
+        )
 
 
 class HostPool:

@@ -90,6 +90,11 @@ class KVCacheWorker:
         return self._executor.pool.kv_caches
 
     @property
+    def state_caches(self) -> Mapping[str, tuple[torch.Tensor, ...]]:
+        """Tensors of each layer that keeps a state, `(num_blocks, *shape)` each; views likewise."""
+        return self._executor.pool.state_caches
+
+    @property
     def block_tables(self) -> BlockTables:
         """`block_tables[group]` is the numpy table, `.tensor(group)` the one on the device."""
         return self._executor.block_tables

@@ -1,9 +1,10 @@
 """Run the benchmarks.
 
-    python -m tests.benchmarks [NAME ...] [--peer DIR] [--smoke] [--json FILE] [--write FILE]
+    python -m tests.benchmarks [NAME ...] [--peer DIR] [--smoke] [--churn-turns N] [--json FILE]
+                               [--write FILE]
 
-Names are workloads (`w1` ... `w5`, `c1`, `c2`); without any, all run. `--peer` is the environment
-that `make bench-peer` builds; without it the peer's columns are empty.
+Names are workloads (`w1` ... `w9`, `m`, `g`, `c1`, `c2`); without any, all run. `--peer` is the
+environment that `make bench-peer` builds; without it the peer's columns are empty.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.benchmarks.manager_rows import MANAGER_WORKLOADS, measure_manager
-from tests.benchmarks.measure import Row, milliseconds
+from tests.benchmarks.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
+from tests.benchmarks.measure import Row
+from tests.benchmarks.works import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_WORKLOADS = ("c1", "c2")
@@ -33,6 +35,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="workloads to run")
     parser.add_argument("--peer", type=Path, help="environment of the peer")
     parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
+    parser.add_argument(
+        "--churn-turns", type=int, default=2000, help="turns of w7 (20000 is its full size)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--write", type=Path, help="write the table as Markdown")
     options = parser.parse_args()
@@ -49,9 +54,9 @@ def main() -> None:
         console.print("no peer: its columns stay empty (make bench-peer builds it)")
     rows: list[Row] = []
     with Progress(console=console) as progress:
-        rows += measure_manager(
-            [n for n in names if n in MANAGER_WORKLOADS], peer, options.smoke, progress
-        )
+        sizes = Sizes(options.smoke, 16 if options.smoke else options.churn_turns)
+        managers = [name for name in names if name in MANAGER_WORKLOADS]
+        rows += measure_manager(managers, peer, sizes, progress)
         cluster = [name for name in names if name in CLUSTER_WORKLOADS]
         if cluster:
             from tests.benchmarks.bench_cluster import measure_cluster
@@ -61,24 +66,28 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     if options.write:
-        options.write.write_text(markdown(rows), encoding="utf-8")
+        options.write.write_text(markdown(rows, peer), encoding="utf-8")
 
 
 def show(rows: list[Row]) -> None:
-    table = Table("", "work", "ours", "other", "ratio", "goal")
+    table = Table(*HEADINGS)
     for row in rows:
         table.add_row(*cells(row))
-    Console(width=150).print(table)
+    Console(width=170).print(table)
+
+
+HEADINGS = ("", "work", "ours", "other", "ratio", "bar now", "goal")
 
 
 def cells(row: Row) -> tuple[str, ...]:
     ratio = "-" if row.ratio is None else f"{row.ratio:.1f}x"
-    other = f"{milliseconds(row.peer)} ({row.peer_name})" if row.peer else "-"
+    other = f"{row.peer} ({row.peer_name})" if row.peer else "-"
     what = f"{row.what} ({row.note})" if row.note else row.what
-    return row.workload, what, milliseconds(row.ours), other, ratio, row.goal
+    return row.workload, what, str(row.ours), other, ratio, row.bar, row.goal
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: list[Row], peer: Path | None) -> str:
+    name = "vLLM" if peer is None else f"vLLM {peer_version(peer)}"
     lines = [
         "# Benchmarks",
         "",
@@ -90,11 +99,13 @@ def markdown(rows: list[Row]) -> str:
         + ", ".join(f"{name} {version(name)}" for name in ("numpy", "ray", "torch", "pyzmq")),
         f"- Revision: {revision()}",
         f"- Command: `python -m tests.benchmarks {' '.join(options_without_paths())}`",
-        "- Peer of W: vLLM's own KV cache manager (`make bench-peer`). Other side of C: the same",
-        "  messages as plain Ray actor calls.",
+        f"- Peer of W, M, G: the KV cache manager of {name} (`make bench-peer`). Other side of C:",
+        "  the same messages as plain Ray actor calls.",
         "",
-        "| | work | ours | other | ratio | goal |",
-        "|---|---|---|---|---|---|",
+        "`bar now` is what the reference core must reach, `goal` what the fast core is built for.",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + "---|" * len(HEADINGS),
     ]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     return "\n".join(lines) + "\n"

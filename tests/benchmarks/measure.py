@@ -13,26 +13,39 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of one side over several repetitions."""
+    """What one side measured over several repetitions: seconds, or what `unit` says."""
 
-    samples_s: tuple[float, ...]
+    samples: tuple[float, ...]
+    unit: str = "s"
 
     @property
-    def median_s(self) -> float:
-        return statistics.median(self.samples_s)
+    def median(self) -> float:
+        return statistics.median(self.samples)
 
     @property
     def spread(self) -> float:
         """Half the distance between the quartiles, as a share of the median."""
-        if len(self.samples_s) < 4:
+        if len(self.samples) < 4:
             return 0.0
-        low, _, high = statistics.quantiles(self.samples_s, n=4)
-        return (high - low) / 2 / self.median_s
+        low, _, high = statistics.quantiles(self.samples, n=4)
+        return (high - low) / 2 / self.median
+
+    def __str__(self) -> str:
+        """Write the figure for the table: median and spread."""
+        if self.unit != "s":
+            return f"{self.median:.3g} {self.unit}"
+        value = self.median * 1e3
+        digits = 3 if value < 1 else 2 if value < 100 else 0
+        return f"{value:.{digits}f} ms ±{self.spread:.0%}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `peer` is None where the peer was not there."""
+    """One line of the table. `peer` is None where the peer was not there.
+
+    `bar` is what the reference core must reach now, `goal` what the fast core is built for; both
+    are ratios unless they name a unit, and empty where there is none.
+    """
 
     workload: str
     what: str
@@ -40,12 +53,13 @@ class Row:
     peer: Figure | None
     peer_name: str
     goal: str
+    bar: str = ""
     note: str = ""
     extra: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
-        return None if self.peer is None else self.peer.median_s / self.ours.median_s
+        return None if self.peer is None else self.peer.median / self.ours.median
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {"ratio": self.ratio}
@@ -64,12 +78,3 @@ def alternate(
             taken.append(side())
         on_repetition()
     return [Figure(tuple(taken)) for taken in samples]
-
-
-def milliseconds(figure: Figure | None) -> str:
-    """Write a figure for the table: median and spread."""
-    if figure is None:
-        return "-"
-    value = figure.median_s * 1e3
-    digits = 3 if value < 1 else 2 if value < 100 else 0
-    return f"{value:.{digits}f} ms ±{figure.spread:.0%}"

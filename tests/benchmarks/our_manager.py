@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from workloads import BLOCK_SIZE
+from side_setup import BLOCK_SIZE, WINDOW_TOKENS, Setup
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.core import BlocksStored
+from kvcache.events import EventCodec
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
-from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from kvcache.step import NewRequest, RunningRequests, StepRequest
+from kvcache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
 
 CLIENT = "benchmark"
 
@@ -30,19 +38,33 @@ class Batch:
 class OurManager:
     """Prompts go through the per-request calls, decoding through one `step` per step."""
 
-    def __init__(self, num_blocks: int) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8)
+    def __init__(self, setup: Setup) -> None:
+        specs: list[KVCacheSpec] = [FullAttentionSpec(BLOCK_SIZE, 1, 8)]
+        if setup.is_hybrid:
+            specs.append(SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=WINDOW_TOKENS))
+        groups = tuple(KVCacheGroupSpec((f"layer.{i}",), spec) for i, spec in enumerate(specs))
         config = KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=(),
-            kv_cache_groups=(KVCacheGroupSpec(("layer.0",), spec),),
+            num_blocks=setup.num_blocks, kv_cache_tensors=(), kv_cache_groups=groups
         )
-        self._manager = KVCacheManager(config, max_model_len=1 << 20, max_num_seqs=8192)
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn("sha256"))
+        self._manager = KVCacheManager(
+            config,
+            max_model_len=1 << 20,
+            max_num_seqs=8192,
+            caching_hash_algo=setup.hash_algorithm,
+            enable_kv_cache_events=setup.has_events,
+        )
+        hash_fn = get_hash_fn(setup.hash_algorithm)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
+        self._codec = EventCodec(groups)
+        self._has_events = setup.has_events
+        self._slots = EMPTY_INT32
         self._count = 0
         self._step = 0
 
-    def new_request(self, tokens: np.ndarray) -> Request:
+    def tokens(self, tokens: np.ndarray, as_list: bool) -> Any:
+        return tokens.tolist() if as_list else tokens
+
+    def new_request(self, tokens: Any) -> Request:
         self._count += 1
         return Request(str(self._count), tokens, block_hasher=self._hasher)
 
@@ -77,17 +99,7 @@ class OurManager:
         return Batch(tuple(request.request_id for request in new), result.admitted_slots)
 
     def decode_steps(self, batch: Batch, steps: int) -> float:
-        count = len(batch.slots)
-        ones, zeros = np.ones(count, np.int32), np.zeros(count, np.int32)
-        running = RunningRequests(
-            slots=batch.slots,
-            num_new_tokens=ones,
-            num_draft_tokens=zeros,
-            num_rejected_tokens=zeros,
-            token_offsets=np.arange(count + 1, dtype=np.int32),
-            token_ids=np.full(count, 7, np.int32),
-            draft_token_ids=EMPTY_INT32,
-        )
+        running = one_token_each(batch.slots, np.full(len(batch.slots), 7, np.int32))
         start = time.perf_counter()
         for _ in range(steps):
             self._run(running=running)
@@ -96,10 +108,58 @@ class OurManager:
     def stop_decoding(self, batch: Batch) -> None:
         self._run(finished=batch.request_ids)
 
-    def _run(self, **fields: Any) -> Any:
+    def serve_step(
+        self, finished: list[str], kept: np.ndarray, tokens: Any, new: list[tuple[str, Any]]
+    ) -> int:
+        """Serve one step; return the tokens that new requests found in the cache."""
+        slots = self._slots[kept]
+        result = self._run(
+            finished=tuple(finished),
+            running=one_token_each(slots, tokens),
+            new=tuple(
+                NewRequest(name, np.asarray(prompt, np.int32), len(prompt)) for name, prompt in new
+            ),
+        )
+        if result.no_room or not result.running_scheduled.all():
+            raise RuntimeError("our manager found no room")
+        self._slots = np.concatenate([slots, result.admitted_slots])
+        if self._has_events:
+            self._codec.encode(1.5, self._manager.take_events())
+        return int(result.num_hit_tokens.sum())
+
+    def encode_stored(self, request: Request) -> bytes:
+        event = BlocksStored(
+            group=0,
+            medium="device",
+            digests=tuple(request.block_hashes),
+            parent_digest=None,
+            token_ids=request.all_token_ids,
+            block_size=BLOCK_SIZE,
+            namespace=request.namespace,
+        )
+        return self._codec.encode(1.5, [event])
+
+    def check_stored(self, request: Request, payload: bytes) -> str:
+        return "" if payload == self.encode_stored(request) else "differs"
+
+    def _run(self, **fields: Any) -> StepResult:
         self._step += 1
         result = self._manager.step(
             StepRequest(CLIENT, self._step, 0, completed_step=self._step - 1 or -1, **fields)
         )
         self._manager.take_commands()
         return result
+
+
+def one_token_each(slots: Int32Array, tokens: Int32Array) -> RunningRequests:
+    """Return rows that append one token each and compute it."""
+    count = len(slots)
+    zeros = np.zeros(count, np.int32)
+    return RunningRequests(
+        slots=slots,
+        num_new_tokens=np.ones(count, np.int32),
+        num_draft_tokens=zeros,
+        num_rejected_tokens=zeros,
+        token_offsets=np.arange(count + 1, dtype=np.int32),
+        token_ids=tokens,
+    )

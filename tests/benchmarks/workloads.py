@@ -1,7 +1,7 @@
 """What is timed of a manager, the same for both sides. Runs in either environment.
 
-Block size 16, one full-attention group. Every function returns the seconds of one repetition and
-leaves the manager as it found it. Only what a scheduler would pay for is inside the timer.
+Every function returns the seconds of one repetition and leaves the manager as it found it. Only
+what a scheduler would pay for is inside the timer.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import time
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
+from side_setup import Setup
 
-BLOCK_SIZE = 16
+VOCABULARY = 150_000
 
 
 class Manager(Protocol):
     """A manager under test, wrapped; requests are its own objects."""
 
-    def new_request(self, tokens: np.ndarray) -> Any: ...
+    def new_request(self, tokens: Any) -> Any: ...
+    def tokens(self, tokens: np.ndarray, as_list: bool) -> Any: ...
     def hash(self, request: Any) -> None: ...
     def look_up(self, request: Any) -> Any: ...
     def allocate(self, request: Any, num_tokens: int, hit: Any = None) -> None: ...
@@ -26,29 +29,43 @@ class Manager(Protocol):
     def start_decoding(self, count: int) -> Any: ...
     def decode_steps(self, batch: Any, steps: int) -> float: ...
     def stop_decoding(self, batch: Any) -> None: ...
+    def serve_step(
+        self, finished: list[str], kept: np.ndarray, tokens: Any, new: list[tuple[str, Any]]
+    ) -> int: ...
+    def encode_stored(self, request: Any) -> bytes: ...
+    def check_stored(self, request: Any, payload: bytes) -> str: ...
 
 
-class Workloads:
-    """The workloads against one manager of `num_blocks` blocks, with caching on."""
+class Prompts:
+    """Single prompts on a pool whose every block holds something; W1, W2, W3, W5, M, G."""
 
-    def __init__(self, manager: Manager, prompt_tokens: int, seed: int = 1) -> None:
-        self.manager = manager
-        self.prompt_tokens = prompt_tokens
-        self.random = np.random.default_rng(seed)
+    def __init__(self, make_manager: Any, setup: Setup) -> None:
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        self.manager: Manager = make_manager(setup)
+        self.prompt_tokens = setup.prompt_tokens
+        self.random = np.random.default_rng(1)
+        for _ in range(2 + setup.num_blocks * 16 // setup.prompt_tokens):
+            self._fill(self.prompt())
         self.cached_prompt = self.prompt()
         self._fill(self.cached_prompt)
-        self.batches: dict[int, Any] = {}
         gc.collect()
+        self.memory_bytes = psutil.Process().memory_info().rss - before
+        self.num_blocks = setup.num_blocks
         gc.freeze()
 
     def prompt(self) -> np.ndarray:
-        return self.random.integers(0, 150_000, self.prompt_tokens, dtype=np.int32)
+        return self.random.integers(0, VOCABULARY, self.prompt_tokens, dtype=np.int32)
 
     def _fill(self, tokens: np.ndarray) -> None:
         request = self.manager.new_request(tokens)
         self.manager.hash(request)
         self.manager.allocate(request, len(tokens))
         self.manager.free(request)
+
+    def bytes_per_block(self) -> float:
+        """Return what the process grew by until all blocks were cached, per block."""
+        return self.memory_bytes / self.num_blocks
 
     def hash_fresh(self) -> float:
         request = self.manager.new_request(self.prompt())
@@ -60,6 +77,14 @@ class Workloads:
         request = self.manager.new_request(self.cached_prompt)
         self.manager.hash(request)
         start = time.perf_counter()
+        self.manager.look_up(request)
+        return time.perf_counter() - start
+
+    def tokens_to_hit(self, as_list: bool) -> float:
+        tokens = self.manager.tokens(self.cached_prompt, as_list)
+        start = time.perf_counter()
+        request = self.manager.new_request(tokens)
+        self.manager.hash(request)
         self.manager.look_up(request)
         return time.perf_counter() - start
 
@@ -93,16 +118,6 @@ class Workloads:
         self._touch_cached()
         return taken
 
-    def decode(self, count: int) -> float:
-        if count not in self.batches:
-            for other in list(self.batches):
-                self.manager.stop_decoding(self.batches.pop(other))
-            self.batches[count] = self.manager.start_decoding(count)
-            gc.collect()
-            gc.freeze()
-        steps = 16
-        return self.manager.decode_steps(self.batches[count], steps) / steps
-
     def _touch_cached(self) -> None:
         """Keep the cached prompt recent, so that eviction takes other blocks."""
         request = self.manager.new_request(self.cached_prompt)
@@ -110,3 +125,46 @@ class Workloads:
         hit = self.manager.look_up(request)
         self.manager.allocate(request, 1, hit)
         self.manager.free(request)
+
+
+class Decoding:
+    """Requests that decode a token a step; W4."""
+
+    def __init__(self, make_manager: Any, setup: Setup) -> None:
+        self.manager: Manager = make_manager(setup)
+        self.batches: dict[int, Any] = {}
+
+    def decode(self, count: int, steps: int) -> float:
+        """Return the seconds of one step out of `steps` in a row."""
+        if count not in self.batches:
+            for other in list(self.batches):
+                self.manager.stop_decoding(self.batches.pop(other))
+            self.batches[count] = self.manager.start_decoding(count)
+            gc.collect()
+            gc.freeze()
+        return self.manager.decode_steps(self.batches[count], steps) / steps
+
+
+class StoredEvents:
+    """Stored events of one prompt, built and encoded; W6."""
+
+    def __init__(self, make_manager: Any, setup: Setup) -> None:
+        self.manager: Manager = make_manager(setup)
+        random = np.random.default_rng(1)
+        tokens = random.integers(0, VOCABULARY, setup.prompt_tokens, dtype=np.int32)
+        self.request = self.manager.new_request(tokens)
+        self.manager.hash(self.request)
+        gc.collect()
+        gc.freeze()
+
+    def encode_stored(self) -> float:
+        start = time.perf_counter()
+        self.manager.encode_stored(self.request)
+        return time.perf_counter() - start
+
+    def payload(self) -> str:
+        return self.manager.encode_stored(self.request).hex()
+
+    def check(self, payload: str) -> str:
+        """Return how `payload` differs from what this side builds; empty if it does not."""
+        return self.manager.check_stored(self.request, bytes.fromhex(payload))

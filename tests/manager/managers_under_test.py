@@ -1,4 +1,4 @@
-"""The managers that the tests drive: small plans of full and sliding-window attention."""
+"""The managers that the tests drive: small plans of every kind of attention and of hybrids."""
 
 from __future__ import annotations
 
@@ -6,34 +6,51 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.manager import KVCacheManager
-from kvcache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
-from tests.manager.slow_model import Group
+from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
+from tests.managers.core_model import ModelGroup
+from tests.managers.core_walk import spec_of
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: the windows of its KV cache groups (None is full attention) and its block size."""
+    """A model: its KV cache groups."""
 
     name: str
-    windows: tuple[int | None, ...]
-    block_size: int = 4
+    groups: tuple[ModelGroup, ...]
     max_model_len: int = 80
 
     @property
-    def groups(self) -> list[Group]:
-        return [Group(self.block_size, window) for window in self.windows]
+    def keeps_states(self) -> bool:
+        return any(group.states for group in self.groups)
 
 
-FULL = Shape("full", (None,))
-WINDOW = Shape("window", (10,))
-HYBRID = Shape("hybrid", (None, 9))
-THREE_KINDS = Shape("three kinds", (None, 6, 17))
+FULL = Shape("full", (ModelGroup(4),))
+WINDOW = Shape("window", (ModelGroup(4, 10),))
+HYBRID = Shape("hybrid", (ModelGroup(4), ModelGroup(4, 9)))
+THREE_KINDS = Shape("three kinds", (ModelGroup(4), ModelGroup(4, 6), ModelGroup(4, 17)))
+CHUNKED = Shape("chunked", (ModelGroup(4, chunk=8),))
+STATES = Shape("states", (ModelGroup(4, states="align", num_drafts=2),))
+ONE_STATE = Shape("one state", (ModelGroup(4, states="none", num_drafts=2),))
+ENCODER = Shape("encoder", (ModelGroup(4), ModelGroup(4, is_cross=True)))
+CHUNKED_HYBRID = Shape(
+    "full, window, chunked", (ModelGroup(8), ModelGroup(4, 9), ModelGroup(8, chunk=16))
+)
+STATES_HYBRID = Shape(
+    "full, window, states",
+    (ModelGroup(4), ModelGroup(2, 6), ModelGroup(4, states="align", num_drafts=2)),
+)
+LATENT_STATES = Shape(
+    "latent, states", (ModelGroup(2, is_latent=True), ModelGroup(6, states="align"))
+)
+MORE_SHAPES = (
+    CHUNKED,
+    STATES,
+    ONE_STATE,
+    ENCODER,
+    CHUNKED_HYBRID,
+    STATES_HYBRID,
+    LATENT_STATES,
+)
 
 
 def make_config(shape: Shape, num_blocks: int) -> KVCacheConfig:
@@ -41,8 +58,8 @@ def make_config(shape: Shape, num_blocks: int) -> KVCacheConfig:
         num_blocks,
         (),
         tuple(
-            KVCacheGroupSpec((f"layer.{i}",), _spec(shape.block_size, window))
-            for i, window in enumerate(shape.windows)
+            KVCacheGroupSpec((f"layer.{i}",), spec_of(group))
+            for i, group in enumerate(shape.groups)
         ),
     )
 
@@ -51,9 +68,3 @@ def make_manager(shape: Shape = FULL, num_blocks: int = 64, **settings: Any) -> 
     settings.setdefault("max_num_seqs", 8)
     settings.setdefault("has_workers", True)
     return KVCacheManager(make_config(shape, num_blocks), shape.max_model_len, **settings)
-
-
-def _spec(block_size: int, window: int | None) -> KVCacheSpec:
-    if window is None:
-        return FullAttentionSpec(block_size, num_kv_heads=1, head_size=8)
-    return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=8, sliding_window=window)

@@ -7,21 +7,13 @@ plain dicts of tuples of tokens.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
+
+from tests.managers.core_model import ModelGroup
 
 SEALED = ("", 0)
-
-
-@dataclass
-class Group:
-    block_size: int
-    window: int | None = None
-
-    @property
-    def run_blocks(self) -> int:
-        assert self.window is not None
-        return max(1, -(-(self.window - 1) // self.block_size))
 
 
 @dataclass
@@ -42,18 +34,27 @@ class ModelRequest:
     computed: int = 0
     num_preemptions: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    # Where its last forward ended, and how many drafts followed; matters for states.
+    num_own: int = 0
+    num_drafts: int = 0
+    num_encoder: int = 0
+    # Group and column of every state at its block's end.
+    boundaries: set[tuple[int, int]] = field(default_factory=set)
 
 
-@dataclass
-class Figures:
-    tokens: int
-    computed: int
-    is_running: bool
-    num_admissions: int
+@dataclass(frozen=True)
+class Wanted:
+    """What a request is to get: slots up to, tokens computed before, the own end of its forward,
+    and how many of the last forward's drafts were accepted."""
+
+    slots: int
+    computed: int = 0
+    own: int = 0
+    accepted: int = 0
 
 
 class SlowModel:
-    def __init__(self, num_blocks: int, groups: list[Group], max_model_len: int) -> None:
+    def __init__(self, num_blocks: int, groups: Sequence[ModelGroup], max_model_len: int) -> None:
         self.num_blocks = num_blocks
         self.groups = groups
         self.max_model_len = max_model_len
@@ -62,6 +63,13 @@ class SlowModel:
         self.pins: dict[int, list[list[int]]] = {}
         self.is_draining = False
         self.epoch = 0
+        self.open_step = SEALED
+        self.keeps_states = any(group.states for group in groups)
+        self.max_drafts = min((g.num_drafts for g in groups if g.states), default=2)
+
+    @property
+    def may_cache(self) -> bool:
+        return not self.is_draining and all(group.can_be_hit for group in self.groups)
 
     # Counting.
 
@@ -89,24 +97,23 @@ class SlowModel:
 
     def hit(self, request: ModelRequest, client: str) -> int:
         """The most tokens that every group can serve; at most all but the last."""
-        if self.is_draining:
+        if not self.may_cache:
             return 0
-        size = self.groups[0].block_size
-        for num in range((len(request.tokens) - 1) // size, 0, -1):
-            if all(self._serves(request, num, g, client) for g in range(len(self.groups))):
-                return num * size
+        step = lcm(*(group.block_size for group in self.groups))
+        for length in range((len(request.tokens) - 1) // step * step, 0, -step):
+            if all(self._serves(request, length, g, client) for g in range(len(self.groups))):
+                return length
         return 0
 
-    def _serves(self, request: ModelRequest, num: int, group: int, client: str) -> bool:
-        window = self.groups[group].window
-        first = 0 if window is None else max(0, num - self.groups[group].run_blocks)
-        return all(self.is_cached(request, i, group, client) for i in range(first, num))
+    def _serves(self, request: ModelRequest, length: int, group: int, client: str) -> bool:
+        needed = self.hit_blocks(length, group)
+        return all(self.is_cached(request, i, group, client) for i in needed)
 
-    def first_hit_index(self, num: int, group: int) -> int:
-        """Positions of a hit of `num` blocks before this one are null."""
-        if self.groups[group].window is None:
-            return 0
-        return max(0, num - self.groups[group].run_blocks)
+    def hit_blocks(self, length: int, group: int, skip: int = 0) -> range:
+        """Positions of a hit that are not null: of one so long, where so much is computed."""
+        kind = self.groups[group]
+        first = max(kind.first_needed(length), kind.num_skipped(skip)) if length else 0
+        return range(first, length // kind.block_size)
 
     # Blocks.
 
@@ -123,9 +130,9 @@ class SlowModel:
         for g, group in enumerate(self.groups):
             num = num_hit // group.block_size
             ids = real[g][:num]
-            first = max(self.first_hit_index(num, g), self.num_skipped(skip, g))
+            kept = self.hit_blocks(num_hit, g, skip)
             for index, block in enumerate(ids):
-                if index < first:
+                if index not in kept:
                     assert block == 0, f"position {index} of group {g} should be null: {ids}"
                     continue
                 content = self.contents[block]
@@ -133,45 +140,83 @@ class SlowModel:
                 assert content.since[0] in ("", client)
             request.tables.append(list(ids))
 
-    def num_skipped(self, confirmed: int, group: int) -> int:
-        """Leading blocks that no token behind the confirmed ones reads."""
-        window, size = self.groups[group].window, self.groups[group].block_size
-        if window is None:
-            return 0
-        return sum((i + 1) * size <= confirmed - window + 1 for i in range(confirmed))
-
     def skip(self, request: ModelRequest, confirmed: int) -> None:
-        for g, table in enumerate(request.tables):
-            for index in range(min(len(table), self.num_skipped(confirmed, g))):
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for index in range(min(len(table), group.num_skipped(confirmed))):
                 table[index] = 0
 
+    def new_columns(
+        self, request: ModelRequest, number: int, wanted: Wanted, held: int | None = None
+    ) -> dict[int, bool]:
+        """Positions that enter a table of `held` ones, and whether a block stands there."""
+        group = self.groups[number]
+        if held is None:
+            held = len(request.tables[number])
+        if group.is_cross:
+            num = 0 if request.slot is not None else -(-request.num_encoder // group.block_size)
+            return dict.fromkeys(range(num), True)
+        tokens = wanted.own if group.states else wanted.slots
+        count = 1 if group.states == "none" else -(-tokens // group.block_size)
+        columns = range(held, count + group.num_drafts)
+        if not group.states:
+            return {i: i >= group.num_skipped(wanted.computed) for i in columns}
+        read, written = group.column(wanted.computed), group.column(wanted.own)
+        return {i: i >= written or i == read for i in columns}
+
+    def passes(self, request: ModelRequest, number: int, wanted: Wanted) -> bool:
+        """Whether the forward of a running request leaves out columns of states."""
+        group = self.groups[number]
+        if not group.states or not any(request.tables):
+            return False
+        return group.column(wanted.own) > group.column(request.num_own) + 1
+
+    def moving(self, request: ModelRequest, number: int, wanted: Wanted) -> list[int]:
+        """Columns whose blocks move to the new ones: of states that are not read any more."""
+        if not self.passes(request, number, wanted):
+            return []
+        group, table = self.groups[number], request.tables[number]
+        num_new = sum(self.new_columns(request, number, wanted).values())
+        read = group.column(request.num_own) + wanted.accepted
+        held = self.references()
+        return [
+            i
+            for i, block in enumerate(table[: group.column(wanted.own)])
+            if block and i != read and held[block] == 1 and block not in self.contents
+        ][:num_new]
+
+    def jumps(self, request: ModelRequest, wanted: Wanted) -> bool:
+        """Whether a table grows otherwise than by blocks at its end."""
+        return any(
+            self.passes(request, g, wanted) and bool(self.new_columns(request, g, wanted))
+            for g in range(len(self.groups))
+        )
+
+    def num_new(self, request: ModelRequest, wanted: Wanted) -> int:
+        """How many blocks a running request gets, those that move included."""
+        groups = range(len(self.groups))
+        return sum(sum(self.new_columns(request, g, wanted).values()) for g in groups)
+
     def num_wanted(
-        self,
-        request: ModelRequest,
-        slot_tokens: int,
-        num_hit: int = 0,
-        client: str = "",
-        skip: int = 0,
+        self, request: ModelRequest, wanted: Wanted, num_hit: int = 0, client: str = ""
     ) -> range:
         """How many blocks must be free: new ones, and those of the hit that nobody holds.
 
         A range, because a content may be in a free block and in a held one, and the choice is the
         manager's.
         """
-        wanted = 0
+        least = 0
         for g, group in enumerate(self.groups):
-            have = num_hit // group.block_size if not request.tables else len(request.tables[g])
-            have = max(have, self.num_skipped(skip, g))
-            wanted += max(0, -(-slot_tokens // group.block_size) - have)
-        least = most = wanted
-        held = self.references()
-        for g, group in enumerate(self.groups):
-            num = num_hit // group.block_size
-            first = max(self.first_hit_index(num, g), self.num_skipped(skip, g))
-            for index in range(first, num):
+            held = None if request.tables else num_hit // group.block_size
+            least += sum(self.new_columns(request, g, wanted, held).values())
+            if request.tables:
+                least -= len(self.moving(request, g, wanted))
+        most = least
+        held_blocks = self.references()
+        for g in range(len(self.groups)):
+            for index in self.hit_blocks(num_hit, g, wanted.computed):
                 copies = self.copies(request, index, g, client)
-                least += not any(block in held for block in copies)
-                most += not all(block in held for block in copies)
+                least += not any(block in held_blocks for block in copies)
+                most += not all(block in held_blocks for block in copies)
         return range(least, most + 1)
 
     def copies(self, request: ModelRequest, index: int, group: int, client: str) -> list[int]:
@@ -181,28 +226,27 @@ class SlowModel:
             block
             for block, c in self.contents.items()
             if c.group == group and c.prefix == wanted and c.since[0] in ("", client)
+            if c.since == SEALED or not self.groups[group].states or c.since != self.open_step
         ]
 
-    def extend(
-        self,
-        request: ModelRequest,
-        real: tuple[list[int], ...],
-        slot_tokens: int,
-        skip: int = 0,
-    ) -> None:
+    def extend(self, request: ModelRequest, real: tuple[list[int], ...], wanted: Wanted) -> None:
         """Take the new blocks the manager chose; they must have been free, null ones excepted."""
-        for g, group in enumerate(self.groups):
-            table = request.tables[g]
-            wanted = max(len(table), -(-slot_tokens // group.block_size))
-            assert len(real[g]) == wanted, f"group {g} has {len(real[g])} blocks, not {wanted}"
-            for index in range(len(table), wanted):
+        for g in range(len(self.groups)):
+            table, columns = request.tables[g], self.new_columns(request, g, wanted)
+            moving = self.moving(request, g, wanted)
+            own = [table[i] for i in moving]
+            for i in moving:
+                table[i] = 0
+            wanted_len = len(table) + len(columns)
+            assert len(real[g]) == wanted_len, f"group {g}: {len(real[g])} blocks, not {wanted_len}"
+            for index, has_block in columns.items():
                 block = real[g][index]
-                if index < self.num_skipped(skip, g):
-                    assert block == 0, f"position {index} of group {g} should be null"
-                    table.append(0)
-                    continue
-                assert block and block not in self.references(), f"block {block} was not free"
-                self._evict(block)
+                assert bool(block) == has_block, f"position {index} of group {g}: {block}"
+                if block and own:
+                    assert block == own.pop(0), f"position {index} of group {g} takes another block"
+                elif block:
+                    assert block not in self.references(), f"block {block} was not free"
+                    self._evict(block)
                 table.append(block)
         assert request.tables == [list(ids) for ids in real]
 
@@ -214,7 +258,7 @@ class SlowModel:
         held = self.references()
         unused = set(range(1, self.num_blocks)) - held.keys() - self.contents.keys() - {block}
         assert not unused, f"block {block} was evicted while {sorted(unused)} hold nothing"
-        if self.groups[content.group].window is not None:
+        if not self.groups[content.group].is_ordered:
             return
         same = (content.group, content.prefix)
         copies = [c for c in self.contents.values() if (c.group, c.prefix) == same]
@@ -226,18 +270,28 @@ class SlowModel:
         ]
         assert copies or not children, f"block {block} was evicted before its child"
 
+    def ran(self, request: ModelRequest, own: int, num_drafts: int) -> None:
+        """A forward is scheduled that ends after so many own tokens, and drafts."""
+        request.num_own, request.num_drafts = own, num_drafts
+        for g, group in enumerate(self.groups):
+            if group.states and own % group.block_size == 0:
+                request.boundaries.add((g, own // group.block_size - 1))
+
     def cache(self, request: ModelRequest, num_tokens: int, since: tuple[str, int]) -> None:
-        if self.is_draining:
+        if not self.may_cache:
             return
         for g, group in enumerate(self.groups):
             for index in range(min(num_tokens // group.block_size, len(request.tables[g]))):
                 block = request.tables[g][index]
+                if group.states and (g, index) not in request.boundaries:
+                    continue
                 if block and block not in self.contents:
                     self.contents[block] = Content(g, self.prefix(request, index, g), since)
 
     def release(self, request: ModelRequest) -> None:
         request.tables = []
         request.slot = None
+        request.boundaries.clear()
 
     # Steps.
 
@@ -253,6 +307,3 @@ class SlowModel:
 
     def empty(self) -> None:
         self.contents.clear()
-
-    def snapshot(self) -> dict[str, ModelRequest]:
-        return copy.deepcopy(self.requests)

@@ -18,7 +18,7 @@ from kvcache.step import (
     StepRequest,
     StepResult,
 )
-from tests.manager.slow_model import ModelRequest, SlowModel
+from tests.manager.slow_model import ModelRequest, SlowModel, Wanted
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -66,6 +66,7 @@ class StepWalk:
         self.num_hit_tokens = 0
         self.num_no_room = 0
         self.num_failures = 0
+        self.num_jumps = 0
         self.lookahead = rng.choice([0, 0, 3])
         self.templates = [[rng.randrange(3) for _ in range(48)] for _ in range(3)]
         self.worker: dict[tuple[int, int, int], int] = {}
@@ -88,6 +89,10 @@ class StepWalk:
         owned = len(request.tokens) + num_appended - (request.computed - rejected)
         num_new = self.rng.randint(1, owned)
         num_draft = self.rng.choice([0, 0, 1, 2]) if num_new == owned else 0
+        num_spare = self.model.max_model_len - len(request.tokens) - num_appended
+        num_draft = min(num_draft, self.model.max_drafts, num_spare)
+        if num_new == owned and self.model.keeps_states and self.rng.random() < 0.1:
+            num_new = num_draft = 0  # only settles
         return Row(request_id, rejected, appended, num_new + num_draft, num_draft)
 
     def mine(self, client: Client, *, running: bool) -> list[str]:
@@ -146,10 +151,14 @@ class StepWalk:
 
     def _new(self) -> NewRequest:
         self.num_made += 1
+        prompt = self.prompt()
+        has_encoder = any(group.is_cross for group in self.model.groups)
         return NewRequest(
             f"r{self.num_made}",
-            ints(self.prompt()),
+            ints(prompt),
             max_new_tokens=self.rng.randint(1, 40),
+            num_external_computed_tokens=self.rng.choice([0] * 5 + [len(prompt) // 2]),
+            num_encoder_tokens=self.rng.choice([0, 4, 9, 30]) if has_encoder else 0,
             num_lookahead_tokens=self.lookahead,
             cache_salt=self.rng.choice([None, None, None, "salt"]),
             skip_reading_prefix_cache=self.rng.random() < 0.05,
@@ -197,6 +206,12 @@ class StepWalk:
                 model.release(request)
                 request.computed = 0
             elif any(request_id in b.rows for b in void):
+                if model.keeps_states:
+                    withdrawn.append(request_id)
+                    model.release(request)
+                    request.computed = 0
+                    request.num_preemptions += 1
+                    continue
                 request.computed = computed
                 rolled_back[request.slot] = (computed, num_tokens)
         return withdrawn, rolled_back
@@ -228,21 +243,21 @@ class StepWalk:
             model.release(model.requests[request_id])
             model.requests[request_id].computed = 0
             model.requests[request_id].num_preemptions += 1
-        since = (client.name, request.step)
-        for row in rows:
-            self._settle_row(client, row)
-        for i, row in enumerate(rows):
-            self._follow_row(row, bool(result.running_scheduled[i]), since)
+        since = model.open_step = (client.name, request.step)
+        wanted = [self._settle_row(client, row) for row in rows]
+        for i in self._order(rows, wanted):
+            self._follow_row(rows[i], wanted[i], bool(result.running_scheduled[i]), since)
         for i, item in enumerate((*request.resumed, *request.new)):
             self._follow_admission(client, item, result, i, since)
         client.unfinished.append(before)
         self._compare(result)
 
-    def _settle_row(self, client: Client, row: Row) -> None:
+    def _settle_row(self, client: Client, row: Row) -> Wanted:
         """All rows are settled, and free what they skip, before the first one is served."""
         model, request = self.model, self.model.requests[row.request_id]
         settled = request.computed - row.rejected
-        confirmed = settled
+        # A failure of this step would make accepted drafts drafts again.
+        confirmed = min(settled, len(request.tokens))
         for before in client.unfinished:
             if row.request_id in before.rows:
                 tokens, computed, admissions = before.figures[row.request_id]
@@ -251,21 +266,37 @@ class StepWalk:
         request.tokens += row.appended
         request.computed = settled
         model.skip(request, confirmed)
+        end = settled + row.num_new
+        lookahead = self.lookahead if row.num_new else 0
+        own = end - row.num_draft if row.num_new else request.num_own
+        slots = min(end + lookahead, model.max_model_len)
+        return Wanted(slots, confirmed, own, settled - request.num_own)
 
-    def _follow_row(self, row: Row, was_scheduled: bool, since: tuple[str, int]) -> None:
+    def _order(self, rows: list[Row], wanted: list[Wanted]) -> list[int]:
+        """Where there is room for all, rows whose tables jump come last."""
+        requests = [self.model.requests[row.request_id] for row in rows]
+        num_new = sum(map(self.model.num_new, requests, wanted))
+        jumps = [self.model.jumps(r, w) for r, w in zip(requests, wanted, strict=True)]
+        self.num_jumps += sum(jumps)
+        has_room = num_new <= self.model.num_free()
+        return sorted(range(len(rows)), key=lambda i: has_room and jumps[i])
+
+    def _follow_row(
+        self, row: Row, wanted: Wanted, was_scheduled: bool, since: tuple[str, int]
+    ) -> None:
         model, request = self.model, self.model.requests[row.request_id]
-        end = request.computed + row.num_new
-        slot_tokens = min(end + self.lookahead, model.max_model_len)
-        has_room = model.num_wanted(request, slot_tokens)[0] <= model.num_free()
+        has_room = model.num_wanted(request, wanted)[0] <= model.num_free()
         assert was_scheduled == has_room
         real = self.manager.get_block_ids(row.request_id)
         if not has_room:
             self.num_no_room += 1
             assert request.tables == list(real)
             return
-        model.extend(request, real, slot_tokens)
-        request.computed = end
-        model.cache(request, end - row.num_draft, since)
+        model.extend(request, real, wanted)
+        request.computed += row.num_new
+        if row.num_new:
+            model.ran(request, wanted.own, row.num_draft)
+        model.cache(request, request.computed - row.num_draft, since)
 
     def _follow_admission(
         self,
@@ -278,21 +309,23 @@ class StepWalk:
         model = self.model
         if isinstance(item, NewRequest):
             request = ModelRequest(item.token_ids.tolist(), item.cache_salt, client.name)
+            request.num_encoder = item.num_encoder_tokens
+            external = item.num_external_computed_tokens
             reads = not item.skip_reading_prefix_cache
         else:
-            request = model.requests[item.request_id]
-            reads = True
+            request, external = model.requests[item.request_id], 0
             held = self.manager.get_request(item.request_id)
             assert held is not None
             reads = not held.skip_reading_prefix_cache
         hit = model.hit(request, client.name) if reads else 0
-        num_scheduled = min(item.max_new_tokens, len(request.tokens) - hit)
-        end = hit + num_scheduled
-        slot_tokens = min(end + self.lookahead, model.max_model_len)
+        start = min(hit + external, len(request.tokens) - 1)
+        num_scheduled = min(item.max_new_tokens, len(request.tokens) - start)
+        end = start + num_scheduled
+        wanted = Wanted(min(end + self.lookahead, model.max_model_len), start, end)
         has_slot = sum(r.slot is not None for r in model.requests.values()) < self.num_slots
-        wanted = model.num_wanted(request, slot_tokens, hit, client.name)
+        needed = model.num_wanted(request, wanted, hit, client.name)
         has_room = int(result.admitted_slots[i]) != NO_SLOT
-        could = [has_slot and num <= model.num_free() for num in wanted]
+        could = [has_slot and num <= model.num_free() for num in needed]
         assert has_room in could, item
         assert (item.request_id in result.no_room) == (not has_room)
         if not has_room:
@@ -302,11 +335,12 @@ class StepWalk:
         assert int(result.num_scheduled_tokens[i]) == num_scheduled
         self.num_hit_tokens += hit
         real = self.manager.get_block_ids(item.request_id)
-        model.adopt(request, hit, real, client.name)
-        request.slot = int(result.admitted_slots[i])
+        model.adopt(request, hit, real, client.name, skip=start)
         model.requests[item.request_id] = request
-        model.extend(request, real, slot_tokens)
+        model.extend(request, real, wanted)
+        request.slot = int(result.admitted_slots[i])
         request.computed = end
+        model.ran(request, end, 0)
         model.cache(request, end, since)
         self.admissions[item.request_id] = self.admissions.get(item.request_id, 0) + 1
 

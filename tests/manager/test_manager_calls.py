@@ -14,8 +14,16 @@ from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.request import Request
-from tests.manager.managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
-from tests.manager.slow_model import SEALED, ModelRequest, SlowModel
+from tests.manager.managers_under_test import (
+    FULL,
+    HYBRID,
+    MORE_SHAPES,
+    THREE_KINDS,
+    WINDOW,
+    Shape,
+    make_manager,
+)
+from tests.manager.slow_model import SEALED, ModelRequest, SlowModel, Wanted
 from tests.manager.steps import Engine, new
 
 
@@ -323,14 +331,19 @@ class CallWalk:
         lookahead, delays = rng.choice([0, 2]), rng.random() < 0.2
         start = num_hit + external
         end = start + num_new
-        wanted = model.num_wanted(
-            mirror, min(end + lookahead, model.max_model_len), num_hit, skip=start
-        )
+        num_draft = rng.choice([0, 0, model.max_drafts]) if end == len(tokens) else 0
+        has_encoder = any(group.is_cross for group in model.groups)
+        mirror.num_encoder = rng.choice([0, 5, 30]) if has_encoder else 0
+        slots = min(end + num_draft + lookahead, model.max_model_len)
+        figures = Wanted(slots, start, end)
+        wanted = model.num_wanted(mirror, figures, num_hit)
         blocks = self.manager.allocate_slots(
             request,
-            num_new,
+            num_new + num_draft,
             num_hit,
             found,
+            num_draft_tokens=num_draft,
+            num_encoder_tokens=mirror.num_encoder,
             num_lookahead_tokens=lookahead,
             delay_cache_blocks=delays,
             num_external_computed_tokens=external,
@@ -342,7 +355,9 @@ class CallWalk:
         real = self.manager.get_block_ids(request.request_id)
         model.adopt(mirror, num_hit, real, "", skip=start)
         model.requests[request.request_id] = mirror
-        model.extend(mirror, real, min(end + lookahead, model.max_model_len), skip=start)
+        model.extend(mirror, real, figures)
+        mirror.slot = self.manager.slot_of(request.request_id)
+        model.ran(mirror, end, num_draft)
         if delays:
             self.uncached.add(request.request_id)
         else:
@@ -359,12 +374,16 @@ class CallWalk:
                 return
             request.append_output_token_ids(appended)
             mirror.tokens += appended
+            # Drafts of the last forward that turned out right are computed already.
+            request.num_computed_tokens += rng.randint(0, min(mirror.num_drafts, len(appended) - 1))
         num_owned = rng.randint(1, request.num_tokens - request.num_computed_tokens)
-        num_draft = rng.choice([0, 0, 2])
+        num_draft = rng.choice([0, 0, model.max_drafts])
         computed = request.num_computed_tokens
-        slot_tokens = min(computed + num_owned + num_draft, model.max_model_len)
+        slots = min(computed + num_owned + num_draft, model.max_model_len)
+        own = computed + num_owned
+        wanted = Wanted(slots, computed, own, computed - mirror.num_own)
         model.skip(mirror, computed)
-        has_room = model.num_wanted(mirror, slot_tokens)[0] <= model.num_free()
+        has_room = model.num_wanted(mirror, wanted)[0] <= model.num_free()
         blocks = self.manager.allocate_slots(
             request, num_owned + num_draft, num_draft_tokens=num_draft
         )
@@ -373,17 +392,20 @@ class CallWalk:
         if not has_room:
             assert mirror.tables == list(real)
             return
-        model.extend(mirror, real, slot_tokens)
-        request.num_computed_tokens = computed + num_owned
-        model.cache(mirror, computed + num_owned, SEALED)
+        model.extend(mirror, real, wanted)
+        request.num_computed_tokens = own
+        model.ran(mirror, own, num_draft)
+        model.cache(mirror, own, SEALED)
 
     def free(self, request_id: str) -> None:
         self.manager.free(self.requests.pop(request_id))
         del self.model.requests[request_id]
 
 
-@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "shape", [FULL, WINDOW, HYBRID, THREE_KINDS, *MORE_SHAPES], ids=lambda s: s.name
+)
+@pytest.mark.parametrize("seed", range(4))
 def test_calls_do_what_a_slow_model_says(shape: Shape, seed: int) -> None:
     print(f"seed {seed}, shape {shape.name}")
     rng = random.Random(f"calls {shape.name} {seed}")

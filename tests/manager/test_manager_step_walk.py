@@ -6,13 +6,23 @@ import random
 
 import pytest
 
-from tests.manager.managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from tests.manager.managers_under_test import (
+    FULL,
+    HYBRID,
+    MORE_SHAPES,
+    THREE_KINDS,
+    WINDOW,
+    Shape,
+    make_manager,
+)
 from tests.manager.slow_model import SlowModel
 from tests.manager.step_walk import StepWalk
 
+WALKS = [(shape, seed) for shape in (FULL, WINDOW, HYBRID, THREE_KINDS) for seed in range(10)]
+WALKS += [(shape, seed) for shape in MORE_SHAPES for seed in range(6)]
 
-@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)
-@pytest.mark.parametrize("seed", range(10))
+
+@pytest.mark.parametrize(("shape", "seed"), WALKS, ids=[f"{s.name}-{i}" for s, i in WALKS])
 def test_steps_do_what_a_slow_model_says(shape: Shape, seed: int) -> None:
     print(f"seed {seed}, shape {shape.name}")
     rng = random.Random(f"{shape.name} {seed}")

@@ -11,7 +11,15 @@ import pytest
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
 from kvcache.step import StepResult
-from tests.manager.managers_under_test import FULL, HYBRID, THREE_KINDS, WINDOW, Shape, make_manager
+from tests.manager.managers_under_test import (
+    FULL,
+    HYBRID,
+    MORE_SHAPES,
+    THREE_KINDS,
+    WINDOW,
+    Shape,
+    make_manager,
+)
 from tests.manager.steps import Engine, new, resume, row
 
 
@@ -236,8 +244,10 @@ def visible(manager: KVCacheManager) -> tuple[object, object, list[object]]:
 APART = {"ledger", "clients", "steps"}
 
 
-@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, THREE_KINDS], ids=lambda s: s.name)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "shape", [FULL, WINDOW, HYBRID, THREE_KINDS, *MORE_SHAPES], ids=lambda s: s.name
+)
+@pytest.mark.parametrize("seed", range(3))
 def test_calls_and_steps_of_one_give_identical_states(shape: Shape, seed: int) -> None:
     print(f"seed {seed}, shape {shape.name}")
     twin = Twin(shape, seed)

@@ -10,10 +10,14 @@ from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
 from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -26,6 +30,32 @@ def full(block_size: int = 4) -> KVCacheSpec:
 
 def window(tokens: int, block_size: int = 4) -> KVCacheSpec:
     return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=8, sliding_window=tokens)
+
+
+def chunked(tokens: int, block_size: int = 4) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size, num_kv_heads=1, head_size=8, attention_chunk_size=tokens
+    )
+
+
+def mla(block_size: int = 4) -> KVCacheSpec:
+    return MLAAttentionSpec(block_size, num_kv_heads=1, head_size=8)
+
+
+def mamba(mode: str = "align", block_size: int = 4, num_drafts: int = 0) -> KVCacheSpec:
+    return MambaSpec(
+        block_size,
+        shapes=((8,),),
+        dtypes=("float16",),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_drafts,
+    )
+
+
+def cross(max_encoder_tokens: int = 64, block_size: int = 4) -> KVCacheSpec:
+    return CrossAttentionSpec(
+        block_size, num_kv_heads=1, head_size=8, max_encoder_tokens=max_encoder_tokens
+    )
 
 
 def plan(num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import lcm
 
+from kvcache.core import Reservation
+
 Key = tuple[str, int, tuple[int, ...]]  # namespace, group, all tokens up to the block's end
 
 
@@ -37,12 +39,59 @@ class ModelRequest:
     num_cached: list[int]
     # client, step, group and index of every block made hittable in a step that is not settled
     made: list[tuple[str, int, int, int]] = field(default_factory=list)
+    # group and index of every column whose last token ended a forward
+    boundaries: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class ModelGroup:
     block_size: int
     window: int | None = None
+    chunk: int | None = None
+    states: str | None = None  # "none" or "align"
+    num_drafts: int = 0
+    is_cross: bool = False
+    is_latent: bool = False
+
+    @property
+    def is_ordered(self) -> bool:
+        return not (self.window or self.chunk or self.states or self.is_cross)
+
+    @property
+    def can_be_hit(self) -> bool:
+        return not self.is_cross and self.states != "none"
+
+    def column(self, num_tokens: int) -> int:
+        """Where the state after so many tokens is, -1 for none."""
+        if self.states == "none" or not num_tokens:
+            return 0 if num_tokens else -1
+        index = 0
+        while (index + 1) * self.block_size < num_tokens:
+            index += 1
+        return index
+
+    def num_skipped(self, computed: int) -> int:
+        """Leading blocks that nothing reads after so many tokens."""
+        if self.window is not None:
+            count = 0
+            while (count + 1) * self.block_size - 1 < computed - self.window + 1:
+                count += 1
+            return count
+        if self.chunk is not None:
+            return computed // self.chunk * self.chunk // self.block_size
+        return max(0, self.column(computed)) if self.states == "align" else 0
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that a hit of so many tokens must have."""
+        count = num_tokens // self.block_size
+        if self.window is not None:
+            blocks = 1
+            while blocks * self.block_size < self.window - 1:
+                blocks += 1
+            return max(0, count - blocks)
+        if self.chunk is not None:
+            return num_tokens // self.chunk * self.chunk // self.block_size
+        return count - 1 if self.states else 0
 
 
 class SlowModel:
@@ -61,6 +110,10 @@ class SlowModel:
         self.step = -1
 
     @property
+    def may_cache(self) -> bool:
+        return not self.is_draining and all(group.can_be_hit for group in self.groups)
+
+    @property
     def num_out(self) -> int:
         """Blocks that cannot be handed out."""
         return len(self.held) + len([b for b in self.quarantined if not b.is_held])
@@ -73,7 +126,9 @@ class SlowModel:
 
     def usable(self, key: Key) -> ModelBlock | None:
         for block in self.cached:
-            if block.key == key and block.client in (None, self.client):
+            is_too_new = self.groups[key[1]].states is not None and block.step == self.step
+            is_mine = block.client == self.client and not is_too_new
+            if block.key == key and (block.client is None or is_mine):
                 return block
         return None
 
@@ -83,15 +138,9 @@ class SlowModel:
         tables: list[list[ModelBlock | None]] = []
         for number, group in enumerate(self.groups):
             size = group.block_size
-            count = length // size
-            first = 0
-            if group.window is not None:
-                blocks = 1
-                while blocks * size < group.window - 1:
-                    blocks += 1
-                first = max(0, count - blocks - extra // size)
+            first = max(0, group.first_needed(length) - (extra // size if group.window else 0))
             table: list[ModelBlock | None] = [None] * first
-            for index in range(first, count):
+            for index in range(first, length // size):
                 key = (request.namespace, number, tuple(request.tokens[: (index + 1) * size]))
                 block = self.usable(key)
                 if block is None:
@@ -105,7 +154,7 @@ class SlowModel:
 
     def look_up(self, request: ModelRequest) -> list[list[ModelBlock | None]]:
         length = (len(request.tokens) - 1) // self.step_tokens * self.step_tokens
-        while length > 0 and not self.is_draining:
+        while length > 0 and self.may_cache:
             hit = self.hit_at(request, length)
             if hit is not None:
                 return hit
@@ -152,7 +201,7 @@ class SlowModel:
         for key in keys:
             if key is None or any(block.key == key for block in self.cached):
                 continue
-            if in_windows or self.groups[key[1]].window is None:
+            if in_windows or self.groups[key[1]].is_ordered:
                 below = [b for b in self.cached if self.parent(b) == key]
                 self.forget(below, in_windows=in_windows)
 
@@ -162,7 +211,7 @@ class SlowModel:
         return (namespace, group, tokens[: -self.groups[group].block_size])
 
     def is_needed(self, block: ModelBlock) -> bool:
-        if self.groups[block.group].window is not None:
+        if not self.groups[block.group].is_ordered:
             return False
         if any(b is not block and b.key == block.key for b in self.cached):
             return False
@@ -201,46 +250,86 @@ class SlowModel:
 
     # --- a request's way ---
 
-    def skipped(self, group: ModelGroup, computed: int) -> int:
-        if group.window is None:
-            return 0
-        count = 0
-        while (count + 1) * group.block_size - 1 < computed - group.window + 1:
-            count += 1
-        return count
-
     def skip(self, request: ModelRequest, computed: int) -> None:
         for number, group in enumerate(self.groups):
             table = request.tables[number]
-            for index in reversed(range(min(self.skipped(group, computed), len(table)))):
+            for index in reversed(range(min(group.num_skipped(computed), len(table)))):
                 block = table[index]
                 if block is not None:
                     self.release([block], "request")
                 table[index] = None
 
+    def columns(
+        self, number: int, request: ModelRequest, wanted: Reservation, held: int
+    ) -> list[bool]:
+        """The columns that a table of `held` ones gets more: whether a block comes there."""
+        group = self.groups[number]
+        if group.is_cross:
+            is_running = request.name in self.requests
+            return [] if is_running else [True] * -(-wanted.num_encoder_tokens // group.block_size)
+        tokens = wanted.own_end if group.states else wanted.num_slot_tokens
+        count = 1 if group.states == "none" else -(-tokens // group.block_size)
+        columns = range(held, count + group.num_drafts)
+        if not group.states:
+            return [i >= group.num_skipped(wanted.num_computed_tokens) for i in columns]
+        written, read = group.column(wanted.own_end), group.column(wanted.num_computed_tokens)
+        return [i >= written or i == read for i in columns]
+
+    def jump(self, number: int, wanted: Reservation) -> int:
+        """How many columns of states a running request's forward passes by."""
+        group, newest = self.groups[number], wanted.newest_state
+        if not group.states or newest is None:
+            return 0
+        last = group.column(newest.num_own_tokens)
+        return max(0, group.column(wanted.own_end) - last - 1)
+
+    def spares(self, number: int, request: ModelRequest, wanted: Reservation) -> list[int]:
+        """Columns of states that a jumping forward neither reads nor writes."""
+        group, newest, table = self.groups[number], wanted.newest_state, request.tables[number]
+        if not self.jump(number, wanted) or newest is None:
+            return []
+        read = group.column(newest.num_own_tokens) + newest.num_accepted_drafts
+        return [
+            i
+            for i, block in enumerate(table[: group.column(wanted.own_end)])
+            if i != read and block is not None and block.references.total() == 1
+            if block.key is None and not block.is_quarantined
+        ]
+
+    def jumps(self, request: ModelRequest, wanted: Reservation) -> bool:
+        """Whether a table grows otherwise than by blocks at its end."""
+        return any(
+            self.jump(number, wanted) > 0 and self.columns(number, request, wanted, len(table))
+            for number, table in enumerate(request.tables)
+        )
+
+    def num_wanted(self, request: ModelRequest, wanted: Reservation) -> int:
+        """Blocks that a running request needs if none of its own move."""
+        return sum(
+            sum(self.columns(number, request, wanted, len(table)))
+            for number, table in enumerate(request.tables)
+        )
+
     def reserve(
         self,
         request: ModelRequest,
-        computed: int,
-        slots: int,
-        cached: int,
+        wanted: Reservation,
         hit: list[list[ModelBlock | None]] | None,
     ) -> bool:
+        computed = wanted.num_computed_tokens
         if hit is None:
             self.skip(request, computed)
         else:
             hit = [
-                [None if i < self.skipped(group, computed) else b for i, b in enumerate(table)]
+                [None if i < group.num_skipped(computed) else b for i, b in enumerate(table)]
                 for group, table in zip(self.groups, hit, strict=True)
             ]
-        wanted = []
         tables = hit if hit is not None else request.tables
-        for group, table in zip(self.groups, tables, strict=True):
-            total = -(-slots // group.block_size)
-            entries = list(range(len(table), total))
-            wanted.append([index >= self.skipped(group, computed) for index in entries])
+        columns = [self.columns(n, request, wanted, len(t)) for n, t in enumerate(tables)]
+        spares = [self.spares(n, request, wanted)[: sum(flags)] for n, flags in enumerate(columns)]
         adopted = {b for table in hit or [] for b in table if b is not None and not b.is_held}
-        if sum(map(sum, wanted)) + len(adopted) > self.num_free:
+        needed = sum(map(sum, columns)) - sum(map(len, spares)) + len(adopted)
+        if needed > self.num_free:
             return False
         if hit is not None:
             for number, table in enumerate(hit):
@@ -249,15 +338,25 @@ class SlowModel:
                         self.hold(block, "request")
                 request.tables[number] = list(table)
                 request.num_cached[number] = len(table)
-        for number, flags in enumerate(wanted):
-            new = self.take(number, sum(flags))
-            request.tables[number] += [new.pop(0) if flag else None for flag in flags]
+        for number, flags in enumerate(columns):
+            table = request.tables[number]
+            moved = [table[i] for i in spares[number]]
+            for i in spares[number]:
+                table[i] = None
+            new = [*moved, *self.take(number, sum(flags) - len(moved))]
+            table += [new.pop(0) if flag else None for flag in flags]
         self.requests[request.name] = request
-        self.cache(request, cached)
+        self.note_boundary(request, wanted.own_end)
+        self.cache(request, wanted.num_cached_tokens)
         return True
 
+    def note_boundary(self, request: ModelRequest, own_end: int) -> None:
+        for number, group in enumerate(self.groups):
+            if self.may_cache and group.states and own_end and own_end % group.block_size == 0:
+                request.boundaries.add((number, own_end // group.block_size - 1))
+
     def cache(self, request: ModelRequest, num_tokens: int) -> None:
-        if self.is_draining:
+        if not self.may_cache:
             return
         for number, group in enumerate(self.groups):
             size, table = group.block_size, request.tables[number]
@@ -268,14 +367,16 @@ class SlowModel:
                 (request.namespace, number, tuple(request.tokens[: (i + 1) * size]))
                 for i in range(end)
             ]
-            if start and group.window is None:
+            if start and group.is_ordered:
                 above = table[start - 1]
                 if above is None or above.key != keys[start - 1]:
                     continue
             for index in range(start, end):
                 block = table[index]
+                if group.states and (number, index) not in request.boundaries:
+                    continue
                 if block is not None and block.is_quarantined:
-                    if group.window is None:
+                    if group.is_ordered:
                         break
                 elif block is not None and block.key is None:
                     block.key, block.client, block.step = keys[index], self.client, self.step
@@ -303,4 +404,6 @@ class SlowModel:
                     request.made.remove(made)
                     number, index = made[2:]
                     request.num_cached[number] = min(request.num_cached[number], index)
+                    kept = {b for b in request.boundaries if b[0] != number or b[1] < index}
+                    request.boundaries = kept
         self.forget(void)

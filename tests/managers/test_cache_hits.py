@@ -233,8 +233,8 @@ def test_a_kind_without_a_manager_is_an_error_that_names_the_kinds() -> None:
     with pytest.raises(ConfigurationError) as error:
         make_core(10, OddSpec(4, 1, 8, sliding_window=5))
     assert str(error.value) == (
-        "no manager serves KV cache specs of kind 'odd': use one of full, sliding_window, or "
-        "register a manager for it"
+        "no manager serves KV cache specs of kind 'odd': use one of chunked_local, cross, full, "
+        "mamba, mla, sliding_window, or register a manager for it"
     )
 
 

@@ -342,17 +342,22 @@ def test_layers_of_one_type_stay_as_they_are() -> None:
     [
         (
             model("wv", v=replace(WINDOW, sliding_window=64)),
-            "layers of kinds sliding_window cannot become one: none has full attention: leave "
-            "disable_hybrid_kv_cache_manager off",
+            "layers l.0 (sliding_window), l.1 (sliding_window) cannot become one type, because no "
+            "layer of the model has full attention: leave disable_hybrid_kv_cache_manager off",
         ),
         (
             model("fs", s=StateSpec(16, 1, 64)),
-            "layer l.1 of kind state cannot be turned into full attention: leave "
-            "disable_hybrid_kv_cache_manager off",
+            "layer l.1 of kind state cannot be turned into full attention, because it keeps what "
+            "no other kind does: leave disable_hybrid_kv_cache_manager off",
         ),
         (
             model("fwh", h=replace(WINDOW, head_size=32)),
-            "layers l.0, l.2 differ even as full attention: leave "
+            "layers l.0 and l.2 differ even as full attention in head_size (64, 32): leave "
+            "disable_hybrid_kv_cache_manager off",
+        ),
+        (  # either window goes with full attention, but not with the other
+            model("fwv", v=replace(WINDOW, sliding_window=64)),
+            "layers l.1 and l.2 differ even as full attention in sliding_window (128, 64): leave "
             "disable_hybrid_kv_cache_manager off",
         ),
     ],

@@ -36,6 +36,8 @@ class Sequence:
     prompt: list[int]
     target: int
     salt: str | None
+    num_encoder: int = 0
+    num_external: int = 0
     state: str = "waiting"
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
@@ -70,14 +72,20 @@ class Engine:
         fail_share: float = 0.0,
         draft_share: float = 0.2,
         depth: int = 2,
+        num_lookahead: int = 0,
+        keeps_states: bool = False,
     ) -> None:
         self.session = session
         self.sequences = sequences
         self.num_voided = self.num_failed_steps = self.num_preempted = self.num_hit_tokens = 0
+        self.num_drafts = 0
         self._random = random_source
         self._fail_share = fail_share
         self._draft_share = draft_share
         self._depth = depth
+        self._keeps_states = keeps_states
+        self._num_lookahead = num_lookahead
+        self._withdrawn: set[str] = set()
         self._sent: Planned | None = None
         self._completed = NO_STEP
         self._last = self._last_real = self._void = 0
@@ -194,6 +202,7 @@ class Engine:
             finished=tuple(finished),
             preempted_recompute=tuple(preempted),
             running=_running(rows),
+            num_lookahead_tokens=self._num_lookahead,
             resumed=tuple(ResumedRequest(s.request_id, rng.randint(1, 12)) for s in resumed),
             new=tuple(
                 NewRequest(
@@ -201,6 +210,9 @@ class Engine:
                     int32_array(s.prompt),
                     rng.randint(1, 12),
                     cache_salt=s.salt,
+                    num_encoder_tokens=s.num_encoder,
+                    num_external_computed_tokens=s.num_external,
+                    num_lookahead_tokens=self._num_lookahead,
                 )
                 for s in new
             ),
@@ -234,6 +246,8 @@ class Engine:
     def _follow(self, planned: Planned, result: StepResult) -> None:
         """Take over what the coordinator decided."""
         slots = {s.slot: s for s in self.sequences if s.state == "running"}
+        assert set(result.withdrawn) == self._withdrawn, (result.withdrawn, self._withdrawn)
+        self._withdrawn = set()
         if planned.request.failed_step != NO_STEP:
             for slot, computed, tokens in zip(
                 result.rolled_back_slots.tolist(),
@@ -253,6 +267,7 @@ class Engine:
             if is_scheduled:
                 s.computed += num_new
                 s.drafts = drafts
+                self.num_drafts += len(drafts)
             else:
                 others = [o for o in self.sequences if o.state == "running" and o is not s]
                 self._to_preempt = others[-1] if others else None
@@ -263,10 +278,12 @@ class Engine:
             s.remember(planned.step)
             hit, scheduled = int(result.num_hit_tokens[i]), int(result.num_scheduled_tokens[i])
             self.num_hit_tokens += hit
+            start = hit
             if s.state == "waiting":
                 s.tokens = list(s.prompt)
-            assert hit + scheduled <= len(s.tokens)
-            s.state, s.slot, s.computed, s.drafts = "running", slot, hit + scheduled, []
+                start = min(hit + s.num_external, len(s.tokens) - 1)
+            assert start + scheduled <= len(s.tokens)
+            s.state, s.slot, s.computed, s.drafts = "running", slot, start + scheduled, []
 
     def _take_back(self, failed: int) -> None:
         """Undo what the failed steps did, except that what finished or was preempted stays so."""
@@ -279,10 +296,13 @@ class Engine:
             if s.state == "done":
                 continue
             del s.tokens[num_tokens:]
-            if state == "running" and s.state == "running" and _kept_its_slot(undone):
-                s.computed, s.drafts, s.must_reject = computed, drafts, True
-            elif state == "waiting":
+            lost = s.state == "running" and (self._keeps_states or not _kept_its_slot(undone))
+            if lost or state == "waiting":
+                self._withdrawn.add(s.request_id)
+            if state == "waiting":
                 s.state, s.tokens, s.drafts, s.computed = "waiting", [], [], 0
+            elif s.state == "running" and _kept_its_slot(undone) and not self._keeps_states:
+                s.computed, s.drafts, s.must_reject = computed, drafts, True
             else:
                 s.state, s.drafts, s.computed = "preempted", [], 0
 
@@ -290,6 +310,7 @@ class Engine:
         """The epoch is over: all that was scheduled is void."""
         self.num_voided += 1
         self._sent = self._to_preempt = None
+        self._withdrawn.clear()
         self._is_draining_for_failure = False
         for s in self.sequences:
             s.before.clear()

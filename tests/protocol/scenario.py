@@ -3,20 +3,63 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from kvcache.network import NetworkFaults
 from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 MAX_MODEL_LEN = 64
 MAX_NUM_SEQS = 8
 BLOCK_SIZE = 4
+MAX_ENCODER_TOKENS = 6
+MAX_DRAFTS = 3
+
+FULL = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=2)
+MLA = MLAAttentionSpec(8, num_kv_heads=1, head_size=2)
+WINDOW = SlidingWindowSpec(BLOCK_SIZE, num_kv_heads=1, head_size=2, sliding_window=6)
+SHORT_WINDOW = SlidingWindowSpec(2, num_kv_heads=2, head_size=2, sliding_window=5)
+CHUNK = ChunkedLocalAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=2, attention_chunk_size=8)
+CROSS = CrossAttentionSpec(
+    BLOCK_SIZE, num_kv_heads=1, head_size=2, max_encoder_tokens=MAX_ENCODER_TOKENS
+)
+STATE = MambaSpec(
+    8,
+    shapes=((3,), (4,)),
+    dtypes=("float16", "float32"),
+    num_speculative_blocks=MAX_DRAFTS,
+    page_size_padded=32,
+)
+KEPT_STATE = replace(STATE, mamba_cache_mode="align")
+
+MODELS: Mapping[str, tuple[KVCacheSpec, ...]] = MappingProxyType(
+    {
+        "full": (FULL,),
+        "full, window": (FULL, WINDOW),
+        "mla": (MLA,),
+        "chunk": (CHUNK,),
+        "full, cross": (FULL, CROSS),
+        "align": (KEPT_STATE,),
+        "full, none": (FULL, STATE),
+        "full, short window, align": (FULL, SHORT_WINDOW, KEPT_STATE),
+        "mla, chunk, short window": (MLA, CHUNK, SHORT_WINDOW),
+        "mla, chunk, align": (MLA, CHUNK, KEPT_STATE),
+        "chunk, cross, none": (CHUNK, CROSS, STATE),
+    }
+)
+"""Kinds of attention of a model, one layer each. Pages are all 32 bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +74,7 @@ class Scenario:
     fail_share: float = 0.0
     num_worker_losses: int = 0
     num_restarts: int = 0
-    is_hybrid: bool = False
+    model: str = "full"
     is_content_checking: bool = True
     faults: NetworkFaults = field(default_factory=NetworkFaults)
 
@@ -39,16 +82,17 @@ class Scenario:
 def random_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     rng = random.Random(seed)
+    model = random.Random(seed * 15485863 + 7).choice(list(MODELS))
     return Scenario(
         seed,
-        num_blocks=rng.choice((22, 26, 40)) * (2 if (is_hybrid := rng.random() < 0.4) else 1),
+        num_blocks=rng.choice((22, 26, 40)) * len(MODELS[model]),
         num_ranks=rng.choice((1, 2, 2, 3)),
         num_clients=rng.choice((1, 1, 1, 2)),
         num_requests=rng.randint(2, 4),
         fail_share=rng.choice((0.0, 0.0, 0.15)),
         num_worker_losses=rng.choice((0, 0, 0, 1)),
         num_restarts=random.Random(-seed).choice((0, 0, 0, 0, 1, 2)),
-        is_hybrid=is_hybrid,
+        model=model,
         faults=NetworkFaults(
             dropped=rng.choice((0.0, 0.05, 0.2)),
             duplicated=rng.choice((0.0, 0.1, 0.3)),
@@ -62,13 +106,14 @@ def random_scenario(seed: int) -> Scenario:
 
 def make_config(num_blocks: int, *, is_hybrid: bool) -> KVCacheConfig:
     """One layer of full attention, or one each of full and of window attention in one pool."""
-    full = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype="float16")
-    groups = [KVCacheGroupSpec(("full.0",), full)]
-    if is_hybrid:
-        window = SlidingWindowSpec(
-            BLOCK_SIZE, num_kv_heads=1, head_size=2, dtype="float16", sliding_window=6
-        )
-        groups.append(KVCacheGroupSpec(("window.0",), window))
-    page = full.page_size_bytes
+    return config_of("full, window" if is_hybrid else "full", num_blocks)
+
+
+def config_of(model: str, num_blocks: int) -> KVCacheConfig:
+    """One layer of each kind of a model in one pool."""
+    specs = MODELS[model]
+    page = specs[0].page_size_bytes
+    assert {spec.page_size_bytes for spec in specs} == {page}
+    groups = tuple(KVCacheGroupSpec((f"{spec.kind}.0",), spec) for spec in specs)
     pool = KVCacheTensor(num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page)
-    return KVCacheConfig(num_blocks, (pool,), tuple(groups))
+    return KVCacheConfig(num_blocks, (pool,), groups)

@@ -34,7 +34,14 @@ from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
 from tests.protocol.engine import Engine, Sequence
-from tests.protocol.scenario import MAX_MODEL_LEN, MAX_NUM_SEQS, Scenario, make_config
+from tests.protocol.scenario import (
+    MAX_ENCODER_TOKENS,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    MODELS,
+    Scenario,
+    config_of,
+)
 
 COORDINATOR = "coordinator"
 TICK_S = 0.02
@@ -52,7 +59,7 @@ class Cluster:
         self.clock = VirtualClock()
         self.random = random.Random(scenario.seed * 7919 + 1)
         self.network = FaultyNetwork(self.clock, self.random, scenario.faults)
-        self.config = make_config(scenario.num_blocks, is_hybrid=scenario.is_hybrid)
+        self.config = config_of(scenario.model, scenario.num_blocks)
         self._max_unacknowledged = self.random.choice((2, 4, 64))
         self._store = MemoryStateStore()
         self.num_coordinators = 0
@@ -268,6 +275,9 @@ class Cluster:
     def _make_engine(self, index: int) -> Engine:
         rng = random.Random(self.scenario.seed * 31 + index)
         shared = [rng.randint(0, 50) for _ in range(16)]
+        specs = MODELS[self.scenario.model]
+        has_encoder = any(spec.keeps_encoder_tokens for spec in specs)
+        chance = random.Random(self.scenario.seed * 37 + index)
         sequences = []
         for i in range(self.scenario.num_requests):
             prompt = shared[: rng.choice((0, 8, 16))] + [
@@ -275,14 +285,23 @@ class Cluster:
             ]
             target = len(prompt) + rng.randint(1, 6)
             salt = rng.choice((None, None, "salt"))
-            sequences.append(Sequence(f"engine-{index}/r{i}", prompt, target, salt))
+            num_encoder = chance.randint(0, MAX_ENCODER_TOKENS) if has_encoder else 0
+            num_external = chance.randrange(len(prompt)) if chance.random() < 0.2 else 0
+            name = f"engine-{index}/r{i}"
+            sequences.append(Sequence(name, prompt, target, salt, num_encoder, num_external))
         session = ClientSession(
             f"engine-{index}",
             SessionSettings(window=4, resend_s=0.1, heartbeat_s=0.5, step_s=60, forward_s=60),
             self.clock,
         )
         return Engine(
-            session, rng, sequences, fail_share=self.scenario.fail_share, depth=rng.randint(1, 3)
+            session,
+            rng,
+            sequences,
+            fail_share=self.scenario.fail_share,
+            depth=rng.randint(1, 3),
+            num_lookahead=chance.choice((0, 0, 1, 5)),
+            keeps_states=any(spec.num_state_blocks is not None for spec in specs),
         )
 
     def _finish(self) -> None:

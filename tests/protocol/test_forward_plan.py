@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvcache.arrays import int32_array
-from kvcache.coordinator.forward_plan import ForwardPlanner, content_key, content_tokens
+from kvcache.commands import WriteExpected
+from kvcache.coordinator.forward_plan import (
+    ForwardPlanner,
+    content_key,
+    content_tokens,
+    encoder_key,
+)
+from kvcache.errors import MalformedMessageError
+from kvcache.messages import StepCommands
 from kvcache.request import LoRARequest, Request
-from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
+from kvcache.step import NewRequest, ResumedRequest, RunningRequests, StepRequest, StepResult
+from kvcache.wire import decode, encode
 
 
 def make_request(**fields: Any) -> Request:
@@ -90,3 +101,85 @@ def test_external_tokens_are_written_because_nobody_else_does() -> None:
         job_id=1,
     )
     assert (forward.starts.tolist(), forward.counts.tolist()) == ([4], [8])
+    assert forward.external_counts.tolist() == [4]
+    assert len(forward.draft_counts) == len(forward.encoder_counts) == 0
+
+
+def admitted(planner: ForwardPlanner, step: int, **fields: Any) -> WriteExpected:
+    """Plan a step that admits request "r" in slot 2, with 8 tokens."""
+    return planner.plan(
+        StepRequest("c", step, 1, **fields),
+        StepResult("c", step, 1, step, int32_array([2]), int32_array([0]), int32_array([8])),
+        job_id=step,
+    )
+
+
+def new_request(num_encoder_tokens: int = 0) -> NewRequest:
+    tokens = make_request().all_token_ids
+    return NewRequest("r", tokens, 8, num_encoder_tokens=num_encoder_tokens)
+
+
+def ran_on(planner: ForwardPlanner, step: int, drafts: list[int]) -> WriteExpected:
+    """Plan a step in which slot 2 computes a token and `drafts`."""
+    running = RunningRequests(
+        int32_array([2]),
+        int32_array([1 + len(drafts)]),
+        int32_array([len(drafts)]),
+        int32_array([0]),
+        int32_array([0, 0]),
+        int32_array([]),
+        int32_array(drafts),
+    )
+    result = StepResult("c", step, 1, step, running_scheduled=int32_array([1]))
+    return planner.plan(StepRequest("c", step, 1, running=running), result, job_id=step)
+
+
+def test_drafts_are_told_apart_from_own_tokens() -> None:
+    planner = ForwardPlanner(lambda request_id: make_request())
+    assert len(admitted(planner, 1, new=(new_request(),)).draft_counts) == 0
+    forward = ran_on(planner, 2, [50, 51])
+    assert (forward.starts.tolist(), forward.counts.tolist()) == ([8], [3])
+    assert forward.draft_counts.tolist() == [2]
+    assert forward.token_ids.tolist() == [8, 50, 51]
+
+
+def test_a_resumed_request_brings_its_encoder_tokens_again() -> None:
+    planner = ForwardPlanner(lambda request_id: make_request())
+    first = admitted(planner, 1, new=(new_request(5),))
+    assert first.encoder_counts.tolist() == [5]
+    assert len(ran_on(planner, 2, []).encoder_counts) == 0
+    gone = StepRequest("c", 3, 1, preempted_recompute=("r",))
+    planner.plan(gone, StepResult("c", 3, 1, 3), 3)
+    again = admitted(planner, 4, resumed=(ResumedRequest("r", 8),))
+    assert again.encoder_counts.tolist() == [5]
+    assert again.encoder_keys == first.encoder_keys != (b"",)
+    planner.plan(StepRequest("c", 5, 1, finished=("r",)), StepResult("c", 5, 1, 5), 5)
+    assert len(admitted(planner, 6, new=(new_request(),)).encoder_counts) == 0
+
+
+def test_encoder_tokens_of_two_requests_are_not_the_same() -> None:
+    one, other = (Request(name, list(range(12))) for name in "rs")
+    assert content_key(one) == content_key(other)
+    assert encoder_key(one) != encoder_key(other)
+
+
+def test_a_withdrawn_row_is_not_verified() -> None:
+    planner = ForwardPlanner(lambda request_id: make_request())
+    admitted(planner, 1, new=(new_request(),))
+    ran_on(planner, 2, [])
+    planner.plan(
+        StepRequest("c", 3, 1, completed_step=1, failed_step=2),
+        StepResult("c", 3, 1, 3, withdrawn=("r",)),
+        job_id=3,
+    )
+    gone = planner.plan(StepRequest("c", 4, 1, finished=("r",)), StepResult("c", 4, 1, 4), 4)
+    assert gone.verify_slots.tolist() == []
+
+
+@pytest.mark.parametrize("name", ["draft_counts", "external_counts", "encoder_counts"])
+def test_counts_of_other_rows_are_refused_on_the_wire(name: str) -> None:
+    planner = ForwardPlanner(lambda request_id: make_request())
+    forward = replace(admitted(planner, 1, new=(new_request(),)), **{name: int32_array([0, 0])})
+    message = StepCommands("n", "f", 1, 1, "", 0, (forward,))
+    with pytest.raises(MalformedMessageError, match=f"^WriteExpected of 1 rows with 2 {name}$"):
+        decode(encode(message))

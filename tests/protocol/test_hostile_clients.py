@@ -38,7 +38,7 @@ from kvcache.step import (
 )
 from kvcache.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
-from tests.protocol.scenario import MAX_MODEL_LEN, make_config
+from tests.protocol.scenario import MAX_MODEL_LEN, MODELS, config_of
 
 NUM_SEQS = 4
 NUM_STEPS = 50
@@ -55,7 +55,8 @@ class Cluster:
     def __init__(self, rng: random.Random) -> None:
         self.clock = VirtualClock()
         is_checking = rng.random() < 0.6
-        config = make_config(24, is_hybrid=rng.random() < 0.4)
+        model = rng.choice(list(MODELS))
+        config = config_of(model, 24 * len(MODELS[model]))
         self.coordinator = Coordinator(
             CoordinatorSettings(1, "plan", is_content_checking=is_checking),
             manager_factory=lambda model_epoch: KVCacheManager(
@@ -117,6 +118,7 @@ class Hostile:
 
     def __init__(self, rng: random.Random, cluster: Cluster, share: float) -> None:
         self.rng, self.cluster, self.share = rng, cluster, share
+        self.encoder_share = rng.choice((0.02, 0.9))
 
     def is_bad(self) -> bool:
         return self.rng.random() < self.share
@@ -157,6 +159,7 @@ class Hostile:
             self.number(1, 12),
             self.number(0, 3) if self.rng.random() < 0.2 else 0,
             self.number(0, 3) if self.rng.random() < 0.2 else 0,
+            num_encoder_tokens=self.number(0, 6) if self.rng.random() < self.encoder_share else 0,
             lora_name=self.rng.choice((None, None, "lora", "")),
             lora_path="path" if self.is_bad() else None,
             mm_hashes=("image",) if self.is_bad() else (),

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from kvcache.coordinator.job_book import JobBook
+from kvcache.core import Reservation
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
+from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
+from kvcache.managers.cross_attention import CrossAttentionManager
+from kvcache.managers.mamba import MambaManager
 from kvcache.messages import Applied, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.step_delivery import StepReceiver
-from tests.protocol.scenario import Scenario, random_scenario
+from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
 
 SEEDS_PER_TEST = 50
@@ -55,10 +59,29 @@ def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     assert sum(engine.session.num_resent for engine in engines) > 20
 
 
-def turns_red(num_seeds: int = 12) -> bool:
+@pytest.mark.parametrize("model", MODELS)
+def test_the_schedules_of_every_model_reach_what_they_are_meant_to_reach(model: str) -> None:
+    num_hit = num_failed = num_drafts = num_preempted = 0
+    for seed in range(6):
+        num_blocks = 22 * len(MODELS[model])
+        scenario = Scenario(seed, num_blocks, num_requests=5, fail_share=0.1, model=model)
+        for engine in simulate(scenario).engines.values():
+            num_hit += engine.num_hit_tokens
+            num_failed += engine.num_failed_steps
+            num_drafts += engine.num_drafts
+            num_preempted += engine.num_preempted
+    can_hit = all(spec.can_prefix_cache for spec in MODELS[model])
+    assert min(num_failed, num_drafts, num_preempted) > 0
+    assert (num_hit > 0) is can_hit
+
+
+def turns_red(num_seeds: int = 12, model: str = "full") -> bool:
     """Say whether some schedule fails."""
     for seed in range(num_seeds):
-        scenario = Scenario(seed, num_requests=3, faults=ROUGH, fail_share=0.1)
+        num_blocks = 24 * len(MODELS[model])
+        scenario = Scenario(
+            seed, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model
+        )
         try:
             simulate(replace(scenario, num_ranks=2 + seed % 2))
         except AssertionError:
@@ -66,8 +89,9 @@ def turns_red(num_seeds: int = 12) -> bool:
     return False
 
 
-def test_with_all_rules_the_rough_schedules_are_green() -> None:
-    assert not turns_red()
+@pytest.mark.parametrize("model", ["full", "mla, chunk, align", "chunk, cross, none"])
+def test_with_all_rules_the_rough_schedules_are_green(model: str) -> None:
+    assert not turns_red(6, model)
 
 
 def test_a_report_counted_twice_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +136,46 @@ def test_commands_applied_as_they_come_turn_the_simulation_red(
     monkeypatch.setattr(CommandReceiver, "on_commands", as_they_come)
     monkeypatch.setattr(CommandReceiver, "confirm_applied", confirm)
     assert turns_red()
+
+
+@pytest.mark.parametrize("model", ["align", "full, short window, align"])
+def test_a_state_one_column_off_turns_the_simulation_red(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_off(self: MambaManager, num_tokens: int) -> int:
+        return num_tokens // self.tokens_per_column
+
+    monkeypatch.setattr(MambaManager, "_column", one_off)
+    assert turns_red(model=model)
+
+
+@pytest.mark.parametrize("model", ["chunk", "mla, chunk, short window"])
+def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_early(self: ChunkedLocalAttentionManager, num_computed_tokens: int) -> int:
+        return self.spec.num_skipped_tokens(num_computed_tokens + 1) // self.block_size
+
+    monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
+    assert turns_red(40, model)
+
+
+def test_an_encoder_block_too_few_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = CrossAttentionManager.allocate_new_blocks
+
+    def too_few(self: CrossAttentionManager, request_id: str, wanted: Reservation) -> list[int]:
+        fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
+        return allocate(self, request_id, fewer)
+
+    monkeypatch.setattr(CrossAttentionManager, "allocate_new_blocks", too_few)
+    assert turns_red(model="full, cross")
+
+
+def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MambaManager, "hits_open_step", True)
+    assert turns_red(60, model="align")
 
 
 def test_without_repeating_commands_the_simulation_does_not_end(

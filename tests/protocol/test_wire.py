@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import (
     BlockTablePatch,
     Command,
@@ -104,6 +104,7 @@ def forwards(draw: st.DrawFn) -> WriteExpected:
     counts = draw(st.lists(st.integers(0, 3), max_size=3))
     rows, verified = int32_array(range(len(counts))), draw(ARRAYS)
     tokens = int32_array(range(sum(counts)))
+    per_row = draw(st.sampled_from((rows, EMPTY_INT32)))
     return WriteExpected(
         draw(INT64),
         verified,
@@ -116,6 +117,10 @@ def forwards(draw: st.DrawFn) -> WriteExpected:
         int32_array(counts),
         tokens,
         (b"key",) * len(counts),
+        per_row,
+        EMPTY_INT32,
+        per_row,
+        (b"sound",) * len(per_row),
     )
 
 

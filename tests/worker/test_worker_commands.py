@@ -119,6 +119,26 @@ INVALID: list[tuple[tuple[Command, ...], str]] = [
         "write_expected reaches position 33, this rank is made for 32",
     ),
     ((write_expected(1), write_expected(2)), "a message brings 2 forwards: send at most one"),
+    (
+        (write_expected(1, [Row(0, [1], 0, 1, encoder=1)]),),
+        "write_expected has 1 encoder tokens in a row, this rank keeps 0",
+    ),
+    (
+        (write_expected(1, [Row(0, [1, 2], 0, 2, drafts=-1)]),),
+        "write_expected has a negative position or count",
+    ),
+    (
+        (write_expected(1, [Row(0, [1, 2], 0, 2, drafts=2**31 - 1, external=2**31 - 1)]),),
+        "write_expected has 4294967294 external and draft tokens among 2",
+    ),
+    (
+        (write_expected(1, [Row(0, [1, 2], 0, 2, is_new=False, external=1)]),),
+        "write_expected has external tokens in a row that is not new",
+    ),
+    (
+        (replace(write_expected(1, [Row(0, [1], 0, 1)]), draft_counts=ids(0, 0)),),
+        "write_expected of 1 rows has arrays of other sizes",
+    ),
 ]
 
 

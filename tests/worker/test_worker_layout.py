@@ -9,11 +9,32 @@ import torch
 
 from kvcache.errors import ConfigurationError
 from kvcache.planner.layout import lay_out, pools_of
-from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvcache.specs import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from kvcache.worker import KVCachePool, PoolLayout
-from tests.worker.worker_support import FULL, block_bytes, full_groups, hybrid_groups, make_config
+from tests.worker.worker_support import (
+    FULL,
+    Harness,
+    block_bytes,
+    fill_block,
+    full_groups,
+    hybrid_groups,
+    make_config,
+)
 
 CPU = torch.device("cpu")
+STATE = MambaSpec(
+    block_size=8,
+    shapes=((3, 5), (2, 2, 2)),
+    dtypes=("float16", "float32"),
+    num_speculative_blocks=2,
+    page_size_padded=FULL.page_size_bytes,
+)
 
 
 def test_block_first_keeps_a_block_of_all_layers_in_one_row() -> None:
@@ -21,7 +42,7 @@ def test_block_first_keeps_a_block_of_all_layers_in_one_row() -> None:
     page = FULL.page_size_bytes
     assert [region.width_bytes for region in layout.regions] == [3 * page]
     assert [layer.offset_bytes for layer in layout.layers] == [0, page, 2 * page]
-    assert layout.layers[1].strides == (3 * page // 2, 32, 8, 4, 1)
+    assert layout.layers[1].tensors[0].strides == (3 * page // 2, 32, 8, 4, 1)
     assert layout.block_bytes == 3 * page
 
 
@@ -91,6 +112,70 @@ def test_mla_pages_have_no_key_value_axis() -> None:
     assert pool.kv_caches["mla"].shape == (3, 4, 1, 8)
 
 
+@pytest.mark.parametrize("layout", ["block_first", "layer_first"])
+def test_a_state_is_several_tensors_in_one_page(layout: str) -> None:
+    groups = (KVCacheGroupSpec(("a", "b"), STATE), KVCacheGroupSpec(("c", "d"), FULL))
+    tensors = lay_out(
+        pools_of(groups), 5, "block_first" if layout == "block_first" else "layer_first"
+    )
+    pool = KVCachePool(PoolLayout.from_config(KVCacheConfig(5, tensors, groups)), CPU)
+    assert set(pool.kv_caches) == {"c", "d"}
+    assert {name: [t.shape[1:] for t in ts] for name, ts in pool.state_caches.items()} == {
+        "a": [(3, 5), (2, 2, 2)],
+        "b": [(3, 5), (2, 2, 2)],
+    }
+    first, second = pool.state_caches["b"]
+    assert (first.dtype, second.dtype) == (torch.float16, torch.float32)
+    pool.storage.zero_()
+    first[3].fill_(1.0)
+    page = pool.kv_caches["d"][3].contiguous().view(torch.uint8).flatten()
+    assert page[:30].tolist() == [0x00, 0x3C] * 15
+    assert int((page != 0).sum()) == 15
+    second[3].fill_(1.0)
+    page = pool.kv_caches["d"][3].contiguous().view(torch.uint8).flatten()
+    assert page[30:64].tolist() == [0, 0] + [0x00, 0x00, 0x80, 0x3F] * 8  # aligned to the float
+    assert not bool(page[64:].any())
+    for tensor in (first, second):
+        tensor[3].zero_()
+    assert not bool(pool.storage.any())
+
+
+def test_states_that_do_not_start_at_their_elements_are_refused() -> None:
+    groups = (KVCacheGroupSpec(("a",), STATE),)
+    config = make_config(groups, 4)
+    (tensor,) = config.kv_cache_tensors
+    broken = replace(config, kv_cache_tensors=(replace(tensor, block_stride=130),), num_blocks=1)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^layer a: pool 0 starts at byte 0 with block stride 130, float16, float32 needs "
+        r"multiples of 4$",
+    ):
+        PoolLayout.from_config(broken)
+
+
+def test_a_kind_that_names_no_tensors_has_no_layout() -> None:
+    class Unseen(FullAttentionSpec):
+        page_tensors = ()
+
+    groups = (KVCacheGroupSpec(("a",), Unseen(4, 2, 4)),)
+    with pytest.raises(
+        ConfigurationError, match=r"^layer a: specs of kind full say 0 page_tensors: say one where"
+    ):
+        PoolLayout.from_config(make_config(groups, 4))
+
+
+def test_tables_are_as_wide_as_each_kind_needs() -> None:
+    specs = {
+        FULL: 8,
+        replace(STATE, mamba_cache_mode="align"): 4 + 2,
+        STATE: 1 + 2,
+        CrossAttentionSpec(4, 2, 4, max_encoder_tokens=10): 3,
+    }
+    groups = tuple(KVCacheGroupSpec((f"layer.{i}",), spec) for i, spec in enumerate(specs))
+    tables = Harness.make(make_config(groups), max_model_len=32).worker.block_tables
+    assert [tables[group].shape for group in range(4)] == [(4, n) for n in specs.values()]
+
+
 def test_padded_pages_leave_their_padding_alone() -> None:
     spec = replace(FULL, page_size_padded=FULL.page_size_bytes + 64)
     groups = (KVCacheGroupSpec(("a", "b"), spec),)
@@ -141,8 +226,6 @@ def test_pages_that_leave_the_allocation_are_refused() -> None:
 
 
 def test_block_bytes_reads_what_was_written() -> None:
-    from tests.worker.worker_support import Harness, fill_block
-
     worker = Harness.make().worker
     fill_block(worker, 3, 1.0)
     assert block_bytes(worker, 3) == b"\x00\x3c" * (FULL.page_size_bytes)

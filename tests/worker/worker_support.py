@@ -50,7 +50,7 @@ def make_config(
     host_blocks: int = 0,
 ) -> KVCacheConfig:
     """Lay the groups' layers out by hand, pool `i` shared by layer `i` of each group."""
-    page = groups[0].kv_cache_spec.page_size_bytes
+    page = max(group.kv_cache_spec.page_size_bytes for group in groups)
     num_pools = max(len(group.layer_names) for group in groups)
     tensors = tuple(
         KVCacheTensor(
@@ -118,6 +118,10 @@ class Row:
     is_new: bool = True
     token_start: int = 0
     key: bytes = b""
+    external: int = 0
+    drafts: int = 0
+    encoder: int = 0
+    encoder_key: bytes = b""
 
 
 def write_expected(
@@ -135,6 +139,10 @@ def write_expected(
         token_counts=int32_array([len(row.tokens) for row in rows]),
         token_ids=int32_array([t for row in rows for t in row.tokens]) if rows else EMPTY_INT32,
         content_keys=tuple(row.key for row in rows),
+        external_counts=int32_array([row.external for row in rows]),
+        draft_counts=int32_array([row.drafts for row in rows]),
+        encoder_counts=int32_array([row.encoder for row in rows]),
+        encoder_keys=tuple(row.encoder_key for row in rows),
     )
 
 
@@ -203,10 +211,12 @@ class Harness:
 
 def block_bytes(worker: KVCacheWorker, block_id: int) -> bytes:
     """All bytes of one block, layer by layer, as a model runner would read them."""
-    tensors = worker.kv_caches
+    tensors: dict[str, tuple[torch.Tensor, ...]] = dict(worker.state_caches)
+    tensors |= {name: (tensor,) for name, tensor in worker.kv_caches.items()}
     return b"".join(
-        tensors[name][block_id].contiguous().view(torch.uint8).numpy().tobytes()
+        tensor[block_id].contiguous().view(torch.uint8).numpy().tobytes()
         for name in sorted(tensors)
+        for tensor in tensors[name]
     )
 
 

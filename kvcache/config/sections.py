@@ -1,0 +1,55 @@
+"""What every section of a configuration is made of: the base model, and numbers with limits.
+
+Stands below the sections themselves. Refuses what JSON and YAML would let pass: text in place of
+numbers, unknown keys, amounts of memory without a unit.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvcache.errors import ConfigurationError, shown
+
+MIB = 1 << 20
+MAX_COUNT = 2**31 - 1
+"""Tokens, positions and block ids travel as int32."""
+BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_bytes(value: object) -> object:
+    """Return the bytes that text such as "256MiB" or "1.5 GiB" stands for; other values as is."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*", value)
+    if match is None or match[2] not in BYTE_UNITS:
+        units = ", ".join(BYTE_UNITS)
+        raise ConfigurationError(
+            f"{shown(value)} is no amount of memory: write a number and one of {units}"
+        )
+    return int(Fraction(match[1]) * BYTE_UNITS[match[2]])
+
+
+def require_model_len(value: object) -> object:
+    """Return `value`; raises ConfigurationError unless it is a number of tokens or "auto"."""
+    if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_COUNT):
+        raise ConfigurationError(
+            f"{shown(value)} is no length: write a number of tokens from 1 to {MAX_COUNT}, or auto"
+        )
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+FewThousand = Annotated[int, Field(ge=1, le=4096)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -1,0 +1,79 @@
+"""What a request may ask of this model: its length, drafts, encoder tokens.
+
+Read off the plan once, when a manager is made, and asked wherever requests are checked. Refuses
+nothing that the kinds of attention in the plan can serve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.errors import RequestError
+from kvcache.specs import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Limits of one model.
+
+    `state_groups` are the KV cache groups that keep states: these are written over in place, so
+    that nothing a forward did can be taken back but its drafts, of which there are at most
+    `max_draft_tokens` (None: any number). `max_encoder_tokens` is 0 where no group keeps any.
+    """
+
+    max_model_len: int
+    state_groups: frozenset[int] = frozenset()
+    max_draft_tokens: int | None = None
+    max_encoder_tokens: int = 0
+
+    @classmethod
+    def of(cls, kv_cache_config: KVCacheConfig, max_model_len: int) -> ModelLimits:
+        """Return the limits of the model that a plan is for."""
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        drafts = [spec.max_draft_tokens for spec in specs]
+        encoder_tokens = [s.encoder_token_limit for s in specs if s.keeps_encoder_tokens]
+        return cls(
+            max_model_len,
+            frozenset(i for i, spec in enumerate(specs) if spec.num_state_blocks is not None),
+            min((num for num in drafts if num is not None), default=None),
+            min(encoder_tokens, default=0),
+        )
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a group keeps states."""
+        return bool(self.state_groups)
+
+    def require_encoder_tokens(self, request_id: str, num_encoder_tokens: int) -> None:
+        """Raise RequestError unless a request may have so many encoder tokens."""
+        if 0 <= num_encoder_tokens <= self.max_encoder_tokens:
+            return
+        if num_encoder_tokens < 0:
+            raise RequestError(
+                f"request {request_id}: num_encoder_tokens is {num_encoder_tokens}: pass 0 or more"
+            )
+        if not self.max_encoder_tokens:
+            raise RequestError(
+                f"request {request_id}: {num_encoder_tokens} encoder tokens, but no KV cache "
+                "group keeps encoder tokens: pass 0"
+            )
+        raise RequestError(
+            f"request {request_id}: {num_encoder_tokens} encoder tokens, the model keeps at most "
+            f"{self.max_encoder_tokens}: shorten its input"
+        )
+
+    def require_drafts(self, request_id: str, num_draft_tokens: int) -> None:
+        """Raise RequestError if so many drafts could not be taken back."""
+        if self.max_draft_tokens is not None and num_draft_tokens > self.max_draft_tokens:
+            raise RequestError(
+                f"request {request_id}: num_draft_tokens is {num_draft_tokens}: "
+                f"{draft_remedy(self.max_draft_tokens)}"
+            )
+
+
+def draft_remedy(max_draft_tokens: int) -> str:
+    """Say what to do about drafts whose states nobody keeps."""
+    return (
+        f"states of at most {max_draft_tokens} drafts are kept, schedule fewer or raise "
+        "num_speculative_blocks"
+    )

@@ -1,0 +1,125 @@
+"""Requests that share blocks they may still write: forks, and the copies before their writes.
+
+Beside the coordinator. A fork shares every block of its parent; all but the partly filled one of
+each group (the newest state, where states are kept) are never written again. Whoever of the two
+writes that one first gets a block of its own, with the bytes copied before the forward writes.
+
+    parent  [b1 b2 b3']    fork    [b1 b2 b3']    child writes    [b1 b2 b3']
+                          ─────▶   [b1 b2 b3']    ───────────▶    [b1 b2 b7']    copy b3 -> b7
+
+Holding shared blocks is by request references, like any other table entry: parent and child are
+equals, either may go first, and what all running requests share is counted in them. Fork references
+hold both ends of a copy until its command has been taken, so that neither block is handed out,
+zeroed or copied into before. Refuses nothing: the core has counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.blocks.outbox import Outbox
+from kvcache.blocks.references import NULL_ID
+from kvcache.core import ForkOrigin, ReferenceKind, Reservation, TableChange
+from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.managers.coordinators import KVCacheCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What a request shares: the column by group that it may write behind `num_tokens` tokens."""
+
+    num_tokens: int
+    columns: dict[int, int]
+
+
+class TableForks:
+    """Forks of requests on one coordinator."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, outbox: Outbox) -> None:
+        """Know no fork. Copies go to `outbox`, where there are workers."""
+        self._coordinator = coordinator
+        self._pool = coordinator.pool
+        self._outbox = outbox
+        self._shared: dict[str, _Shared] = {}
+        self._held: list[int] = []
+        self.num_copies = 0
+
+    def fork(self, parent_id: str, child_id: str, origin: ForkOrigin) -> list[TableChange]:
+        """Give a request without tables those of its parent; return them."""
+        of_parent: dict[int, int] = {}
+        of_child: dict[int, int] = {}
+        changes = []
+        for manager in self._coordinator.managers:
+            column = manager.fork(parent_id, child_id, origin)
+            table = manager.table(child_id)
+            if table:
+                changes.append(TableChange(manager.group, 0, list(table)))
+            if column is not None and table[column.of_child] != NULL_ID:
+                of_parent[manager.group] = column.of_parent
+                of_child[manager.group] = column.of_child
+        if of_parent:
+            self._shared[parent_id] = _Shared(origin.num_tokens, of_parent)
+            self._shared[child_id] = _Shared(origin.num_tokens, of_child)
+        return changes
+
+    def is_sharing(self, request_id: str) -> bool:
+        """Say whether a write of the request may need a copy."""
+        return request_id in self._shared
+
+    def due_copies(
+        self, request_id: str, reservation: Reservation
+    ) -> list[tuple[SingleTypeKVCacheManager, int]]:
+        """Return the shared columns that a reserved forward writes; each takes a block."""
+        shared = self._shared.get(request_id)
+        if shared is None or reservation.num_slot_tokens <= shared.num_tokens:
+            return []
+        for group in [
+            g for g, c in shared.columns.items() if not self._is_shared(request_id, g, c)
+        ]:
+            del shared.columns[group]
+        if not shared.columns:
+            del self._shared[request_id]
+            return []
+        managers = self._coordinator.managers
+        return [
+            (managers[group], column)
+            for group, column in shared.columns.items()
+            if managers[group].writes_column(column, reservation)
+        ]
+
+    def copy(
+        self, request_id: str, due: list[tuple[SingleTypeKVCacheManager, int]]
+    ) -> list[TableChange]:
+        """Put a new block into each of these columns; return that. There is room."""
+        changes = []
+        for (manager, column), new in zip(due, self._pool.get_new_blocks(len(due)), strict=True):
+            old = manager.replace_block(request_id, column, new)
+            if self._outbox.has_workers:
+                self._pool.touch([old, new], ReferenceKind.FORK)
+                self._held += [old, new]
+                self._outbox.copies.add(old, new)
+            self._pool.give_back([old])
+            self.num_copies += 1
+            changes.append(TableChange(manager.group, column, [new]))
+            del self._shared[request_id].columns[manager.group]
+        return changes
+
+    def forget(self, request_id: str) -> None:
+        """The request has given its blocks back."""
+        self._shared.pop(request_id, None)
+
+    def release_copied(self) -> None:
+        """The commands of all copies so far have been taken."""
+        held, self._held = self._held, []
+        self._pool.free_blocks(held, ReferenceKind.FORK)
+
+    def dump_state(self) -> dict[str, dict[int, int]]:
+        """Return the columns that requests share, by request and group."""
+        return {i: dict(shared.columns) for i, shared in sorted(self._shared.items())}
+
+    def _is_shared(self, request_id: str, group: int, column: int) -> bool:
+        """Say whether somebody else holds the block, too."""
+        block_id = self._coordinator.managers[group].table(request_id)[column]
+        return (
+            block_id != NULL_ID and self._pool.num_references(block_id, ReferenceKind.REQUEST) > 1
+        )

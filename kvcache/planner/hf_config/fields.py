@@ -1,0 +1,178 @@
+"""The fields of a `config.json`, read one by one and never guessed.
+
+Stands between the file and the architectures that know which fields mean what. A field that is null
+says that there is no such thing; one that is missing has the value that is known for its
+architecture, if there is one. A value of the wrong type is refused by name. Multimodal models keep
+the fields of their language model in `text_config`: those go first, then the ones around them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvcache.errors import ConfigurationError, shown
+from kvcache.specs import DTYPE_SIZES_BYTES
+
+MAX_LAYERS = 4096
+MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class HFFields:
+    """What a `config.json` says; `source` names it in errors.
+
+    `values` has no nulls, `nulls` names them. `defaults` are for fields that files of an
+    architecture leave out where they have this value.
+    """
+
+    source: str
+    values: Mapping[str, object]
+    nulls: frozenset[str]
+    defaults: Mapping[str, object]
+
+    @classmethod
+    def read(cls, source: str | Path | Mapping[str, object]) -> HFFields:
+        """Return the fields of a file, or of what was read from one.
+
+        Raises ConfigurationError for a file that cannot be read, holds no JSON object, or says
+        something twice.
+        """
+        if isinstance(source, Mapping):
+            return cls._of("config.json", source)
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+            data = json.loads(text, object_pairs_hook=_unrepeated)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{source}: cannot be read ({error.strerror}): check the path"
+            ) from error
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{source}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigurationError(
+                f"{source}: is no valid JSON ({error}): give the config.json as it was published"
+            ) from error
+        return cls._of(str(source), data)
+
+    @classmethod
+    def _of(cls, source: str, data: object) -> HFFields:
+        if not isinstance(data, Mapping):
+            raise ConfigurationError(
+                f"{source}: holds {type(data).__name__}, not an object: give the config.json of a "
+                "model"
+            )
+        inner = data.get("text_config")
+        if inner is not None and not isinstance(inner, Mapping):
+            raise ConfigurationError(
+                f"{source}: text_config is {shown(inner)}, not an object: give the config.json as "
+                "it was published"
+            )
+        present = {
+            name: value
+            for values in (data, inner or {})
+            for name, value in values.items()
+            if value is not None
+        }
+        nulls = frozenset({*data, *(inner or {})} - present.keys())
+        return cls(source, present, nulls, {})
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> HFFields:
+        """Return a copy that answers with `defaults` where the file says nothing."""
+        return replace(self, defaults=defaults)
+
+    def has(self, name: str) -> bool:
+        """Whether the field has a value."""
+        return self._value(name) is not None
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that have no value."""
+        return [name for name in names if not self.has(name)]
+
+    def count(self, name: str, *, at_least: int = 1, at_most: int = MAX_COUNT) -> int:
+        """Return a whole number; raises ConfigurationError unless there is one in the range."""
+        value = self._value(name)
+        if type(value) is not int or not at_least <= value <= at_most:
+            raise self.wrong(
+                f"{name} is {shown(value)}, but must be a whole number from {at_least} to {at_most}"
+            )
+        return value
+
+    def count_or_none(self, name: str) -> int | None:
+        """Return a whole number of at least 1, None where there is none."""
+        return self.count(name) if self.has(name) else None
+
+    def flag(self, name: str) -> bool:
+        """Return true or false; raises ConfigurationError unless it is one of them."""
+        value = self._value(name)
+        if type(value) is not bool:
+            raise self.wrong(f"{name} is {shown(value)}, but must be true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return text; raises ConfigurationError for anything else."""
+        value = self._value(name)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(f"{name} is {shown(value)}, but must be text")
+        return value
+
+    def dtype(self, name: str) -> str:
+        """Return the name of a dtype, as in `bfloat16`; raises ConfigurationError for others."""
+        dtype = self.text(name).removeprefix("torch.")
+        if dtype not in DTYPE_SIZES_BYTES:
+            raise self.wrong(
+                f"{name} is {shown(dtype)}, which is not known (known are "
+                f"{', '.join(DTYPE_SIZES_BYTES)})"
+            )
+        return dtype
+
+    def require_size(self, formula: str, size: int) -> int:
+        """Return a size made of several fields; raises ConfigurationError if it is too large."""
+        if size > MAX_COUNT:
+            raise self.wrong(f"{formula} is {shown(size)}, but must be at most {MAX_COUNT}")
+        return size
+
+    def per_layer(self, name: str, num_layers: int) -> list[object]:
+        """Return a list with an entry per layer; raises ConfigurationError unless it is one.
+
+        Text stands for the list of its characters.
+        """
+        value = self._value(name)
+        if not isinstance(value, list | tuple | str):
+            raise self.wrong(f"{name} is {shown(value)}, but must list one entry per layer")
+        if len(value) != num_layers:
+            raise self.wrong(
+                f"{name} has {len(value)} entries, but num_hidden_layers is {num_layers}"
+            )
+        return list(value)
+
+    def wrong(self, problem: str) -> ConfigurationError:
+        """Return the error for what is wrong with the file itself."""
+        return ConfigurationError(
+            f"{self.source}: {problem}: give the config.json as it was published, or describe the "
+            "layers in a configuration of your own"
+        )
+
+    def refused(self, problem: str) -> ConfigurationError:
+        """Return the error for what the file and the choices made for it cannot both have."""
+        return ConfigurationError(f"{self.source}: {problem}")
+
+    def _value(self, name: str) -> object:
+        if name in self.nulls:
+            return None
+        return self.values.get(name, self.defaults.get(name))
+
+
+def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object; raises ConfigurationError for one that has a key twice."""
+    values: dict[str, object] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ConfigurationError(
+                f"{shown(name)} is there twice in one object, as {shown(values[name])} and "
+                f"{shown(value)}: remove one"
+            )
+        values[name] = value
+    return values

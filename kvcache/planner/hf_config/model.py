@@ -1,0 +1,134 @@
+"""From a model's published `config.json` to a configuration that can be planned and launched.
+
+Stands at the entrance of the planner, beside YAML files: both end in the same `ClusterConfig`, so
+that what a layer keeps is said in one place. Reads nothing but the file: no weights, no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcache.config import ClusterConfig, ModelConfig, parse_config
+from kvcache.errors import ConfigurationError, shown
+from kvcache.planner.hf_config.architectures import ARCHITECTURES, STATED, Architecture
+from kvcache.planner.hf_config.blocks import CacheMode, Deployment, in_runs
+from kvcache.planner.hf_config.fields import HFFields
+from kvcache.specs import MAMBA_CACHE_MODES, dtype_size_bytes, require_count
+
+
+@dataclass(frozen=True)
+class HFChoices:
+    """What a `config.json` leaves open.
+
+    `max_model_len` "auto": as long as memory allows, up to what the model was made for. `dtype`
+    None: keys and values have the model's. `mamba_cache_mode` "align": states can be started from.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    max_model_len: int | str = "auto"
+    dtype: str | None = None
+    mamba_cache_mode: str = "none"
+
+
+def model_from_hf_config(
+    source: str | Path | Mapping[str, object], choices: HFChoices | None = None
+) -> ModelConfig:
+    """Return the layers and lengths that a `config.json`, a path or what was read, stands for.
+
+    Sizes are those of the whole model, fit to be divided over `choices.tensor_parallel_size` ranks.
+    Raises ConfigurationError that names the fields which are missing, contradict each other, or do
+    not go with the choices.
+    """
+    return cluster_from_hf_config(source, choices).model
+
+
+def cluster_from_hf_config(
+    source: str | Path | Mapping[str, object],
+    choices: HFChoices | None = None,
+    **sections: Mapping[str, object],
+) -> ClusterConfig:
+    """Return the configuration of a cluster that serves the model of a `config.json`.
+
+    `sections`: others than `model` and `parallel`, as they stand in a YAML file. Raises as
+    `model_from_hf_config` does, and for settings that are wrong.
+    """
+    chosen = choices or HFChoices()
+    fields = HFFields.read(source)
+    data: dict[str, object] = {
+        "model": _model(fields, chosen),
+        "parallel": {
+            "tensor_parallel_size": chosen.tensor_parallel_size,
+            "pipeline_parallel_size": chosen.pipeline_parallel_size,
+        },
+    }
+    return parse_config({**data, **sections}, fields.source)
+
+
+def _model(fields: HFFields, choices: HFChoices) -> dict[str, object]:
+    """Return the section `model`, in plain values."""
+    require_count("tensor_parallel_size", choices.tensor_parallel_size)
+    architecture = _architecture_of(fields)
+    fields = fields.with_defaults(architecture.defaults)
+    dtype = _model_dtype(fields, choices)
+    deployment = Deployment(choices.tensor_parallel_size, _cache_mode(choices), dtype)
+    layers = in_runs(architecture.read_layers(fields, deployment))
+    return {
+        "name": _name_of(fields),
+        "max_model_len": choices.max_model_len,
+        "max_position_embeddings": fields.count(architecture.max_len_field),
+        "dtype": choices.dtype or dtype,
+        "layers": [layer.model_dump() for layer in layers],
+    }
+
+
+def _cache_mode(choices: HFChoices) -> CacheMode:
+    if choices.mamba_cache_mode == "none":
+        return "none"
+    if choices.mamba_cache_mode == "align":
+        return "align"
+    raise ConfigurationError(
+        f"mamba_cache_mode is {shown(choices.mamba_cache_mode)}: use one of "
+        f"{', '.join(MAMBA_CACHE_MODES)}"
+    )
+
+
+def _architecture_of(fields: HFFields) -> Architecture:
+    """Return how to read the file; raises ConfigurationError that names what is missing."""
+    if not fields.has("model_type"):
+        raise fields.wrong("model_type is missing, so that it is not known which fields matter")
+    model_type = fields.text("model_type")
+    known = ARCHITECTURES.get(model_type)
+    architecture = known or STATED
+    required = (*architecture.required, architecture.max_len_field)
+    missing = fields.with_defaults(architecture.defaults).missing(dict.fromkeys(required))
+    if not missing:
+        return architecture
+    if known is None:
+        raise ConfigurationError(
+            f"{fields.source}: model_type {model_type} is not known, and of the fields that would "
+            f"say what its layers keep {', '.join(missing)} are missing: add them, or describe the "
+            f"layers in a configuration of your own (known are {', '.join(ARCHITECTURES)})"
+        )
+    raise fields.wrong(f"of the fields of {model_type} {', '.join(missing)} are missing")
+
+
+def _model_dtype(fields: HFFields, choices: HFChoices) -> str:
+    """Return the dtype of the model's tensors, which states have and, unless chosen, K and V."""
+    stated = {fields.dtype(name) for name in ("dtype", "torch_dtype") if fields.has(name)}
+    if len(stated) > 1:
+        raise fields.wrong(f"dtype and torch_dtype contradict each other: {sorted(stated)}")
+    if not stated and choices.dtype is None:
+        raise fields.refused(
+            "neither dtype nor torch_dtype is in it: choose a dtype, such as bfloat16"
+        )
+    if choices.dtype is not None:
+        dtype_size_bytes(choices.dtype)
+    return next(iter(stated), choices.dtype or "")
+
+
+def _name_of(fields: HFFields) -> str:
+    name = "_name_or_path" if fields.values.get("_name_or_path") else "model_type"
+    return fields.text(name)

@@ -1,0 +1,106 @@
+"""Least recently used, by the access times that an engine states.
+
+Stands where any eviction policy stands, inside the pool of a sequence allocator. Engines that
+manage sequences give blocks back one by one, head first, and say when each was accessed last: the
+oldest access goes first, of equal ones what was given back first, and of blocks that were given
+back along one sequence the tail. Refuses entries that weigh more than a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from kvcache.arrays import index_array
+from kvcache.policies import EntryBook, Victims
+from kvcache.policies.entry_queue import Entries
+from kvcache.sequences.block_tracker import NEVER_ACCESSED
+
+_SPARE_STALE = 64
+
+
+class _Place(NamedTuple):
+    """Where an entry stands: the smallest goes first. `path` numbers blocks that came in one after
+    the other along a sequence, `height` counts down along it."""
+
+    last_accessed: float
+    path: int
+    height: int
+
+
+class LastAccessOrder:
+    """An `EvictionPolicy` ordered by access times. O(log n) per entry.
+
+    `heap` may hold places that entries have left: an entry's place is the one in `_places`.
+    """
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        self._book = book
+        self._times = [NEVER_ACCESSED] * capacity
+        self._places: dict[int, _Place] = {}
+        self._chosen: dict[int, _Place] = {}
+        self._heap: list[tuple[_Place, int]] = []
+        self._last_path = 0
+        self._last_entry: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._places
+
+    def note_access(self, entry: int, time: float) -> None:
+        """Note when `entry` was accessed; counts from the next time it is inserted."""
+        self._times[entry] = time
+
+    def insert(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            parent = self._book.describe(entry).parent
+            before = None if parent is None else self._places.get(parent)
+            if before is not None and parent == self._last_entry:
+                path, height = before.path, before.height - 1
+            else:
+                self._last_path += 1
+                path, height = self._last_path, 0
+            self._put(entry, _Place(self._times[entry], path, height))
+            self._last_entry = entry
+
+    def remove(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            del self._places[entry]
+        self._drop_stale()
+
+    def discard(self, entries: Entries) -> None:
+        self.remove(entries)
+
+    def choose(self, num_blocks: int) -> Victims:
+        chosen: list[int] = []
+        while len(chosen) < num_blocks and self._places:
+            place, entry = heappop(self._heap)
+            if self._places.get(entry) == place:
+                self._chosen[entry] = self._places.pop(entry)
+                chosen.append(entry)
+        return Victims(chosen)
+
+    def put_back(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            self._put(entry, self._chosen[entry])
+        self._chosen.clear()
+
+    def order(self) -> list[int]:
+        return sorted(self._places, key=lambda entry: self._places[entry])
+
+    def _put(self, entry: int, place: _Place) -> None:
+        self._places[entry] = place
+        heappush(self._heap, (place, entry))
+
+    def _drop_stale(self) -> None:
+        """Keep the heap in proportion to what is in it."""
+        if len(self._heap) > 2 * len(self._places) + _SPARE_STALE:
+            live: Sequence[tuple[_Place, int]] = [
+                (place, entry) for entry, place in self._places.items()
+            ]
+            self._heap = list(live)
+            heapify(self._heap)

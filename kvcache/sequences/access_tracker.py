@@ -1,0 +1,53 @@
+"""When sequences were accessed last, for the eviction order of their blocks.
+
+Stands above the allocator: an engine notes accesses per sequence, which is cheap, and passes them
+on to the blocks only when they are about to be given back. Refuses sequences it was not told of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from kvcache.errors import RequestError, shown
+from kvcache.sequences.allocator import PrefixCachingBlockAllocator
+
+
+class LastAccessBlocksTracker:
+    """The last access of each running sequence, in whatever unit the caller counts time."""
+
+    def __init__(self, allocator: PrefixCachingBlockAllocator) -> None:
+        """Track no sequence yet; accesses go to blocks of `allocator`."""
+        self._allocator = allocator
+        self._last_access: dict[Hashable, float | None] = {}
+
+    def add_seq(self, seq_id: Hashable) -> None:
+        """Start tracking a sequence; raises RequestError if it is tracked already."""
+        if seq_id in self._last_access:
+            raise RequestError(f"sequence {shown(seq_id)} is tracked already: remove it first")
+        self._last_access[seq_id] = None
+
+    def remove_seq(self, seq_id: Hashable) -> None:
+        """Stop tracking a sequence; raises RequestError if it is not tracked."""
+        self._require_tracked(seq_id)
+        del self._last_access[seq_id]
+
+    def update_last_access(self, seq_id: Hashable, time: float) -> None:
+        """Note an access; raises RequestError if the sequence is not tracked."""
+        self._require_tracked(seq_id)
+        self._last_access[seq_id] = time
+
+    def update_seq_blocks_last_access(self, seq_id: Hashable, block_ids: Sequence[int]) -> None:
+        """Pass the sequence's last access on to its blocks; no effect before its first access.
+
+        Raises:
+            RequestError: the sequence is not tracked.
+            BlockError: a block is unknown, or free and empty.
+        """
+        self._require_tracked(seq_id)
+        time = self._last_access[seq_id]
+        if time is not None:
+            self._allocator.mark_blocks_as_accessed(block_ids, time)
+
+    def _require_tracked(self, seq_id: Hashable) -> None:
+        if seq_id not in self._last_access:
+            raise RequestError(f"sequence {shown(seq_id)} is not tracked: add it first")

@@ -1,0 +1,125 @@
+"""How many tokens of a sequence are cached, asked again and again while it is computed.
+
+Stands above the allocator, which knows contents: keeps the digests of every sequence's full
+blocks, so that each is computed once. Refuses to change anything in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from kvcache.errors import ConfigurationError, RequestError, shown
+from kvcache.hashing import BlockHash, RequestBlockHasher
+from kvcache.request import Request
+from kvcache.sequences.allocator import PrefixCachingBlockAllocator
+from kvcache.sequences.block import ExtraHash, extra_keys_of
+from kvcache.tokens import TokenIds, as_token_ids
+
+
+class TrackedSequence(Protocol):
+    """What is asked of an engine's own sequence."""
+
+    @property
+    def seq_id(self) -> Hashable:
+        """Tells sequences apart."""
+
+    def get_token_ids(self) -> TokenIds:
+        """Return prompt and output tokens."""
+
+    def extra_hash(self) -> ExtraHash:
+        """Return what else its blocks depend on, as its blocks were allocated with."""
+
+    def is_prefill(self) -> bool:
+        """Say whether prompt tokens are still to be computed."""
+
+
+AnySequence: TypeAlias = "TrackedSequence | Request"
+
+
+@dataclass(slots=True)
+class _Known:
+    """Digests of the full blocks so far, and the cached tokens that were found last."""
+
+    digests: list[BlockHash] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+
+
+class ComputedBlocksTracker:
+    """Cached tokens per sequence. A sequence is known from the first question on."""
+
+    def __init__(
+        self, allocator: PrefixCachingBlockAllocator, block_size: int, enable_caching: bool
+    ) -> None:
+        """Look up contents in `allocator`; without caching every answer is 0.
+
+        Raises:
+            ConfigurationError: the block size is no positive integer.
+        """
+        if type(block_size) is not int or block_size < 1:
+            raise ConfigurationError(
+                f"block size {shown(block_size)}: pass an integer of at least 1"
+            )
+        self._allocator = allocator
+        self._block_size = block_size
+        self._enable_caching = enable_caching
+        self._known: dict[Hashable, _Known] = {}
+
+    def get_num_cached_tokens(self, seq: AnySequence) -> int:
+        """Return how many leading tokens of `seq`, in full blocks, are cached and computed.
+
+        The answer stays what it was first while the sequence's prompt is being computed: what it
+        caches itself meanwhile was not cached for it.
+
+        Raises:
+            RequestError: the sequence has fewer tokens than it had, or something is no token id.
+        """
+        if not self._enable_caching:
+            return 0
+        if isinstance(seq, Request):
+            seq_id: Hashable = seq.request_id
+            is_prefill = seq.num_computed_tokens < seq.num_prompt_tokens
+        else:
+            seq_id, is_prefill = seq.seq_id, seq.is_prefill()
+        known = self._known.get(seq_id, _Known())
+        new = self._new_digests(seq, known.digests)
+        self._known[seq_id] = known
+        known.digests += new
+        if known.num_cached_tokens is None or not is_prefill:
+            found = self._allocator.find_cached_blocks_prefix(known.digests)
+            known.num_cached_tokens = len(found) * self._block_size
+        return known.num_cached_tokens
+
+    def remove_seq(self, seq_id: Hashable) -> None:
+        """Forget a sequence; one that is not known: no effect."""
+        self._known.pop(seq_id, None)
+
+    def _new_digests(self, seq: AnySequence, known: list[BlockHash]) -> list[BlockHash]:
+        """Return the digests of the full blocks behind the known ones."""
+        size = self._block_size
+        if isinstance(seq, Request):
+            seq_id: Hashable = seq.request_id
+            tokens = seq.all_token_ids
+        else:
+            seq_id = seq.seq_id
+            tokens = as_token_ids(seq.get_token_ids(), f"sequence {shown(seq_id)}: token id")
+        num_new = len(tokens) // size - len(known)
+        if num_new < 0:
+            raise RequestError(
+                f"sequence {shown(seq_id)} has {len(tokens)} tokens and had {len(known)} full "
+                f"blocks of {size}: remove it before its tokens are cut"
+            )
+        if not num_new:
+            return []
+        usual = self._allocator.hasher
+        if isinstance(seq, Request):
+            return RequestBlockHasher(size, usual.hash_fn, usual.none_hash)(seq, known)
+        new = tokens[len(known) * size : (len(known) + num_new) * size]
+        return usual.hash_fn.chain(
+            known[-1] if known else usual.none_hash,
+            new.astype("<i4", copy=False).tobytes(),
+            size,
+            num_new,
+            extra_keys_of(seq.extra_hash()),
+        )

@@ -1,0 +1,277 @@
+"""The physical blocks of a sequence allocator: which are held, which hold what, which are ready.
+
+The lower half of the allocator, on a `BlockPool` of its own: the pool counts references, finds
+contents and evicts; here are the caller's ids, access times and what is computed. Sequences, of
+whom none is the owner and none the copy, hold blocks by request references. Refuses ids that it
+was not given, and knows no tokens beyond what it caches.
+
+    caller's ids   10 11 12 13          physical ids   0 1 2 3          pool ids   1 2 3 4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from kvcache.arrays import int32_array
+from kvcache.blocks.audit import check_pool
+from kvcache.blocks.contents import NO_TABLE
+from kvcache.blocks.outbox import Outbox
+from kvcache.blocks.pool import BlockPool
+from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
+from kvcache.blocks.run import CachedRun
+from kvcache.core import NullEventSink
+from kvcache.errors import BlockError, ConfigurationError, InvariantError, shown
+from kvcache.hashing import BlockHash, RequestBlockHasher
+from kvcache.policies import EVICTION_POLICIES, EntryBook, EvictionPolicy
+from kvcache.sequences.access_order import LastAccessOrder
+from kvcache.sequences.block import PrefixCachingBlock, extra_keys_of
+from kvcache.sequences.block_tracker import BlockTracker
+
+GROUP = 0
+"""The one KV cache group: every token of a sequence reads all tokens before it."""
+
+
+class HeldBlocks:
+    """References, contents and readiness, by the caller's block ids.
+
+    Invariants: a tracker is active exactly when its block is held; `_uncomputed` has every full
+    block whose bytes nobody has reported, held or cached.
+    """
+
+    def __init__(
+        self, block_ids: Sequence[int], hasher: RequestBlockHasher, eviction_policy: str
+    ) -> None:
+        """Let all blocks be free; they are handed out in the order of `block_ids` at first."""
+        num_blocks = len(block_ids)
+        self.hasher = hasher
+        self._ids = [-1, *block_ids]
+        self._pool_ids = {
+            block_id: pool_id for pool_id, block_id in enumerate(self._ids) if pool_id
+        }
+        self._physical = {block_id: i for i, block_id in enumerate(sorted(block_ids))}
+        self._trackers = [BlockTracker() for _ in self._ids]
+        self._uncomputed: set[int] = set()
+        self._access_order: LastAccessOrder | None = None
+        self._pool = BlockPool(
+            num_blocks + 1,
+            ordered_groups=frozenset({GROUP}),
+            eviction_policy=eviction_policy,
+            policies={**EVICTION_POLICIES, "lru": self._make_access_order},
+            outbox=Outbox(
+                NullEventSink(),
+                "device",
+                none_hash=hasher.none_hash,
+                published_groups=frozenset(),
+                has_workers=False,
+            ),
+        )
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool, to be read."""
+        return self._pool
+
+    @property
+    def block_ids(self) -> frozenset[int]:
+        """All ids."""
+        return frozenset(self._pool_ids)
+
+    @property
+    def num_duplicate_blocks(self) -> int:
+        """Cached blocks whose content another block holds as well."""
+        tables = self._pool.contents.all_tables()
+        return sum(len(copies) for table in tables for copies in table.copies.values())
+
+    def physical_id(self, block_id: int) -> int:
+        """Return the place of an id among all ids in ascending order, from 0."""
+        self._pool_id(block_id)
+        return self._physical[block_id]
+
+    def num_references(self, block_id: int) -> int:
+        """Return how many sequences hold a block."""
+        return self._pool.num_references(self._pool_id(block_id))
+
+    def is_cached(self, block_id: int) -> bool:
+        """Say whether a block can be found by its content."""
+        return self._pool.digest(self._pool_id(block_id)) is not None
+
+    def find(self, digest: BlockHash) -> int | None:
+        """Return the block that holds a content; None if none does."""
+        found = self._pool.contents.finder(DEFAULT_NAMESPACE, GROUP)(digest)
+        return None if found is None else self._ids[found]
+
+    def num_unheld(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these distinct blocks nobody holds: sharing them uses up free ones."""
+        return self._pool.num_unheld([self._pool_id(block_id) for block_id in block_ids])
+
+    # --- taking and giving back ----------------------------------------------------------------
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Hand out blocks; raises OutOfBlocksError, unchanged, if fewer are free."""
+        taken = self._pool.get_new_blocks(num_blocks)
+        for pool_id in taken:
+            self._uncomputed.discard(pool_id)
+            self._trackers[pool_id].enable()
+        return [self._ids[pool_id] for pool_id in taken]
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks, each held or cached, once more each."""
+        pool_ids = [self._pool_id(block_id) for block_id in block_ids]
+        self._pool.touch(pool_ids)
+        for pool_id in pool_ids:
+            tracker = self._trackers[pool_id]
+            if not tracker.active:
+                tracker.enable()
+                tracker.computed = pool_id not in self._uncomputed
+
+    def give_back(self, block_id: int) -> bool:
+        """Take one reference back; return whether nobody holds the block any more."""
+        pool_id = self._pool_id(block_id)
+        if self._pool.num_references(pool_id) != 1:
+            self._pool.free_blocks([pool_id])
+            return False
+        tracker = self._trackers[pool_id]
+        if self._access_order is not None:
+            self._access_order.note_access(pool_id, tracker.last_accessed)
+        self._pool.free_blocks([pool_id])
+        tracker.disable()
+        return True
+
+    # --- contents ------------------------------------------------------------------------------
+
+    def has_become_full(self, block_id: int) -> None:
+        """The forward that writes a block's last token is still to come."""
+        pool_id = self._pool_id(block_id)
+        self._trackers[pool_id].computed = False
+        self._uncomputed.add(pool_id)
+
+    def cache(self, block: PrefixCachingBlock, digest: BlockHash) -> None:
+        """Let a held, full block be found by its content.
+
+        Not if what comes before it cannot be found (any more), and not if it can be found already.
+        """
+        assert block.block_id is not None
+        pool_id = self._pool_id(block.block_id)
+        contents = self._pool.contents
+        parent = block.parent_hash
+        assert parent is not None, "a digest has a parent"
+        is_rooted = parent == self.hasher.none_hash or self.find(parent) is not None
+        if not is_rooted or contents.table_numbers[pool_id] != NO_TABLE:
+            return
+        keys = extra_keys_of(block.extra_hash)
+        self._pool.cache_full_blocks(
+            CachedRun(
+                table=contents.table(DEFAULT_NAMESPACE, GROUP),
+                block_ids=[pool_id],
+                digests=[digest],
+                parent=parent,
+                token_ids=int32_array(block.token_ids),
+                block_size=block.block_size,
+                extra_keys=() if keys is None else (keys,),
+                request_id="",
+                first_index=0,
+            )
+        )
+
+    def reset(self) -> int:
+        """Forget every content if no block is held; return how many are held (0: done)."""
+        num_held = self._pool.num_blocks_in_use()
+        if not num_held:
+            self._pool.reset_prefix_cache()
+            self._uncomputed.clear()
+        return num_held
+
+    # --- readiness and access ------------------------------------------------------------------
+
+    def is_computed(self, block_id: int) -> bool:
+        """Say whether the bytes of a held or cached block are there."""
+        pool_id = self._pool_id(block_id)
+        tracker = self._trackers[pool_id]
+        if tracker.active:
+            return tracker.computed
+        return self._pool.digest(pool_id) is not None and pool_id not in self._uncomputed
+
+    def mark_computed(self, block_ids: Sequence[int]) -> None:
+        """The bytes of these blocks are there; without any, those of all full blocks held."""
+        pool_ids = self._in_use_or_cached(block_ids)
+        if not pool_ids:
+            pool_ids = [b for b in self._uncomputed if self._trackers[b].active]
+        for pool_id in pool_ids:
+            if self._trackers[pool_id].active:
+                self._trackers[pool_id].computed = True
+        self._uncomputed.difference_update(pool_ids)
+
+    def mark_accessed(self, block_ids: Sequence[int], now: float) -> None:
+        """These blocks were read or written at `now`; unheld ones are evicted accordingly."""
+        if isinstance(now, bool) or not isinstance(now, (int, float)) or not math.isfinite(now):
+            raise BlockError(f"access time {shown(now)}: pass a finite number")
+        unheld = []
+        for pool_id in self._in_use_or_cached(block_ids):
+            if self._trackers[pool_id].active:
+                self._trackers[pool_id].last_accessed = float(now)
+            else:
+                unheld.append(pool_id)
+        for pool_id in dict.fromkeys(unheld):
+            if self._access_order is not None:
+                self._access_order.note_access(pool_id, float(now))
+            # Coming into use and out of it again is what any policy takes an access for.
+            self._pool.touch([pool_id])
+            self._pool.free_blocks([pool_id])
+
+    def check(self, references: dict[int, int]) -> None:
+        """Raise InvariantError unless blocks are held as often as `references` says. O(blocks)."""
+        check_pool(self._pool)
+        for pool_id in range(1, self._pool.num_blocks):
+            block_id, tracker = self._ids[pool_id], self._trackers[pool_id]
+            held, wanted = self._pool.num_references(pool_id), references.get(block_id, 0)
+            if held != wanted or tracker.active != bool(held):
+                raise InvariantError(
+                    f"block {block_id} has {held} references, stands in {wanted} sequences, and "
+                    f"is {'' if tracker.active else 'not '}tracked"
+                )
+            if tracker.computed and pool_id in self._uncomputed:
+                raise InvariantError(f"block {block_id} is computed and waits to be")
+
+    def _make_access_order(self, capacity: int, book: EntryBook) -> EvictionPolicy:
+        self._access_order = LastAccessOrder(capacity, book)
+        return self._access_order
+
+    def _pool_id(self, block_id: int) -> int:
+        pool_id = self._pool_ids.get(block_id)
+        if pool_id is None:
+            raise BlockError(
+                f"block {shown(block_id)} is not one of this allocator's "
+                f"{len(self._pool_ids)}: use the ids it hands out"
+            )
+        return pool_id
+
+    def _in_use_or_cached(self, block_ids: Sequence[int]) -> list[int]:
+        pool_ids = [self._pool_id(block_id) for block_id in block_ids]
+        idle = [
+            self._ids[b]
+            for b in pool_ids
+            if not self._trackers[b].active and self._pool.digest(b) is None
+        ]
+        if idle:
+            raise BlockError(f"blocks {idle[:5]} are free and hold nothing: leave them out")
+        return pool_ids
+
+
+def checked_block_ids(num_blocks: int, block_ids: Iterable[int] | None) -> list[int]:
+    """Return the ids of an allocator's blocks, `0` to `num_blocks - 1` if none are named.
+
+    Raises:
+        ConfigurationError: not as many as there are blocks, not distinct, or negative.
+    """
+    if type(num_blocks) is not int or num_blocks < 1:
+        raise ConfigurationError(f"an allocator of {shown(num_blocks)} blocks: use at least 1")
+    ids = list(range(num_blocks) if block_ids is None else block_ids)
+    if any(type(block_id) is not int or block_id < 0 for block_id in ids):
+        raise ConfigurationError(f"block ids {shown(ids)}: use integers of at least 0")
+    if len(ids) != num_blocks or len(set(ids)) != num_blocks:
+        raise ConfigurationError(
+            f"{len(ids)} block ids, {len(set(ids))} of them distinct, for {num_blocks} blocks: "
+            "name every block once"
+        )
+    return ids

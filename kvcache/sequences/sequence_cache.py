@@ -1,0 +1,188 @@
+"""What of sequences is cached, computed and accessed: the allocator's answers and figures.
+
+The lower half of the allocator that allocates, shares and swaps. Refuses to give anybody a block:
+nothing here changes who holds what.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvcache.blocks.pending_copies import PendingCopies
+from kvcache.errors import BlockError, shown
+from kvcache.hashing import BlockHash, RequestBlockHasher
+from kvcache.sequences.allocator_statistics import AllocatorStatistics
+from kvcache.sequences.block import PrefixCachingBlock
+from kvcache.sequences.held_blocks import HeldBlocks
+
+_logger = logging.getLogger(__name__)
+
+
+class SequenceCache:
+    """Contents of held and cached blocks, by digest and by id."""
+
+    def __init__(self, held: HeldBlocks, block_bytes: int) -> None:
+        """Answer for `held`, whose blocks take `block_bytes` each."""
+        self._held = held
+        self._block_bytes = block_bytes
+        self._copies = PendingCopies()
+        self._num_queries = 0
+        self._num_hits = 0
+        self._num_merged = 0
+
+    # --- what there is -------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._held.hasher.block_size
+
+    @property
+    def hasher(self) -> RequestBlockHasher:
+        """What digests of this allocator's blocks are made with."""
+        return self._held.hasher
+
+    @property
+    def all_block_ids(self) -> frozenset[int]:
+        """The ids of all blocks."""
+        return self._held.block_ids
+
+    def get_num_total_blocks(self) -> int:
+        """Return how many blocks there are."""
+        return len(self._held.block_ids)
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks could be taken now, cached ones that nobody holds included."""
+        return self._held.pool.get_num_free_blocks()
+
+    def get_physical_block_id(self, absolute_id: int) -> int:
+        """Return the place of a block id among all ids in ascending order, from 0.
+
+        Raises BlockError for an id of another allocator.
+        """
+        return self._held.physical_id(absolute_id)
+
+    def get_num_references(self, block_id: int) -> int:
+        """Return how many blocks of sequences are backed by a physical block."""
+        return self._held.num_references(block_id)
+
+    def get_prefix_cache_hit_rate(self) -> float:
+        """Return the share of immutable blocks asked for that were cached; 0.0 before any was."""
+        return self._num_hits / self._num_queries if self._num_queries else 0.0
+
+    # --- what is cached and computed -----------------------------------------------------------
+
+    def is_block_cached(self, block: PrefixCachingBlock) -> bool:
+        """Say whether the content of a block is cached; False without a digest."""
+        digest = block.content_hash
+        return digest is not None and self._held.find(digest) is not None
+
+    def find_cached_blocks_prefix(self, block_hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the leading digests whose blocks are cached and computed."""
+        found: list[BlockHash] = []
+        for digest in block_hashes:
+            block_id = self._held.find(digest)
+            if block_id is None or not self._held.is_computed(block_id):
+                break
+            found.append(digest)
+        return found
+
+    def get_common_computed_block_ids(
+        self, computed_seq_block_ids: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Return the leading block ids that all sequences have in common and that are computed.
+
+        None of them where a sequence has no blocks. Raises BlockError for an unknown block.
+        """
+        common: list[int] = []
+        for ids in zip(*computed_seq_block_ids, strict=False):
+            if len(set(ids)) > 1 or not self._held.is_computed(ids[0]):
+                break
+            common.append(ids[0])
+        return common
+
+    def mark_blocks_as_accessed(self, block_ids: Sequence[int], now: float) -> None:
+        """Note that blocks were read or written at `now`: the oldest access is evicted first.
+
+        Raises:
+            BlockError: a block is unknown, or free and empty; or `now` is no finite number.
+        """
+        self._held.mark_accessed(block_ids, now)
+
+    def mark_blocks_as_computed(self, block_ids: Sequence[int] = ()) -> None:
+        """The bytes of these blocks are there; without ids, those of every full block held.
+
+        Raises:
+            BlockError: a block is unknown, or free and empty.
+        """
+        self._held.mark_computed(block_ids)
+
+    def block_is_computed(self, block_id: int) -> bool:
+        """Say whether a block's bytes are there; raises BlockError if it is unknown."""
+        return self._held.is_computed(block_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every content; False, unchanged, while a block is in use."""
+        num_held = self._held.reset()
+        if num_held:
+            _logger.warning(
+                "the prefix cache is not reset: %d of %d blocks are in use: free them first",
+                num_held,
+                self.get_num_total_blocks(),
+            )
+            return False
+        self._num_queries = self._num_hits = 0
+        return True
+
+    def statistics(self) -> AllocatorStatistics:
+        """Return figures, frozen."""
+        pool = self._held.pool
+        return AllocatorStatistics(
+            num_blocks=self.get_num_total_blocks(),
+            num_free_blocks=pool.get_num_free_blocks(),
+            num_cached_blocks=pool.contents.num_cached,
+            num_evictions=pool.num_evictions,
+            num_queried_blocks=self._num_queries,
+            num_hit_blocks=self._num_hits,
+            num_pending_copies=len(self._copies),
+            num_merged_blocks=self._num_merged,
+            merged_bytes=self._num_merged * self._block_bytes,
+            num_duplicate_blocks=self._held.num_duplicate_blocks,
+            duplicate_bytes=self._held.num_duplicate_blocks * self._block_bytes,
+        )
+
+    def get_num_full_blocks_touched(self, blocks: Sequence[PrefixCachingBlock]) -> int:
+        """Return how many free blocks the full ones of `blocks` take when they are swapped in.
+
+        Contents that a sequence holds take none; blocks that are not full are ignored.
+        """
+        full = [block for block in blocks if block.is_full]
+        hits, num_missing = self._find_contents(full)
+        return num_missing + self._held.num_unheld(dict.fromkeys(hits.values()))
+
+    def _find_contents(
+        self, blocks: Sequence[PrefixCachingBlock]
+    ) -> tuple[dict[BlockHash, int], int]:
+        """Return where digests of `blocks` are cached, and how many blocks the others need."""
+        digests = [block.content_hash for block in blocks]
+        hits: dict[BlockHash, int] = {}
+        missing: set[BlockHash] = set()
+        for digest in digests:
+            if digest is not None and digest not in hits:
+                block_id = self._held.find(digest)
+                if block_id is None:
+                    missing.add(digest)
+                else:
+                    hits[digest] = block_id
+        return hits, len(missing) + digests.count(None)
+
+    def _require_compatible(self, block: PrefixCachingBlock) -> None:
+        if not isinstance(block, PrefixCachingBlock):
+            raise BlockError(f"{shown(block)} is no block of a sequence: pass what is allocated")
+        if block.hasher != self.hasher:
+            raise BlockError(
+                f"{block!r} has digests of {block.hasher.hash_fn.name} over {block.block_size} "
+                f"tokens, this allocator has {self.hasher.hash_fn.name} over "
+                f"{self.block_size}: use one hash, seed and block size"
+            )
