@@ -13,7 +13,7 @@ from kvcache.clock import Clock
 from kvcache.errors import TraceError
 from kvcache.replay.report import ReplayReport
 from kvcache.simulate.counting import PrefillCount
-from kvcache.simulate.workload import Workload
+from kvcache.simulate.workload import Workload, WorkloadRequest
 
 _LINE_INTERVAL_S = 10.0
 
@@ -25,6 +25,7 @@ class WorkloadSize:
     num_requests: int
     num_input_tokens: int
     num_output_tokens: int
+    longest: WorkloadRequest
 
     @property
     def num_tokens(self) -> int:
@@ -39,13 +40,16 @@ def measure_workload(workload: Workload) -> WorkloadSize:
     when there is nothing to play.
     """
     num_requests = num_input_tokens = num_output_tokens = 0
+    longest: WorkloadRequest | None = None
     for request in workload:
+        if longest is None or request.num_tokens > longest.num_tokens:
+            longest = request
         num_requests += 1
         num_input_tokens += request.num_prompt_tokens
         num_output_tokens += request.num_output_tokens
-    if not num_requests:
+    if longest is None:
         raise TraceError(f"{workload.name} holds no request: give a workload with at least one")
-    return WorkloadSize(num_requests, num_input_tokens, num_output_tokens)
+    return WorkloadSize(num_requests, num_input_tokens, num_output_tokens, longest)
 
 
 class ReplayProgress:

@@ -15,8 +15,10 @@ from actors.cli.playground import open_playground
 from actors.cli.progress import ReplayProgress, measure_workload
 from actors.cli.tables import bytes_text, print_facts, print_json
 from kvcache.clock import SystemClock
+from kvcache.config import load_config
 from kvcache.errors import ConfigurationError, WrongBytesError
 from kvcache.replay.engine import ReplayEngine
+from kvcache.replay.limits import require_model_len
 from kvcache.replay.report import ReplayReport
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.opening import open_workload
@@ -60,7 +62,12 @@ def replay_workload(choices: ReplayChoices) -> None:
     workload = open_workload(choices.workload, limit=choices.limit, seed=choices.seed)
     clock = SystemClock()
     size = measure_workload(workload)
+    if choices.config is not None:
+        max_model_len = load_config(choices.config).model.max_model_len
+        if max_model_len != "auto":
+            require_model_len(workload.name, size.longest, max_model_len)
     with open_playground(choices.config, choices.name, choices.is_local) as ground:
+        require_model_len(workload.name, size.longest, ground.limits.max_model_len)
         title = f"{workload.name} on {ground.title}"
         progress = ReplayProgress(title, size, clock, is_shown=choices.has_progress)
         limits = replace(ground.limits, pipeline_depth=choices.pipeline_depth)

@@ -23,7 +23,7 @@ from kvcache.errors import (
     RequestError,
     WrongBytesError,
 )
-from kvcache.replay.limits import EngineLimits
+from kvcache.replay.limits import EngineLimits, require_model_len
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.rows import PlannedRows, ReplayedRequest, RunningRows
 from kvcache.replay.stepper import ForwardProgress, Stepper, describe_failures
@@ -225,7 +225,7 @@ class ReplayEngine:
         for request in self._waiting.look_ahead(1 if self._is_refused else seats):
             if budget <= 0:
                 break
-            self._require_model_len(request)
+            require_model_len(self._workload.name, request.request, self._limits.max_model_len)
             share = min(budget, request.num_known_tokens)
             tokens.append(self._first_chunk(share))
             budget -= share
@@ -239,16 +239,6 @@ class ReplayEngine:
         starts behind a hit does not pass the last one.
         """
         return min(num_tokens, self._limits.model.boundary_tokens or num_tokens)
-
-    def _require_model_len(self, request: ReplayedRequest) -> None:
-        needed = request.request.num_prompt_tokens + request.request.num_output_tokens
-        if needed > self._limits.max_model_len:
-            raise RequestError(
-                f"request {request.request_id} of {self._workload.name} has "
-                f"{request.request.num_prompt_tokens} prompt and "
-                f"{request.request.num_output_tokens} output tokens, {needed} in all, but "
-                f"max_model_len is {self._limits.max_model_len}: raise it, or leave the request out"
-            )
 
     def _play(self, plan: _Plan) -> None:
         """Send one step and write down what came of it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvcache.errors import RequestError
 from kvcache.replay.traits import PLAIN_MODEL, ModelTraits
+from kvcache.simulate.workload import WorkloadRequest
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,13 @@ class EngineLimits:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "
                 f"({self.max_num_seqs}): raise it, or running requests would get no token"
             )
+
+
+def require_model_len(workload_name: str, request: WorkloadRequest, max_model_len: int) -> None:
+    """Raise RequestError unless a request of `max_model_len` tokens may be as long as this one."""
+    if request.num_tokens > max_model_len:
+        raise RequestError(
+            f"request {request.request_id} of {workload_name} has {request.num_prompt_tokens} "
+            f"prompt and {request.num_output_tokens} output tokens, {request.num_tokens} in all, "
+            f"but max_model_len is {max_model_len}: raise it, or leave the request out"
+        )

@@ -36,6 +36,11 @@ class WorkloadRequest:
     tenant: str | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens it has in the end, prompt and output."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
     def token_ids(self) -> Int32Array:
         """The prompt, made now. Shape `(num_prompt_tokens,)`."""
         return self.make_token_ids()

@@ -150,6 +150,18 @@ def test_a_capacity_that_is_no_number_is_refused(trace: Path) -> None:
     )
 
 
+def test_a_request_that_is_too_long_is_refused_before_anything_is_started(
+    small: Path, trace: Path
+) -> None:
+    too_long = {"timestamp": 3, "input_length": 2040, "output_length": 9, "hash_ids": [1, 2, 3, 4]}
+    trace.write_text(f"{trace.read_text(encoding='utf-8')}\n{json.dumps(too_long)}")
+    _, error = run("replay", trace, "--config", small, exit_code=2)  # on Ray, if it came to that
+    assert error == (
+        "kvcache: request line-4 of trace.jsonl has 2040 prompt and 9 output tokens, 2049 in all, "
+        "but max_model_len is 2048: raise it, or leave the request out\n"
+    )
+
+
 def test_a_local_replay_checks_every_byte(small: Path, trace: Path) -> None:
     shown, _ = run("replay", trace, "--config", small, "--local", "--json", "--no-progress")
     report = json.loads(shown)
