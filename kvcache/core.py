@@ -306,6 +306,9 @@ class Core(Protocol):
 
         Before either of them writes a block that both hold, `reserve` gives it a block of its own
         and adds a copy to the commands.
+
+        Raises:
+            RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
 
     def free(self, request: Request) -> None:

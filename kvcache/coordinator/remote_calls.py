@@ -160,9 +160,13 @@ class RemoteCalls:
         return {"block_ids": blocks, "unhashed": _packed(blocks, unhashed=True), "slot": slot}
 
     def _fork(self, client_id: str, arguments: _Arguments) -> object:
-        values = arguments.take("parent", dict)
-        child = self._take_request(client_id, arguments)
-        parent = self._bring(client_id, values)
+        of_parent, of_child = arguments.take("parent", dict), arguments.take("request", dict)
+        arguments.require_empty()
+        child_id = of_child.get("request_id")
+        if isinstance(child_id, str) and self._manager.get_request(child_id) is not None:
+            # Bringing it up to date would append the child's tokens to the known one.
+            raise RequestError(f"request {child_id} is to be a child but known: use another id")
+        parent, child = self._bring(client_id, of_parent), self._bring(client_id, of_child)
         blocks = self._manager.fork(parent, child)
         if blocks is None:
             return None
@@ -247,8 +251,11 @@ class RemoteCalls:
         token_ids, computed = what.take_ids("token_ids"), what.take("num_computed_tokens", int, 0)
         own = self._requests.setdefault(client_id, {})
         request = own.get(request_id)
+        if start == 0 and request is not None and self._manager.get_request(request_id) is None:
+            # A refused call left it behind: the client brings all of it anew.
+            request = None
         if request is None:
-            if start or len(own) >= MAX_REQUESTS_PER_CLIENT:
+            if start or (request_id not in own and len(own) >= MAX_REQUESTS_PER_CLIENT):
                 raise RequestError(
                     f"request {request_id!r} is not known, or {len(own)} are, the limit: send it "
                     "from token 0, and free what is done"
@@ -309,6 +316,11 @@ def _advance(request: Request, start: int, token_ids: Int32Array, num_computed: 
         raise RequestError(
             f"request {request.request_id}: tokens [{start}, {start + len(token_ids)}) do not go "
             f"on from the {request.num_tokens} known ones: send those behind them"
+        )
+    if not np.array_equal(request.all_token_ids[start:], token_ids[: request.num_tokens - start]):
+        raise RequestError(
+            f"request {request.request_id}: tokens [{start}, {request.num_tokens}) differ from the "
+            "known ones: free it, or use another id"
         )
     new = token_ids[request.num_tokens - start :]
     if not 0 <= num_computed <= request.num_tokens + len(new):

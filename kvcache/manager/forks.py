@@ -31,17 +31,20 @@ class Forks:
         """Let `child` start with the first `num_tokens` tokens of a running parent.
 
         None, unchanged, if no slot is free. Both have been checked.
+
+        Raises:
+            RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
         slots = self._book.slots
         if not slots.num_free:
             return None
         num_own = int(slots.num_own[parent.slot])
         newest = NewestState(num_own, num_tokens - num_own)
+        changes = self._core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
         known = self._book.admit(child, parent.client_index, num_tokens)
         known.num_encoder_tokens = parent.num_encoder_tokens
         slots.num_own[known.slot] = num_tokens
         child.num_computed_tokens = num_tokens
-        changes = self._core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
         return Admitted(known, changes)
 
     def seat_copy(self, parent: KnownRequest, child_id: str) -> Admitted | None:

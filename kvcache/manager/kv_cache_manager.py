@@ -198,11 +198,11 @@ class KVCacheManager:
         The child begins with the parent's computed tokens (it may have more), gets a slot and its
         `num_computed_tokens`; None, unchanged, if no slot is free. Both go on as any request:
         before one of them writes a block that both hold, `allocate_slots` gives it another one,
-        and `take_commands` has the copy that every rank runs before that forward.
+        and `take_commands` (`has_workers`) has the copy that every rank runs before that forward.
 
         Raises:
-            RequestError: the parent has no blocks here (unknown, preempted or swapped out), the
-                child is known already or does not continue the parent; nothing was changed.
+            RequestError: the parent has no blocks here (unknown, preempted or swapped out) or too
+                few, the child is known already or does not continue it; nothing was changed.
         """
         return self._calls.fork(parent_request, child_request)
 

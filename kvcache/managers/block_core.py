@@ -214,7 +214,11 @@ class BlockCore:
             self._forget_limits(request.request_id)
 
     def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
-        """Let `child`, which has no blocks, share those of `parent`; return its tables."""
+        """Let `child`, which has no blocks, share those of `parent`; return its tables.
+
+        Raises:
+            RequestError: the parent has no blocks for so many tokens; nothing was changed.
+        """
         changes = self._forks.fork(parent.request_id, child.request_id, origin)
         self._forget_limits(parent.request_id)
         self._forget_limits(child.request_id)
@@ -387,7 +391,9 @@ class BlockCore:
             return None
         if hit is not None:
             coordinator.save_new_computed_blocks(request_id, hit, computed)
-        changes = self._forks.copy(request_id, due) if due else []
+        changes = []
+        if self._forks.is_sharing(request_id):
+            changes = self._forks.copy(request_id, reservation, due)
         new = coordinator.allocate_new_blocks(request_id, reservation)
         for group, entered in enumerate(new):
             table = coordinator.managers[group].table(request_id)

@@ -2,7 +2,8 @@
 
 Beside the coordinator. A fork shares every block of its parent; all but the partly filled one of
 each group (the newest state, where states are kept) are never written again. Whoever of the two
-writes that one first gets a block of its own, with the bytes copied before the forward writes.
+writes that one first gets a block of its own, with the bytes copied before the forward writes. So
+does the last one that holds it, where what the other made of it can be found by its content.
 
     parent  [b1 b2 b3']    fork    [b1 b2 b3']    child writes    [b1 b2 b3']
                           ─────▶   [b1 b2 b3']    ───────────▶    [b1 b2 b7']    copy b3 -> b7
@@ -10,7 +11,7 @@ writes that one first gets a block of its own, with the bytes copied before the 
 Holding shared blocks is by request references, like any other table entry: parent and child are
 equals, either may go first, and what all running requests share is counted in them. Fork references
 hold both ends of a copy until its command has been taken, so that neither block is handed out,
-zeroed or copied into before. Refuses nothing: the core has counted.
+zeroed or copied into before. Refuses to share what a parent has no blocks for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.references import NULL_ID
 from kvcache.core import ForkOrigin, ReferenceKind, Reservation, TableChange
+from kvcache.errors import RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.coordinators import KVCacheCoordinator
 
@@ -45,7 +47,12 @@ class TableForks:
         self.num_copies = 0
 
     def fork(self, parent_id: str, child_id: str, origin: ForkOrigin) -> list[TableChange]:
-        """Give a request without tables those of its parent; return them."""
+        """Give a request without tables those of its parent; return them.
+
+        Raises:
+            RequestError: the parent has no blocks for so many tokens; nothing was changed.
+        """
+        self._require_blocks(parent_id, origin.num_tokens)
         of_parent: dict[int, int] = {}
         of_child: dict[int, int] = {}
         changes = []
@@ -69,28 +76,31 @@ class TableForks:
     def due_copies(
         self, request_id: str, reservation: Reservation
     ) -> list[tuple[SingleTypeKVCacheManager, int]]:
-        """Return the shared columns that a reserved forward writes; each takes a block."""
+        """Return the shared columns that a reserved forward writes; each takes a block.
+
+        Changes nothing.
+        """
         shared = self._shared.get(request_id)
         if shared is None or reservation.num_slot_tokens <= shared.num_tokens:
-            return []
-        for group in [
-            g for g, c in shared.columns.items() if not self._is_shared(request_id, g, c)
-        ]:
-            del shared.columns[group]
-        if not shared.columns:
-            del self._shared[request_id]
             return []
         managers = self._coordinator.managers
         return [
             (managers[group], column)
             for group, column in shared.columns.items()
             if managers[group].writes_column(column, reservation)
+            and self._is_read_elsewhere(managers[group].table(request_id)[column])
         ]
 
     def copy(
-        self, request_id: str, due: list[tuple[SingleTypeKVCacheManager, int]]
+        self,
+        request_id: str,
+        reservation: Reservation,
+        due: list[tuple[SingleTypeKVCacheManager, int]],
     ) -> list[TableChange]:
-        """Put a new block into each of these columns; return that. There is room."""
+        """Put a new block into each of these columns; return that. There is room.
+
+        Columns that the forward may write as they are, are shared no more.
+        """
         changes = []
         for (manager, column), new in zip(due, self._pool.get_new_blocks(len(due)), strict=True):
             old = manager.replace_block(request_id, column, new)
@@ -101,7 +111,7 @@ class TableForks:
             self._pool.give_back([old])
             self.num_copies += 1
             changes.append(TableChange(manager.group, column, [new]))
-            del self._shared[request_id].columns[manager.group]
+        self._forget_settled(request_id, reservation, due)
         return changes
 
     def forget(self, request_id: str) -> None:
@@ -117,9 +127,44 @@ class TableForks:
         """Return the columns that requests share, by request and group."""
         return {i: dict(shared.columns) for i, shared in sorted(self._shared.items())}
 
-    def _is_shared(self, request_id: str, group: int, column: int) -> bool:
-        """Say whether somebody else holds the block, too."""
-        block_id = self._coordinator.managers[group].table(request_id)[column]
-        return (
-            block_id != NULL_ID and self._pool.num_references(block_id, ReferenceKind.REQUEST) > 1
-        )
+    def _require_blocks(self, parent_id: str, num_tokens: int) -> None:
+        """Refuse a parent that counts tokens as computed for which it has no slots."""
+        for manager in self._coordinator.managers:
+            capacity = manager.capacity_tokens(parent_id)
+            # Where a state is after accepted drafts, its table does not tell.
+            if capacity < num_tokens and manager not in self._coordinator.state_managers:
+                raise RequestError(
+                    f"request {parent_id} has blocks for {capacity} tokens in group "
+                    f"{manager.group}, {num_tokens} computed ones cannot be shared: allocate slots "
+                    "before tokens are computed"
+                )
+
+    def _forget_settled(
+        self,
+        request_id: str,
+        reservation: Reservation,
+        copied: list[tuple[SingleTypeKVCacheManager, int]],
+    ) -> None:
+        """Forget the columns that a reserved forward owns from now on."""
+        shared = self._shared.get(request_id)
+        if shared is None or reservation.num_slot_tokens <= shared.num_tokens:
+            return
+        for manager, _ in copied:
+            del shared.columns[manager.group]
+        for group, column in list(shared.columns.items()):
+            if not self._is_held_elsewhere(
+                self._coordinator.managers[group].table(request_id)[column]
+            ):
+                del shared.columns[group]
+        if not shared.columns:
+            del self._shared[request_id]
+
+    def _is_read_elsewhere(self, block_id: int) -> bool:
+        """Say whether others hold a block too, or can find it by its content."""
+        is_cached = self._pool.digest(block_id) is not None
+        return block_id != NULL_ID and (is_cached or self._is_held_elsewhere(block_id))
+
+    def _is_held_elsewhere(self, block_id: int) -> bool:
+        """Say whether somebody holds a block beside one request and the copies that wait."""
+        num_held = self._pool.num_references(block_id)
+        return num_held - self._pool.num_references(block_id, ReferenceKind.FORK) > 1

@@ -58,7 +58,7 @@ class RunMaker:
                 parts.append((indices[0], indices[-1] + 1))
         return parts
 
-    def run(self, request: Request, table: Sequence[int], start: int, end: int) -> CachedRun:
+    def run(self, request: Request, table: list[int], start: int, end: int) -> CachedRun:
         """Return the blocks `[start, end)` of the request's table as a run of the open step."""
         pool, size, per_block = self._pool, self._spec.block_size, self._hashes_per_block
         hashes = request.block_hashes
@@ -77,7 +77,7 @@ class RunMaker:
             prefix_table = pool.contents.table_of(table[start - 1])
         return CachedRun(
             table=prefix_table or pool.contents.table(request.namespace, self._group),
-            block_ids=list(table[start:end]),
+            block_ids=table[start:end],
             digests=list(hashes[(start + 1) * per_block - 1 : end * per_block : per_block]),
             parent=hashes[start * per_block - 1] if start else _none_hash(request),
             token_ids=token_ids,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from actors import LocalCluster
 from kvcache import (
     Fork,
     KVCacheManager,
@@ -14,7 +12,6 @@ from kvcache import (
     RequestError,
 )
 from kvcache.commands import BlockTablePatch, Copy, Zero
-from kvcache.config import parse_config
 from kvcache.step import NO_SLOT, ResumedRequest
 from tests.manager.managers_under_test import FULL, HYBRID, make_manager
 from tests.manager.steps import Engine, new, row
@@ -159,6 +156,58 @@ def test_drafts_of_the_parent_are_not_shared() -> None:
     shared = manager.fork(parent, child)
     assert shared is not None
     assert [len(table) for table in shared.get_block_ids()] == [2]
+
+
+def test_a_block_that_can_be_found_by_its_content_is_not_written_by_the_last_holder() -> None:
+    manager = make_manager()
+    parent = Request("parent", list(range(6)))
+    assert manager.allocate_slots(parent, 8, num_draft_tokens=2)
+    parent.num_computed_tokens = 6
+    child = Request("child", [0, 1, 2, 3, 4, 5, 70, 71, 72])
+    assert manager.fork(parent, child) is not None
+    # The drafts are accepted: what the parent wrote behind the child's tokens counts.
+    parent.append_output_token_ids([6, 7])
+    parent.num_computed_tokens = 8
+    manager.cache_blocks(parent, 8)
+    manager.free(parent)
+    assert manager.allocate_slots(child, 3) is not None
+    assert manager.get_block_ids("child") == ([1, 3, 4],)
+    assert copies(manager) == [(2, 3)]
+    assert manager.get_computed_blocks(Request("other", list(range(9))))[1] == 8
+    manager.check()
+
+
+def test_a_refused_reservation_leaves_what_was_shared_with_a_request_that_has_gone() -> None:
+    manager = make_manager(num_blocks=4)
+    parent = computed_request(manager, "parent", list(range(10)))
+    child = Request("child", list(range(20)))
+    assert manager.fork(parent, child) is not None
+    manager.free(parent)
+    before = manager.dump_state()["core"]
+    assert manager.allocate_slots(child, 10) is None
+    assert manager.dump_state()["core"] == before
+    assert manager.allocate_slots(child, 2) is not None
+    assert manager.get_block_ids("child") == ([1, 2, 3],)
+    assert copies(manager) == []
+    manager.check()
+
+
+@pytest.mark.parametrize("num_computed", [5, 8])
+def test_a_parent_without_slots_for_what_it_counts_as_computed_is_refused(
+    num_computed: int,
+) -> None:
+    manager = make_manager()
+    parent = computed_request(manager, "parent", list(range(10)), num_computed=4)
+    parent.num_computed_tokens = num_computed
+    before = manager.dump_state()
+    message = (
+        f"request parent has blocks for 4 tokens in group 0, {num_computed} computed ones cannot "
+        "be shared: allocate slots before tokens are computed"
+    )
+    with pytest.raises(RequestError, match=message):
+        manager.fork(parent, Request("child", list(range(10))))
+    assert manager.dump_state() == before
+    manager.check()
 
 
 def test_without_a_free_slot_there_is_no_child() -> None:
@@ -354,49 +403,3 @@ def test_requests_of_other_clients_and_callers_are_not_forked() -> None:
 
 
 # --- through a client ------------------------------------------------------------------------
-
-
-def test_a_client_forks_by_call() -> None:
-    config = parse_config(
-        {
-            "name": "forks",
-            "model": {
-                "name": "small",
-                "max_model_len": 128,
-                "layers": [{"kind": "full", "count": 2, "num_kv_heads": 2, "head_size": 8}],
-            },
-            "cache": {"block_size": 4, "memory_per_rank": "1MiB"},
-            "parallel": {"tensor_parallel_size": 2},
-            "content_check": {"enabled": False},
-        }
-    )
-    with LocalCluster(config) as cluster, cluster.client() as client:
-        parent = Request("parent", list(range(5)))
-        client.allocate_slots(parent, 5)
-        parent.num_computed_tokens = 5
-        parent.append_output_token_ids([5])
-        client.allocate_slots(parent, 1)
-        parent.num_computed_tokens = 6
-        child = Request("child", list(range(6)))
-        shared = client.fork(parent, child)
-        assert shared is not None
-        assert shared.get_block_ids() == client.get_block_ids("parent")
-        assert child.num_computed_tokens == 6
-        block_id = shared.get_block_ids()[0][1]
-        for host in cluster.workers:
-            host.worker.kv_caches["layers.0"][block_id].fill_(3.0)
-        child.append_output_token_ids([1])
-        own = client.allocate_slots(child, 1)
-        assert own is not None
-        copy = own.get_block_ids()[0][0]
-        assert copy != block_id
-        for host in cluster.workers:
-            host.worker.begin_forward(client.epoch, client.last_seq, timeout_s=1.0)
-            cache = host.worker.kv_caches["layers.0"]
-            assert np.array_equal(cache[copy].numpy(), cache[block_id].numpy())
-            host.worker.end_forward(client.epoch, client.last_seq)
-        with pytest.raises(RequestError, match="nobody is not known and cannot be forked"):
-            client.fork(Request("nobody", [1]), Request("grandchild", [1]))
-        client.free(parent)
-        client.free(child)
-        assert client.usage() == 0.0
