@@ -10,10 +10,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKLOAD ?= conversations
 CONFIG ?= configs/cpu_tp2.yaml
+# Processes that share the tests; those that need Ray stay together in one of them.
+JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-launches test-multinode test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-long test-launches test-multinode test-fast check format bench bench-smoke bench-peer clean
 
 setup: $(STAMP)
 
@@ -26,7 +28,10 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest tests -m 'not multinode and not launches'
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup -m 'not multinode and not launches and not long'
+
+test-long: setup
+	$(BIN)/python -m pytest tests -n $(JOBS) -m long
 
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
@@ -35,13 +40,13 @@ test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
-	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches' -x -q
+	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long' -x -q
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches'
+	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long'
 
 format: setup
 	$(BIN)/ruff format .

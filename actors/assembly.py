@@ -13,6 +13,7 @@ from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.manager import KVCacheManager
+from kvcache.managers.coordinators import require_eagle_support
 from kvcache.planner import Plan
 from kvcache.state_store import StateStore
 
@@ -54,13 +55,19 @@ def make_manager(
         has_workers=True,
         model_epoch=model_epoch,
         merge_duplicates=cache.merge_duplicates,
+        use_eagle=cache.use_eagle,
     )
 
 
 def make_coordinator(
     config: ClusterConfig, plan: Plan, clock: Clock, state_store: StateStore
 ) -> Coordinator:
-    """Return a coordinator with a nonce of its own, not started."""
+    """Return a coordinator with a nonce of its own, not started.
+
+    Raises ConfigurationError for a kind of attention that EAGLE cannot be used with.
+    """
+    if config.cache.use_eagle:
+        require_eagle_support(g.kv_cache_spec for g in plan.model_config.kv_cache_groups)
 
     return Coordinator(
         coordinator_settings(config, plan),

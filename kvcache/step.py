@@ -36,6 +36,8 @@ class NewRequest:
     are scheduled in this step, and at least one. A request that finds no room leaves no trace: it
     is sent again, whole, when the engine wants to try again. `num_encoder_tokens` are those of
     the encoder whose output it reads, for models that have one; they are known from then on.
+    With `delay_cache_blocks` nothing of this step becomes hittable; what its next step schedules
+    does, and everything before it.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class NewRequest:
     tenant: str | None = None
     skip_reading_prefix_cache: bool = False
     num_encoder_tokens: int = 0
+    delay_cache_blocks: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class CacheConfig(Section):
     `memory_per_rank` None: what each worker reports as free. `num_blocks` None: as many as fit.
     `watermark`: share of blocks kept free for running requests. `max_pin_share`: share that
     pinned prefixes may take. `merge_duplicates`: requests that filled blocks with equal content
-    share one of them once their steps are complete.
+    share one of them once their steps are complete. `use_eagle`: a hit leaves its last block out,
+    because a draft head needs the hidden states there.
     """
 
     block_size: Count = 16
@@ -80,6 +81,7 @@ class CacheConfig(Section):
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_pin_share: Share = 0.5
     merge_duplicates: bool = False
+    use_eagle: bool = False
     disable_hybrid_manager: bool = False
     layout: Layout = "block_first"
     log_stats: bool = True

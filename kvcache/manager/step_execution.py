@@ -65,6 +65,7 @@ class _Applicant:
     num_external_tokens: int
     num_lookahead_tokens: int
     num_encoder_tokens: int
+    delays_caching: bool = False
 
 
 class StepExecutor:
@@ -227,6 +228,7 @@ class StepExecutor:
                 new.num_external_computed_tokens,
                 new.num_lookahead_tokens,
                 new.num_encoder_tokens,
+                new.delay_cache_blocks,
             )
             seating = self._admit(applicant, index, answer)
             if seating is not None:
@@ -242,7 +244,8 @@ class StepExecutor:
         num_scheduled = min(applicant.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
         slot_tokens = end + applicant.num_lookahead_tokens
-        demand = Demand(start, slot_tokens, end, end, applicant.num_encoder_tokens)
+        cached_tokens = 0 if applicant.delays_caching else end
+        demand = Demand(start, slot_tokens, cached_tokens, end, applicant.num_encoder_tokens)
         admitted = self._admission.seat(request, index, demand, hit)
         if admitted is None:
             answer.refuse(request.request_id, answer.no_room)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
 from math import gcd, lcm
 from typing import NamedTuple
@@ -328,6 +328,19 @@ def ordered_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     return frozenset(i for i, group in groups if group.kv_cache_spec.reads_whole_prefix)
 
 
+def require_eagle_support(
+    specs: Iterable[KVCacheSpec],
+    managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
+) -> None:
+    """Raise ConfigurationError if a kind cannot give up the last block of a hit."""
+    for spec in specs:
+        if not get_manager_for_kv_cache_spec(spec, managers).supports_eagle:
+            raise ConfigurationError(
+                f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do "
+                "not hold without their last block: turn use_eagle off"
+            )
+
+
 def get_kv_cache_coordinator(
     kv_cache_config: KVCacheConfig,
     pool: BlockPool,
@@ -342,11 +355,8 @@ def get_kv_cache_coordinator(
         ConfigurationError: a kind that nobody serves, or that EAGLE cannot be used with.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    for spec in specs:
-        if use_eagle and not get_manager_for_kv_cache_spec(spec, managers).supports_eagle:
-            raise ConfigurationError(
-                f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}: turn it off"
-            )
+    if use_eagle:
+        require_eagle_support(specs, managers)
     unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
     if enable_caching and unable:
         logger.warning(

@@ -16,7 +16,7 @@ zeroed or copied into before. Refuses to share what a parent has no blocks for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.references import NULL_ID
@@ -25,13 +25,8 @@ from kvcache.errors import RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.coordinators import KVCacheCoordinator
 
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What a request shares: the column by group that it may write behind `num_tokens` tokens."""
-
-    num_tokens: int
-    columns: dict[int, int]
+_Columns: TypeAlias = "dict[tuple[int, int], int]"
+"""Columns (group, column) that a request may write behind so many tokens."""
 
 
 class TableForks:
@@ -42,7 +37,7 @@ class TableForks:
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._outbox = outbox
-        self._shared: dict[str, _Shared] = {}
+        self._shared: dict[str, _Columns] = {}
         self._held: list[int] = []
         self.num_copies = 0
 
@@ -53,8 +48,9 @@ class TableForks:
             RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
         self._require_blocks(parent_id, origin.num_tokens)
-        of_parent: dict[int, int] = {}
-        of_child: dict[int, int] = {}
+        # A parent may still share others: where states are kept, each fork can leave it elsewhere.
+        of_parent = self._shared.get(parent_id, {})
+        of_child: _Columns = {}
         changes = []
         for manager in self._coordinator.managers:
             column = manager.fork(parent_id, child_id, origin)
@@ -62,11 +58,11 @@ class TableForks:
             if table:
                 changes.append(TableChange(manager.group, 0, list(table)))
             if column is not None and table[column.of_child] != NULL_ID:
-                of_parent[manager.group] = column.of_parent
-                of_child[manager.group] = column.of_child
-        if of_parent:
-            self._shared[parent_id] = _Shared(origin.num_tokens, of_parent)
-            self._shared[child_id] = _Shared(origin.num_tokens, of_child)
+                key = manager.group, column.of_parent
+                of_parent[key] = min(of_parent.get(key, origin.num_tokens), origin.num_tokens)
+                of_child[manager.group, column.of_child] = origin.num_tokens
+        if of_child:
+            self._shared[parent_id], self._shared[child_id] = of_parent, of_child
         return changes
 
     def is_sharing(self, request_id: str) -> bool:
@@ -80,14 +76,12 @@ class TableForks:
 
         Changes nothing.
         """
-        shared = self._shared.get(request_id)
-        if shared is None or reservation.num_slot_tokens <= shared.num_tokens:
-            return []
         managers = self._coordinator.managers
         return [
             (managers[group], column)
-            for group, column in shared.columns.items()
-            if managers[group].writes_column(column, reservation)
+            for (group, column), num_tokens in self._shared.get(request_id, {}).items()
+            if reservation.num_slot_tokens > num_tokens
+            and managers[group].writes_column(column, reservation)
             and self._is_read_elsewhere(managers[group].table(request_id)[column])
         ]
 
@@ -111,7 +105,7 @@ class TableForks:
             self._pool.give_back([old])
             self.num_copies += 1
             changes.append(TableChange(manager.group, column, [new]))
-        self._forget_settled(request_id, reservation, due)
+        self._forget_settled(request_id, reservation)
         return changes
 
     def forget(self, request_id: str) -> None:
@@ -123,9 +117,12 @@ class TableForks:
         held, self._held = self._held, []
         self._pool.free_blocks(held, ReferenceKind.FORK)
 
-    def dump_state(self) -> dict[str, dict[int, int]]:
-        """Return the columns that requests share, by request and group."""
-        return {i: dict(shared.columns) for i, shared in sorted(self._shared.items())}
+    def dump_state(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return what requests share, by request: group, column, and behind how many tokens."""
+        return {
+            request_id: sorted((*key, num_tokens) for key, num_tokens in columns.items())
+            for request_id, columns in sorted(self._shared.items())
+        }
 
     def _require_blocks(self, parent_id: str, num_tokens: int) -> None:
         """Refuse a parent that counts tokens as computed for which it has no slots."""
@@ -139,24 +136,18 @@ class TableForks:
                     "before tokens are computed"
                 )
 
-    def _forget_settled(
-        self,
-        request_id: str,
-        reservation: Reservation,
-        copied: list[tuple[SingleTypeKVCacheManager, int]],
-    ) -> None:
+    def _forget_settled(self, request_id: str, reservation: Reservation) -> None:
         """Forget the columns that a reserved forward owns from now on."""
-        shared = self._shared.get(request_id)
-        if shared is None or reservation.num_slot_tokens <= shared.num_tokens:
-            return
-        for manager, _ in copied:
-            del shared.columns[manager.group]
-        for group, column in list(shared.columns.items()):
-            if not self._is_held_elsewhere(
-                self._coordinator.managers[group].table(request_id)[column]
-            ):
-                del shared.columns[group]
-        if not shared.columns:
+        managers = self._coordinator.managers
+        shared = {
+            (group, column): num_tokens
+            for (group, column), num_tokens in self._shared[request_id].items()
+            if reservation.num_slot_tokens <= num_tokens
+            or self._is_held_elsewhere(managers[group].table(request_id)[column])
+        }
+        if shared:
+            self._shared[request_id] = shared
+        else:
             del self._shared[request_id]
 
     def _is_read_elsewhere(self, block_id: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from actors import LocalCluster
 from kvcache.config import ClusterConfig
-from kvcache.errors import BacklogFullError, NotRunningError, RequestError
+from kvcache.errors import BacklogFullError, ConfigurationError, NotRunningError, RequestError
 from kvcache.request import Request
 from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
 
@@ -45,6 +45,26 @@ def test_a_request_is_computed_decoded_finished_and_hit_again(make_config: MakeC
         assert again.num_hit_tokens.tolist() == [32]
         assert client.failures == ()
         assert client.bytes_checked > 0
+
+
+def test_a_draft_head_gets_the_last_block_of_a_hit_computed_again(make_config: MakeConfig) -> None:
+    config = make_config(cache={"use_eagle": True})
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        client.wait_finished(client.step(StepRequest(new=(prompt("a", 40),))).step)
+        again = client.step(StepRequest(new=(prompt("b", 40),)))
+        client.wait_finished(again.step)
+        assert again.num_hit_tokens.tolist() == [16]
+        assert client.failures == ()
+
+
+def test_a_kind_that_a_draft_head_cannot_use_is_refused(make_config: MakeConfig) -> None:
+    layer = {"kind": "chunked_local", "num_kv_heads": 2, "head_size": 8, "chunk_tokens": 64}
+    config = make_config(
+        model={"name": "small", "max_model_len": 512, "layers": [layer]}, cache={"use_eagle": True}
+    )
+    message = "EAGLE cannot be used with KV cache groups of kind 'chunked_local'"
+    with pytest.raises(ConfigurationError, match=message):
+        LocalCluster(config)
 
 
 def test_an_engine_runs_its_own_forwards_between_begin_and_end(make_config: MakeConfig) -> None:

@@ -134,6 +134,15 @@ def test_external_tokens_are_not_computed_and_the_last_token_always_is() -> None
     assert result.num_scheduled_tokens.tolist() == [1]
 
 
+def test_a_delayed_request_is_hit_after_its_next_step() -> None:
+    engine = Engine(make_manager())
+    engine.step(new=(new("r1", [1] * 9, delay_cache_blocks=True),))
+    assert engine.step(new=(new("r2", [1] * 9),)).num_hit_tokens.tolist() == [0]
+    engine.step(finished=("r2",), failed_step=2)
+    engine.step(row(0, [5]))
+    assert engine.step(new=(new("r3", [1] * 9),)).num_hit_tokens.tolist() == [8]
+
+
 def test_a_slot_is_reused_lowest_first_also_within_a_step() -> None:
     manager = make_manager()
     engine = Engine(manager)

@@ -117,7 +117,8 @@ def test_eagle_is_refused_where_no_last_block_can_be_dropped(spec: KVCacheSpec) 
     with pytest.raises(ConfigurationError) as error:
         make_core(20, full(), spec, use_eagle=True)
     assert str(error.value) == (
-        f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}: turn it off"
+        f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do not hold "
+        "without their last block: turn use_eagle off"
     )
 
 

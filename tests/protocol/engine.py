@@ -84,6 +84,7 @@ class Engine:
         self._draft_share = draft_share
         self._depth = depth
         self._keeps_states = keeps_states
+        self._delaying = random.Random(sum(sum(one.prompt) for one in sequences))
         self._num_lookahead = num_lookahead
         self._withdrawn: set[str] = set()
         self._sent: Planned | None = None
@@ -213,6 +214,7 @@ class Engine:
                     num_encoder_tokens=s.num_encoder,
                     num_external_computed_tokens=s.num_external,
                     num_lookahead_tokens=self._num_lookahead,
+                    delay_cache_blocks=self._delaying.random() < 0.2,
                 )
                 for s in new
             ),

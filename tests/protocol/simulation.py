@@ -19,6 +19,7 @@ from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import MalformedMessageError
 from kvcache.manager import KVCacheManager
+from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.messages import (
     ClientAddress,
     Finished,
@@ -30,6 +31,7 @@ from kvcache.messages import (
     WorkerAddress,
 )
 from kvcache.network import FaultyNetwork, NetworkFaults
+from kvcache.specs import KVCacheConfig
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
@@ -270,6 +272,7 @@ class Cluster:
             clock=self.clock,
             has_workers=True,
             model_epoch=model_epoch,
+            use_eagle=self.scenario.seed % 3 == 0 and supports_eagle(self.config),
         )
 
     def _make_engine(self, index: int) -> Engine:
@@ -379,3 +382,9 @@ def simulate(scenario: Scenario) -> Cluster:
     except Exception as error:
         raise AssertionError(f"seed {scenario.seed}: {error} ({scenario})") from error
     return cluster
+
+
+def supports_eagle(config: KVCacheConfig) -> bool:
+    """Say whether every kind of the model can give up the last block of a hit."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return all(get_manager_for_kv_cache_spec(spec).supports_eagle for spec in specs)

@@ -8,6 +8,10 @@ import pytest
 from actors import LocalCluster
 from kvcache import Request, RequestError
 from kvcache.config import parse_config
+from kvcache.coordinator.remote_calls import RemoteCalls, pack_values
+from kvcache.messages import Call
+from kvcache.step import NO_STEP
+from tests.manager.managers_under_test import make_manager
 
 CONFIG = parse_config(
     {
@@ -93,3 +97,21 @@ def test_a_client_does_not_fork_what_another_one_has() -> None:
         with pytest.raises(RequestError, match="request parent is known as another object"):
             two.fork(parent, Request("child", list(range(6))))
         assert one.fork(parent, Request("child", list(range(6)))) is not None
+
+
+def test_tokens_that_differ_from_the_known_ones_are_refused() -> None:
+    calls = RemoteCalls(make_manager())
+
+    def allocate(tokens: list[int]) -> bytes:
+        request = {
+            "request_id": "r",
+            "start": 0,
+            "token_ids": np.array(tokens, dtype="<i4").tobytes(),
+        }
+        arguments = pack_values({"num_new_tokens": 4, "request": request})
+        return calls.call(Call("one#1", 1, 1, NO_STEP, "allocate_slots", arguments))
+
+    allocate([1, 2, 3, 4])
+    message = r"request r: tokens \[0, 4\) differ from the known ones: free it, or use another id"
+    with pytest.raises(RequestError, match=message):
+        allocate([1, 2, 9, 4, 5, 6, 7, 8])

@@ -13,7 +13,7 @@ from kvcache import (
 )
 from kvcache.commands import BlockTablePatch, Copy, Zero
 from kvcache.step import NO_SLOT, ResumedRequest
-from tests.manager.managers_under_test import FULL, HYBRID, make_manager
+from tests.manager.managers_under_test import FULL, HYBRID, ONE_STATE, make_manager
 from tests.manager.steps import Engine, new, row
 
 
@@ -174,6 +174,25 @@ def test_a_block_that_can_be_found_by_its_content_is_not_written_by_the_last_hol
     assert manager.get_block_ids("child") == ([1, 3, 4],)
     assert copies(manager) == [(2, 3)]
     assert manager.get_computed_blocks(Request("other", list(range(9))))[1] == 8
+    manager.check()
+
+
+def test_a_parent_that_was_forked_at_two_states_writes_over_neither() -> None:
+    manager = make_manager(ONE_STATE)
+    parent = computed_request(manager, "parent", list(range(6)))
+    parent.append_output_token_ids([6])
+    assert manager.allocate_slots(parent, 3, num_draft_tokens=2) is not None
+    parent.num_computed_tokens = 7
+    manager.fork(parent, Request("before the drafts", list(range(7))))
+    parent.append_output_token_ids([7, 8])
+    parent.num_computed_tokens = 9
+    manager.fork(parent, Request("behind them", list(range(9))))
+    assert manager.get_block_ids("before the drafts") == ([1],)
+    assert manager.get_block_ids("behind them") == ([3],)
+    parent.append_output_token_ids([9])
+    assert manager.allocate_slots(parent, 3, num_draft_tokens=2) is not None
+    assert manager.get_block_ids("parent") == ([4, 2, 5],)
+    assert copies(manager) == [(1, 4), (3, 5)]
     manager.check()
 
 
