@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKLOAD ?= conversations
 CONFIG ?= configs/cpu_tp2.yaml
-# Processes that share the tests; those that need Ray stay together in one of them.
+# Processes that share the tests; those that need Ray come afterwards, alone.
 JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
@@ -28,7 +28,8 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup -m 'not multinode and not launches and not long'
+	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long'
+	$(BIN)/python -m pytest tests -m ray
 
 test-long: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m long

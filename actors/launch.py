@@ -42,6 +42,9 @@ OnProgress = Callable[[str], None]
 BEGIN_SHARE = 0.6
 """Of the remaining time, for the coordinator: it knows best which rank does not obey."""
 
+GRACE_S = 10.0
+"""How much later than promised its answer may come, on a machine that has too much to do."""
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -104,7 +107,8 @@ class Launch:
         ready = coordinator.begin.remote(
             plan, ranked, [reports[place] for place in order], BEGIN_SHARE * self._remaining_s()
         )
-        self._await([ready], "connect to the workers", who="the coordinator")
+        # What it says names the ranks that do not obey: worth waiting for a little longer.
+        self._await([ready], "connect to the workers", who="the coordinator", grace_s=GRACE_S)
         self._say("ready")
 
     def _create_coordinator(self) -> Any:
@@ -190,11 +194,14 @@ class Launch:
                     "run the same release everywhere"
                 )
 
-    def _await(self, calls: Sequence[Any], what: str, who: str = "") -> list[Any]:
+    def _await(
+        self, calls: Sequence[Any], what: str, who: str = "", grace_s: float = 0.0
+    ) -> list[Any]:
         """Return the answers of `calls`, one per rank (or of `who`), or raise for the first bad."""
         waiting = {call: who or f"rank {rank}" for rank, call in enumerate(calls)}
         while waiting:
-            ended, _ = ray.wait(list(waiting), num_returns=1, timeout=self._remaining_s())
+            limit_s = self._remaining_s() + grace_s
+            ended, _ = ray.wait(list(waiting), num_returns=1, timeout=limit_s)
             if not ended:
                 raise StartupError(
                     f"{', '.join(waiting.values())} did not {what} within "

@@ -31,14 +31,6 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share the Ray cluster in one process, where several share the tests."""
-    for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-
-
 def pytest_sessionfinish() -> None:
     """Remove what the run wrote outside the tree."""
     shutil.rmtree(SCRATCH, ignore_errors=True)

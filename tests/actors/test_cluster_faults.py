@@ -80,18 +80,18 @@ class FailingStart:
 @pytest.mark.parametrize(
     "case",
     [
-        FailingStart(RaisingWorker, StartupError, "rank 1 died before .* no such device", 40.0),
+        FailingStart(RaisingWorker, StartupError, "rank 1 died before .* no such device", 120.0),
         FailingStart(
             HangingWorker, StartupError, "rank 1 did not start and report within 7 s", 7.0
         ),
-        FailingStart(DyingWorker, StartupError, "rank 1 died before it could allocate", 40.0),
+        FailingStart(DyingWorker, StartupError, "rank 1 died before it could allocate", 120.0),
         FailingStart(
-            StrangeWorker, StartupError, "rank 1 has plan another plan, the launcher has", 40.0
+            StrangeWorker, StartupError, "rank 1 has plan another plan, the launcher has", 120.0
         ),
         FailingStart(
-            FullWorker, NotEnoughMemoryError, "rank [01]: needs 8 bytes, 0 are free", 40.0
+            FullWorker, NotEnoughMemoryError, "rank [01]: needs 8 bytes, 0 are free", 120.0
         ),
-        FailingStart(SilentWorker, StartupError, "rank 0, 1 is missing", 20.0),
+        FailingStart(SilentWorker, StartupError, "rank 0, 1 is missing", 30.0),
     ],
     ids=lambda case: case.worker_class.__name__,
 )

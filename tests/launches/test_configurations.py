@@ -33,7 +33,9 @@ SHAPE = ConversationShape(
 @pytest.mark.parametrize("name", SMALL)
 def test_a_configuration_launches_and_serves_right_bytes(ray_cluster: str, name: str) -> None:
     config = load_config(CONFIGS / name)
-    config = config.model_copy(update={"name": f"test-{config.name}"})
+    patient = {"startup_s": 240.0, "step_s": 60.0, "forward_s": 60.0}
+    deadlines = config.deadlines.model_copy(update=patient)
+    config = config.model_copy(update={"name": f"test-{config.name}", "deadlines": deadlines})
     with KVCacheCluster.launch(config) as cluster, cluster.client("replay") as client:
         stepper = ClientStepper(
             client, lambda: (cluster.statistics().coordinator, cluster.statistics().workers)
