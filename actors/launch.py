@@ -4,7 +4,8 @@
     ─▶ one plan ─▶ every rank allocates ─▶ fingerprints compared ─▶ coordinator takes over ─▶ ready
 
 Whatever goes wrong, and whoever interrupts: everything made so far is taken down again, and one
-error says which rank failed and why. Refuses to wait for anything beyond `deadlines.startup_s`.
+error says which rank failed and why. Refuses to wait for anything beyond `deadlines.startup_s`,
+but for the coordinator's word on which rank is missing: `GRACE_S` more at most.
 """
 
 from __future__ import annotations

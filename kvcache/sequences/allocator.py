@@ -142,7 +142,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
             self._held.has_become_full(own)
         cached = self._held.find(digest)
         if cached is None or self._held.is_cached(own) or not self._merge_duplicates:
-            self._held.cache(block, digest)
+            self._held.cache(block, own, digest)
             return own
         if block.num_tokens_before_append != 0 and not self._held.is_computed(cached):
             self._copies.add(own, cached)
@@ -294,7 +294,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
                     self._held.has_become_full(block_id)
                 if digest is not None:
                     by_digest[digest] = block_id
-                    self._held.cache(block, digest)
+                    self._held.cache(block, block_id, digest)
                 continue
             num_hits += digest in hits
             if block_id in is_unused:

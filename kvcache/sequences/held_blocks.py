@@ -146,18 +146,17 @@ class HeldBlocks:
         self._trackers[pool_id].computed = False
         self._uncomputed.add(pool_id)
 
-    def cache(self, block: PrefixCachingBlock, digest: BlockHash) -> None:
-        """Let a held, full block be found by its content.
+    def cache(self, block: PrefixCachingBlock, block_id: int, digest: BlockHash) -> None:
+        """Let a full block, held as `block_id`, be found by its content.
 
         Not if what comes before it cannot be found (any more), and not if it can be found already.
         """
-        assert block.block_id is not None
-        pool_id = self._pool_id(block.block_id)
+        pool_id = self._pool_id(block_id)
         contents = self._pool.contents
         parent = block.parent_hash
-        assert parent is not None, "a digest has a parent"
-        is_rooted = parent == self.hasher.none_hash or self.find(parent) is not None
-        if not is_rooted or contents.table_numbers[pool_id] != NO_TABLE:
+        if parent is None or contents.table_numbers[pool_id] != NO_TABLE:
+            return
+        if parent != self.hasher.none_hash and self.find(parent) is None:
             return
         keys = extra_keys_of(block.extra_hash)
         self._pool.cache_full_blocks(
