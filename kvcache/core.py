@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from kvcache.arrays import Int32Array
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import IndexArray, Int32Array
 from kvcache.commands import BlockTablePatch, Command
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
@@ -26,7 +29,7 @@ class BlocksStored:
 
     group: int
     medium: str
-    digests: tuple[BlockHash, ...]
+    digests: Sequence[BlockHash]
     parent_digest: BlockHash | None
     token_ids: Int32Array
     block_size: int
@@ -40,7 +43,7 @@ class BlocksRemoved:
 
     group: int
     medium: str
-    digests: tuple[BlockHash, ...]
+    digests: Sequence[BlockHash]
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,29 @@ class ReferenceKind(Enum):
     TRANSFER = "transfer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CacheHit:
-    """What a look-up found, valid until the next mutation of the core.
+    """What a look-up found, true until the next mutation of the core.
 
     `block_ids[g]` are the ids of group `g` from position 0 on, null blocks for skipped positions;
-    together they cover `num_tokens` tokens in every group.
+    together they cover `num_tokens` tokens in every group. The arrays are a snapshot that nobody
+    writes to. Hits of equal content are equal.
     """
 
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: tuple[Int32Array, ...]
     num_tokens: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheHit):
+            return NotImplemented
+        return (
+            self.num_tokens == other.num_tokens
+            and len(self.block_ids) == len(other.block_ids)
+            and all(map(np.array_equal, self.block_ids, other.block_ids))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.num_tokens, *(ids.tobytes() for ids in self.block_ids)))
 
 
 @dataclass(frozen=True)
@@ -191,7 +207,7 @@ class TableChange:
 
     group: int
     first_index: int
-    block_ids: Sequence[int]
+    block_ids: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,20 +223,44 @@ class RowStates:
     num_accepted_drafts: Int32Array
 
 
+class RowTokens(Protocol):
+    """The tokens of a batch's rows.
+
+    The request objects of rows may lack their newest tokens, which are kept aside in arrays: a core
+    reads a row's tokens from its request only after `sync`. The requests of all other calls have
+    all their tokens.
+    """
+
+    def sync(self, rows: IndexArray) -> None:
+        """Bring the request objects of these rows of the batch up to date with all tokens."""
+
+    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
+        """Return how many tokens each of these rows has, shape `(k,)`."""
+
+    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        """Return the tokens of unit `units[i]` of row `rows[i]`, shape `(k, unit_tokens)`.
+
+        Unit `u` is the tokens `[u * unit_tokens, (u + 1) * unit_tokens)`, all of which the row has;
+        `unit_tokens` is what divides every group's block size. No request needs to be up to date
+        for that. Quick for a row's newest units; older ones are read from its request, one by one.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class RowBatch:
     """Running requests that want slots for more tokens, in the order in which they are served.
 
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
-    is freed; the other fields mean per row what they mean in a
-    `Reservation`. `states` is needed where a group keeps states. Shapes: all `(n,)`.
+    is freed, and its tokens are read through `tokens`. The other fields mean per row what they mean
+    in a `Reservation`. `states` is needed where a group keeps states. Shapes: all `(n,)`.
     """
 
-    requests: Sequence[Request]
+    requests: npt.NDArray[np.object_]
     slots: Int32Array
     num_computed_tokens: Int32Array
     num_slot_tokens: Int32Array
     num_cached_tokens: Int32Array
+    tokens: RowTokens
     states: RowStates | None = None
 
 
@@ -322,6 +362,15 @@ class Core(Protocol):
 
     def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
         """Return, per group, how many leading blocks every running request shares."""
+
+    def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
+        """Return a sealed block of a group that holds `digest`, None if none does. No mutation.
+
+        For whoever knows contents by their digests alone; may read everything that is cached.
+
+        Raises:
+            BlockError: there is no such group.
+        """
 
     def pin(self, hit: CacheHit) -> None:
         """Hold the blocks of `hit` by a pin reference."""

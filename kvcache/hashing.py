@@ -65,9 +65,17 @@ class RequestBlockHasher:
 
     def __call__(self, request: Request, known: Sequence[BlockHash]) -> list[BlockHash]:
         """Digests of the request's full blocks that follow the `known` ones. Changes nothing."""
-        size = self.block_size
-        first, last = len(known), request.num_tokens // size
         parent = known[-1] if known else self.none_hash
+        return self.digests(request, len(known), request.num_tokens // self.block_size, parent)
+
+    def digests(
+        self, request: Request, first: int, last: int, parent: BlockHash
+    ) -> list[BlockHash]:
+        """Digests of the request's full blocks `[first, last)`; `parent` is the one before.
+
+        Changes nothing. The blocks before need not be digested for that.
+        """
+        size = self.block_size
         tokens = request.all_token_ids[first * size : last * size]
         token_bytes = tokens.astype("<i4", copy=False).tobytes()
         if not need_extra_keys(request):

@@ -57,6 +57,11 @@ class BlockHasher(Protocol):
     def __call__(self, request: Request, known: Sequence[BlockHash]) -> list[BlockHash]:
         """Digests of the full blocks that follow the `known` ones. Changes nothing."""
 
+    def digests(
+        self, request: Request, first: int, last: int, parent: BlockHash
+    ) -> list[BlockHash]:
+        """Digests of the full blocks `[first, last)`; `parent` is the one before. No mutation."""
+
 
 class Request:
     """One sequence: prompt tokens, output tokens as they come, and its progress.
@@ -252,6 +257,14 @@ class Request:
                 f"{block_hasher}: use one algorithm, seed and block size for a request"
             )
         self._block_hasher = block_hasher
+
+    @property
+    def known_block_hashes(self) -> Sequence[BlockHash]:
+        """Digests that have been computed so far, of the first full blocks; computes none.
+
+        The result belongs to the request and is valid until the next change.
+        """
+        return self._block_hashes
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:

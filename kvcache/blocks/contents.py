@@ -143,6 +143,12 @@ class ContentIndex:
 
         return find_usable
 
+    def find_sealed(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
+        """Return a sealed block that holds a digest, for whoever asks; None if there is none."""
+        table = self._tables_by_key.get((namespace, group))
+        blocks = [] if table is None else table.blocks(digest)
+        return next((block_id for block_id in blocks if block_id not in self.unsealed), None)
+
     def add(
         self, runs: Sequence[CachedRun], block_ids: IndexArray, *, is_labelled: bool = False
     ) -> None:

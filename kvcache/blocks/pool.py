@@ -111,6 +111,10 @@ class BlockPool(ReferencedBlocks):
         """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
         return self._blank.get_all_free_blocks() + self._policy.order()
 
+    def weights(self, entries: IndexArray) -> IndexArray:
+        """Return one for each entry: an entry is a block."""
+        return np.ones_like(entries)
+
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of a block."""
         table, parent = self.contents.table_of(entry), self.contents.parents[entry]

@@ -36,15 +36,7 @@ def rebuild(
             f"cannot restore: {pool.num_blocks_in_use()} blocks are in use and "
             f"{pool.contents.num_cached} are cached: restore an empty pool"
         )
-    agreed = [
-        label
-        for label in _agreed(labels)
-        if NULL_ID < label.block_id < pool.num_blocks
-        and 0 <= label.group < len(block_sizes)
-        and len(label.token_ids) == block_sizes[label.group]
-        and label.is_sealed
-        and _has_readable_keys(label)
-    ]
+    agreed = agreed_labels(labels, pool.num_blocks, block_sizes)
     chains = _chains(pool, agreed, none_hash)
     kept = {label.block_id for _, chain in chains for label in chain}
     labelled = {label.block_id for label_set in labels for label in label_set}
@@ -52,6 +44,21 @@ def rebuild(
     pool.contents.outbox.unlabel(sorted(labelled - kept))
     pool.adopt([_run(table, chain) for table, chain in chains])
     return len(kept)
+
+
+def agreed_labels(
+    labels: Sequence[LabelSet], num_blocks: int, block_sizes: Sequence[int]
+) -> list[BlockLabel]:
+    """Return the sealed labels that all ranks agree on and that fit the plan."""
+    return [
+        label
+        for label in _agreed(labels)
+        if NULL_ID < label.block_id < num_blocks
+        and 0 <= label.group < len(block_sizes)
+        and len(label.token_ids) == block_sizes[label.group]
+        and label.is_sealed
+        and _has_readable_keys(label)
+    ]
 
 
 def _agreed(labels: Sequence[LabelSet]) -> list[BlockLabel]:

@@ -7,8 +7,8 @@ number or send: which groups and media are published, and when, is the publisher
     event     {"type": "BlockStored", "block_hashes": [...], ...}       encoding "map"
               ["BlockStored", [...], ...]                               encoding "array"
 
-Lists of integers make up nearly all of a payload. They are written as arrays of fixed-width msgpack
-integers straight from numpy, which every decoder reads as the same numbers; everything else is
+Lists of integers make up nearly all of a payload. They are written by numpy (`integers.py`) and
+copied once, into the payload; of packed digests no object is made per block. Everything else is
 packed by msgpack.
 """
 
@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from struct import Struct
 from typing import Final, Literal, TypeAlias
 
 import msgpack
 import numpy as np
-from numpy.typing import NDArray
 
-from kvcache.arrays import Int32Array
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from kvcache.errors import ConfigurationError, InvalidInputError, shown
-from kvcache.hashing import BlockHash
+from kvcache.events.hashes import are_distinct, ends_before_repeats, short_hash, short_hashes
+from kvcache.events.integers import IntegerWriter, PackedArray
 from kvcache.specs import KVCacheGroupSpec, KVCacheSpec
 
 Encoding: TypeAlias = Literal["map", "array"]
-Hashes: TypeAlias = NDArray[np.uint64]
+Value: TypeAlias = bytes | PackedArray
+"""A packed value: whole, or header and body of an array."""
+Parts: TypeAlias = list[bytes | memoryview]
 
 MEDIA: Final = {"device": "GPU", "host": "CPU", "storage": "STORAGE"}
 """The names that routers know the media by."""
@@ -61,20 +63,16 @@ STORED_KEYS: Final = (
 )
 REMOVED_KEYS: Final = ("block_hashes", "medium", "group_idx", "locality")
 
-_NUM_ALWAYS: Final = {"BlockStored": 7, "BlockRemoved": 2}
+_NUM_ALWAYS: Final = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
 """How many keys of each event are there even when they hold nothing."""
 
-_NO_HASH: Final = 0
-_STAND_IN: Final = 1
-"""What a digest whose low 64 bits are zero is called: routers read zero as no hash."""
-
 _NIL: Final = b"\xc0"
-_UINT32: Final = np.dtype([("code", "u1"), ("value", ">u4")])
-_UINT64: Final = np.dtype([("code", "u1"), ("value", ">u8")])
+_UINT64: Final = Struct(">BQ")
+_UINT64_CODE: Final = 0xCF
 
 
 class EventCodec:
-    """Encodes the events of one data-parallel rank. Holds nothing but what it is told once."""
+    """Encodes the events of one data-parallel rank. Remembers nothing from payload to payload."""
 
     def __init__(
         self,
@@ -108,6 +106,9 @@ class EventCodec:
         self._groups = [self._group_fields(group.kv_cache_spec) for group in groups]
         self._rank = self._pack(data_parallel_rank)
         self._is_map = encoding == "map"
+        self._integers = IntegerWriter()
+        words = {"type", *_NUM_ALWAYS, *STORED_KEYS, *REMOVED_KEYS, *MEDIA.values(), "LOCAL"}
+        self._words: dict[str, bytes] = {word: self._pack(word) for word in words}
 
     def encode(self, time_s: float, events: Sequence[CacheEvent]) -> bytes:
         """Return one payload; no events make a heartbeat. Changes nothing.
@@ -120,20 +121,24 @@ class EventCodec:
             InvalidInputError: an event of a group or medium that does not exist, or whose tokens
                 do not fill its blocks.
         """
-        parts: list[bytes] = []
+        self._integers.reset()
+        parts: Parts = []
+        num_events = 0
         for event in events:
             if isinstance(event, BlocksStored):
-                parts += self._stored(event)
+                num_events += self._put_stored(event, parts)
             elif isinstance(event, BlocksRemoved):
-                parts.append(self._removed(event))
+                self._put_removed(event, parts)
+                num_events += 1
             elif isinstance(event, AllBlocksCleared):
-                parts.append(self._event("AllBlocksCleared", (), ()))
+                self._put("AllBlocksCleared", (), (), parts)
+                num_events += 1
             else:
                 raise InvalidInputError(f"{shown(event)} is no cache event: pass those of a core")
         head = self._packer.pack_array_header(3) + self._pack(float(time_s))
-        return b"".join([head, self._packer.pack_array_header(len(parts)), *parts, self._rank])
+        return b"".join([head, self._packer.pack_array_header(num_events), *parts, self._rank])
 
-    def _stored(self, event: BlocksStored) -> list[bytes]:
+    def _put_stored(self, event: BlocksStored, parts: Parts) -> int:
         """Encode what was stored: one event, or several where two blocks share a hash."""
         fields = self._fields_of(event.group)
         num_blocks = len(event.digests)
@@ -145,61 +150,59 @@ class EventCodec:
         hashes = short_hashes(event.digests)
         parent = _NIL
         if event.parent_digest is not None:
-            parent = _packed_uint64(short_hashes([event.parent_digest]))
+            parent = _UINT64.pack(_UINT64_CODE, short_hash(event.parent_digest))
         keys = event.extra_keys if any(event.extra_keys) else ()
-        namespace = event.namespace
+        namespace, pack = event.namespace, self._pack
         lora = None if namespace.lora is None else json.loads(namespace.lora)[0]
-        parts, start = [], 0
-        for end in _ends_before_repeats(hashes):
+        ends, start = ends_before_repeats(hashes), 0
+        for end in ends:
             tokens = event.token_ids[start * event.block_size : end * event.block_size]
             values = (
-                self._list(_packed_uint64(hashes[start:end]), end - start),
+                self._integers.hashes(hashes[start:end]),
                 parent,
-                self._list(_packed_tokens(tokens), len(tokens)),
-                self._pack(event.block_size),
+                self._integers.tokens(tokens),
+                pack(event.block_size),
                 _NIL,
                 self._medium(event.medium),
-                self._pack(lora),
-                self._pack([_untagged(key) for key in keys[start:end]]) if keys else _NIL,
+                pack(lora),
+                pack([_untagged(key) for key in keys[start:end]]) if keys else _NIL,
                 *fields,
-                self._pack("LOCAL"),
-                self._pack(namespace.salt),
+                self._words["LOCAL"],
+                pack(namespace.salt),
             )
-            parts.append(self._event("BlockStored", STORED_KEYS, values))
-            parent, start = _packed_uint64(hashes[end - 1 : end]), end
-        return parts
+            self._put("BlockStored", STORED_KEYS, values, parts)
+            parent, start = _UINT64.pack(_UINT64_CODE, hashes[end - 1]), end
+        return len(ends)
 
-    def _removed(self, event: BlocksRemoved) -> bytes:
+    def _put_removed(self, event: BlocksRemoved, parts: Parts) -> None:
         """Encode what was removed, every hash once."""
         group_index, *_ = self._fields_of(event.group)
         hashes = short_hashes(event.digests)
-        if not _are_distinct(hashes):
+        if not are_distinct(hashes):
             hashes = np.array(list(dict.fromkeys(hashes.tolist())), np.uint64)
-        values = (
-            self._list(_packed_uint64(hashes), len(hashes)),
-            self._medium(event.medium),
-            group_index,
-            _NIL,
-        )
-        return self._event("BlockRemoved", REMOVED_KEYS, values)
+        values = (self._integers.hashes(hashes), self._medium(event.medium), group_index, _NIL)
+        self._put("BlockRemoved", REMOVED_KEYS, values, parts)
 
-    def _event(self, tag: str, keys: Sequence[str], values: Sequence[bytes]) -> bytes:
-        """Return one event from packed values; optional ones that hold nothing are left out."""
-        always = _NUM_ALWAYS.get(tag, 0)
-        if not self._is_map:
-            count = len(values)
+    def _put(self, tag: str, keys: Sequence[str], values: Sequence[Value], parts: Parts) -> None:
+        """Put one event of packed values; optional ones that hold nothing are left out."""
+        always, words = _NUM_ALWAYS[tag], self._words
+        count = len(values)
+        if self._is_map:
+            there = [i for i in range(count) if i < always or values[i] != _NIL]
+            parts += (self._packer.pack_map_header(len(there) + 1), words["type"], words[tag])
+        else:
             while count > always and values[count - 1] == _NIL:
                 count -= 1
-            header = self._packer.pack_array_header(count + 1)
-            return b"".join([header, self._pack(tag), *values[:count]])
-        present = [
-            (key, value)
-            for index, (key, value) in enumerate(zip(keys, values, strict=True))
-            if index < always or value != _NIL
-        ]
-        header = self._packer.pack_map_header(len(present) + 1)
-        packed = [part for key, value in present for part in (self._pack(key), value)]
-        return b"".join([header, self._pack("type"), self._pack(tag), *packed])
+            there = list(range(count))
+            parts += (self._packer.pack_array_header(count + 1), words[tag])
+        for index in there:
+            if self._is_map:
+                parts.append(words[keys[index]])
+            value = values[index]
+            if isinstance(value, bytes):
+                parts.append(value)
+            else:
+                parts += value
 
     def _group_fields(self, spec: KVCacheSpec) -> tuple[bytes, bytes]:
         """Pack what is said of a group beside its index: kind and window."""
@@ -213,73 +216,12 @@ class EventCodec:
             )
         return self._pack(group), *self._groups[group]
 
-    def _list(self, packed: bytes, count: int) -> bytes:
-        header: bytes = self._packer.pack_array_header(count)
-        return header + packed
-
     def _medium(self, medium: str) -> bytes:
         if medium not in MEDIA:
             raise InvalidInputError(
                 f"event of medium {shown(medium)}: there are {', '.join(map(repr, MEDIA))}"
             )
-        packed: bytes = self._pack(MEDIA[medium])
-        return packed
-
-
-def short_hashes(digests: Sequence[BlockHash]) -> Hashes:
-    """Return the low 64 bits of each digest, shape `(n,)`, never zero.
-
-    Raises:
-        InvalidInputError: digests of differing lengths, or no multiple of 8 bytes long.
-    """
-    if not digests:
-        return np.empty(0, np.uint64)
-    joined = b"".join(digests)
-    size = len(digests[0])
-    if size % 8 or not size or len(joined) != size * len(digests):
-        raise InvalidInputError(
-            f"{len(digests)} digests of {len(joined)} bytes, the first of {size}: digests of one "
-            "event come from one algorithm and are whole 64-bit words"
-        )
-    words = np.frombuffer(joined, ">u8").reshape(len(digests), -1)
-    hashes: Hashes = words[:, -1].astype(np.uint64)
-    hashes[hashes == _NO_HASH] = _STAND_IN
-    return hashes
-
-
-def _ends_before_repeats(hashes: Hashes) -> list[int]:
-    """Return where to cut so that no part holds a hash twice; nearly always at the end only."""
-    if _are_distinct(hashes):
-        return [len(hashes)]
-    ends: list[int] = []
-    seen: set[int] = set()
-    for index, value in enumerate(hashes.tolist()):
-        if value in seen:
-            ends.append(index)
-            seen.clear()
-        seen.add(value)
-    return [*ends, len(hashes)]
-
-
-def _are_distinct(hashes: Hashes) -> bool:
-    ordered = np.sort(hashes)
-    return not (ordered[1:] == ordered[:-1]).any()
-
-
-def _packed_uint64(values: Hashes) -> bytes:
-    """Return values as msgpack integers of 64 bits, one behind the other."""
-    packed = np.empty(len(values), _UINT64)
-    packed["code"] = 0xCF
-    packed["value"] = values
-    return packed.tobytes()
-
-
-def _packed_tokens(tokens: Int32Array) -> bytes:
-    """Return token ids as msgpack integers of 32 bits, one behind the other."""
-    packed = np.empty(len(tokens), _UINT32)
-    packed["code"] = 0xCE
-    packed["value"] = tokens
-    return packed.tobytes()
+        return self._words[MEDIA[medium]]
 
 
 def _untagged(keys: tuple[tuple[str | int, ...], ...] | None) -> list[object] | None:

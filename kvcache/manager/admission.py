@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
+from kvcache.arrays import EMPTY_INT32
 from kvcache.core import CacheHit, Core, NewestState, Reservation, TableChange
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_book import KnownRequest, RequestBook
@@ -27,8 +29,7 @@ class AdmissionLimits:
     watermark_blocks: int
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """How much a request wants, in tokens from position 0: computed before, slots up to, how far
     full blocks become hittable, and where its forward ends without drafts.
 
@@ -61,7 +62,7 @@ class Admission:
         self._book = book
         self._core = core
         self._limits = limits
-        self._no_hit = CacheHit(tuple(() for _ in core.block_ids("")), 0)
+        self._no_hit = CacheHit((EMPTY_INT32,) * len(core.block_ids("")), 0)
         self._stats = PrefixCacheStats() if log_stats else None
 
     def look_up(self, request: Request) -> CacheHit:

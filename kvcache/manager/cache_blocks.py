@@ -1,15 +1,22 @@
 """The blocks of one request, as per-request calls hand them out and take them back.
 
 What `get_computed_blocks` found and `allocate_slots` added, per KV cache group. A snapshot: it
-holds ids, no references, and refuses nothing; the manager checks it when it comes back.
+holds ids, no references, and refuses nothing; the manager checks it when it comes back. Ids are
+kept as arrays; lists are made for whoever asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.ids import NULL_BLOCK_ID
+
+_Ids: TypeAlias = "Sequence[int] | Int32Array"
 
 
 @dataclass(frozen=True)
@@ -32,61 +39,66 @@ class KVCacheBlocks:
 
     def __init__(
         self,
-        block_ids: Sequence[Sequence[int]],
-        unhashed_ids: Sequence[Sequence[int]] | None = None,
+        block_ids: Sequence[_Ids],
+        unhashed_ids: Sequence[_Ids] | None = None,
         look_up_number: int | None = None,
     ) -> None:
-        """Hold `block_ids[g]` for group `g`.
+        """Hold `block_ids[g]` for group `g`; arrays are kept as they are, nobody may write to them.
 
         `unhashed_ids[g]` are those of them whose content had no hash when this was made: partial
         blocks, mostly. `look_up_number` says which state of the cache a hit was found in, None
         for blocks that no look-up found.
         """
-        self._block_ids = tuple(tuple(ids) for ids in block_ids)
+        self._block_ids = tuple(map(int32_array, block_ids))
         self._unhashed_ids = (
-            tuple(tuple(ids) for ids in unhashed_ids)
-            if unhashed_ids is not None
-            else tuple(() for _ in self._block_ids)
+            (EMPTY_INT32,) * len(self._block_ids)
+            if unhashed_ids is None
+            else tuple(map(int32_array, unhashed_ids))
         )
         self.look_up_number = look_up_number
 
     @property
+    def id_arrays(self) -> tuple[Int32Array, ...]:
+        """The ids of each group as they are kept: not to be written to."""
+        return self._block_ids
+
+    @property
     def blocks(self) -> tuple[tuple[TableBlock, ...], ...]:
         """The blocks of each group: `blocks[group][i]`. Made anew on each call."""
-        unhashed = [set(ids) for ids in self._unhashed_ids]
+        unhashed = [set(ids.tolist()) for ids in self._unhashed_ids]
         return tuple(
-            tuple(TableBlock(block, block not in without) for block in ids)
+            tuple(TableBlock(block, block not in without) for block in ids.tolist())
             for ids, without in zip(self._block_ids, unhashed, strict=True)
         )
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Return the ids of each group as new lists."""
-        return tuple(list(ids) for ids in self._block_ids)
+        return tuple(ids.tolist() for ids in self._block_ids)
 
     def get_unhashed_block_ids(self) -> tuple[list[int], ...]:
         """Return, per group, the ids of the blocks whose content had no hash."""
-        return tuple(list(ids) for ids in self._unhashed_ids)
+        return tuple(ids.tolist() for ids in self._unhashed_ids)
 
     def new_empty(self) -> KVCacheBlocks:
         """Return no blocks, for as many groups."""
-        return KVCacheBlocks([() for _ in self._block_ids])
+        return KVCacheBlocks([EMPTY_INT32] * len(self._block_ids))
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         """Return the blocks of `self` followed by those of `other`, group by group."""
         ids = zip(self._block_ids, other._block_ids, strict=True)
         unhashed = zip(self._unhashed_ids, other._unhashed_ids, strict=True)
-        return KVCacheBlocks([a + b for a, b in ids], [a + b for a, b in unhashed])
+        return KVCacheBlocks(list(map(np.concatenate, ids)), list(map(np.concatenate, unhashed)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KVCacheBlocks):
             return NotImplemented
-        return self._block_ids == other._block_ids
+        return self.get_block_ids() == other.get_block_ids()
 
     def __hash__(self) -> int:
-        return hash(self._block_ids)
+        return hash(tuple(ids.tobytes() for ids in self._block_ids))
 
     def __bool__(self) -> bool:
-        return any(self._block_ids)
+        return any(map(len, self._block_ids))
 
     def __repr__(self) -> str:
-        return f"KVCacheBlocks({self._block_ids})"
+        return f"KVCacheBlocks({self.get_block_ids()})"

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from kvcache.core import Core, EventSink, OffloadHooks
 from kvcache.errors import ConfigurationError
+from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.specs import KVCacheConfig
 
@@ -21,14 +22,16 @@ from kvcache.specs import KVCacheConfig
 class CoreSettings:
     """What a core is made from.
 
-    `none_hash` is the parent of every first block. `events` hears what is stored and removed,
-    `offload` what may be stored below. `slots` is a live view of the running requests' slots, by
-    request id. With `zero_new_blocks` a block's bytes are cleared when a request gets it; without
-    workers no commands are kept. With `merge_duplicates` equal sealed blocks become one.
+    `none_hash` is the parent of every first block, `hash_fn` digests the others. `events` hears
+    what is stored and removed, `offload` what may be stored below. `slots` is a live view of the
+    running requests' slots, by request id. With `zero_new_blocks` a block's bytes are cleared when
+    a request gets it; without workers no commands are kept. With `merge_duplicates` equal sealed
+    blocks become one.
     """
 
     kv_cache_config: KVCacheConfig
     none_hash: BlockHash
+    hash_fn: HashFn
     slots: Mapping[str, int]
     enable_caching: bool
     use_eagle: bool
@@ -62,7 +65,28 @@ def _make_block_core(settings: CoreSettings) -> Core:
     return core
 
 
-CORES: Mapping[str, CoreFactory] = MappingProxyType({"blocks": _make_block_core})
+def _make_extent_core(settings: CoreSettings) -> Core:
+    from kvcache.extents.extent_core import ExtentCore
+
+    return ExtentCore(
+        settings.kv_cache_config,
+        none_hash=settings.none_hash,
+        hash_fn=settings.hash_fn,
+        enable_caching=settings.enable_caching,
+        use_eagle=settings.use_eagle,
+        policy_name=settings.eviction_policy,
+        events=settings.events,
+        offload=settings.offload,
+        zero_new_blocks=settings.zero_new_blocks,
+        has_workers=settings.has_workers,
+        slots=settings.slots,
+        merge_duplicates=settings.merge_duplicates,
+    )
+
+
+CORES: Mapping[str, CoreFactory] = MappingProxyType(
+    {"blocks": _make_block_core, "extents": _make_extent_core}
+)
 """The cores of this package. Each is imported when it is first made."""
 
 

@@ -106,6 +106,7 @@ class ManagerParts:
         core_settings = CoreSettings(
             config,
             self.hasher.none_hash,
+            self.hasher.hash_fn,
             slot_by_request,
             settings.enable_caching,
             settings.use_eagle,

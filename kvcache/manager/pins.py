@@ -8,9 +8,11 @@ of the pool. Time is handed in.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.core import CacheHit
 from kvcache.errors import InvariantError, PinLimitError
 from kvcache.ids import NULL_BLOCK_ID
@@ -34,32 +36,28 @@ class Pin:
 class PinTable:
     """The pins of one manager.
 
-    Invariant: `_holders[b]` is the number of live pins that hold block `b`, and at most
-    `_max_blocks` blocks have any.
+    Invariants: `_holders[b]` is the number of live pins that hold block `b`, `num_blocks` counts
+    those that have any, and is at most `_max_blocks`. Blocks behind the end of the array have none.
     """
 
     def __init__(self, max_blocks: int) -> None:
         """Let pins hold at most `max_blocks` different blocks together."""
+        self.num_blocks = 0
         self._max_blocks = max_blocks
         self._hits: dict[int, tuple[Pin, CacheHit]] = {}
-        self._holders: Counter[int] = Counter()
+        self._holders: Int32Array = np.zeros(0, dtype=np.int32)
         self._expiries: list[tuple[float, int]] = []
         self._next_id = 1
 
     def __len__(self) -> int:
         return len(self._hits)
 
-    @property
-    def num_blocks(self) -> int:
-        """Different blocks held by pins."""
-        return len(self._holders)
-
     def require_room(self, hit: CacheHit) -> None:
         """Raise `PinLimitError` if pinning `hit` would exceed the limit. Changes nothing."""
-        new = len(held_blocks(hit) - self._holders.keys())
-        if len(self._holders) + new > self._max_blocks:
+        new = self._num_unheld(held_blocks(hit))
+        if self.num_blocks + new > self._max_blocks:
             raise PinLimitError(
-                f"pinning {hit.num_tokens} tokens needs {new} more blocks, {len(self._holders)} of "
+                f"pinning {hit.num_tokens} tokens needs {new} more blocks, {self.num_blocks} of "
                 f"at most {self._max_blocks} are pinned: unpin a prefix, wait until one runs out, "
                 "or raise max_pin_share"
             )
@@ -70,7 +68,10 @@ class PinTable:
         pin = Pin(self._next_id, hit.num_tokens, len(held), expires_at_s)
         self._next_id += 1
         self._hits[pin.pin_id] = (pin, hit)
-        self._holders.update(held)
+        self.num_blocks += self._num_unheld(held)
+        if len(held) and held[-1] >= len(self._holders):
+            self._holders = np.pad(self._holders, (0, int(held[-1]) + 1 - len(self._holders)))
+        self._holders[held] += 1
         heapq.heappush(self._expiries, (expires_at_s, pin.pin_id))
         return pin
 
@@ -79,8 +80,9 @@ class PinTable:
         if pin_id not in self._hits:
             return None
         _, hit = self._hits.pop(pin_id)
-        self._holders.subtract(held_blocks(hit))
-        self._holders += Counter()
+        held = held_blocks(hit)
+        self._holders[held] -= 1
+        self.num_blocks -= self._num_unheld(held)
         if len(self._expiries) > 2 * len(self._hits) + _SPARE_EXPIRIES:
             self._expiries = [entry for entry in self._expiries if entry[1] in self._hits]
             heapq.heapify(self._expiries)
@@ -99,17 +101,20 @@ class PinTable:
         """Forget every pin and return what the core must unpin."""
         hits = [hit for _, hit in self._hits.values()]
         self._hits.clear()
-        self._holders.clear()
+        self._holders[:] = self.num_blocks = 0
         self._expiries.clear()
         return hits
 
     def check(self) -> None:
         """Raise `InvariantError` if the counted holders are not those of the pins."""
-        counted = Counter(block for _, hit in self._hits.values() for block in held_blocks(hit))
-        if counted != self._holders:
+        counted = np.zeros_like(self._holders)
+        for _, hit in self._hits.values():
+            counted[held_blocks(hit)] += 1
+        num_counted = np.count_nonzero(counted)
+        if num_counted != self.num_blocks or (counted != self._holders).any():
             raise InvariantError(
-                f"pins hold {sum(counted.values())} times {len(counted)} blocks, counted are "
-                f"{sum(self._holders.values())} times {len(self._holders)}"
+                f"pins hold {counted.sum()} times {num_counted} blocks, counted are "
+                f"{self._holders.sum()} times {self.num_blocks}"
             )
 
     def dump_state(self) -> list[dict[str, object]]:
@@ -119,12 +124,21 @@ class PinTable:
                 "pin_id": pin.pin_id,
                 "num_tokens": pin.num_tokens,
                 "expires_at_s": pin.expires_at_s,
-                "block_ids": [list(ids) for ids in hit.block_ids],
+                "block_ids": [ids.tolist() for ids in hit.block_ids],
             }
             for _, (pin, hit) in sorted(self._hits.items())
         ]
 
+    def _num_unheld(self, block_ids: Int32Array) -> int:
+        """Return how many of these blocks, in rising order, no pin holds."""
+        known = block_ids[: np.searchsorted(block_ids, len(self._holders))]
+        return len(block_ids) - int(np.count_nonzero(self._holders[known]))
 
-def held_blocks(hit: CacheHit) -> set[int]:
-    """The blocks of a hit that can be held: all but the null block."""
-    return {block for ids in hit.block_ids for block in ids if block != NULL_BLOCK_ID}
+
+def held_blocks(hit: CacheHit) -> Int32Array:
+    """The blocks of a hit that can be held, in rising order: each once, the null block left out."""
+    if not hit.block_ids:
+        return EMPTY_INT32
+    block_ids = np.sort(np.concatenate(hit.block_ids))
+    held: Int32Array = block_ids[np.diff(block_ids, prepend=np.int32(NULL_BLOCK_ID)) > 0]
+    return held

@@ -8,11 +8,15 @@ longer true.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import CacheHit, Core, NewestState, OffloadHooks, TableChange
 from kvcache.errors import RequestError
+from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.admission import Admission, Demand
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.cache_control import CacheControl
@@ -24,8 +28,7 @@ from kvcache.manager.step_execution import join_patches
 from kvcache.request import BlockHasher, Request
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The counts of one `allocate_slots` call."""
 
     num_new_tokens: int
@@ -38,8 +41,6 @@ class Wanted:
 
 NOTHING = Wanted(0, 0, 0, 0, 0, 0)
 """No new tokens of any kind."""
-
-_COUNTS = tuple(count.name for count in fields(Wanted))
 
 
 class RequestCalls:
@@ -67,6 +68,7 @@ class RequestCalls:
         self._block_sizes = tuple(block_sizes)
         self._limits = limits
         self._forks = Forks(book, core)
+        self._no_blocks = KVCacheBlocks([EMPTY_INT32] * len(self._block_sizes))
         # First stale column per group of the worker's table, by slot, until a patch is taken.
         self._stale: dict[int, list[int | None]] = {}
 
@@ -106,11 +108,9 @@ class RequestCalls:
             if reserved is None:
                 return None
             changes = reserved
-        slot = known.slot
+            self._book.slots.num_own[known.slot] = demand.num_own_tokens
         known.num_draft_tokens = wanted.num_draft_tokens
-        self._book.slots.adopt(slot, demand.num_computed_tokens)
-        self._book.slots.num_own[slot] = demand.num_own_tokens
-        self._note_stale(slot, changes)
+        self._note_stale(known.slot, changes)
         return self._new_blocks(demand, changes, hit)
 
     def fork(self, parent: Request, child: Request) -> KVCacheBlocks | None:
@@ -178,7 +178,7 @@ class RequestCalls:
             for group, ids in enumerate(self._core.block_ids(request.request_id)):
                 first = columns[group]
                 if first is not None and first < len(ids):
-                    changes.append((slot, TableChange(group, first, ids[first:])))
+                    changes.append((slot, TableChange(group, first, int32_array(ids[first:]))))
         self._stale.clear()
         return join_patches(EMPTY_PATCH, changes)
 
@@ -265,31 +265,45 @@ class RequestCalls:
         self, demand: Demand, changes: Sequence[TableChange], hit: CacheHit | None
     ) -> KVCacheBlocks:
         """The blocks that entered the tables, without those that the request adopted."""
-        new: list[list[int]] = [[] for _ in self._block_sizes]
-        unhashed: list[list[int]] = [[] for _ in self._block_sizes]
+        if not changes:
+            return self._no_blocks
+        new = [EMPTY_INT32] * len(self._block_sizes)
+        unhashed = [EMPTY_INT32] * len(self._block_sizes)
         for change in changes:
             group = change.group
             num_adopted = 0 if hit is None else len(hit.block_ids[group])
-            size = self._block_sizes[group]
-            num_full = demand.num_cached_tokens // size
             entered = change.block_ids[max(0, num_adopted - change.first_index) :]
-            new[group] += entered
             first_index = max(num_adopted, change.first_index)
-            if group not in self._limits.state_groups:
-                unhashed[group] += entered[max(0, num_full - first_index) :]
-                continue
-            # Only a state at the very end of what is cached has a hash.
-            hashed = num_full - 1 if demand.num_cached_tokens == num_full * size else -1
-            unhashed[group] += [b for i, b in enumerate(entered, first_index) if b and i != hashed]
+            without = self._unhashed(demand, group, first_index, entered)
+            new[group] = np.concatenate((new[group], entered)) if len(new[group]) else entered
+            unhashed[group] = (
+                np.concatenate((unhashed[group], without)) if len(unhashed[group]) else without
+            )
         return KVCacheBlocks(new, unhashed)
+
+    def _unhashed(
+        self, demand: Demand, group: int, first_index: int, block_ids: Int32Array
+    ) -> Int32Array:
+        """Those of the blocks from column `first_index` on whose content has no hash."""
+        size = self._block_sizes[group]
+        num_full = demand.num_cached_tokens // size
+        if group not in self._limits.state_groups:
+            return block_ids[max(0, num_full - first_index) :]
+        has_none = block_ids != NULL_BLOCK_ID
+        # Only a state at the very end of what is cached has a hash.
+        hashed = num_full - 1 - first_index
+        if demand.num_cached_tokens == num_full * size and 0 <= hashed < len(block_ids):
+            has_none[hashed] = False
+        unhashed: Int32Array = block_ids[has_none]
+        return unhashed
 
 
 def _adopted(wanted: Wanted, blocks: KVCacheBlocks | None) -> tuple[CacheHit | None, int | None]:
     """The hit that a call brings, and the state of the cache it was found in."""
     if not blocks and not wanted.num_new_computed_tokens:
         return None, None
-    ids = () if blocks is None else blocks.get_block_ids()
-    hit = CacheHit(tuple(tuple(group) for group in ids), wanted.num_new_computed_tokens)
+    ids = () if blocks is None else blocks.id_arrays
+    hit = CacheHit(ids, wanted.num_new_computed_tokens)
     return hit, None if blocks is None else blocks.look_up_number
 
 
@@ -316,10 +330,9 @@ def _demand(
 def _check_wanted(request: Request, wanted: Wanted, limits: ModelLimits) -> None:
     """Refuse what `allocate_slots` cannot mean."""
     request_id = request.request_id
-    for name in _COUNTS:
-        count = getattr(wanted, name)
-        if count < 0:
-            raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
+    if min(wanted) < 0:
+        name, count = next(item for item in wanted._asdict().items() if item[1] < 0)
+        raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
     limits.require_encoder_tokens(request_id, wanted.num_encoder_tokens)
     limits.require_drafts(request_id, wanted.num_draft_tokens)
     num_new, num_draft = wanted.num_new_tokens, wanted.num_draft_tokens

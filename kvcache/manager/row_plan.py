@@ -12,48 +12,63 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.arrays import EMPTY_INT32, Int32Array, index_array, int32_array
 from kvcache.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits, draft_remedy
 from kvcache.manager.request_book import KnownRequest
-from kvcache.manager.slots import FREE, SlotTable
+from kvcache.manager.slots import FREE, SeatedRows, SlotTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest
 
 _TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
 _ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
 _INT32 = np.dtype(np.int32)
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
     """The running rows of a step, checked and settled on paper. Shapes `(n,)`.
 
-    `num_computed` and `num_tokens` are the rows' figures before the step, `settled_computed` after
-    rejected drafts are taken back; `counts[i]` of `token_ids` are appended to row `i`.
+    `num_computed` and `num_tokens` are the rows' figures before the step, `settled_computed`
+    after rejected drafts are taken back; from there a row's forward ends at `own_ends` with its own
+    tokens, at `ends` with its drafts. `counts[i]` of `token_ids` are appended to row `i`.
     """
 
-    slots: Int32Array
-    num_new: Int32Array
-    num_draft: Int32Array
+    seated: SeatedRows
     num_computed: Int32Array
     num_tokens: Int32Array
     settled_computed: Int32Array
+    own_ends: Int32Array
+    ends: Int32Array
     counts: Int32Array
     token_ids: Int32Array
 
 
-NO_ROWS = RowPlan(*(EMPTY_INT32,) * 8)
+_NOBODY = SeatedRows(
+    EMPTY_INT32, index_array(()), np.empty(0, dtype=np.int64), np.empty(0, dtype=object)
+)
+NO_ROWS = RowPlan(_NOBODY, *(EMPTY_INT32,) * 7)
 
 
 class RowPlanner:
-    """Checks the rows of steps against a slot table. Changes nothing."""
+    """Checks the rows of steps against a slot table. Changes nothing there.
+
+    First come a few tests of all rows at once, which sound rows pass. Where one fails, each rule is
+    checked on its own, to say what is wrong. Rows that ran in the last step, while nobody came or
+    left since, are known to be the client's.
+    """
 
     def __init__(self, slots: SlotTable, limits: ModelLimits) -> None:
         """Check against `slots` and what the model allows."""
         self._slots = slots
         self._max_model_len = limits.max_model_len
         self._max_draft_tokens = limits.max_draft_tokens
+        # Numbers of new tokens above this one, read as unsigned, deserve a closer look: they are
+        # below 0, too many, or so many that sums could overflow.
+        self._most_new = min(limits.max_model_len, max(0, _MAX_INT32 - limits.max_model_len))
+        self._last_seated = _NOBODY
+        self._last_key: tuple[int, int, bytes] | None = None
 
     def plan(
         self,
@@ -63,42 +78,41 @@ class RowPlanner:
         rollback: Rollback | None,
         leaving: Iterable[KnownRequest],
     ) -> RowPlan:
+        """Return what the running rows of a step will do.
+
+        Raises:
+            RequestError: they contradict each other or what is known.
+        """
         running = request.running
-        counts = _check_row_shapes(where, running)
-        slots = int32_array(running.slots)
-        num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
-        if not len(slots):
+        if running is EMPTY_RUNNING:
+            return NO_ROWS
+        counts = _token_counts(where, running)
+        if not len(running.slots):
             return NO_ROWS
         client_index, computed, tokens = self._figures_after(rollback)
-        self._check_slots(where, slots, client_index, client)
-        self._check_not_leaving(where, slots, leaving)
-        _refuse(where, slots, num_new < 0, "num_new_tokens", num_new, "pass 0 or more")
-        bad = (num_draft < 0) | (num_draft > num_new)
-        _refuse(where, slots, bad, "num_draft_tokens", num_draft, "pass 0 to num_new_tokens")
-        if (most := self._max_draft_tokens) is not None:
-            remedy = draft_remedy(most)
-            _refuse(where, slots, num_draft > most, "num_draft_tokens", num_draft, remedy)
-        row_computed, row_tokens = computed[slots], tokens[slots]
-        rejected = running.num_rejected_tokens
-        bad = (rejected < 0) | (rejected > np.maximum(row_computed - row_tokens, 0))
-        remedy = "pass 0 to the number of drafts that were scheduled last"
-        _refuse(where, slots, bad, "num_rejected_tokens", rejected, remedy)
-        settled = row_computed - rejected
-        bad = num_new > self._max_model_len - settled
-        remedy = f"the model takes {self._max_model_len} tokens, schedule fewer"
-        _refuse(where, slots, bad, "num_new_tokens", num_new, remedy)
+        if rollback is None:
+            seated = self._seated_again(where, running.slots, client)
+        else:
+            seated = self._find_seated(where, running.slots, client_index, client)
+        self._check_not_leaving(where, seated.slots, leaving)
+        row_computed, row_tokens = computed[seated.indices], tokens[seated.indices]
+        settled = row_computed
+        num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
+        has_drafts = np.count_nonzero(num_draft) > 0
+        has_rejected = np.count_nonzero(running.num_rejected_tokens) > 0
+        is_strange = np.count_nonzero(num_new.view(np.uint32) > self._most_new) > 0
+        if has_drafts or has_rejected or is_strange:
+            self._check_counts(where, running, row_computed, row_tokens)
+            settled = row_computed - running.num_rejected_tokens
+        ends = settled + num_new
+        own_ends = ends - num_draft if has_drafts else ends
         after = row_tokens + counts
-        self._check_row_lengths(where, slots, settled, after, num_new - num_draft)
-        return RowPlan(
-            slots,
-            int32_array(num_new),
-            int32_array(num_draft),
-            row_computed,
-            row_tokens,
-            int32_array(settled),
-            counts,
-            int32_array(running.token_ids),
-        )
+        is_strange |= np.count_nonzero(own_ends > after) > 0
+        is_strange |= np.count_nonzero(after > self._max_model_len) > 0
+        if is_strange or (has_drafts and int(ends.max()) > self._max_model_len):
+            self._check_lengths(where, running, settled, after)
+        token_ids = int32_array(running.token_ids)
+        return RowPlan(seated, row_computed, row_tokens, settled, own_ends, ends, counts, token_ids)
 
     def _figures_after(
         self, rollback: Rollback | None
@@ -118,11 +132,21 @@ class RowPlanner:
                 client_index[known.slot] = FREE
         return client_index, computed, tokens
 
-    def _check_slots(
+    def _seated_again(self, where: str, slots: Int32Array, client: ClientSteps) -> SeatedRows:
+        """Do `_find_seated` unless these rows are those of the last time and still sit there."""
+        key = client.index, self._slots.num_changes, slots.tobytes()
+        if key != self._last_key:
+            owners = self._slots.client_index
+            self._last_seated = self._find_seated(where, slots, owners, client)
+            self._last_key = key
+        return self._last_seated
+
+    def _find_seated(
         self, where: str, slots: Int32Array, client_index: Int32Array, client: ClientSteps
-    ) -> None:
+    ) -> SeatedRows:
+        """Return who sits in the slots; refuse those that this client does not run, once each."""
         num_slots = self._slots.num_slots
-        if int(slots.min()) < 0 or int(slots.max()) >= num_slots:
+        if int(slots.view(np.uint32).max()) >= num_slots:
             bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
             raise RequestError(
                 f"{where}: slot {bad} does not exist: slots are 0 to {num_slots - 1}"
@@ -139,6 +163,7 @@ class RowPlanner:
                 f"{where}: slot {int(slots[strange][0])} does not run a request of this client: "
                 "name slots of its running requests only"
             )
+        return self._slots.seated(slots.copy())
 
     def _check_not_leaving(
         self, where: str, slots: Int32Array, leaving: Iterable[KnownRequest]
@@ -153,19 +178,40 @@ class RowPlanner:
                     f"also runs on in slot {known.slot}: leave its row out"
                 )
 
-    def _check_row_lengths(
+    def _check_counts(
         self,
         where: str,
-        slots: Int32Array,
-        settled: Int32Array,
-        tokens: Int32Array,
-        num_owned: Int32Array,
+        running: RunningRequests,
+        num_computed: Int32Array,
+        num_tokens: Int32Array,
     ) -> None:
-        short = settled + num_owned > tokens
+        """Refuse new, draft and rejected tokens that contradict each other or their row."""
+        slots, num_new, num_draft = running.slots, running.num_new_tokens, running.num_draft_tokens
+        _refuse(where, slots, num_new < 0, "num_new_tokens", num_new, "pass 0 or more")
+        bad = (num_draft < 0) | (num_draft > num_new)
+        _refuse(where, slots, bad, "num_draft_tokens", num_draft, "pass 0 to num_new_tokens")
+        if (most := self._max_draft_tokens) is not None:
+            remedy = draft_remedy(most)
+            _refuse(where, slots, num_draft > most, "num_draft_tokens", num_draft, remedy)
+        rejected = running.num_rejected_tokens
+        bad = (rejected < 0) | (rejected > np.maximum(num_computed - num_tokens, 0))
+        remedy = "pass 0 to the number of drafts that were scheduled last"
+        _refuse(where, slots, bad, "num_rejected_tokens", rejected, remedy)
+
+    def _check_lengths(
+        self, where: str, running: RunningRequests, settled: Int32Array, tokens: Int32Array
+    ) -> None:
+        """Refuse rows longer than the model takes, and forwards beyond a row's own tokens."""
+        slots, num_new = running.slots, running.num_new_tokens
+        bad = num_new > self._max_model_len - settled
+        remedy = f"the model takes {self._max_model_len} tokens, schedule fewer"
+        _refuse(where, slots, bad, "num_new_tokens", num_new, remedy)
+        own_ends = settled + (num_new - running.num_draft_tokens)
+        short = own_ends > tokens
         if short.any():
             i = int(np.flatnonzero(short)[0])
             raise RequestError(
-                f"{where}: slot {int(slots[i])} would have {int(settled[i] + num_owned[i])} "
+                f"{where}: slot {int(slots[i])} would have {int(own_ends[i])} "
                 f"computed tokens, but has {int(tokens[i])} tokens: append the tokens first, or "
                 "schedule fewer"
             )
@@ -177,10 +223,53 @@ class RowPlanner:
             )
 
 
-def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
-    """Refuse arrays that do not fit each other; return how many tokens each row appends."""
-    if running is EMPTY_RUNNING:
-        return EMPTY_INT32
+def _token_counts(where: str, running: RunningRequests) -> Int32Array:
+    """Return how many tokens each row appends; refuse arrays that do not fit each other."""
+    if not _fit(running):
+        _check_shapes(where, running)
+    offsets, token_ids = running.token_offsets, running.token_ids
+    counts = offsets[1:] - offsets[:-1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    # Falling offsets could seem to rise where the difference overflows: none may be below 0.
+    rises = np.count_nonzero(counts < 0) == 0 and np.count_nonzero(offsets < 0) == 0
+    if first != 0 or last != len(token_ids) or not rises:
+        raise RequestError(
+            f"{where}: running.token_offsets run from {first} to {last} for "
+            f"{len(token_ids)} token ids: pass offsets that rise from 0 to that number"
+        )
+    if len(running.draft_token_ids):
+        num_drafts = int(running.num_draft_tokens.sum())
+        if len(running.draft_token_ids) != num_drafts:
+            raise RequestError(
+                f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} "
+                "drafts: pass one per draft or none"
+            )
+    for name, ids in (("token_ids", token_ids), ("draft_token_ids", running.draft_token_ids)):
+        if len(ids) and np.count_nonzero(ids < 0):
+            i = int(ids.argmin())
+            raise RequestError(
+                f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
+            )
+    return counts
+
+
+def _fit(running: RunningRequests) -> bool:
+    """Whether all arrays are int32 and of the right shapes."""
+    slots, offsets, token_ids = running.slots, running.token_offsets, running.token_ids
+    num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
+    rejected, draft_ids = running.num_rejected_tokens, running.draft_token_ids
+    shape = (len(slots),)
+    return (
+        shape == slots.shape == num_new.shape == num_draft.shape == rejected.shape
+        and offsets.shape == (len(slots) + 1,)
+        and token_ids.ndim == 1
+        and _INT32 == slots.dtype == num_new.dtype == num_draft.dtype == rejected.dtype
+        and _INT32 == offsets.dtype == token_ids.dtype == draft_ids.dtype
+    )
+
+
+def _check_shapes(where: str, running: RunningRequests) -> None:
+    """Refuse arrays of other types or shapes."""
     n = len(running.slots)
     for name in (*_ROW_FIELDS, *_TOKEN_FIELDS):
         values = getattr(running, name)
@@ -199,27 +288,6 @@ def _check_row_shapes(where: str, running: RunningRequests) -> Int32Array:
             f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
             f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
         )
-    wide = offsets.astype(np.int64)  # in int32 falling offsets could seem to rise
-    counts = wide[1:] - wide[:-1]
-    if int(offsets[0]) != 0 or int(offsets[-1]) != len(token_ids) or (counts < 0).any():
-        raise RequestError(
-            f"{where}: running.token_offsets run from {int(offsets[0])} to {int(offsets[-1])} for "
-            f"{len(token_ids)} token ids: pass offsets that rise from 0 to that number"
-        )
-    num_drafts = int(running.num_draft_tokens.sum())
-    if len(running.draft_token_ids) not in (0, num_drafts):
-        raise RequestError(
-            f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} drafts: "
-            "pass one per draft or none"
-        )
-    for name in ("token_ids", "draft_token_ids"):
-        ids = getattr(running, name)
-        if len(ids) and int(ids.min()) < 0:
-            i = int(ids.argmin())
-            raise RequestError(
-                f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
-            )
-    return int32_array(counts)
 
 
 def _refuse(  # noqa: PLR0917
@@ -230,6 +298,6 @@ def _refuse(  # noqa: PLR0917
     values: Int32Array,
     remedy: str,
 ) -> None:
-    if bad.any():
+    if np.count_nonzero(bad):
         i = int(np.flatnonzero(bad)[0])
         raise RequestError(f"{where}: slot {int(slots[i])} has {name} {int(values[i])}: {remedy}")

@@ -5,14 +5,20 @@ every step changes lives here in one array per figure, and a request object is b
 when somebody looks at it. Refuses nothing: callers have checked before they come here.
 
     slot           0     1     2     3
-    num_tokens   [ 33 | 120 |   0 | 17 ]      tokens of the row, those still in `_pending` included
+    num_tokens   [ 33 | 120 |   0 | 17 ]      tokens of the row, those its request lacks included
     num_computed [ 32 | 119 |   0 | 17 ]      positions computed or scheduled, drafts included
     generation   [  7 |   3 |  -1 | 12 ]      which occupancy this is; -1 is a free slot
+
+A row's newest tokens are in a ring, token `t` in column `t % width`. A unit of tokens, whose end
+may be the end of a block, is never torn apart there:
+
+    ring         [ .... unit 6 .... | .... unit 7 .... | unit 8 >>| .... unit 5 .... ]
 """
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -28,21 +34,39 @@ FREE = -1
 """Generation and client index of a slot in which nobody sits."""
 
 CALLER = 0
-"""Client index of requests whose caller appends tokens himself; they are always up to date."""
+"""Client index of requests whose caller appends tokens himself; they are always up to date, and
+the table keeps no figures of them."""
 
-_MIN_PENDING_TOKENS = 32
+_RING_TOKENS = 512
+_MAX_RING_BYTES = 32 << 20
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class SeatedRows:
+    """Who sits in some slots. Shapes `(n,)`; `indices` are the slots once more, to index with."""
+
+    slots: Int32Array
+    indices: IndexArray
+    generations: Int64Array
+    requests: npt.NDArray[np.object_]
 
 
 class SlotTable:
     """The slots of one manager. The lowest free one is taken first.
 
+    `num_changes` grows whenever somebody sits down or leaves: while it stays, so do
+    `SeatedRows`.
+
     Invariants: `generation[s] == FREE` exactly when slot `s` is free; a request in slot `s` holds
-    `_num_synced[s]` of its `num_tokens[s]` tokens itself, the rest are the first
-    `num_tokens[s] - _num_synced[s]` ids of `_pending[s]`.
+    `_num_synced[s]` of its `num_tokens[s]` tokens itself. Of the last `_width` tokens those from
+    `_first_in_ring[s]` on are in the ring: the start of a unit, at or before `_num_synced[s]`. Of a
+    request that a caller owns, nothing but itself, generation and client index is here.
     """
 
-    def __init__(self, num_slots: int, hash_block_size: int) -> None:
-        """Make `num_slots` free slots, where rows hold back up to two blocks of tokens."""
+    def __init__(self, num_slots: int, unit_tokens: int) -> None:
+        """Make `num_slots` free slots, whose rows hold back a few hundred tokens: two units at
+        least. A unit is what divides every group's block size."""
         self.num_slots = num_slots
         self.num_tokens: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(num_slots, dtype=np.int32)
@@ -50,12 +74,18 @@ class SlotTable:
         self.generation: Int64Array = np.full(num_slots, FREE, dtype=np.int64)
         self.client_index: Int32Array = np.full(num_slots, FREE, dtype=np.int32)
         self._num_synced: Int32Array = np.zeros(num_slots, dtype=np.int32)
-        self._width = max(_MIN_PENDING_TOKENS, 2 * hash_block_size)
-        self._pending: npt.NDArray[np.int32] = np.zeros((num_slots, self._width), dtype=np.int32)
+        self._first_in_ring: Int32Array = np.zeros(num_slots, dtype=np.int32)
         self._requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self._free = list(range(num_slots))
+        self.num_changes = 0
         self._next_generation = 0
-        self._hash_block_size = hash_block_size
+        most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
+        self._unit_tokens = unit_tokens
+        self._width = max(2, most // unit_tokens) * unit_tokens
+        # Pages that no row has reached are not touched, and so take no memory.
+        self._ring: npt.NDArray[np.int32] = np.zeros((num_slots, self._width), dtype=np.int32)
+        self._ring_places = self._ring.reshape(-1)
+        self._ring_units = self._ring.reshape(num_slots, -1, unit_tokens)
 
     @property
     def num_free(self) -> int:
@@ -70,16 +100,19 @@ class SlotTable:
     def take(self, request: Request, client_index: int, num_computed: int) -> int:
         """Seat the request in the lowest free slot and return it. There must be one."""
         slot = heapq.heappop(self._free)
+        self.num_changes += 1
         self._requests[slot] = request
         self.generation[slot] = self._next_generation
         self._next_generation += 1
         self.client_index[slot] = client_index
-        self.adopt(slot, num_computed)
+        if client_index != CALLER:
+            self.adopt(slot, num_computed)
         return slot
 
     def release(self, slot: int) -> None:
         """Bring the request up to date and free its slot."""
         self.sync(slot)
+        self.num_changes += 1
         self._requests[slot] = None
         self.generation[slot] = FREE
         self.client_index[slot] = FREE
@@ -93,37 +126,44 @@ class SlotTable:
         request: Request | None = self._requests[slot]
         return request
 
-    def requests_of(self, slots: Int32Array) -> list[Request]:
-        """Return the requests of taken slots as they are, without bringing them up to date."""
-        requests: list[Request] = self._requests[slots].tolist()
-        return requests
+    def seated(self, slots: Int32Array) -> SeatedRows:
+        """Return who sits in these slots, all of which exist. The requests stay as they are."""
+        indices = index_array(slots)
+        return SeatedRows(slots, indices, self.generation[indices], self._requests[indices])
 
     def adopt(self, slot: int, num_computed: int) -> None:
-        """Take the row's figures from its request, whose owner may have appended tokens."""
-        num_tokens = self._requests[slot].num_tokens
+        """Take the row's figures from its request, which has all its tokens."""
+        request: Request = self._requests[slot]
+        num_tokens = request.num_tokens
         self.num_tokens[slot] = self._num_synced[slot] = num_tokens
         self.num_computed[slot] = num_computed
+        num_begun = num_tokens % self._unit_tokens
+        self._first_in_ring[slot] = first = num_tokens - num_begun
+        if num_begun:
+            column = first % self._width
+            self._ring[slot, column : column + num_begun] = request.all_token_ids[first:]
 
-    def append(self, taken: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Append `counts[i]` of `token_ids`, in order, to the row in slot `taken[i]`."""
+    def append(self, slots: IndexArray, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Append `counts[i]` of `token_ids`, in order, to the row in slot `slots[i]`."""
         if not len(token_ids):
             return
-        slots = index_array(taken)
-        held = self.num_tokens[slots] - self._num_synced[slots]
-        crowded = np.flatnonzero(held + counts > self._width)
-        if len(crowded):
-            held[crowded] = 0
-            self._sync_rows(slots[crowded])
+        num_before = self.num_tokens[slots]
+        num_after = num_before + counts
+        is_crowded = num_after - self._num_synced[slots] > self._width
+        if np.count_nonzero(is_crowded):
+            self._sync_rows(slots[is_crowded])
             if int(counts.max()) > self._width:
                 self._append_long_rows(slots, counts, token_ids)
                 return
-        if len(token_ids) == len(slots) and int(counts.min()) == 1:
-            self._pending[slots, held] = token_ids
+        if np.count_nonzero(counts == 1) == len(slots):
+            places = slots * self._width
+            places += num_before % self._width
         else:
-            ends = np.cumsum(counts)
-            columns = np.arange(len(token_ids)) + np.repeat(held - ends + counts, counts)
-            self._pending[np.repeat(slots, counts), columns] = token_ids
-        self.num_tokens[slots] += counts
+            starts = np.cumsum(counts) - counts
+            positions = np.arange(len(token_ids)) + np.repeat(num_before - starts, counts)
+            places = np.repeat(slots * self._width, counts) + positions % self._width
+        self._ring_places[places] = token_ids
+        self.num_tokens[slots] = num_after
 
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and how many are computed."""
@@ -132,20 +172,30 @@ class SlotTable:
         request: Request = self._requests[slot]
         num_tokens, num_synced = int(self.num_tokens[slot]), int(self._num_synced[slot])
         if num_tokens > num_synced:
-            request.append_checked_token_ids(self._pending[slot, : num_tokens - num_synced])
+            start, end = num_synced % self._width, num_tokens - num_synced
+            end += start
+            request.append_checked_token_ids(self._ring[slot, start:end])
+            if end > self._width:
+                request.append_checked_token_ids(self._ring[slot, : end - self._width])
             self._num_synced[slot] = num_tokens
         request.num_computed_tokens = min(int(self.num_computed[slot]), num_tokens)
 
-    def sync_filled(self, slots: Int32Array, num_cached_tokens: Int32Array) -> None:
-        """Bring those rows up to date whose request lacks tokens of a full block.
+    def newest_units(self, slots: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        """Return the tokens of unit `units[i]` of the row in slot `slots[i]`, `(k, unit_tokens)`.
 
-        `num_cached_tokens[i]` is how far the blocks of row `i` become hittable. Requests that hold
-        the tokens of all their full blocks stay as they are.
+        Of units that the ring does not hold (any more) they are read from the requests.
         """
-        size = self._hash_block_size
-        behind = self._num_synced[slots] // size < num_cached_tokens // size
-        if behind.any():
-            self._sync_rows(slots[behind])
+        starts = units * self._unit_tokens
+        is_in_ring = starts >= self._first_in_ring[slots]
+        is_in_ring &= starts >= self.num_tokens[slots] - self._width
+        tokens = self._ring_units[slots, units % self._ring_units.shape[1]]
+        if not is_in_ring.all():
+            for row in np.flatnonzero(~is_in_ring).tolist():
+                slot, start = int(slots[row]), int(starts[row])
+                self.sync(slot)
+                request: Request = self._requests[slot]
+                tokens[row] = request.all_token_ids[start : start + self._unit_tokens]
+        return tokens
 
     def roll_back(self, slot: int, num_computed: int, num_tokens: int) -> None:
         """Take back what a row did: `num_tokens` remain, `num_computed` of them are computed."""
@@ -167,7 +217,7 @@ class SlotTable:
             request = self._requests[slot]
             if (request is None) != (self.generation[slot] == FREE):
                 raise InvariantError(f"slot {slot} holds {request}, its generation says otherwise")
-            if request is None:
+            if request is None or self.client_index[slot] == CALLER:
                 continue
             num_synced, num_tokens = int(self._num_synced[slot]), int(self.num_tokens[slot])
             if request.num_tokens < num_synced or num_tokens - num_synced > self._width:
@@ -176,7 +226,7 @@ class SlotTable:
                     f"the table counts {num_synced} of {num_tokens} as handed over"
                 )
 
-    def _sync_rows(self, slots: npt.NDArray[np.integer]) -> None:
+    def _sync_rows(self, slots: IndexArray) -> None:
         for slot in slots.tolist():
             self.sync(slot)
 
@@ -189,3 +239,24 @@ class SlotTable:
             self._requests[slot].append_output_token_ids(token_ids[start : start + count])
             self.adopt(slot, int(self.num_computed[slot]))
             start += count
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTokens:
+    """The tokens of the rows in `slots`, as `RowTokens`. True until the table changes."""
+
+    table: SlotTable
+    slots: IndexArray
+
+    def sync(self, rows: IndexArray) -> None:
+        """Bring the requests of these rows up to date with all their tokens."""
+        for slot in self.slots[rows].tolist():
+            self.table.sync(slot)
+
+    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
+        """Return how many tokens these rows have, those their requests lack included."""
+        return self.table.num_tokens.take(self.slots[rows])
+
+    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        """Return the tokens of full units, `(k, unit_tokens)`; see `SlotTable.newest_units`."""
+        return self.table.newest_units(self.slots[rows], units)

@@ -29,6 +29,7 @@ from kvcache.manager.forks import Forks
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import RequestBook
 from kvcache.manager.row_plan import RowPlan
+from kvcache.manager.slots import BatchTokens
 from kvcache.manager.step_ledger import Rollback, Seating, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.request import Request
@@ -165,47 +166,49 @@ class StepExecutor:
 
     def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
         """Settle the rows and reserve their blocks; say which rows got them."""
-        rows = plan.rows
-        slots = rows.slots
+        rows, table = plan.rows, self._slots
+        slots, indices = rows.seated.slots, rows.seated.indices
         if not len(slots):
             return EMPTY_INT32, EMPTY_PATCH
-        table = self._slots
-        record.slots, record.generations = slots, table.generation[slots]
+        record.slots, record.generations = slots, rows.seated.generations
         record.num_computed, record.num_tokens = rows.num_computed, rows.num_tokens
-        table.append(slots, rows.counts, rows.token_ids)
-        cached = rows.settled_computed + rows.num_new - rows.num_draft
-        table.sync_filled(slots, cached)
         # If this step fails, so does what it settles: accepted drafts are drafts again.
         settled = np.minimum(rows.settled_computed, rows.num_tokens)
-        confirmed = plan.client.confirmed_tokens(slots, settled, table)
-        states = self._row_states(rows, cached) if self._keeps_states else None
+        confirmed = plan.client.confirmed_tokens(record, settled, table)
+        table.append(indices, rows.counts, rows.token_ids)
+        states = self._row_states(rows) if self._keeps_states else None
         reserved = self._core.reserve_rows(
             RowBatch(
-                table.requests_of(slots),
+                rows.seated.requests,
                 slots,
                 confirmed,
                 self._slot_tokens(rows, plan.request.num_lookahead_tokens),
-                cached,
+                rows.own_ends,
+                BatchTokens(table, indices),
                 states,
             )
         )
+        has_run = reserved.is_reserved > 0
         if states is not None:
-            has_run = reserved.is_reserved > 0
-            table.num_own[slots[has_run]] = states.num_own_tokens[has_run]
-        table.num_computed[slots] = rows.settled_computed + rows.num_new * reserved.is_reserved
+            table.num_own[indices[has_run]] = states.num_own_tokens[has_run]
+        ran_all = np.count_nonzero(has_run) == len(slots)
+        table.num_computed[indices] = (
+            rows.ends if ran_all else np.where(has_run, rows.ends, rows.settled_computed)
+        )
         return reserved.is_reserved, reserved.patches
 
-    def _row_states(self, rows: RowPlan, own_ends: Int32Array) -> RowStates:
+    def _row_states(self, rows: RowPlan) -> RowStates:
         """Say where each row's forward ends, if it has one, and where its last one did."""
-        last = self._slots.num_own[rows.slots]
-        ends = np.where(rows.num_new > 0, own_ends, last)
-        return RowStates(int32_array(ends), last, rows.settled_computed - last)
+        last = self._slots.num_own[rows.seated.indices]
+        ends = np.where(rows.ends > rows.settled_computed, rows.own_ends, last)
+        return RowStates(ends, last, rows.settled_computed - last)
 
     def _slot_tokens(self, rows: RowPlan, num_lookahead_tokens: int) -> Int32Array:
         """Up to where each row needs slots; a row that only settles needs none ahead."""
-        wanted = rows.settled_computed + rows.num_new
-        if num_lookahead_tokens:
-            wanted += min(num_lookahead_tokens, self._max_model_len) * (rows.num_new > 0)
+        if not num_lookahead_tokens:
+            return rows.ends
+        has_forward = rows.ends > rows.settled_computed
+        wanted = rows.ends + min(num_lookahead_tokens, self._max_model_len) * has_forward
         return int32_array(np.minimum(wanted, self._max_model_len))
 
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
@@ -309,7 +312,7 @@ def join_patches(patch: BlockTablePatch, changes: list[tuple[int, TableChange]])
     if not changes:
         return patch
     ids = [patch.block_ids]
-    ids += [int32_array(change.block_ids) for _, change in changes]
+    ids += [change.block_ids for _, change in changes]
     return BlockTablePatch(
         slots=_extended(patch.slots, [slot for slot, _ in changes]),
         groups=_extended(patch.groups, [change.group for _, change in changes]),

@@ -128,16 +128,24 @@ class ClientSteps:
         self.void = [*kept, (first, self.last_step)]
 
     def confirmed_tokens(
-        self, slots: Int32Array, num_settled: Int32Array, table: SlotTable
+        self, rows: StepRecord, num_settled: Int32Array, table: SlotTable
     ) -> Int32Array:
         """Return how many tokens of each row no failing step can take back any more.
 
-        `num_settled[i]` are computed in the row of `slots[i]`, unfinished steps included.
-        Blocks may be given up only behind confirmed tokens. A step that admitted a row confines
-        nothing: if it fails, the row goes.
+        `num_settled[i]` are computed in row `i` of `rows`, unfinished steps included. Blocks may
+        be given up only behind confirmed tokens. A step that admitted a row confines nothing: if
+        it fails, the row goes.
         """
         if not self.records:
             return num_settled
+        first = self.records[0]
+        if first.generations is rows.generations or np.array_equal(
+            first.generations, rows.generations
+        ):
+            # The same rows: of what the earliest step would go back to, later ones only add.
+            known = np.minimum(first.num_computed, first.num_tokens)
+            return np.minimum(known, num_settled)
+        slots = rows.slots
         confirmed = np.empty(table.num_slots, dtype=np.int32)
         confirmed[slots] = num_settled
         for record in reversed(self.records):

@@ -69,6 +69,10 @@ class StepPlanner:
                 request.failed_step, self._book, keeps_states=self._limits.keeps_states
             )
         self._check_backlog(where, request, client)
+        if rollback is None and _names_nobody(request):
+            running = self._rows.plan(where, request, client, None, ())
+            _check_lookahead(where, request)
+            return StepPlan(request, client, None, (), (), running, (), (), ())
         forgotten = set() if rollback is None else {id(known) for known in rollback.forgotten}
         waiting = set()
         if rollback is not None:
@@ -79,10 +83,7 @@ class StepPlanner:
         leaving = {*finished, *preempted}
         rows = self._rows.plan(where, request, client, rollback, leaving)
         resumed = self._resumed(where, request.resumed, client, forgotten, waiting)
-        if request.num_lookahead_tokens < 0:
-            raise RequestError(
-                f"{where}: {request.num_lookahead_tokens} lookahead tokens: pass 0 or more"
-            )
+        _check_lookahead(where, request)
         gone = forgotten | {id(known) for known in finished}
         new = tuple((self._new(where, n, gone, model_epoch), n) for n in request.new)
         staying = tuple(known for known in finished if id(known) not in forgotten)
@@ -267,11 +268,22 @@ def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> Non
         )
 
 
+def _names_nobody(request: StepRequest) -> bool:
+    """Whether a step comes with running rows at most."""
+    leaving = request.finished or request.preempted_recompute or request.preempted_swap
+    return not (leaving or request.resumed or request.new or request.forks)
+
+
+def _check_lookahead(where: str, request: StepRequest) -> None:
+    if request.num_lookahead_tokens < 0:
+        raise RequestError(
+            f"{where}: {request.num_lookahead_tokens} lookahead tokens: pass 0 or more"
+        )
+
+
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
-    if not (leaving or request.resumed or request.new or request.forks):
-        return
     resumed = tuple(item.request_id for item in request.resumed)
     new = tuple(item.request_id for item in request.new)
     for what, ids in (

@@ -17,17 +17,12 @@ from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
-from kvcache.core import ForkOrigin, Reservation
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
+from kvcache.managers.block_tables import BlockTables
 from kvcache.managers.run_maker import RunMaker
 from kvcache.request import Namespace, Request
-from kvcache.specs import KVCacheSpec, ceil_div
-
-NEVER = 1 << 62
-
-UNBOUNDED_TOKENS = 1 << 40
-"""Tokens per column where a table does not grow with them; sums and products stay in 64 bits."""
+from kvcache.specs import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +35,11 @@ class MatchLimits:
     alignment_blocks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class SharedColumn:
-    """A column that parent and child of a fork share, and that both may write."""
+class SingleTypeKVCacheManager(BlockTables, ABC):
+    """Block tables of one group, and what of them is cached.
 
-    of_parent: int
-    of_child: int
-
-
-class SingleTypeKVCacheManager(ABC):
-    """Block tables of one group, by request id.
-
-    A table for `n` tokens has `ceil(n / tokens_per_column) + num_extra_columns` columns. These are
-    a request's own tokens where states are kept, those that it has slots for everywhere else.
-
-    Invariants: the first `num_cached_blocks` blocks of a table were made hittable, are null or
-    were adopted as hits, unless they were withdrawn since; the first `_first_kept` are null.
+    Invariant: the first `num_cached_blocks` blocks of a table were made hittable, are null or were
+    adopted as hits, unless they were withdrawn since.
     """
 
     supports_eagle: ClassVar[bool] = True
@@ -77,17 +61,14 @@ class SingleTypeKVCacheManager(ABC):
                 f"group {group} has blocks of {spec.block_size} tokens and digests come every "
                 f"{hash_block_size}: hash at a divisor of every group's block size"
             )
-        self.spec = spec
-        self.group = group
-        self.block_size = spec.block_size
-        self.tokens_per_column = spec.block_size
-        self.num_extra_columns = 0
+        super().__init__(spec, pool, group)
         self._pool = pool
         self._hashes_per_block = spec.block_size // hash_block_size
         self._runs = RunMaker(spec, pool, group, self._hashes_per_block)
-        self._tables: dict[str, list[int]] = {}
         self._num_cached: dict[str, int] = {}
-        self._first_kept: dict[str, int] = {}
+
+    def free(self, request_id: str) -> None:
+        self._pool.free_blocks([b for b in reversed(self.forget_request(request_id)) if b])
 
     # --- what a kind answers -------------------------------------------------------------------
 
@@ -105,17 +86,9 @@ class SingleTypeKVCacheManager(ABC):
         Null for blocks it would not read. Changes nothing.
         """
 
-    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        """Return how many leading blocks nobody reads any more after so many computed tokens."""
-        return self.spec.num_skipped_tokens(num_computed_tokens) // self.block_size
-
     @abstractmethod
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Return how many leading blocks every running request shares."""
-
-    def next_skip_tokens(self, request_id: str) -> int:
-        """Return the computed tokens from which on one more block is skipped; NEVER if none."""
-        return NEVER
 
     # --- look-up -------------------------------------------------------------------------------
 
@@ -174,153 +147,11 @@ class SingleTypeKVCacheManager(ABC):
             for find in finders
         )
 
-    # --- allocation ----------------------------------------------------------------------------
-
-    def table(self, request_id: str) -> Sequence[int]:
-        """Return a request's table, empty if unknown. Belongs to the manager: do not change it."""
-        return self._tables.get(request_id, ())
-
-    def request_ids(self) -> Sequence[str]:
-        """Return the requests that have a table."""
-        return list(self._tables)
+    # --- caching -------------------------------------------------------------------------------
 
     def num_cached_blocks(self, request_id: str) -> int:
         """Return up to where the request's blocks need not be made hittable any more."""
         return self._num_cached.get(request_id, 0)
-
-    def capacity_tokens(self, request_id: str) -> int:
-        """Return for how many tokens the request's table is long enough."""
-        num_columns = len(self._tables.get(request_id, ()))
-        return (num_columns - self.num_extra_columns) * self.tokens_per_column
-
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        reservation: Reservation,
-        new_computed_blocks: Sequence[int] = (),
-    ) -> int:
-        """Return how many free blocks a reservation takes, hits that are free included.
-
-        Positions that nobody reads after its computed tokens need none. No mutation.
-        """
-        total = ceil_div(reservation.num_slot_tokens, self.block_size)
-        held = len(self._tables.get(request_id, ())) + len(new_computed_blocks)
-        skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
-        needed = max(0, total - max(held, skipped))
-        if new_computed_blocks:
-            needed += self._pool.num_unheld(new_computed_blocks[skipped:])
-        return needed
-
-    def save_new_computed_blocks(
-        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int = 0
-    ) -> None:
-        """Adopt a hit as the start of a request's table; raises RequestError if it has one.
-
-        Where tokens behind the hit come from elsewhere, positions that nobody reads any more after
-        `num_computed_tokens` stay null.
-        """
-        if self._tables.get(request_id):
-            raise RequestError(
-                f"request {request_id} holds {len(self._tables[request_id])} blocks of group "
-                f"{self.group} already: only a request without blocks adopts a hit"
-            )
-        skipped = min(self.num_skipped_blocks(num_computed_tokens), len(block_ids))
-        table = [NULL_ID] * skipped + list(block_ids[skipped:])
-        first_kept = next((i for i, block_id in enumerate(table) if block_id), len(table))
-        self._pool.touch(table[first_kept:])
-        self._tables[request_id] = table
-        self._num_cached[request_id] = len(table)
-        self._first_kept[request_id] = first_kept
-
-    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
-        """Extend a request's table as reserved; return what entered it, nulls included.
-
-        Raises:
-            OutOfBlocksError: too few are free; nothing was changed.
-        """
-        table = self._tables.get(request_id, [])
-        total = ceil_div(reservation.num_slot_tokens, self.block_size)
-        missing = total - len(table)
-        if missing <= 0:
-            self._tables.setdefault(request_id, table)
-            return []
-        skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
-        num_null = max(0, skipped - len(table))
-        new = [NULL_ID] * num_null + self._pool.get_new_blocks(missing - num_null)
-        table += new
-        self._tables[request_id] = table
-        return new
-
-    def extend_table(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Append blocks that the caller took from the pool for this request."""
-        self._tables.setdefault(request_id, []).extend(block_ids)
-
-    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Free the blocks nobody reads any more, right to left, and put nulls in their place."""
-        skipped = self.take_skipped_blocks(request_id, num_computed_tokens)
-        if skipped:
-            self._pool.give_back(skipped)
-
-    def take_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[int]:
-        """Put nulls in the place of blocks nobody reads any more; return them, right to left.
-
-        Whoever calls gives the references back.
-        """
-        table = self._tables.get(request_id)
-        if table is None:
-            return []
-        end = min(self.num_skipped_blocks(num_computed_tokens), len(table))
-        start = self._first_kept.get(request_id, 0)
-        if end <= start:
-            return []
-        skipped = table[start:end][::-1]
-        if NULL_ID in skipped:
-            # States leave nulls between the blocks they keep, so that not the first null ends it.
-            skipped = [block_id for block_id in skipped if block_id]
-        table[start:end] = [NULL_ID] * (end - start)
-        self._first_kept[request_id] = end
-        return skipped
-
-    def free(self, request_id: str) -> None:
-        """Give all of a request's blocks back, tail first; an unknown request: no effect."""
-        self._pool.free_blocks([b for b in reversed(self.forget_request(request_id)) if b])
-
-    def forget_request(self, request_id: str) -> list[int]:
-        """Drop a request's table and return it. Whoever calls gives the references back."""
-        self._num_cached.pop(request_id, None)
-        self._first_kept.pop(request_id, None)
-        return self._tables.pop(request_id, [])
-
-    # --- forks ---------------------------------------------------------------------------------
-
-    def fork(self, parent_id: str, child_id: str, origin: ForkOrigin) -> SharedColumn | None:
-        """Let `child_id`, which has no table, share the parent's blocks up to the origin.
-
-        Returns the column that both may still write, None where there is none.
-        """
-        end = ceil_div(origin.num_tokens, self.block_size)
-        self._share(parent_id, child_id, self._tables.get(parent_id, [])[:end])
-        num_full = origin.num_tokens // self.block_size
-        self._num_cached[child_id] = min(self._num_cached.get(parent_id, 0), num_full)
-        return SharedColumn(num_full, num_full) if num_full < end else None
-
-    def writes_column(self, column: int, reservation: Reservation) -> bool:
-        """Say whether a forward behind the fork's tokens writes a column that was shared there."""
-        return True
-
-    def replace_block(self, request_id: str, column: int, block_id: int) -> int:
-        """Put another block into a column; return the one that was there."""
-        table = self._tables[request_id]
-        before, table[column] = table[column], block_id
-        return before
-
-    def _share(self, parent_id: str, child_id: str, table: list[int]) -> None:
-        """Give `child_id` a table, and a reference to each block in it."""
-        self._pool.touch([block_id for block_id in table if block_id])
-        self._tables[child_id] = table
-        self._first_kept[child_id] = min(self._first_kept.get(parent_id, 0), len(table))
-
-    # --- caching -------------------------------------------------------------------------------
 
     def group_hashes(self, digests: Sequence[BlockHash]) -> Sequence[BlockHash]:
         """Return one digest per block of this group: the last of those its tokens have."""
@@ -332,10 +163,12 @@ class SingleTypeKVCacheManager(ABC):
         """Return the tokens from which on one more block could be made hittable."""
         return (self._num_cached.get(request_id, 0) + 1) * self.block_size
 
-    def note_own_end(  # noqa: B027 - where tokens are kept it does not matter
-        self, request_id: str, num_own_tokens: int
-    ) -> None:
-        """A forward is to end with so many own tokens. Only groups that keep states are told."""
+    def forget_request(self, request_id: str) -> list[int]:
+        self._num_cached.pop(request_id, None)
+        return super().forget_request(request_id)
+
+    def _note_cached(self, request_id: str, num_blocks: int) -> None:
+        self._num_cached[request_id] = num_blocks
 
     def rewind(self, request_id: str, num_cached_blocks: int) -> None:
         """Blocks from `num_cached_blocks` on may be made hittable again: they are not yet."""

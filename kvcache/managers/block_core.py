@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvcache.arrays import EMPTY_INT32, int32_array
 from kvcache.blocks.audit import check_pool, dump_pool
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.pool import BlockPool
@@ -29,11 +30,11 @@ from kvcache.core import (
     RowsReserved,
     TableChange,
 )
-from kvcache.errors import RequestError
+from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.managers.audit import check_tables, dump_tables
-from kvcache.managers.base import NEVER
+from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import (
     KVCacheCoordinator,
     RowLimits,
@@ -44,7 +45,7 @@ from kvcache.managers.duplicates import DuplicateMerger
 from kvcache.managers.forks import TableForks
 from kvcache.managers.row_board import RowBoard
 from kvcache.managers.row_server import RowServer
-from kvcache.request import Request
+from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig
 
 
@@ -178,7 +179,7 @@ class BlockCore:
         """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
         coordinator = self.coordinator
         if not coordinator.can_hit or self._hits_stopped or request.skip_reading_prefix_cache:
-            return CacheHit(tuple(() for _ in coordinator.managers), 0)
+            return CacheHit((EMPTY_INT32,) * len(coordinator.managers), 0)
         return coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1, request.namespace
         )
@@ -248,13 +249,24 @@ class BlockCore:
 
     # --- contents ------------------------------------------------------------------------------
 
+    def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
+        """Return a sealed block of a group that holds `digest`, None if none does. No mutation.
+
+        Raises:
+            BlockError: there is no such group.
+        """
+        num_groups = len(self.coordinator.managers)
+        if not 0 <= group < num_groups:
+            raise BlockError(f"KV cache group {group} does not exist: the plan has {num_groups}")
+        return self.pool.contents.find_sealed(digest, namespace, group)
+
     def pin(self, hit: CacheHit) -> None:
         """Hold the blocks of `hit` by a pin reference; raises BlockError if one is gone."""
-        self.pool.touch(self.coordinator.tail_first(hit.block_ids), ReferenceKind.PIN)
+        self.pool.touch(self._tail_first(hit), ReferenceKind.PIN)
 
     def unpin(self, hit: CacheHit) -> None:
         """Give a pin reference back; raises BlockError, unchanged, if one has none."""
-        self.pool.free_blocks(self.coordinator.tail_first(hit.block_ids), ReferenceKind.PIN)
+        self.pool.free_blocks(self._tail_first(hit), ReferenceKind.PIN)
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks and of their cached descendants."""
@@ -341,6 +353,9 @@ class BlockCore:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _tail_first(self, hit: CacheHit) -> list[int]:
+        return self.coordinator.tail_first([ids.tolist() for ids in hit.block_ids])
+
     def _may_cache(self, request: Request) -> bool:
         return (
             self.coordinator.can_hit
@@ -399,7 +414,7 @@ class BlockCore:
             table = coordinator.managers[group].table(request_id)
             first = 0 if hit is not None else len(table) - len(entered)
             if len(table) > first:
-                changes.append(TableChange(group, first, list(table[first:])))
+                changes.append(TableChange(group, first, int32_array(table[first:])))
         self._cache(request, reservation)
         return changes
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, cycle
+from itertools import cycle
 from math import gcd, lcm
 from typing import NamedTuple
 
+from kvcache.arrays import EMPTY_INT32, int32_array
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
 from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
-from kvcache.managers.base import NEVER, MatchLimits, SingleTypeKVCacheManager
+from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
+from kvcache.managers.block_tables import NEVER
 from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig, KVCacheSpec
@@ -60,6 +62,7 @@ class KVCacheCoordinator(ABC):
             get_manager_for_kv_cache_spec(spec, managers)(spec, pool, group, self.hash_block_size)
             for group, spec in enumerate(self.specs)
         )
+        self._num_ordered = sum(spec.reads_whole_prefix for spec in self.specs)
         self.state_managers = tuple(
             manager for manager in self.managers if manager.spec.num_state_blocks is not None
         )
@@ -84,7 +87,7 @@ class KVCacheCoordinator(ABC):
         """Return how many free blocks the request takes in all groups. Changes nothing."""
         return sum(
             manager.get_num_blocks_to_allocate(
-                request_id, reservation, hit.block_ids[manager.group] if hit else ()
+                request_id, reservation, hit.block_ids[manager.group].tolist() if hit else ()
             )
             for manager in self.managers
         )
@@ -94,7 +97,7 @@ class KVCacheCoordinator(ABC):
     ) -> None:
         """Adopt a hit in every group; raises RequestError if the request has blocks."""
         for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
-            manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
+            manager.save_new_computed_blocks(request_id, block_ids.tolist(), num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[list[int]]:
         """Extend all tables as reserved; return what entered each. There is room."""
@@ -153,20 +156,25 @@ class KVCacheCoordinator(ABC):
         )
 
     def tail_first(self, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Return the blocks of one request's tables, null left out, last tokens first."""
-        if len(tables) == 1:
-            order = list(reversed(tables[0]))
-        elif (
-            len({len(table) for table in tables}) == 1 and len({*map(self._size, self.specs)}) == 1
-        ):
-            order = list(chain.from_iterable(zip(*map(reversed, tables), strict=True)))
+        """Return the blocks of one request's tables, null left out, last tokens first.
+
+        Blocks that can go one by one come before those that are of no use without all before them:
+        so none of the first outlives what a hit would need beside it.
+        """
+        order: list[int] = []
+        in_order: list[int] = []
+        ordered: list[tuple[int, int, int]] = []
+        for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
+            if not spec.reads_whole_prefix:
+                order += reversed(table)
+            elif self._num_ordered == 1:
+                in_order = list(reversed(table))
+            else:
+                ordered += [(-(i + 1) * spec.block_size, group, b) for i, b in enumerate(table)]
+        if self._num_ordered == 1:
+            order += in_order
         else:
-            placed = [
-                (-(index + 1) * spec.block_size, group, block_id)
-                for group, (spec, table) in enumerate(zip(self.specs, tables, strict=True))
-                for index, block_id in enumerate(table)
-            ]
-            order = [block_id for _, _, block_id in sorted(placed)]
+            order += [block_id for _, _, block_id in sorted(ordered)]
         return [block_id for block_id in order if block_id] if NULL_ID in order else order
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
@@ -202,10 +210,6 @@ class KVCacheCoordinator(ABC):
         """Return the computed tokens from which on one more block of some group is skipped."""
         return min((m.next_skip_tokens(request_id) for m in self.managers), default=NEVER)
 
-    @staticmethod
-    def _size(spec: KVCacheSpec) -> int:
-        return spec.block_size
-
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Tables without any caching: every look-up misses, nothing becomes hittable."""
@@ -218,7 +222,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
         """Return a miss."""
-        return CacheHit(tuple(() for _ in self.managers), 0)
+        return CacheHit((EMPTY_INT32,) * len(self.managers), 0)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Cache nothing."""
@@ -238,7 +242,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         (match,) = manager.find_longest_cache_hit(
             block_hashes, max_length, [0], self.pool, manager.spec, self.use_eagle, namespace
         )
-        return CacheHit((tuple(match),), len(match) * manager.block_size)
+        return CacheHit((int32_array(match),), len(match) * manager.block_size)
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
@@ -286,7 +290,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         length = max(0, length - self._step_tokens) if self.use_eagle else length
         return CacheHit(
             tuple(
-                tuple(matches.get(group, [])[: length // spec.block_size])
+                int32_array(matches.get(group, [])[: length // spec.block_size])
                 for group, spec in enumerate(self.specs)
             ),
             length,
@@ -341,6 +345,17 @@ def require_eagle_support(
             )
 
 
+def can_cache_prefixes(specs: Sequence[KVCacheSpec]) -> bool:
+    """Say whether requests can start from cached blocks in every group; warn if some cannot."""
+    unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
+    if unable:
+        logger.warning(
+            "prefix caching is off: KV cache groups of kind %s cannot start from cached blocks",
+            ", ".join(unable),
+        )
+    return bool(specs) and not unable
+
+
 def get_kv_cache_coordinator(
     kv_cache_config: KVCacheConfig,
     pool: BlockPool,
@@ -357,14 +372,8 @@ def get_kv_cache_coordinator(
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if use_eagle:
         require_eagle_support(specs, managers)
-    unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
-    if enable_caching and unable:
-        logger.warning(
-            "prefix caching is off: KV cache groups of kind %s cannot start from cached blocks",
-            ", ".join(unable),
-        )
     kind: type[KVCacheCoordinator]
-    if not enable_caching or unable or not specs:
+    if not (enable_caching and can_cache_prefixes(specs)):
         kind = KVCacheCoordinatorNoPrefixCache
     else:
         kind = UnitaryKVCacheCoordinator if len(specs) == 1 else HybridKVCacheCoordinator

@@ -10,18 +10,13 @@ from collections.abc import Sequence
 
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
-from kvcache.core import ForkOrigin, Reservation
 from kvcache.hashing import BlockHash
-from kvcache.managers.base import (
-    UNBOUNDED_TOKENS,
-    MatchLimits,
-    SharedColumn,
-    SingleTypeKVCacheManager,
-)
-from kvcache.specs import KVCacheSpec, ceil_div
+from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
+from kvcache.managers.encoder_tables import EncoderColumns
+from kvcache.specs import KVCacheSpec
 
 
-class CrossAttentionManager(SingleTypeKVCacheManager):
+class CrossAttentionManager(EncoderColumns, SingleTypeKVCacheManager):
     """Tables of as many blocks as a request's encoder tokens fill, none where it has none."""
 
     def __init__(
@@ -29,9 +24,7 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     ) -> None:
         """Manage a cross-attention group."""
         super().__init__(spec, pool, group, hash_block_size)
-        # However many tokens the request has itself, they want no column: one less than one.
-        self.tokens_per_column = UNBOUNDED_TOKENS
-        self.num_extra_columns = -1
+        self.keep_encoder_tokens()
 
     @classmethod
     def longest_match(
@@ -43,40 +36,6 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     ) -> list[int]:
         """Return nothing: what an encoder made of one input is of no use for another."""
         return []
-
-    def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        reservation: Reservation,
-        new_computed_blocks: Sequence[int] = (),
-    ) -> int:
-        """Return what the encoder tokens of a request take that has no table yet."""
-        if request_id in self._tables:
-            return 0
-        return ceil_div(reservation.num_encoder_tokens, self.block_size)
-
-    def save_new_computed_blocks(
-        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int = 0
-    ) -> None:
-        """Adopt nothing: there is no hit."""
-
-    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
-        """Make the table of a request that has none yet; return its blocks.
-
-        Raises:
-            OutOfBlocksError: too few are free; nothing was changed.
-        """
-        if request_id in self._tables:
-            return []
-        num_blocks = ceil_div(reservation.num_encoder_tokens, self.block_size)
-        table = self._pool.get_new_blocks(num_blocks)
-        self._tables[request_id] = table
-        return list(table)
-
-    def fork(self, parent_id: str, child_id: str, origin: ForkOrigin) -> SharedColumn | None:
-        """Let a child share all of the encoder's tokens: nobody writes them again."""
-        self._share(parent_id, child_id, list(self._tables.get(parent_id, ())))
-        return None
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Return 0: nothing is shared."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.arrays import int32_array
 from kvcache.blocks.run import CachedRun
 from kvcache.core import TableChange
 from kvcache.managers.coordinators import KVCacheCoordinator
@@ -42,7 +43,7 @@ class DuplicateMerger:
                 self._pool.touch([first])
                 manager.replace_block(run.request_id, column, first)
                 self._pool.give_back([block_id])
-                change = TableChange(manager.group, column, [first])
+                change = TableChange(manager.group, column, int32_array([first]))
                 self._changes.append((run.request_id, change))
                 if not self._pool.num_references(block_id):
                     self._pool.forget_copies([block_id])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from kvcache.arrays import int32_array
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.references import NULL_ID
 from kvcache.core import ForkOrigin, ReferenceKind, Reservation, TableChange
@@ -56,7 +57,7 @@ class TableForks:
             column = manager.fork(parent_id, child_id, origin)
             table = manager.table(child_id)
             if table:
-                changes.append(TableChange(manager.group, 0, list(table)))
+                changes.append(TableChange(manager.group, 0, int32_array(table)))
             if column is not None and table[column.of_child] != NULL_ID:
                 key = manager.group, column.of_parent
                 of_parent[key] = min(of_parent.get(key, origin.num_tokens), origin.num_tokens)
@@ -104,7 +105,7 @@ class TableForks:
                 self._outbox.copies.add(old, new)
             self._pool.give_back([old])
             self.num_copies += 1
-            changes.append(TableChange(manager.group, column, [new]))
+            changes.append(TableChange(manager.group, column, int32_array([new])))
         self._forget_settled(request_id, reservation)
         return changes
 

@@ -13,10 +13,12 @@ Rows whose tables get null columns (a chunk passes by states that nobody keeps) 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
@@ -26,10 +28,11 @@ from kvcache.core import (
     RowBatch,
     RowsReserved,
     RowStates,
+    RowTokens,
     TableChange,
 )
 from kvcache.errors import RequestError
-from kvcache.managers.base import NEVER
+from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.row_board import Int64Array, RowBoard
 from kvcache.request import Request
@@ -38,6 +41,23 @@ EMPTY_INDEX: IndexArray = index_array(())
 
 ReserveOne: TypeAlias = Callable[[Request, Reservation], "list[TableChange] | None"]
 """Reserves for one request that has been checked; None where there is no room."""
+
+
+@dataclass(frozen=True, eq=False)
+class _SelectedTokens:
+    """The tokens of some rows of a batch: row `i` is row `rows[i]` there."""
+
+    tokens: RowTokens
+    rows: IndexArray
+
+    def sync(self, rows: IndexArray) -> None:
+        self.tokens.sync(self.rows[rows])
+
+    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
+        return self.tokens.num_tokens(self.rows[rows])
+
+    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        return self.tokens.newest_units(self.rows[rows], units)
 
 
 class RowServer:
@@ -75,6 +95,8 @@ class RowServer:
         if not len(busy):
             return RowsReserved(is_reserved, EMPTY_PATCH)
         batch = _select(rows, busy)
+        # A row that the board does not know counts as one that fills blocks.
+        batch.tokens.sync(self._board.fills(batch.slots, batch.num_cached_tokens).nonzero()[0])
         self._require_possible(batch)
         self._recall(batch)
         self._free_skipped(batch)
@@ -208,6 +230,7 @@ class RowServer:
     def _serve_singly(self, batch: RowBatch) -> tuple[Int32Array, BlockTablePatch]:
         is_reserved: list[int] = []
         changes: list[tuple[int, TableChange]] = []
+        batch.tokens.sync(np.arange(len(batch.requests)))
         figures = (batch.num_computed_tokens, batch.num_slot_tokens, batch.num_cached_tokens)
         columns = (column.tolist() for column in (batch.slots, *figures))
         states = _states(batch)
@@ -247,11 +270,12 @@ def _select(rows: RowBatch, indices: IndexArray) -> RowBatch:
             states.num_accepted_drafts[indices],
         )
     return RowBatch(
-        [rows.requests[row] for row in indices.tolist()],
+        rows.requests[indices],
         rows.slots[indices],
         rows.num_computed_tokens[indices],
         rows.num_slot_tokens[indices],
         rows.num_cached_tokens[indices],
+        _SelectedTokens(rows.tokens, indices),
         states,
     )
 
@@ -282,13 +306,10 @@ def _patch(changes: list[tuple[int, TableChange]]) -> BlockTablePatch:
     """Return the changes of rows (slot, change) as one command."""
     if not changes:
         return EMPTY_PATCH
-    block_ids: list[int] = []
-    for _, change in changes:
-        block_ids += change.block_ids
     return BlockTablePatch(
         slots=int32_array([slot for slot, _ in changes]),
         groups=int32_array([change.group for _, change in changes]),
         first_indices=int32_array([change.first_index for _, change in changes]),
         counts=int32_array([len(change.block_ids) for _, change in changes]),
-        block_ids=int32_array(block_ids),
+        block_ids=np.concatenate([change.block_ids for _, change in changes]),
     )

@@ -5,8 +5,14 @@ The default policy. A request gives its blocks back tail first, so its tail goes
 
 from __future__ import annotations
 
+import numpy as np
+
+from kvcache.arrays import IndexArray, index_array
 from kvcache.policies.entry_queue import Entries, EntryQueue
 from kvcache.policies.policy import EntryBook, Victims
+
+_ENTRIES_AT_ONCE = 256
+"""Entries whose weights are asked for in one go."""
 
 
 class LRUPolicy:
@@ -35,13 +41,25 @@ class LRUPolicy:
     def choose(self, num_blocks: int) -> Victims:
         if self._book.is_uniform:
             return Victims(self._queue.pop_many(num_blocks))
-        entries: list[int] = []
+        chosen: list[IndexArray] = []
         num_of_last = missing = num_blocks
         while missing > 0 and len(self._queue):
-            entries += self._queue.pop_many(1).tolist()
-            num_of_last = min(missing, self._book.describe(entries[-1]).weight_blocks)
-            missing -= num_of_last
-        return Victims(entries, num_of_last)
+            # Every entry frees a block at least: no more of them than blocks are needed.
+            entries = self._queue.pop_many(min(missing, _ENTRIES_AT_ONCE))
+            freed = self._book.weights(entries).cumsum()
+            if int(freed[-1]) > missing:
+                last = int(freed.searchsorted(missing))
+                self._queue.prepend_many(entries[last + 1 :])
+                entries = entries[: last + 1]
+                num_of_last = missing - (int(freed[last - 1]) if last else 0)
+                missing = 0
+            else:
+                num_of_last = int(freed[-1]) - (int(freed[-2]) if len(freed) > 1 else 0)
+                missing -= int(freed[-1])
+            chosen.append(entries)
+        if len(chosen) == 1:
+            return Victims(chosen[0], num_of_last)
+        return Victims(np.concatenate(chosen) if chosen else index_array(()), num_of_last)
 
     def put_back(self, entries: Entries) -> None:
         self._queue.prepend_many(entries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcache.arrays import IndexArray
 from kvcache.policies.entry_queue import Entries
 
 
@@ -37,6 +38,9 @@ class EntryBook(Protocol):
 
     def describe(self, entry: int) -> EntryInfo:
         """Say what is known of an entry that was inserted."""
+
+    def weights(self, entries: IndexArray) -> IndexArray:
+        """Return how many blocks each of these entries frees. Needed unless all weigh one."""
 
 
 @dataclass(frozen=True, eq=False)

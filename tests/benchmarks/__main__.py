@@ -1,10 +1,12 @@
 """Run the benchmarks.
 
-    python -m tests.benchmarks [NAME ...] [--peer DIR] [--smoke] [--churn-turns N] [--json FILE]
-                               [--write FILE]
+    python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
+                               [--churn-turns N] [--json FILE] [--write FILE]
 
-Names are workloads (`w1` ... `w9`, `m`, `g`, `c1`, `c2`); without any, all run. `--peer` is the
-environment that `make bench-peer` builds; without it the peer's columns are empty.
+Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1`, `c2`); without any, all run. `--cores`
+says which cores run, all that there are by default: a core that is not there has an empty column.
+`--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
+`--full` serves 20,000 turns of churn and a million small requests.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from tests.benchmarks.cores import FAST, PEER, REFERENCE, present
 from tests.benchmarks.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
 from tests.benchmarks.measure import Row
+from tests.benchmarks.sides import SidePool
 from tests.benchmarks.works import Sizes
 
+SIDES = (FAST, REFERENCE, PEER)
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_WORKLOADS = ("c1", "c2")
 
@@ -33,11 +38,17 @@ CLUSTER_WORKLOADS = ("c1", "c2")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help="workloads to run")
-    parser.add_argument("--peer", type=Path, help="environment of the peer")
-    parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
     parser.add_argument(
-        "--churn-turns", type=int, default=2000, help="turns of w7 (20000 is its full size)"
+        "--cores",
+        type=lambda text: text.split(","),
+        default=[FAST, REFERENCE],
+        help=f"cores to run, separated by commas (default: {FAST},{REFERENCE})",
     )
+    parser.add_argument("--peer", type=Path, help="environment of the peer")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
+    size.add_argument("--full", action="store_true", help="full sizes of w7, w8's churn and flat")
+    parser.add_argument("--churn-turns", type=int, help="turns of w7; w8 serves half of them")
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--write", type=Path, help="write the table as Markdown")
     options = parser.parse_args()
@@ -47,62 +58,91 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown workloads {unknown}: there are {', '.join(known)}")
     console = Console(stderr=True)
+    cores = present(options.cores)
+    if not set(options.cores) <= {FAST, REFERENCE} or not cores:
+        parser.error(f"cores {options.cores}: choose of {FAST},{REFERENCE}, one that is there")
+    for missing in sorted({FAST, REFERENCE} - set(cores)):
+        console.print(f"core '{missing}' is not {why_not(missing)}: its column stays empty")
     peer = options.peer
     if peer is None and (ROOT / ".venv-peer" / ".installed").exists():
         peer = ROOT / ".venv-peer"
     if peer is None:
-        console.print("no peer: its columns stay empty (make bench-peer builds it)")
+        console.print("no peer: its column stays empty (make bench-peer builds it)")
+    load_before = os.getloadavg()[0]
+    if load_before > 0.5:
+        console.print(f"the load is {load_before:.1f}: others use this machine, ratios will suffer")
     rows: list[Row] = []
     with Progress(console=console) as progress:
-        sizes = Sizes(options.smoke, 16 if options.smoke else options.churn_turns)
         managers = [name for name in names if name in MANAGER_WORKLOADS]
-        rows += measure_manager(managers, peer, sizes, progress)
+        with SidePool(cores, peer) as pool:
+            rows += measure_manager(managers, pool, sizes_of(options), progress)
         cluster = [name for name in names if name in CLUSTER_WORKLOADS]
         if cluster:
             from tests.benchmarks.bench_cluster import measure_cluster
 
-            rows += measure_cluster(cluster, options.smoke, progress)
+            rows += measure_cluster(cluster, cores, options.smoke, progress)
     show(rows)
     if options.json:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     if options.write:
-        options.write.write_text(markdown(rows, peer), encoding="utf-8")
+        options.write.write_text(markdown(rows, peer, cores, load_before), encoding="utf-8")
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Return the sizes that the command line asks for."""
+    turns, requests = (20_000, 1_000_000) if options.full else (2_000, 20_000)
+    if options.smoke:
+        turns, requests = 16, 2_000
+    return Sizes(options.smoke, options.churn_turns or turns, requests)
+
+
+def why_not(core: str) -> str:
+    return "asked for" if core in present() else "in this version"
 
 
 def show(rows: list[Row]) -> None:
     table = Table(*HEADINGS)
     for row in rows:
         table.add_row(*cells(row))
-    Console(width=170).print(table)
+    Console(width=200).print(table)
 
 
-HEADINGS = ("", "work", "ours", "other", "ratio", "bar now", "goal")
+HEADINGS = ("", "work", "fast core", "reference core", "peer", "fast", "reference", "bar", "goal")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    ratio = "-" if row.ratio is None else f"{row.ratio:.1f}x"
-    other = f"{row.peer} ({row.peer_name})" if row.peer else "-"
+    figures = [str(row.figures[side]) if side in row.figures else "-" for side in SIDES]
+    ratios = [row.ratio(core) for core in (FAST, REFERENCE)]
+    if PEER in row.figures:
+        figures[-1] += f" ({row.peer_name})"
     what = f"{row.what} ({row.note})" if row.note else row.what
-    return row.workload, what, str(row.ours), other, ratio, row.bar, row.goal
+    times = ["-" if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
+    return row.workload, what, *figures, *times, row.bar, row.goal
 
 
-def markdown(rows: list[Row], peer: Path | None) -> str:
+def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_before: float) -> str:
+    missing = sorted({FAST, REFERENCE} - set(cores))
     name = "vLLM" if peer is None else f"vLLM {peer_version(peer)}"
     lines = [
         "# Benchmarks",
         "",
-        "Only ratios mean something: both sides ran alternately, in the same minutes, on a",
+        "Only ratios mean something: the sides ran alternately, in the same minutes, on a",
         "shared, noisy machine. Figures are medians; ± is half the distance between the quartiles.",
         "",
-        f"- Machine: {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        f"- Machine: {os.cpu_count()} cores, {platform.machine()}, {platform.system()}; load "
+        f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
+        "- Clock: processor time of the one thread for w, m, g, flat; time on the wall for C",
         f"- Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("numpy", "ray", "torch", "pyzmq")),
         f"- Revision: {revision()}",
         f"- Command: `python -m tests.benchmarks {' '.join(options_without_paths())}`",
-        f"- Peer of W, M, G: the KV cache manager of {name} (`make bench-peer`). Other side of C:",
-        "  the same messages as plain Ray actor calls.",
+        f"- Peer of w, m, g: the KV cache manager of {name} (`make bench-peer`). Peer of C: the",
+        "  same messages as plain Ray actor calls.",
+        *[f"- Core `{core}` is not {why_not(core)}: its column is empty." for core in missing],
         "",
-        "`bar now` is what the reference core must reach, `goal` what the fast core is built for.",
+        f"The fast core is `{FAST}`, the reference core `{REFERENCE}`; `fast` and `reference` are",
+        "their ratios to the peer, how many times less they took. `bar` is what the reference core",
+        "must reach, `goal` what the fast core is built for.",
         "",
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),

@@ -1,11 +1,12 @@
-"""Steps through a real cluster, beside the same messages as plain Ray calls. Rows C1 and C2.
+"""Steps through a real cluster on each core, beside the same by Ray calls. Rows C1 and C2.
 
-    python -m tests.benchmarks.bench_cluster [--smoke] [--json FILE] [--only C1|C2]
+    python -m tests.benchmarks.bench_cluster [--cores NAMES] [--smoke] [--json FILE] [--only C1|C2]
 
 C1: one empty step from the engine to the coordinator actor, to the workers, acknowledged by all of
-them, back to the engine. C2: the same pipelined, in steps a second. The peer is what one would
-write without sockets: driver -> async coordinator actor -> workers -> back, the very bytes of the
-same messages as arguments. Both sides alternate in one run; printed are medians and their ratio.
+them, back to the engine; and the same step with 256 requests that decode a token each. C2: empty
+steps pipelined, in steps a second. The peer is what one would write without sockets: driver ->
+async coordinator actor -> workers -> back, the very bytes of the same messages as arguments. All
+sides alternate in one run; printed are medians and their ratios.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +38,37 @@ os.environ.update(
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
 )
 
-import ray  # noqa: E402 - Ray reads the settings above when it is imported
+import numpy as np  # noqa: E402 - Ray reads the settings above when it is imported
+import ray  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from actors import KVCacheClient, KVCacheCluster  # noqa: E402
 from kvcache.config import ClusterConfig, parse_config  # noqa: E402
 from kvcache.messages import StepCommands  # noqa: E402
-from kvcache.step import StepRequest  # noqa: E402
+from kvcache.step import NewRequest, RunningRequests, StepRequest  # noqa: E402
 from kvcache.wire import encode  # noqa: E402
+from tests.benchmarks.cores import FAST, PEER, REFERENCE, present  # noqa: E402
 from tests.benchmarks.measure import Figure, Row  # noqa: E402
 
 EMPTY_STEP = StepRequest("", 0, 0)
 DEPTH = 16
 """Steps under way at once when pipelined."""
 
+NUM_DECODES = 256
 
-def make_config(num_workers: int) -> ClusterConfig:
+
+def make_config(core: str, num_workers: int) -> ClusterConfig:
     """Return a small model on `num_workers` tensor-parallel ranks."""
     return parse_config(
         {
-            "name": f"bench-{num_workers}",
+            "name": f"bench-{core}-{num_workers}",
             "model": {
                 "name": "bench",
                 "max_model_len": 2048,
                 "layers": [{"kind": "full", "count": 4, "num_kv_heads": 8, "head_size": 8}],
             },
-            "cache": {"memory_per_rank": "16MiB"},
+            "cache": {"memory_per_rank": "32MiB", "core": core},
+            "scheduler": {"max_num_seqs": NUM_DECODES},
             "parallel": {"tensor_parallel_size": num_workers},
             "workers": {"num_cpus_per_rank": 0.1},
         }
@@ -136,6 +143,44 @@ def our_pipeline(client: KVCacheClient, num_steps: int) -> None:
     client.wait_applied(waiting[-1])
 
 
+class Decodes:
+    """Steps of `NUM_DECODES` requests that decode a token each. A context manager."""
+
+    def __init__(self, client: KVCacheClient) -> None:
+        self._client = client
+        self._last_step = -1
+        random = np.random.default_rng(1)
+        self._new = tuple(
+            # Staggered lengths: one request in sixteen fills a block in each step.
+            NewRequest(f"decode-{i}", random.integers(0, 1000, 16 + i % 16, np.int32), 32)
+            for i in range(NUM_DECODES)
+        )
+        ones, zeros = np.ones(NUM_DECODES, np.int32), np.zeros(NUM_DECODES, np.int32)
+        offsets = np.arange(NUM_DECODES + 1, dtype=np.int32)
+        self._running = RunningRequests(zeros, ones, zeros, zeros, offsets, ones)
+
+    def __enter__(self) -> Decodes:
+        number = self._run(StepRequest(new=self._new))
+        slots = self._client.wait_result(number).admitted_slots
+        if (slots < 0).any():
+            raise RuntimeError(f"no room for {NUM_DECODES} requests")
+        self._running = replace(self._running, slots=slots)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._run(StepRequest(finished=tuple(request.request_id for request in self._new)))
+
+    def step(self) -> None:
+        """One token for every request, acknowledged by every worker."""
+        self._run(StepRequest(running=self._running))
+
+    def _run(self, request: StepRequest) -> int:
+        number = self._client.submit(replace(request, completed_step=self._last_step))
+        self._client.wait_applied(number)
+        self._last_step = number
+        return number
+
+
 def per_step_us(run: Callable[[], None], num_steps: int) -> float:
     """Return microseconds a step of a run of `num_steps`."""
     start_s = time.perf_counter()
@@ -145,45 +190,79 @@ def per_step_us(run: Callable[[], None], num_steps: int) -> float:
 
 @dataclass(frozen=True)
 class Samples:
-    """Microseconds a step of one workload with one number of workers, both sides."""
+    """Microseconds a step of one workload with one number of workers, by side."""
 
     row: str
     num_workers: int
-    ours_us: tuple[float, ...]
-    ray_us: tuple[float, ...]
+    us: Mapping[str, tuple[float, ...]]
 
-    @property
-    def ratio(self) -> float:
-        """How many times faster than by Ray calls, by the medians."""
-        return statistics.median(self.ray_us) / statistics.median(self.ours_us)
+    def median(self, side: str) -> float:
+        """Return the median of that side."""
+        return statistics.median(self.us[side])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        return {**asdict(self), "ratio": round(self.ratio, 2)}
+        cores = [side for side in self.us if side != PEER and PEER in self.us]
+        ratios = {core: round(self.median(PEER) / self.median(core), 2) for core in cores}
+        return {**asdict(self), "ratios": ratios}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many rounds of how many steps, ours and by Ray calls."""
+
+    rounds: int
+    ours: int
+    theirs: int
+    decodes: int
 
 
 def measure(
-    num_workers: int, rows: tuple[str, ...], is_small: bool, say: Callable[[str], None]
+    num_workers: int,
+    rows: tuple[str, ...],
+    cores: tuple[str, ...],
+    counts: Counts,
+    say: Callable[[str], None],
 ) -> list[Samples]:
-    """Return the samples for one number of workers; both sides alternate."""
-    rounds, ours, theirs = (2, 50, 10) if is_small else (7, 400, 60)
-    samples: dict[str, tuple[list[float], list[float]]] = {row: ([], []) for row in rows}
-    with KVCacheCluster.launch(make_config(num_workers)) as cluster, cluster.client() as client:
+    """Return the samples for one number of workers; all sides alternate."""
+    if "C1" in rows:
+        rows = (*rows, "C1 decodes")
+    taken: dict[str, dict[str, list[float]]] = {row: {} for row in rows}
+    with ExitStack() as stack:
+        clients = {}
+        for core in cores:
+            cluster = stack.enter_context(KVCacheCluster.launch(make_config(core, num_workers)))
+            clients[core] = stack.enter_context(cluster.client())
         peer = RayPeer(num_workers)
-        for number in range(rounds):
-            say(f"{num_workers} workers, round {number + 1} of {rounds}")
-            for row, (mine, other) in samples.items():
-                if row == "C1":
-                    mine.append(per_step_us(lambda: repeat(our_step, client, ours), ours))
-                    other.append(per_step_us(lambda: repeat(RayPeer.step, peer, theirs), theirs))
-                else:
-                    mine.append(per_step_us(lambda: our_pipeline(client, 4 * ours), 4 * ours))
-                    other.append(per_step_us(lambda: peer.pipeline(2 * theirs), 2 * theirs))
+        for number in range(counts.rounds):
+            say(f"{num_workers} workers, round {number + 1} of {counts.rounds}")
+            for row, by_side in taken.items():
+                for core, client in clients.items():
+                    by_side.setdefault(core, []).append(our_sample(row, client, counts))
+                if row != "C1 decodes":
+                    by_side.setdefault(PEER, []).append(their_sample(row, peer, counts))
         peer.close()
     return [
-        Samples(row, num_workers, tuple(mine), tuple(other))
-        for row, (mine, other) in samples.items()
+        Samples(row, num_workers, {side: tuple(us) for side, us in by_side.items()})
+        for row, by_side in taken.items()
     ]
+
+
+def our_sample(row: str, client: KVCacheClient, counts: Counts) -> float:
+    """Return microseconds a step of one round on our side."""
+    if row == "C1":
+        return per_step_us(lambda: repeat(our_step, client, counts.ours), counts.ours)
+    if row == "C2":
+        return per_step_us(lambda: our_pipeline(client, 4 * counts.ours), 4 * counts.ours)
+    with Decodes(client) as decodes:
+        return per_step_us(lambda: repeat(Decodes.step, decodes, counts.decodes), counts.decodes)
+
+
+def their_sample(row: str, peer: RayPeer, counts: Counts) -> float:
+    """Return microseconds a step of one round by Ray calls."""
+    if row == "C1":
+        return per_step_us(lambda: repeat(RayPeer.step, peer, counts.theirs), counts.theirs)
+    return per_step_us(lambda: peer.pipeline(2 * counts.theirs), 2 * counts.theirs)
 
 
 def repeat(action: Callable[[Any], None], argument: Any, count: int) -> None:
@@ -198,10 +277,14 @@ def say(line: str) -> None:
 
 
 def measure_all(
-    wanted: tuple[str, ...], is_small: bool, say: Callable[[str], None]
+    wanted: tuple[str, ...],
+    cores: tuple[str, ...],
+    is_small: bool,
+    say: Callable[[str], None],
 ) -> list[Samples]:
     """Start Ray, measure what is wanted of C1 and C2, stop Ray."""
     plan = {2: wanted} if is_small else {4: wanted, 1: ("C2",), 8: ("C2",)}
+    counts = Counts(2, 50, 10, 16) if is_small else Counts(7, 400, 60, 96)
     ray.init(
         num_cpus=8,
         include_dashboard=False,
@@ -214,52 +297,81 @@ def measure_all(
         for num_workers, rows in plan.items():
             chosen = tuple(row for row in rows if row in wanted)
             if chosen:
-                measured += measure(num_workers, chosen, is_small, say)
+                measured += measure(num_workers, chosen, cores, counts, say)
     finally:
         ray.shutdown()
         shutil.rmtree(SCRATCH, ignore_errors=True)
     return measured
 
 
-def measure_cluster(names: Sequence[str], is_small: bool, progress: Progress) -> list[Row]:
+def measure_cluster(
+    names: Sequence[str], cores: tuple[str, ...], is_small: bool, progress: Progress
+) -> list[Row]:
     """Return the rows of `names` (`c1`, `c2`) for the table of all benchmarks."""
     task = progress.add_task("cluster", total=None)
     wanted = tuple(name.upper() for name in names)
     measured = measure_all(
-        wanted, is_small, lambda line: progress.update(task, description=f"cluster: {line}")
+        wanted, cores, is_small, lambda line: progress.update(task, description=f"cluster: {line}")
     )
     progress.remove_task(task)
+    empty = {samples.num_workers: samples for samples in measured if samples.row == "C1"}
+    return [as_row(samples, empty.get(samples.num_workers, samples)) for samples in measured]
+
+
+def as_row(samples: Samples, empty: Samples) -> Row:
+    """Return a line of the table; `empty` are the empty steps of the same run."""
+    if samples.row == "C1 decodes":
+        return decodes_row(samples, empty)
     what = {"C1": "an empty step, acknowledged by all", "C2": f"pipelined, {DEPTH} under way"}
-    return [
-        Row(
-            workload=samples.row,
-            what=f"{what[samples.row]}, {samples.num_workers} workers",
-            ours=Figure(tuple(us / 1e6 for us in samples.ours_us)),
-            peer=Figure(tuple(us / 1e6 for us in samples.ray_us)),
-            peer_name="Ray calls",
-            goal=">= 10x",
-        )
-        for samples in measured
-    ]
+    return Row(
+        workload=samples.row,
+        what=f"{what[samples.row]}, {samples.num_workers} workers",
+        figures={
+            side: Figure(tuple(sample / 1e6 for sample in us)) for side, us in samples.us.items()
+        },
+        peer_name="Ray calls",
+        goal=">= 10x",
+    )
+
+
+def decodes_row(decodes: Samples, empty: Samples) -> Row:
+    """Return the line that compares steps with decodes with empty ones, round by round."""
+    figures = {
+        core: Figure(tuple(a / b for a, b in zip(us, empty.us[core], strict=True)), "times")
+        for core, us in decodes.us.items()
+    }
+    names = {FAST: "fast core", REFERENCE: "reference core"}
+    times = [f"{names[core]} {decodes.median(core) / 1e3:.2f} ms" for core in decodes.us]
+    what = f"a step with {NUM_DECODES} decodes against an empty one"
+    return Row(
+        workload="C1",
+        what=f"{what}, {decodes.num_workers} workers",
+        figures=figures,
+        peer_name="",
+        goal="< 1.3 times",
+        note=", ".join(times),
+    )
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cores", default=",".join(present()), help="separated by commas")
     parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
     parser.add_argument("--json", type=Path, help="write the samples to this file")
     parser.add_argument("--only", choices=("C1", "C2"))
     arguments = parser.parse_args()
     wanted = ("C1", "C2") if arguments.only is None else (arguments.only,)
-    measured = measure_all(wanted, arguments.smoke, say)
+    cores = present(arguments.cores.split(","))
+    if not cores:
+        parser.error(f"none of {arguments.cores} is a core of this version")
+    measured = measure_all(wanted, cores, arguments.smoke, say)
     for samples in measured:
-        ours, theirs = statistics.median(samples.ours_us), statistics.median(samples.ray_us)
-        print(
-            f"{samples.row}  {samples.num_workers} workers  ours {ours:8.1f} us"
-            f" [{min(samples.ours_us):.0f}, {max(samples.ours_us):.0f}]"
-            f"  ray {theirs:8.1f} us [{min(samples.ray_us):.0f}, {max(samples.ray_us):.0f}]"
-            f"  ratio {samples.ratio:5.1f}  {1e6 / ours:.0f} steps/s"
-        )
+        said = [
+            f"{side} {samples.median(side):8.1f} us [{min(us):.0f}, {max(us):.0f}]"
+            for side, us in samples.us.items()
+        ]
+        print(f"{samples.row}  {samples.num_workers} workers  {'  '.join(said)}")
     if arguments.json:
         rows = [samples.to_json() for samples in measured]
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")

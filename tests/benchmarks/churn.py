@@ -8,13 +8,13 @@ seed alone: both sides serve the same turns in the same steps.
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from side_setup import Setup
+from stopwatch import now_s
 from workloads import VOCABULARY, Manager
 
 NUM_SYSTEM_PROMPTS = 8
@@ -77,9 +77,9 @@ class Churn:
                 self.manager.tokens(sampled, False),
                 [(turn.name, turn.tokens) for turn in new],
             )
-            start = time.perf_counter()
+            start = now_s()
             self.num_hit_tokens += self.manager.serve_step(*arguments)
-            taken += time.perf_counter() - start
+            taken += now_s() - start
             for turn in going:
                 turn.num_decoded += 1
             self.running = going + new

@@ -1,175 +1,139 @@
-"""The manager's workloads as rows: ours and the peer's side alternating, each in its process."""
+"""The manager's workloads as rows: both cores' and the peer's sides alternate."""
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.progress import Progress, TaskID
 
+from tests.benchmarks.cores import FAST, PEER, REFERENCE
 from tests.benchmarks.measure import Figure, Row, alternate
-from tests.benchmarks.side_setup import Setup
+from tests.benchmarks.sides import SidePool, Sides
 from tests.benchmarks.works import Sizes, Work, all_works
 
-HERE = Path(__file__).resolve().parent
-MANAGER_WORKLOADS = ("w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "m", "g")
+MANAGER_WORKLOADS = ("w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "m", "g", "flat")
 PEER_NAME = "vLLM"
 SMOKE_REPETITIONS = 2
+FLAT_PARTS = 10
 
-
-class Side:
-    """A process that runs workloads of one side."""
-
-    def __init__(self, name: str, python: Path, setup: Setup) -> None:
-        self._name = name
-        self._process = subprocess.Popen(
-            [str(python), str(HERE / "side.py"), name, json.dumps(setup.to_json())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if name == "ours" else subprocess.DEVNULL,
-            text=True,
-        )
-
-    def wait_until_ready(self) -> None:
-        """Wait until the manager stands and is filled."""
-        got = self._read()
-        if got != "ready":
-            raise RuntimeError(f"the side '{self._name}' said {got!r} instead of 'ready'")
-
-    def call(self, function: str, *arguments: Any) -> Any:
-        """Run one function of the suite and return its answer."""
-        assert self._process.stdin is not None
-        print(json.dumps([function, arguments]), file=self._process.stdin, flush=True)
-        return json.loads(self._read())
-
-    def caller(self, function: str, *arguments: Any) -> Callable[[], Any]:
-        """Return what calls the function."""
-        return lambda: self.call(function, *arguments)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        self._process.stdout.close()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the side '{self._name}' has died: see its message above")
-        return line.strip()
-
-
-class Sides:
-    """Ours and, where it is, the peer's on one setup. A context manager."""
-
-    def __init__(self, setup: Setup, peer: Path | None) -> None:
-        self.all = [Side("ours", Path(sys.executable), setup)]
-        if peer is not None:
-            self.all.append(Side("peer", peer / "bin" / "python", setup))
-        try:
-            for side in self.all:
-                side.wait_until_ready()
-        except RuntimeError:
-            self.close()
-            raise
-
-    def __enter__(self) -> Sides:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the processes."""
-        for side in self.all:
-            side.close()
-
-    def alternate(
-        self,
-        function: str,
-        arguments: Sequence[Any],
-        repetitions: int,
-        on_repetition: Callable[[], None],
-    ) -> list[Figure]:
-        """Run a function on each side in turn."""
-        calls = [side.caller(function, *arguments) for side in self.all]
-        return alternate(calls, repetitions, on_repetition)
-
-    def note(self, work: Work) -> str:
-        """Say what else the sides have to say of a work: are their results the same?"""
-        if len(self.all) == 1:
-            return ""
-        ours, peer = self.all
-        if work.workload == "w6":
-            return peer.call("check", ours.call("payload")) or "decodes equal"
-        if work.function == "serve":
-            hits = [side.call("hit_tokens") for side in self.all]
-            return "same hits" if hits[0] == hits[1] else f"{hits[0] / hits[1] - 1:+.2%} hit tokens"
-        return ""
+CORE_NAMES = {FAST: "fast core", REFERENCE: "reference core"}
 
 
 def measure_manager(
-    names: Sequence[str], peer: Path | None, sizes: Sizes, progress: Progress
+    names: Sequence[str], pool: SidePool, sizes: Sizes, progress: Progress
 ) -> list[Row]:
-    """Run the named workloads; without a peer its figures are missing."""
+    """Run the named workloads; a side that is not there has no figures."""
     works = [work for work in all_works(sizes) if work.workload in names]
     rows: list[Row] = []
     for setup, group in groupby(works, lambda work: work.setup):
         waiting = progress.add_task(
             f"{setup.suite}, {setup.num_blocks} blocks: filling", total=None
         )
-        with Sides(setup, peer) as sides:
+        with Sides(pool, setup) as sides:
             progress.remove_task(waiting)
             rows += [measure(work, sides, sizes, progress) for work in group]
-    return rows + (growth(sizes, peer, progress) if "g" in names else [])
+    if "g" in names:
+        rows += growth(sizes, pool, progress)
+    if "flat" in names:
+        rows += flatness(sizes, pool, progress)
+    return rows
 
 
 def measure(work: Work, sides: Sides, sizes: Sizes, progress: Progress) -> Row:
-    """Run one work on both sides."""
+    """Run one work on every side."""
     repetitions = min(work.repetitions, SMOKE_REPETITIONS) if sizes.is_smoke else work.repetitions
     task = progress.add_task(f"{work.workload} {work.what}", total=repetitions)
-    figures = sides.alternate(work.function, work.arguments, repetitions, advancing(progress, task))
-    figures = [Figure(figure.samples, work.unit) for figure in figures]
-    return Row(
-        work.workload,
-        work.what,
-        figures[0],
-        figures[1] if len(figures) > 1 else None,
-        PEER_NAME,
-        work.goal,
-        work.bar,
-        sides.note(work),
-    )
+    calls = sides.callers(work.function, *work.arguments)
+    figures = alternate(calls, repetitions, advancing(progress, task), work.unit)
+    note = note_on(work, figures, sides)
+    return Row(work.workload, work.what, figures, PEER_NAME, work.goal, work.bar, note)
 
 
-def growth(sizes: Sizes, peer: Path | None, progress: Progress) -> list[Row]:
-    """How much slower W2 and W5 are in a large pool than in a small one, all four alternating."""
+def note_on(work: Work, figures: dict[str, Figure], sides: Sides) -> str:
+    """Say what else there is to say of a work: are the sides' results the same?"""
+    if work.workload == "w6":
+        return note_on_payloads(sides)
+    if work.function == "serve":
+        return note_on_hits(sides.ask("hit_tokens"))
+    if work.function == "average" and FAST in figures and REFERENCE in figures:
+        share = figures[FAST].median / figures[REFERENCE].median
+        return f"fast core takes {share:.2f}x the reference core's time"
+    return ""
+
+
+def note_on_payloads(sides: Sides) -> str:
+    """Have the peer's own decoder read what the cores encode."""
+    if PEER not in sides.by_name:
+        return ""
+    peer = sides.by_name[PEER]
+    payloads = {n: side.call("payload") for n, side in sides.by_name.items() if side is not peer}
+    wrong = {name: said for name, text in payloads.items() if (said := peer.call("check", text))}
+    return "; ".join(f"{CORE_NAMES[n]} {said}" for n, said in wrong.items()) or "decodes equal"
+
+
+def note_on_hits(hits: dict[str, int]) -> str:
+    """Compare hit tokens with the peer's, without it with the reference core's."""
+    against = PEER if PEER in hits else REFERENCE
+    if len(hits) < 2 or against not in hits:
+        return ""
+    said = []
+    for name in hits.keys() - {against}:
+        change = hits[name] / hits[against] - 1
+        said.append(f"{CORE_NAMES[name]} {f'{change:+.2%}' if change else 'same'}")
+    said.sort()
+    return f"hit tokens beside {CORE_NAMES.get(against, PEER_NAME)}: {', '.join(said)}"
+
+
+def growth(sizes: Sizes, pool: SidePool, progress: Progress) -> list[Row]:
+    """How much slower W2 and W5 are in a large pool than in a small one, all sides alternating."""
     small, large = sizes.small(), sizes.large()
     repetitions = SMOKE_REPETITIONS if sizes.is_smoke else 21
     rows = []
     waiting = progress.add_task(f"g, {large.num_blocks} blocks: filling", total=None)
-    with Sides(small, peer) as few, Sides(large, peer) as many:
+    with Sides(pool, small) as few, Sides(pool, large) as many:
         progress.remove_task(waiting)
         for function, what in (("look_up_cached", "W2"), ("free_prompt", "W5")):
             task = progress.add_task(f"g growth of {what}", total=repetitions)
-            calls = [side.caller(function) for pair in (few, many) for side in pair.all]
-            figures = alternate(calls, repetitions, advancing(progress, task))
-            half = len(figures) // 2
-            times = [
-                Figure((after.median / before.median,), "times")
-                for before, after in zip(figures[:half], figures[half:], strict=True)
-            ]
+            calls = {
+                f"{size} {name}": call
+                for size, sides in (("few", few), ("many", many))
+                for name, call in sides.callers(function).items()
+            }
+            times = alternate(calls, repetitions, advancing(progress, task))
+            figures = {
+                name: Figure((times[f"many {name}"].median / times[f"few {name}"].median,), "times")
+                for name in few.by_name
+            }
             row = f"growth of {what} from {small.num_blocks:,} to {large.num_blocks:,} blocks"
-            other = times[1] if half > 1 else None
-            rows.append(Row("g", row, times[0], other, PEER_NAME, "<= 1.3 times"))
+            rows.append(Row("g", row, figures, PEER_NAME, "<= 1.3 times"))
     return rows
+
+
+def flatness(sizes: Sizes, pool: SidePool, progress: Progress) -> list[Row]:
+    """How much memory grows between the first tenth of many small requests and the last."""
+    part = sizes.flat_requests // FLAT_PARTS
+    task = progress.add_task(f"flat, {sizes.flat_requests:,} requests", total=FLAT_PARTS)
+    with Sides(pool, sizes.flat(), has_peer=False) as sides:
+        calls = sides.callers("mebibytes_after", part)
+        held = alternate(calls, FLAT_PARTS, advancing(progress, task), "MiB")
+        costs = sides.ask("seconds_per_request")
+    figures = {
+        name: Figure((figure.samples[-1] / figure.samples[0],), "times")
+        for name, figure in held.items()
+    }
+    notes = []
+    for name, figure in held.items():
+        first, middle, last = (figure.samples[i] for i in (0, FLAT_PARTS // 2 - 1, -1))
+        notes.append(
+            f"{CORE_NAMES[name]} {first:.1f}, {middle:.1f}, {last:.1f} MiB, "
+            f"{costs[name] * 1e6:.0f} us a request"
+        )
+    what = f"memory after {sizes.flat_requests:,} small requests, against after a tenth of them"
+    note = f"at 10, 50, 100 %: {'; '.join(notes)}"
+    return [Row("flat", what, figures, PEER_NAME, "<= 1.05 times", "<= 1.05 times", note)]
 
 
 def advancing(progress: Progress, task: TaskID) -> Callable[[], None]:

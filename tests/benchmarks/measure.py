@@ -1,14 +1,16 @@
-"""Timing two things beside each other, on a machine that is never quiet.
+"""Timing things beside each other, on a machine that is never quiet.
 
-Only ratios count: the sides alternate within one run, each repetition gives one ratio-worthy pair,
-and the medians and their spread are printed.
+Only ratios count: the sides alternate within one run, and the medians and their spread are printed.
+Each side times itself; `stopwatch.py` says by which clock those of the manager do.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from tests.benchmarks.cores import FAST, PEER, REFERENCE
 
 
 @dataclass(frozen=True)
@@ -41,40 +43,41 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `peer` is None where the peer was not there.
+    """One line of the table: what each side measured, by the names of `cores`.
 
-    `bar` is what the reference core must reach now, `goal` what the fast core is built for; both
-    are ratios unless they name a unit, and empty where there is none.
+    A side that was not there is missing. `bar` is what the reference core must reach, `goal` what
+    the fast core is built for; both are ratios to the peer unless they say otherwise, and empty
+    where there is none.
     """
 
     workload: str
     what: str
-    ours: Figure
-    peer: Figure | None
+    figures: Mapping[str, Figure]
     peer_name: str
     goal: str
     bar: str = ""
     note: str = ""
-    extra: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def ratio(self) -> float | None:
-        return None if self.peer is None else self.peer.median / self.ours.median
+    def ratio(self, side: str) -> float | None:
+        """Return how many times less than the peer `side` took, if both were there."""
+        if side not in self.figures or PEER not in self.figures:
+            return None
+        return self.figures[PEER].median / self.figures[side].median
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self) | {"ratio": self.ratio}
+        return asdict(self) | {"ratios": {core: self.ratio(core) for core in (FAST, REFERENCE)}}
 
 
 def alternate(
-    sides: Iterable[Callable[[], float]],
+    sides: Mapping[str, Callable[[], float]],
     repetitions: int,
     on_repetition: Callable[[], None] = lambda: None,
-) -> list[Figure]:
+    unit: str = "s",
+) -> dict[str, Figure]:
     """Call each side in turn, `repetitions` times over; each call returns its own seconds."""
-    sides = list(sides)
-    samples: list[list[float]] = [[] for _ in sides]
+    samples: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repetitions):
-        for side, taken in zip(sides, samples, strict=True):
-            taken.append(side())
+        for name, side in sides.items():
+            samples[name].append(side())
         on_repetition()
-    return [Figure(tuple(taken)) for taken in samples]
+    return {name: Figure(tuple(taken), unit) for name, taken in samples.items()}

@@ -1,18 +1,20 @@
-"""This package's manager, wrapped for `workloads`."""
+"""This package's manager on one of its cores, wrapped for `workloads`."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from side_setup import BLOCK_SIZE, WINDOW_TOKENS, Setup
+from stopwatch import now_s
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.core import BlocksStored
+from kvcache.digests import PackedDigests
 from kvcache.events import EventCodec
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.hashing import BlockHash, get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
 from kvcache.specs import (
@@ -35,10 +37,18 @@ class Batch:
     slots: Int32Array
 
 
+@dataclass
+class Stored:
+    """Blocks that have just filled: packed digests in the fast core, single ones in the other."""
+
+    request: Request
+    digests: Sequence[BlockHash]
+
+
 class OurManager:
     """Prompts go through the per-request calls, decoding through one `step` per step."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, core: str) -> None:
         specs: list[KVCacheSpec] = [FullAttentionSpec(BLOCK_SIZE, 1, 8)]
         if setup.is_hybrid:
             specs.append(SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=WINDOW_TOKENS))
@@ -52,7 +62,9 @@ class OurManager:
             max_num_seqs=8192,
             caching_hash_algo=setup.hash_algorithm,
             enable_kv_cache_events=setup.has_events,
+            core=core,
         )
+        self._finds_by_digest = core == "blocks"
         hash_fn = get_hash_fn(setup.hash_algorithm)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
         self._codec = EventCodec(groups)
@@ -70,6 +82,10 @@ class OurManager:
 
     def hash(self, request: Request) -> None:
         _ = request.block_hashes
+
+    def prepare(self, request: Request) -> None:
+        if self._finds_by_digest:
+            self.hash(request)
 
     def look_up(self, request: Request) -> Any:
         return self._manager.get_computed_blocks(request)
@@ -100,10 +116,10 @@ class OurManager:
 
     def decode_steps(self, batch: Batch, steps: int) -> float:
         running = one_token_each(batch.slots, np.full(len(batch.slots), 7, np.int32))
-        start = time.perf_counter()
+        start = now_s()
         for _ in range(steps):
             self._run(running=running)
-        return time.perf_counter() - start
+        return now_s() - start
 
     def stop_decoding(self, batch: Batch) -> None:
         self._run(finished=batch.request_ids)
@@ -127,11 +143,19 @@ class OurManager:
             self._codec.encode(1.5, self._manager.take_events())
         return int(result.num_hit_tokens.sum())
 
-    def encode_stored(self, request: Request) -> bytes:
+    def stored(self, request: Request) -> Stored:
+        digests = request.block_hashes
+        if self._finds_by_digest:
+            return Stored(request, digests)
+        return Stored(request, PackedDigests(b"".join(digests), len(digests[0])))
+
+    def encode_stored(self, stored: Stored) -> bytes:
+        """Build and encode the event, the digests taken as the core takes them from its books."""
+        digests, request = stored.digests, stored.request
         event = BlocksStored(
             group=0,
             medium="device",
-            digests=tuple(request.block_hashes),
+            digests=digests[:] if isinstance(digests, PackedDigests) else tuple(digests),
             parent_digest=None,
             token_ids=request.all_token_ids,
             block_size=BLOCK_SIZE,
@@ -139,8 +163,8 @@ class OurManager:
         )
         return self._codec.encode(1.5, [event])
 
-    def check_stored(self, request: Request, payload: bytes) -> str:
-        return "" if payload == self.encode_stored(request) else "differs"
+    def check_stored(self, stored: Stored, payload: bytes) -> str:
+        return "" if payload == self.encode_stored(stored) else "differs"
 
     def _run(self, **fields: Any) -> StepResult:
         self._step += 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from side_setup import BLOCK_SIZE, WINDOW_TOKENS, Setup
+from stopwatch import now_s
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -76,6 +76,13 @@ class PeerManager:
         request.block_hashes = self._hasher(request)
         request._block_hasher = self._hasher
 
+    def prepare(self, request: Request) -> None:
+        self.hash(request)
+
+    def stored(self, request: Request) -> Request:
+        self.hash(request)
+        return request
+
     def look_up(self, request: Request) -> Any:
         return self._manager.get_computed_blocks(request)
 
@@ -107,14 +114,14 @@ class PeerManager:
 
     def decode_steps(self, batch: list[Request], steps: int) -> float:
         allocate = self._manager.allocate_slots
-        start = time.perf_counter()
+        start = now_s()
         for _ in range(steps):
             self._manager.new_step_starts()
             for request in batch:
                 request.append_output_token_ids(7)
                 allocate(request, 1)
                 request.num_computed_tokens += 1
-        return time.perf_counter() - start
+        return now_s() - start
 
     def stop_decoding(self, batch: list[Request]) -> None:
         for request in batch:

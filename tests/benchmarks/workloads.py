@@ -1,28 +1,36 @@
 """What is timed of a manager, the same for both sides. Runs in either environment.
 
-Every function returns the seconds of one repetition and leaves the manager as it found it. Only
-what a scheduler would pay for is inside the timer.
+Every function returns the seconds of one repetition, by `stopwatch`, and leaves the manager as it
+found it. Only what a scheduler would pay for is inside the timer.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
+from memory import anonymous_bytes
 from side_setup import Setup
+from stopwatch import now_s
 
 VOCABULARY = 150_000
+IN_A_ROW = 16
+"""Repetitions of what changes nothing, before the other side takes its turn."""
 
 
 class Manager(Protocol):
-    """A manager under test, wrapped; requests are its own objects."""
+    """A manager under test, wrapped; requests are its own objects.
+
+    `hash` computes a request's digests; `prepare` does so for a manager that finds and caches
+    blocks by them, and nothing for one that matches tokens. `stored` is what the manager knows of
+    blocks that have just filled, which `encode_stored` makes an event of.
+    """
 
     def new_request(self, tokens: Any) -> Any: ...
     def tokens(self, tokens: np.ndarray, as_list: bool) -> Any: ...
     def hash(self, request: Any) -> None: ...
+    def prepare(self, request: Any) -> None: ...
     def look_up(self, request: Any) -> Any: ...
     def allocate(self, request: Any, num_tokens: int, hit: Any = None) -> None: ...
     def free(self, request: Any) -> None: ...
@@ -32,8 +40,9 @@ class Manager(Protocol):
     def serve_step(
         self, finished: list[str], kept: np.ndarray, tokens: Any, new: list[tuple[str, Any]]
     ) -> int: ...
-    def encode_stored(self, request: Any) -> bytes: ...
-    def check_stored(self, request: Any, payload: bytes) -> str: ...
+    def stored(self, request: Any) -> Any: ...
+    def encode_stored(self, stored: Any) -> bytes: ...
+    def check_stored(self, stored: Any, payload: bytes) -> str: ...
 
 
 class Prompts:
@@ -41,7 +50,7 @@ class Prompts:
 
     def __init__(self, make_manager: Any, setup: Setup) -> None:
         gc.collect()
-        before = psutil.Process().memory_info().rss
+        before = anonymous_bytes()
         self.manager: Manager = make_manager(setup)
         self.prompt_tokens = setup.prompt_tokens
         self.random = np.random.default_rng(1)
@@ -50,7 +59,7 @@ class Prompts:
         self.cached_prompt = self.prompt()
         self._fill(self.cached_prompt)
         gc.collect()
-        self.memory_bytes = psutil.Process().memory_info().rss - before
+        self.memory_bytes = anonymous_bytes() - before
         self.num_blocks = setup.num_blocks
         gc.freeze()
 
@@ -59,9 +68,13 @@ class Prompts:
 
     def _fill(self, tokens: np.ndarray) -> None:
         request = self.manager.new_request(tokens)
-        self.manager.hash(request)
+        self.manager.prepare(request)
         self.manager.allocate(request, len(tokens))
         self.manager.free(request)
+
+    def average(self, count: int, function: str, *arguments: Any) -> float:
+        """Return the mean seconds of `count` calls in a row of another function."""
+        return sum(getattr(self, function)(*arguments) for _ in range(count)) / count
 
     def bytes_per_block(self) -> float:
         """Return what the process grew by until all blocks were cached, per block."""
@@ -69,59 +82,61 @@ class Prompts:
 
     def hash_fresh(self) -> float:
         request = self.manager.new_request(self.prompt())
-        start = time.perf_counter()
+        start = now_s()
         self.manager.hash(request)
-        return time.perf_counter() - start
+        return now_s() - start
 
-    def look_up_cached(self) -> float:
+    def look_up_cached(self, times: int = IN_A_ROW) -> float:
+        """Return the seconds of one look-up out of `times` in a row."""
         request = self.manager.new_request(self.cached_prompt)
-        self.manager.hash(request)
-        start = time.perf_counter()
-        self.manager.look_up(request)
-        return time.perf_counter() - start
+        self.manager.prepare(request)
+        start = now_s()
+        for _ in range(times):
+            self.manager.look_up(request)
+        return (now_s() - start) / times
 
     def tokens_to_hit(self, as_list: bool) -> float:
         tokens = self.manager.tokens(self.cached_prompt, as_list)
-        start = time.perf_counter()
+        start = now_s()
         request = self.manager.new_request(tokens)
-        self.manager.hash(request)
+        self.manager.prepare(request)
         self.manager.look_up(request)
-        return time.perf_counter() - start
+        return now_s() - start
 
     def allocate_hashed(self) -> float:
         request = self.manager.new_request(self.prompt())
         self.manager.hash(request)
-        start = time.perf_counter()
+        start = now_s()
         self.manager.allocate(request, self.prompt_tokens)
-        taken = time.perf_counter() - start
+        taken = now_s() - start
         self.manager.free(request)
         self._touch_cached()
         return taken
 
     def allocate_hashing(self) -> float:
         request = self.manager.new_request(self.prompt())
-        start = time.perf_counter()
+        start = now_s()
         self.manager.hash(request)
         self.manager.allocate(request, self.prompt_tokens)
-        taken = time.perf_counter() - start
+        taken = now_s() - start
         self.manager.free(request)
         self._touch_cached()
         return taken
 
     def free_prompt(self) -> float:
         request = self.manager.new_request(self.prompt())
-        self.manager.hash(request)
+        self.manager.prepare(request)
         self.manager.allocate(request, self.prompt_tokens)
-        start = time.perf_counter()
+        start = now_s()
         self.manager.free(request)
-        taken = time.perf_counter() - start
+        taken = now_s() - start
         self._touch_cached()
         return taken
 
     def _touch_cached(self) -> None:
         """Keep the cached prompt recent, so that eviction takes other blocks."""
         request = self.manager.new_request(self.cached_prompt)
-        self.manager.hash(request)
+        self.manager.prepare(request)
         hit = self.manager.look_up(request)
         self.manager.allocate(request, 1, hit)
         self.manager.free(request)
@@ -152,19 +167,20 @@ class StoredEvents:
         self.manager: Manager = make_manager(setup)
         random = np.random.default_rng(1)
         tokens = random.integers(0, VOCABULARY, setup.prompt_tokens, dtype=np.int32)
-        self.request = self.manager.new_request(tokens)
-        self.manager.hash(self.request)
+        self.stored = self.manager.stored(self.manager.new_request(tokens))
         gc.collect()
         gc.freeze()
 
-    def encode_stored(self) -> float:
-        start = time.perf_counter()
-        self.manager.encode_stored(self.request)
-        return time.perf_counter() - start
+    def encode_stored(self, times: int) -> float:
+        """Return the seconds of one event out of `times` in a row."""
+        start = now_s()
+        for _ in range(times):
+            self.manager.encode_stored(self.stored)
+        return (now_s() - start) / times
 
     def payload(self) -> str:
-        return self.manager.encode_stored(self.request).hex()
+        return self.manager.encode_stored(self.stored).hex()
 
     def check(self, payload: str) -> str:
         """Return how `payload` differs from what this side builds; empty if it does not."""
-        return self.manager.check_stored(self.request, bytes.fromhex(payload))
+        return self.manager.check_stored(self.stored, bytes.fromhex(payload))

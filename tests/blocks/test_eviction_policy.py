@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcache.arrays import IndexArray, index_array
 from kvcache.errors import ConfigurationError
 from kvcache.policies import EVICTION_POLICIES, EntryInfo, make_eviction_policy
 
@@ -15,6 +16,9 @@ class Book:
     @property
     def is_uniform(self) -> bool:
         return not self._weights
+
+    def weights(self, entries: IndexArray) -> IndexArray:
+        return index_array([self._weights.get(entry, 1) for entry in entries.tolist()])
 
     def describe(self, entry: int) -> EntryInfo:
         return EntryInfo(weight_blocks=self._weights.get(entry, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,14 +156,14 @@ def test_a_slot_is_reused_lowest_first_also_within_a_step() -> None:
 
 
 def test_a_row_may_bring_more_tokens_than_a_row_holds_back() -> None:
-    manager = make_manager()
+    manager = make_manager(replace(FULL, max_model_len=1000), num_blocks=300)
     engine = Engine(manager)
     engine.step(new=(new("r1", [1] * 3), new("r2", [2] * 3)))
-    engine.step(row(1, [9]), row(0, list(range(70)), num_new=70))
+    engine.step(row(1, [9]), row(0, list(range(700)), num_new=700))
     engine.step(row(1, [8]), row(0, [7], num_new=1))
     first, second = manager.get_request("r1"), manager.get_request("r2")
     assert first is not None and second is not None
-    assert first.all_token_ids.tolist() == [1] * 3 + [*range(70), 7]
+    assert first.all_token_ids.tolist() == [1] * 3 + [*range(700), 7]
     assert second.all_token_ids.tolist() == [2, 2, 2, 9, 8]
 
 

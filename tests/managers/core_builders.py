@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.core import CacheHit, Reservation, TableChange
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import IndexArray
+from kvcache.core import CacheHit, Reservation, RowBatch, RowStates, TableChange
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
@@ -90,4 +94,35 @@ def extend(core: BlockCore, request: Request, num_tokens: int) -> list[TableChan
 
 
 def block_lists(hit: CacheHit) -> list[list[int]]:
-    return [list(block_ids) for block_ids in hit.block_ids]
+    return [block_ids.tolist() for block_ids in hit.block_ids]
+
+
+class RequestTokens:
+    """The tokens of rows whose requests have all of them themselves."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+
+    def sync(self, rows: IndexArray) -> None:
+        pass
+
+    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
+        return np.array([self.requests[row].num_tokens for row in rows.tolist()], dtype=np.int32)
+
+    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        tokens = []
+        for row, unit in zip(rows.tolist(), units.tolist(), strict=True):
+            request = self.requests[row]
+            assert request.block_hasher is not None
+            size = request.block_hasher.block_size
+            tokens.append(request.all_token_ids[unit * size : (unit + 1) * size])
+        return np.array(tokens)
+
+
+def row_batch(
+    requests: Sequence[Request], *columns: Sequence[int], states: RowStates | None = None
+) -> RowBatch:
+    """Rows of `requests`; columns as in `RowBatch`, from the slots on."""
+    arrays = [np.array(column, dtype=np.int32) for column in columns]
+    rows = np.fromiter(requests, dtype=np.object_, count=len(requests))
+    return RowBatch(rows, *arrays, RequestTokens(requests), states)

@@ -179,13 +179,16 @@ class SlowModel:
                     self.unused.append(block)
 
     def tail_first(self, tables: list[list[ModelBlock | None]]) -> list[ModelBlock]:
+        """Groups whose blocks can go one by one first, each from its end; then the others."""
         placed = [
-            (-(index + 1) * group.block_size, number, block)
+            ((True, -(index + 1) * group.block_size, number), block)
+            if group.is_ordered
+            else ((False, number, -index), block)
             for number, (group, table) in enumerate(zip(self.groups, tables, strict=True))
             for index, block in enumerate(table)
             if block is not None
         ]
-        return [block for _, _, block in sorted(placed, key=lambda place: place[:2])]
+        return [block for _, block in sorted(placed, key=lambda place: place[0])]
 
     # --- contents ---
 

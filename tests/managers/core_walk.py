@@ -28,6 +28,7 @@ from tests.managers.core_builders import (
     make_request,
     mamba,
     mla,
+    row_batch,
     window,
 )
 from tests.managers.core_model import ModelBlock, ModelGroup, ModelRequest, SlowModel
@@ -256,13 +257,13 @@ class Walk:
             column([state.num_own_tokens for state in newest]),
             column([state.num_accepted_drafts for state in newest]),
         )
-        return RowBatch(
+        return row_batch(
             [self.requests[name] for name in names],
-            column([self.slots[name] for name in names]),
-            column([row.num_computed_tokens for row in rows]),
-            column([row.num_slot_tokens for row in rows]),
-            column([row.num_cached_tokens for row in rows]),
-            states if self.keeps_states else None,
+            [self.slots[name] for name in names],
+            [row.num_computed_tokens for row in rows],
+            [row.num_slot_tokens for row in rows],
+            [row.num_cached_tokens for row in rows],
+            states=states if self.keeps_states else None,
         )
 
     def order(self, names: list[str], rows: list[Reservation]) -> list[int]:

@@ -27,14 +27,14 @@ from tests.managers.core_builders import (
     full,
     make_core,
     make_request,
+    row_batch,
     run_request,
     window,
 )
 
 
 def rows(*columns: list[int], requests: list[Request]) -> RowBatch:
-    arrays = [np.array(column, dtype=np.int32) for column in columns]
-    return RowBatch(requests, *arrays)
+    return row_batch(requests, *columns)
 
 
 def test_a_reservation_without_room_gives_nothing_to_any_group() -> None:

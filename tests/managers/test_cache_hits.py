@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 
+from kvcache.arrays import EMPTY_INT32
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.run import CachedRun
@@ -191,7 +192,7 @@ def test_without_caching_nothing_hits_and_nothing_is_cached() -> None:
     request = make_request("a", range(9))
     run_request(core, request)
     core.free(request)
-    assert core.look_up(make_request("b", range(9))) == CacheHit(((),), 0)
+    assert core.look_up(make_request("b", range(9))) == CacheHit((EMPTY_INT32,), 0)
     assert core.statistics().num_cached_blocks == 0
     assert core.take_commands() == []
     core.check()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache.blocks.pool import BlockPool
-from kvcache.core import NewestState, Reservation, RowBatch, RowStates
+from kvcache.core import NewestState, Reservation, RowStates
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.block_core import BlockCore
@@ -30,6 +30,7 @@ from tests.managers.core_builders import (
     mamba,
     mla,
     plan,
+    row_batch,
     run_request,
     window,
 )
@@ -292,14 +293,8 @@ def test_rows_of_states_jump_beside_rows_that_do_not() -> None:
         forward(core, request, 0, 6)
     column = lambda *values: np.array(values, dtype=np.int32)  # noqa: E731
     own = column(9, 30, 9)
-    rows = RowBatch(
-        requests,
-        column(0, 1, 2),
-        column(6, 6, 6),
-        own,
-        own,
-        RowStates(own, column(6, 6, 6), column(0, 0, 0)),
-    )
+    states = RowStates(own, column(6, 6, 6), column(0, 0, 0))
+    rows = row_batch(requests, [0, 1, 2], [6, 6, 6], [9, 30, 9], [9, 30, 9], states=states)
     assert core.reserve_rows(rows).is_reserved.tolist() == [1, 1, 1]
     assert [table(core, name, 1) for name in "abc"] == [
         [0, 1, 1],
@@ -312,11 +307,8 @@ def test_rows_of_states_jump_beside_rows_that_do_not() -> None:
 def test_rows_of_states_must_say_where_they_end() -> None:
     core = make_core(20, mamba())
     forward(core, make_request("a", range(9)), 0, 8)
-    column = np.array([9], dtype=np.int32)
     with pytest.raises(RequestError) as error:
-        core.reserve_rows(
-            RowBatch([make_request("a", range(9))], column - 9, column, column, column)
-        )
+        core.reserve_rows(row_batch([make_request("a", range(9))], [0], [9], [9], [9]))
     assert str(error.value) == (
         "a batch of rows without states, but a KV cache group keeps states: say where each row's "
         "forwards end"

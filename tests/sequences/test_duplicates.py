@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from kvcache import KVCacheManager
-from kvcache.commands import Label, Unlabel
+from kvcache.commands import BlockTablePatch, Label, Unlabel
 from tests.manager.managers_under_test import HYBRID, make_manager
 from tests.manager.steps import Engine, new, row
+from tests.managers.core_walk import spec_of
 
 TOKENS = range(10)
+
+CORES = pytest.mark.parametrize("core", ["blocks", "extents"])
 
 
 def two_that_computed_the_same(manager: KVCacheManager, engine: Engine) -> None:
@@ -18,23 +24,31 @@ def two_that_computed_the_same(manager: KVCacheManager, engine: Engine) -> None:
     assert manager.get_block_ids("b") == ([7, 8, 9], [10, 11, 12])
 
 
-def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete() -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True)
+def columns_of(patches: BlockTablePatch) -> list[tuple[int, ...]]:
+    """Return slot, group, column and block of each changed column."""
+    counts = patches.counts
+    offsets = np.concatenate([np.arange(count) for count in counts])
+    columns = (
+        np.repeat(patches.slots, counts),
+        np.repeat(patches.groups, counts),
+        np.repeat(patches.first_indices, counts) + offsets,
+        patches.block_ids,
+    )
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@CORES
+def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete(core: str) -> None:
+    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     free = manager.statistics().core.num_free_blocks
     result = engine.step(row(1, [10]), completed_step=2)
     assert manager.get_block_ids("b") == ([1, 2, 9], [4, 5, 12])
-    runs = zip(
-        result.patches.slots.tolist(),
-        result.patches.groups.tolist(),
-        result.patches.first_indices.tolist(),
-        result.patches.block_ids.tolist(),
-        strict=True,
-    )
-    assert list(runs) == [(1, 0, 0, 1), (1, 0, 1, 2), (1, 1, 0, 4), (1, 1, 1, 5)]
-    core = manager.statistics().core
-    assert (core.num_merged_blocks, core.num_free_blocks) == (4, free + 4)
+    assert columns_of(result.patches) == [(1, 0, 0, 1), (1, 0, 1, 2), (1, 1, 0, 4), (1, 1, 1, 5)]
+    figures = manager.statistics().core
+    assert (figures.num_merged_blocks, figures.num_free_blocks) == (4, free + 4)
+    assert figures.merged_bytes == 4 * spec_of(HYBRID.groups[0]).page_size_bytes
     commands = manager.take_commands()
     labelled = [b for c in commands if isinstance(c, Label) for b in c.block_ids.tolist()]
     withdrawn = [b for c in commands if isinstance(c, Unlabel) for b in c.block_ids.tolist()]
@@ -42,8 +56,9 @@ def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete(
     manager.check()
 
 
-def test_nothing_is_merged_before_the_steps_are_complete() -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True)
+@CORES
+def test_nothing_is_merged_before_the_steps_are_complete(core: str) -> None:
+    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     engine.step(row(1, [10]), completed_step=1)
@@ -53,8 +68,9 @@ def test_nothing_is_merged_before_the_steps_are_complete() -> None:
     manager.check()
 
 
-def test_without_the_option_duplicates_stay() -> None:
-    manager = make_manager(HYBRID)
+@CORES
+def test_without_the_option_duplicates_stay(core: str) -> None:
+    manager = make_manager(HYBRID, core=core)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     engine.step(row(1, [10]), completed_step=2)
@@ -62,8 +78,9 @@ def test_without_the_option_duplicates_stay() -> None:
     assert manager.statistics().core.num_merged_blocks == 0
 
 
-def test_a_request_that_goes_in_the_same_step_is_not_told() -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True)
+@CORES
+def test_a_request_that_goes_in_the_same_step_is_not_told(core: str) -> None:
+    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     result = engine.step(completed_step=2, finished=("b",), new=(new("c", [1, 2]),))
@@ -73,8 +90,9 @@ def test_a_request_that_goes_in_the_same_step_is_not_told() -> None:
     manager.check()
 
 
-def test_a_block_whose_bytes_are_not_confirmed_takes_nobodys_place() -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True)
+@CORES
+def test_a_block_whose_bytes_are_not_confirmed_takes_nobodys_place(core: str) -> None:
+    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
     one, two = Engine(manager, "one#1"), Engine(manager, "two#1")
     one.step(new=(new("a", TOKENS),))
     two.step(new=(new("b", TOKENS),))

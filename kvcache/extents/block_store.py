@@ -1,0 +1,248 @@
+"""The blocks themselves, as arrays: who holds a single one, which life it is in, what is free.
+
+Under the tree and the rows. Blocks of runs are held run by run and have no references here; those
+of requests alone (partly filled, not yet cached, copies of contents the tree has already) and those
+of groups whose blocks can go one by one are counted here. Refuses to choose what is evicted: the
+policy proposes, `Evictor` carries out.
+
+    fresh ──take──▶ held ──give_back──▶ fresh                    a block without a content
+                      └── gets a content ──give_back──▶ policy   a block of a group without order
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.errors import BlockError
+from kvcache.extents.run import HandleArray
+from kvcache.ids import NULL_BLOCK_ID
+from kvcache.policies import EvictionPolicy
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+NO_CONTENT = 0
+SEALED = 1
+FIRST_CLIENT = 2
+"""Seal states of blocks: nothing to be found, sealed, or waiting for a step of this client."""
+
+NULL_HANDLE = -(1 << 32)
+"""The handle of no block: it is never valid."""
+
+_LIFE_BITS = 32
+_ID_MASK = (1 << _LIFE_BITS) - 1
+
+
+class BlockStore:
+    """Blocks `1..num_blocks - 1`; block 0 is the null block, which is nobody's.
+
+    A *handle* is `life << 32 | block id`. A block's life ends when its content is forgotten, so
+    that every handle to it becomes invalid at once, wherever it is written down.
+
+    Invariants: `fresh[:num_fresh]` are the blocks without references and content; the policy holds
+    exactly the unheld blocks with content of unordered groups, and the entries of unheld runs;
+    `num_unheld_cached` counts the blocks that those stand for, `num_cached` all blocks with a
+    content, and `num_unsealed` those that wait for a client, by its number.
+    """
+
+    def __init__(self, num_blocks: int, *, has_single: bool) -> None:
+        """Let all blocks but the null block be fresh. A policy must be set before one is used.
+
+        `has_single`: there are groups whose blocks with content can go one by one; `is_single`
+        marks these blocks.
+        """
+        self.num_blocks = num_blocks
+        num_single = num_blocks if has_single else 0
+        self.is_single: npt.NDArray[np.bool_] = np.zeros(num_single, dtype=np.bool_)
+        self.references: Int32Array = np.zeros(num_blocks, dtype=np.int32)
+        self.seals: npt.NDArray[np.int16] = np.zeros(num_blocks, dtype=np.int16)
+        self.num_unheld_cached = 0
+        self.num_cached = 0
+        self.num_evictions = 0
+        self.num_unsealed: dict[int, int] = {}
+        self.copy_holds: Counter[int] = Counter()
+        self.policy: EvictionPolicy
+        self._lives: Int32Array = np.zeros(num_blocks, dtype=np.int32)
+        self._fresh: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_fresh = max(0, num_blocks - 1)
+
+    @property
+    def num_fresh(self) -> int:
+        """Blocks that hold nothing and are held by nobody."""
+        return self._num_fresh
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return self._num_fresh + self.num_unheld_cached
+
+    def fresh_blocks(self) -> Int32Array:
+        """Return a copy of the fresh blocks, the next one to go last. For audits."""
+        fresh: Int32Array = self._fresh[: self._num_fresh].copy()
+        return fresh
+
+    def clear(self) -> None:
+        """Forget every content. Nobody holds a block."""
+        self.policy.discard(self.policy.order())
+        cached = np.flatnonzero(self.seals)
+        self.num_unsealed.clear()
+        self.end_lives(index_array(cached))
+        self.num_unheld_cached = 0
+        self._num_fresh = 0
+        self.put_fresh(np.arange(1, self.num_blocks, dtype=np.int32))
+
+    # --- handles -------------------------------------------------------------------------------
+
+    def handles_of(self, block_ids: IndexArray | Int32Array) -> HandleArray:
+        """Return the handles of these blocks in their present lives; null where there is none."""
+        handles = self._lives[block_ids].astype(np.int64)
+        handles <<= _LIFE_BITS
+        handles |= block_ids
+        handles[block_ids == NULL_BLOCK_ID] = NULL_HANDLE
+        return handles
+
+    def ids_of(self, handles: HandleArray) -> IndexArray:
+        """Return the blocks that handles mean, valid or not."""
+        return index_array(handles & _ID_MASK)
+
+    def are_valid(self, handles: HandleArray) -> npt.NDArray[np.bool_]:
+        """Say which handles mean a block in its present life."""
+        valid: npt.NDArray[np.bool_] = self._lives[handles & _ID_MASK] == handles >> _LIFE_BITS
+        return valid
+
+    def end_lives(self, block_ids: IndexArray) -> None:
+        """The contents of these blocks are forgotten: no handle to them is valid any more."""
+        self._lives[block_ids] += 1
+        self.num_cached -= len(block_ids)
+        if len(self.is_single):
+            self.is_single[block_ids] = False
+        if self.num_unsealed:
+            self._count_unsealed(self.seals[block_ids], -1)
+        self.seals[block_ids] = NO_CONTENT
+
+    def fill(self, block_ids: IndexArray | Int32Array, seal: int) -> None:
+        """These blocks have contents from now on: sealed ones, or such as wait for a client."""
+        if not len(block_ids):
+            return
+        self.seals[block_ids] = seal
+        self.num_cached += len(block_ids)
+        if seal != SEALED:
+            self.num_unsealed[seal] = self.num_unsealed.get(seal, 0) + len(block_ids)
+
+    def seal(self, block_ids: IndexArray | Int32Array) -> None:
+        """These blocks, which all wait for one client, wait no more."""
+        self._count_unsealed(self.seals[block_ids], -1)
+        self.seals[block_ids] = SEALED
+
+    def _count_unsealed(self, seals: npt.NDArray[np.int16], change: int) -> None:
+        waiting = seals[seals > SEALED]
+        for client, count in zip(*np.unique(waiting, return_counts=True), strict=True):
+            left = self.num_unsealed[int(client)] + change * int(count)
+            if left:
+                self.num_unsealed[int(client)] = left
+            else:
+                del self.num_unsealed[int(client)]
+
+    # --- single blocks -------------------------------------------------------------------------
+
+    def take_fresh(self, count: int) -> Int32Array:
+        """Take so many fresh blocks, each with one reference. There are enough."""
+        end = self._num_fresh
+        self._num_fresh = end - count
+        taken: Int32Array = self._fresh[end - count : end][::-1].copy()
+        self.references[taken] = 1
+        return taken
+
+    def put_fresh(self, block_ids: IndexArray | Int32Array) -> None:
+        """These blocks hold nothing and are held by nobody now; the first is handed out first."""
+        start = self._num_fresh
+        self._num_fresh = start + len(block_ids)
+        self._fresh[start : self._num_fresh] = block_ids[::-1]
+
+    def leave_fresh(self, block_ids: IndexArray) -> None:
+        """These fresh blocks have got contents without being taken. O(fresh)."""
+        fresh = self._fresh[: self._num_fresh]
+        left = fresh[~np.isin(fresh, block_ids)]
+        self._num_fresh = len(left)
+        self._fresh[: len(left)] = left
+
+    def touch(self, block_ids: IndexArray | Int32Array) -> None:
+        """Take one reference more of each of these distinct blocks of unordered groups or rows.
+
+        Raises:
+            BlockError: one of them is fresh; nothing was changed.
+        """
+        counts = self.references[block_ids]
+        unheld = block_ids[counts == 0]
+        if len(unheld):
+            if (self.seals[unheld] == NO_CONTENT).any():
+                empty = unheld[self.seals[unheld] == NO_CONTENT]
+                raise BlockError(
+                    f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
+                )
+            self.policy.remove(index_array(unheld))
+            self.num_unheld_cached -= len(unheld)
+        self.references[block_ids] = counts + 1
+
+    def give_back(self, block_ids: IndexArray | Int32Array) -> None:
+        """Give one reference of each back, of repeated ones several; the first is evicted first.
+
+        Blocks with content wait in the policy, others are fresh.
+        """
+        references = self.references
+        counts = references[block_ids]
+        if (counts == 1).all():
+            references[block_ids] = 0
+            unheld = index_array(block_ids)
+        else:
+            np.subtract.at(references, block_ids, 1)
+            left = block_ids[references[block_ids] == 0]
+            last_first = dict.fromkeys(left[::-1].tolist())
+            unheld = index_array(list(last_first)[::-1])
+        if not len(unheld):
+            return
+        has_content = self.seals[unheld] != NO_CONTENT
+        if has_content.all():
+            cached = unheld
+        else:
+            cached = unheld[has_content]
+            self.put_fresh(unheld[~has_content])
+        if len(self.is_single):
+            cached = cached[self.is_single[cached]]
+        elif len(cached):
+            return  # a copy held a block that has become a run's meanwhile
+        if len(cached):
+            self.policy.insert(cached)
+            self.num_unheld_cached += len(cached)
+
+    def own_references(self, block_ids: Int32Array) -> Int64Array:
+        """Return the references of blocks without those of copies that wait to be told of."""
+        counts = self.references[block_ids].astype(np.int64)
+        if self.copy_holds:
+            counts -= [self.copy_holds[block_id] for block_id in block_ids.tolist()]
+        return counts
+
+    def num_unheld(self, block_ids: IndexArray | Int32Array) -> int:
+        """Return how many of these distinct blocks nobody holds, null blocks left out."""
+        held = self.references[block_ids] > 0
+        return int(np.count_nonzero(~held & (block_ids != NULL_BLOCK_ID)))
+
+    def drop_victims(self, block_ids: IndexArray) -> None:
+        """Forget single blocks that the policy has just given out; they are fresh now."""
+        self.end_lives(block_ids)
+        self.num_unheld_cached -= len(block_ids)
+        self.num_evictions += len(block_ids)
+        self.put_fresh(block_ids)
+
+    def forget(self, block_ids: IndexArray) -> None:
+        """Forget the contents of single blocks (of unordered groups); unheld ones become fresh."""
+        self.end_lives(block_ids)
+        unheld = block_ids[self.references[block_ids] == 0]
+        if len(unheld):
+            self.policy.discard(unheld)
+            self.num_unheld_cached -= len(unheld)
+            self.put_fresh(unheld)

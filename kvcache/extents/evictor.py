@@ -1,0 +1,230 @@
+"""Making room: what the policy proposes is forgotten, told of, and handed out.
+
+Stands between whoever needs blocks and the policy. It is also the policy's book: it says what an
+entry weighs. Refuses to touch what anybody holds.
+
+    policy ──entries──▶ single blocks: forgotten at once, all together
+                        runs: their last units, as many as are needed; what is beside them goes too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.errors import InvariantError, OutOfBlocksError
+from kvcache.extents.announcer import Announcer
+from kvcache.extents.block_store import SEALED, BlockStore
+from kvcache.extents.run import Run
+from kvcache.extents.shape import GroupShape, TreeShape
+from kvcache.extents.tree import RunTree
+from kvcache.policies import EntryInfo, EvictionPolicy
+
+
+class Evictor:
+    """Hands out blocks, and forgets contents, of runs or of single blocks.
+
+    `group_of` and `digest_of` say what single blocks hold, where that must be told.
+    """
+
+    def __init__(self, shape: TreeShape, store: BlockStore, announcer: Announcer) -> None:
+        """Work on `store`. `use` must be called with tree and policy before anything else."""
+        self._shape = shape
+        self._store = store
+        self._announcer = announcer
+        self._tree: RunTree
+        self._zeroes = False
+        self.is_uniform = not shape.ordered
+        num_single = store.num_blocks if shape.others else 0
+        self.group_of: npt.NDArray[np.int16] = np.zeros(num_single, dtype=np.int16)
+        tells = any(group.index in announcer.published_groups for group in shape.others)
+        self.digest_of: npt.NDArray[np.uint8] = np.zeros(
+            (num_single if tells else 0, shape.digest_bytes), dtype=np.uint8
+        )
+
+    def use(
+        self, tree: RunTree, make_policy: Callable[[int], EvictionPolicy], *, zeroes: bool
+    ) -> None:
+        """Evict from `tree` by a policy made with its capacity; `zeroes`: clear what is taken."""
+        self._tree = tree
+        self._zeroes = zeroes
+        runs = self._store.num_blocks if self._shape.ordered else 0
+        self._store.policy = make_policy(tree.first_entry + runs)
+
+    # --- the policy's book ---------------------------------------------------------------------
+
+    def weights(self, entries: IndexArray) -> IndexArray:
+        """Return how many blocks each entry frees."""
+        weights = np.ones(len(entries), dtype=np.intp)
+        for place in np.flatnonzero(entries >= self._tree.first_entry).tolist():
+            run = self._tree.run_by_entry[int(entries[place])]
+            weights[place] = self._tree.num_blocks(run)
+        return weights
+
+    def describe(self, entry: int) -> EntryInfo:
+        """Say what the eviction policy may know of an entry."""
+        run = self._tree.run_by_entry.get(entry)
+        if run is None:
+            return EntryInfo()
+        parent = run.parent.entry if run.parent is not None and run.parent.entry else None
+        content = run.last_digest(self._shape.digest_bytes)
+        return EntryInfo(self._tree.num_blocks(run), parent, run.start, content)
+
+    # --- handing out ---------------------------------------------------------------------------
+
+    def take(self, count: int) -> Int32Array:
+        """Hand out blocks, each with one reference; fresh ones first, then by eviction.
+
+        Raises:
+            OutOfBlocksError: fewer are free; nothing was changed.
+        """
+        store = self._store
+        if count > store.num_fresh:
+            if count > store.num_free:
+                raise OutOfBlocksError(
+                    f"{count} blocks are wanted, {store.num_free} of {store.num_blocks - 1} are "
+                    "free: free requests or raise num_blocks"
+                )
+            self._make_room(count)
+        taken = store.take_fresh(count)
+        if self._zeroes:
+            self._announcer.zero(taken)
+        return taken
+
+    def _make_room(self, num_fresh: int) -> None:
+        """Evict until so many blocks are fresh. Enough are free."""
+        store, first_run = self._store, self._tree.first_entry
+        kept: list[int] = []
+        while store.num_fresh < num_fresh:
+            victims = store.policy.choose(num_fresh - store.num_fresh)
+            entries = index_array(victims.entries)
+            if not len(entries):
+                if not kept:
+                    raise InvariantError(
+                        f"{num_fresh} blocks are to be fresh, {store.num_fresh} are, and nothing "
+                        f"is left to evict of {store.num_unheld_cached} unheld blocks"
+                    )
+                # A policy may put parents before their children; those have gone meanwhile.
+                store.policy.put_back(kept)
+                kept = []
+                continue
+            is_run = entries >= first_run
+            singles = entries[~is_run]
+            if len(singles):
+                self._tell_going(singles, is_eviction=True)
+                store.drop_victims(singles)
+            runs = entries[is_run].tolist()
+            for entry in runs:
+                run = self._tree.run_by_entry[entry]
+                if run.children:
+                    kept.append(entry)
+                    continue
+                is_last = entry == int(entries[-1])
+                self._evict_tail(run, victims.num_blocks_of_last if is_last else None)
+        store.policy.put_back(kept)
+
+    def _evict_tail(self, run: Run, num_blocks: int | None) -> None:
+        """Evict the last units of an unheld leaf with so many blocks; all of it for None."""
+        store = self._store
+        run.settle()
+        num_units = run.num_units
+        if num_blocks is not None:
+            num_units = self._units_with(run, num_blocks)
+        entry = run.entry
+        gone = self.forget_units(run, run.num_units - num_units, is_eviction=True)
+        store.num_evictions += len(gone)
+        is_whole = num_units == run.num_units
+        self._tree.trim(run, num_units)
+        store.put_fresh(gone)
+        if not is_whole:
+            store.policy.put_back([entry])
+
+    def _units_with(self, run: Run, num_blocks: int) -> int:
+        """Return how many units at the end of a run have so many blocks of ordered groups."""
+        count = self._shape.num_ordered_blocks
+        num_units = min(run.num_units, max(1, num_blocks // max(1, len(self._shape.ordered))))
+        while num_units < run.num_units and count(run.end - num_units, run.end) < num_blocks:
+            num_units += 1
+        if not count(run.start, run.end - num_units):
+            return run.num_units  # what is left would have no block to go by
+        return num_units
+
+    # --- forgetting ----------------------------------------------------------------------------
+
+    def forget_units(self, run: Run, first: int, *, is_eviction: bool = False) -> Int32Array:
+        """Forget a settled run's contents from its unit `first` on, and all that is beside them.
+
+        Returns the blocks of ordered groups, tail first; who holds them is the caller's to know.
+        """
+        store = self._store
+        gone = self._tree.blocks_of(run, first)
+        self._tell_units_going(run, first, gone, is_eviction=is_eviction)
+        store.end_lives(index_array(gone))
+        if len(run.handles):
+            beside = run.handles[:, first : run.num_units]
+            valid = store.ids_of(beside[store.are_valid(beside)])
+            if len(valid):
+                self.forget_single(valid, is_eviction=is_eviction)
+        return gone
+
+    def replace(
+        self, run: Run, group: GroupShape, units: IndexArray, block_ids: Int32Array
+    ) -> None:
+        """Put sealed blocks in place of those at units of a settled run, whose content they have.
+
+        What stood there has no content any more, and is fresh if nobody has a reference to it.
+        """
+        store = self._store
+        run.ids = run.ids.copy()  # look-ups have given out views of it
+        gone = run.ids[group.place, units]
+        run.ids[group.place, units] = block_ids
+        self._announcer.forgotten(gone[store.seals[gone] == SEALED])
+        store.end_lives(index_array(gone))
+        store.put_fresh(gone[store.references[gone] == 0])
+        store.fill(block_ids, SEALED)
+
+    def forget_single(self, block_ids: IndexArray, *, is_eviction: bool = False) -> None:
+        """Forget the contents of blocks of other groups; those that nobody holds become fresh."""
+        self._tell_going(block_ids, is_eviction=is_eviction)
+        self._store.forget(block_ids)
+
+    def bury(self, run: Run) -> None:
+        """Forget what is beside a run that has no blocks of its own."""
+        run.settle()
+        self.forget_units(run, 0)
+
+    def _tell_units_going(
+        self, run: Run, first: int, gone: Int32Array, *, is_eviction: bool
+    ) -> None:
+        announcer, size = self._announcer, self._shape.digest_bytes
+        if not (announcer.tells_contents or announcer.offload):
+            return
+        announcer.forgotten(gone[self._store.seals[gone] == SEALED])
+        for group in self._shape.ordered:
+            ids = run.ids[group.place, first : run.num_units]
+            is_sealed = (self._store.seals[ids] == SEALED) & (ids != 0)
+            if is_eviction and announcer.offload is not None and is_sealed.any():
+                announcer.offload.on_eviction_candidates(group.index, int32_array(ids[is_sealed]))
+            if group.index in announcer.published_groups:
+                digests = np.frombuffer(run.digests, np.uint8).reshape(-1, size)
+                announcer.removed(
+                    group.index, digests[first : run.num_units][is_sealed][::-1].tobytes()
+                )
+
+    def _tell_going(self, block_ids: IndexArray, *, is_eviction: bool) -> None:
+        """Tell workers, tiers and listeners that contents of single blocks go."""
+        announcer = self._announcer
+        if not (announcer.tells_contents or announcer.offload):
+            return
+        sealed = block_ids[self._store.seals[block_ids] == SEALED]
+        announcer.forgotten(sealed)
+        groups = self.group_of[sealed]
+        for group in np.unique(groups).tolist():
+            ids = sealed[groups == group]
+            if is_eviction and announcer.offload is not None:
+                announcer.offload.on_eviction_candidates(group, int32_array(ids))
+            if group in announcer.published_groups:
+                announcer.removed(group, self.digest_of[ids].tobytes())

@@ -1,0 +1,45 @@
+"""What one fast core is made of: the parts that everything in it works on.
+
+Handed to look-up, publisher, reserver and the rest when a core is put together; the arrays and
+objects in it belong to that core alone. Refuses to do anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.arrays import Int32Array
+from kvcache.extents.announcer import Announcer
+from kvcache.extents.block_store import BlockStore
+from kvcache.extents.evictor import Evictor
+from kvcache.extents.list_tables import ListTables
+from kvcache.extents.match_tokens import MatchTokens
+from kvcache.extents.published import StepLedger
+from kvcache.extents.rows import Row, RowTables
+from kvcache.extents.shape import TreeShape
+from kvcache.extents.tree import RunTree
+from kvcache.hash_algorithms import HashFn
+from kvcache.hashing import BlockHash
+
+
+@dataclass(frozen=True, eq=False)
+class CoreParts:
+    """The books of one core."""
+
+    shape: TreeShape
+    store: BlockStore
+    tree: RunTree
+    tables: RowTables
+    ledger: StepLedger
+    lists: ListTables
+    evictor: Evictor
+    announcer: Announcer
+    match_tokens: MatchTokens
+    hash_fn: HashFn
+    none_hash: BlockHash
+
+    def table_of(self, row: Row, group: int) -> Int32Array:
+        """Return a row's table of one group, from whichever keeps it. Do not change it."""
+        if group in self.lists.by_group:
+            return self.lists.table(group, row.request.request_id)
+        return self.tables.columns(group, row.index)

@@ -1,0 +1,271 @@
+"""Making a row's full blocks hittable: follow what the tree has, add what it lacks.
+
+Between rows, whose blocks fill, and the tree. Contents are digested here, the new ones only.
+Refuses to allocate and to seal: inside a step what is added waits for the step to complete.
+
+    the row's run ──▶ the tree has these units already: the row follows, and its own blocks of
+                      ordered groups are doubles, given back empty when it goes
+                  ──▶ it has not: the row's blocks become the tree's
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.extents.block_store import NO_CONTENT, NULL_HANDLE, SEALED
+from kvcache.extents.companions import Companions
+from kvcache.extents.duplicates import DuplicateMerger
+from kvcache.extents.parts import CoreParts
+from kvcache.extents.published import ExtraKeysOf, Published, Segment
+from kvcache.extents.rows import Row
+from kvcache.extents.run import HandleArray, Run
+from kvcache.extents.shape import GroupShape
+from kvcache.extents.tree import Walk
+from kvcache.hashing import (
+    BlockHash,
+    ExtraKeys,
+    generate_block_hash_extra_keys,
+    need_extra_keys,
+)
+from kvcache.request import Request
+
+
+class Publisher:
+    """Publishes rows of one core."""
+
+    def __init__(self, parts: CoreParts, duplicates: DuplicateMerger) -> None:
+        """Work on the parts of one core; tell `duplicates` what the tree had already."""
+        self._duplicates = duplicates
+        self._shape = parts.shape
+        self._store = parts.store
+        self._tree = parts.tree
+        self._tables = parts.tables
+        self._ledger = parts.ledger
+        self._digest_bytes = parts.shape.digest_bytes
+        self._evictor = parts.evictor
+        self._announcer = parts.announcer
+        self._match_tokens = parts.match_tokens
+        self._longest = max((group.num_units for group in parts.shape.groups), default=1)
+        self._lists = parts.lists
+        self._companions = Companions(parts)
+
+    def publish(self, row: Row, num_tokens: int) -> None:
+        """Make the row's full units up to `num_tokens` hittable, in the open step if there is one.
+
+        Its request has these tokens, and the row blocks for them.
+        """
+        start = int(self._tables.published[row.index])
+        end = num_tokens // self._shape.unit_tokens
+        if end <= start:
+            return
+        tokens = self._match_tokens.of(row.request, start, end)
+        walk = self._tree.walk(row.run, tokens, 0, end - start)
+        if walk.num_units:
+            self._follow(row, walk)
+        middle = start + walk.num_units
+        if middle < end:
+            company = self._companions.of(row, middle, end)
+            end = company.end
+            if middle < end:
+                offset = walk.num_units * self._shape.unit_bytes
+                length = (end - middle) * self._shape.unit_bytes
+                above = row.run
+                self._add(row, tokens[offset : offset + length], middle, end)
+                self._companions.take_along(company, row, above, middle)
+        self._tables.published[row.index] = end
+
+    def beside_blocks(self, group: GroupShape, row: Row, start: int, end: int) -> Int32Array:
+        """Return, per unit of `[start, end)`, the row's block that can stand beside it or 0."""
+        if group.index in self._lists.by_group:
+            return self._lists.boundary_blocks(group, row.request.request_id, start, end)
+        return self.table_blocks(group, row, start, end)
+
+    def table_blocks(self, group: GroupShape, row: Row, start: int, end: int) -> Int32Array:
+        """Return, per unit of `[start, end)`, the row's block that ends there; 0 if none does."""
+        return self._tables.blocks_of_units(group, row.index, start, end)
+
+    def digest(self, request: Request, first_unit: int, end_unit: int, parent: bytes) -> bytes:
+        """Return the packed digests of a request's units behind `parent`."""
+        hasher = request.block_hasher
+        if hasher is None:
+            return b"".join(request.block_hashes[first_unit:end_unit])
+        known = request.known_block_hashes
+        if len(known) >= end_unit:
+            return b"".join(known[first_unit:end_unit])
+        return b"".join(hasher.digests(request, first_unit, end_unit, BlockHash(parent)))
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _follow(self, row: Row, walk: Walk) -> None:
+        """Let the row end where the tree has its next units already; its own are doubles."""
+        last, path = walk.path[-1], walk.path
+        if walk.num_of_last < last.num_units:
+            last = path[-1] = self._tree.split(last, walk.num_of_last)
+        self._tree.hold(last)
+        self._tree.release(row.run)
+        row.run = last
+        for group in self._shape.ordered:
+            self._note_doubles(group, row, path)
+        handles = self._put_beside(row, path)
+        start, end = path[0].start, last.end
+        segment = self._path_segment(row, path)
+        if (handles != NULL_HANDLE).any():
+            if self._evictor.digest_of.size:
+                self.note_digests(handles, segment.digests[(start - end) * self._digest_bytes :])
+            self.conclude(Published([segment], handles, is_content=False))
+        self._duplicates.note(row, segment)
+
+    def _note_doubles(self, group: GroupShape, row: Row, path: list[Run]) -> None:
+        start, end = path[0].start, path[-1].end
+        ours = self.table_blocks(group, row, start, end)
+        theirs = np.concatenate([run.ids[group.place] for run in path])
+        is_same = (ours == theirs) & (ours != 0)
+        if is_same.any():  # shared with a fork that published them: the tree's hold is enough
+            self._store.references[ours[is_same]] -= 1
+        doubles = np.flatnonzero((ours != theirs) & (ours != 0))
+        if len(doubles):
+            columns = (doubles + start) // group.num_units
+            row.doubles.setdefault(group.index, []).extend(columns.tolist())
+
+    def _put_beside(self, row: Row, path: list[Run]) -> HandleArray:
+        """Put the row's blocks of other groups where the tree's have gone; return their handles."""
+        store = self._store
+        start, end = path[0].start, path[-1].end
+        handles: HandleArray = np.full(
+            (len(self._shape.groups), end - start), NULL_HANDLE, dtype=np.int64
+        )
+        for group in self._shape.others:
+            ours = self.beside_blocks(group, row, start, end)
+            theirs = np.concatenate([run.handles[group.place] for run in path])
+            lacks = ~store.are_valid(theirs) & (ours != 0) & (store.seals[ours] == NO_CONTENT)
+            if not lacks.any():
+                continue
+            handles[group.index, lacks] = store.handles_of(ours[lacks])
+            at = 0
+            for run in path:
+                lacking = lacks[at : at + run.num_units]
+                lent = handles[group.index, at : at + run.num_units]
+                run.handles[group.place, lacking] = lent[lacking]
+                at += run.num_units
+            self.fill_single(group, ours[lacks])
+        return handles
+
+    def _path_segment(self, row: Row, path: list[Run]) -> Segment:
+        """Return the units of a path that the row follows as a segment."""
+        first = path[0]
+        digests = b"".join([run.digests for run in path])
+        parent = b"" if first.parent is None else first.parent.last_digest(self._digest_bytes)
+        return self.segment(row, first.start, path[-1].end - first.start, digests, parent)
+
+    def _add(self, row: Row, tokens: bytes, start: int, end: int) -> None:
+        """Let the row's units `[start, end)` become the tree's."""
+        store, shape = self._store, self._shape
+        parent = row.run.last_digest(shape.digest_bytes)
+        digests = self.digest(row.request, start, end, parent)
+        ids = np.empty((len(shape.ordered), end - start), dtype=np.int32)
+        for group in shape.ordered:
+            ids[group.place] = self.table_blocks(group, row, start, end)
+        beside = np.empty((len(shape.others), end - start), dtype=np.int32)
+        for group in shape.others:
+            beside[group.place] = self.beside_blocks(group, row, start, end)
+        handles = store.handles_of(beside)
+        new = ids.ravel() if shape.num_ordered_blocks(start, end) == ids.size else ids[ids != 0]
+        store.references[new] -= 1
+        store.fill(new, self.seal())
+        for group in shape.others:
+            filled = beside[group.place]
+            self.fill_single(group, filled[filled != 0])
+        row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
+        if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
+            of_groups: HandleArray = np.empty((len(shape.groups), end - start), dtype=np.int64)
+            for group in shape.groups:
+                of_groups[group.index] = (
+                    store.handles_of(ids[group.place]) if group.is_ordered else handles[group.place]
+                )
+            if self._evictor.digest_of.size:
+                self.note_digests(of_groups, digests)
+            segment = self.segment(row, start, end - start, digests, parent)
+            self.conclude(Published([segment], of_groups, is_content=True))
+
+    def segment(
+        self, row: Row, start: int, num_units: int, digests: bytes, parent: bytes
+    ) -> Segment:
+        """Return the row's units as a segment, with the units before that a long block needs."""
+        request, base = row.request, start
+        if self._longest > 1 and start:
+            base = max(0, start - self._longest + 1)
+            base_parent, before = self._digests_before(row, base, start)
+            digests, parent = before + digests, base_parent
+        tokens = b""
+        if self._announcer.tells_contents:
+            unit = self._shape.unit_tokens
+            tokens = request.all_token_ids[base * unit : (start + num_units) * unit].tobytes()
+        return Segment(
+            row.run,
+            start,
+            num_units,
+            request.request_id,
+            request.namespace,
+            base,
+            tokens,
+            digests,
+            parent,
+            extra_keys_of(request),
+        )
+
+    def _digests_before(self, row: Row, base: int, end: int) -> tuple[bytes, bytes]:
+        """Return the digest before unit `base` of the row, and those of units `[base, end)`."""
+        size = self._shape.digest_bytes
+        parts: list[bytes] = []
+        run = row.run
+        while run.start > base or run.start >= end:
+            run.settle()
+            parts.append(run.digests[: max(0, end - run.start) * size])
+            if run.parent is None:
+                return run.digests, b"".join(reversed(parts))
+            run = run.parent
+        run.settle()
+        first = base - run.start
+        parts.append(run.digests[first * size : (end - run.start) * size])
+        if first:
+            before = run.digests[(first - 1) * size : first * size]
+        else:
+            before = b"" if run.parent is None else run.parent.last_digest(size)
+        return before, b"".join(reversed(parts))
+
+    def fill_single(self, group: GroupShape, block_ids: Int32Array) -> None:
+        if len(block_ids):
+            self._store.fill(block_ids, self.seal())
+            self._evictor.group_of[block_ids] = group.index
+            self._store.is_single[block_ids] = True
+
+    def note_digests(self, handles: HandleArray, digests: bytes) -> None:
+        """Note what single blocks hold, for when they go."""
+        packed = np.frombuffer(digests, np.uint8).reshape(-1, self._shape.digest_bytes)
+        for group in self._shape.others:
+            ids = self._store.ids_of(handles[group.index])
+            units = np.flatnonzero(ids)
+            self._evictor.digest_of[ids[units]] = packed[units]
+
+    def seal(self) -> int:
+        return self._ledger.number() if self._ledger.is_open else SEALED
+
+    def conclude(self, published: Published) -> None:
+        """Let blocks wait for the open step; outside of any they are sealed already."""
+        if self._ledger.is_open:
+            self._ledger.add(published)
+            return
+        store = self._store
+        ids: IndexArray = index_array(store.ids_of(published.handles))
+        self._announcer.sealed(published, ids, ids != 0)
+
+
+def extra_keys_of(request: Request) -> ExtraKeysOf | None:
+    if not need_extra_keys(request):
+        return None
+
+    def extra_keys(start: int, end: int) -> ExtraKeys | None:
+        return generate_block_hash_extra_keys(request, start, end, 0)[0]
+
+    return extra_keys

@@ -1,0 +1,316 @@
+"""Blocks for one request: free what it skips, count, adopt, take, publish. All or nothing.
+
+Stands under the core for per-request calls and admissions, and serves those rows of a batch that
+cannot be served together. Refuses nothing for want of sense: the core has checked; it says None
+where there is no room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.arrays import Int32Array, index_array, int32_array
+from kvcache.core import CacheHit, Reservation, TableChange
+from kvcache.errors import RequestError
+from kvcache.extents.block_store import NULL_HANDLE
+from kvcache.extents.forks import RowForks
+from kvcache.extents.look_up import LookUp, Match
+from kvcache.extents.parts import CoreParts
+from kvcache.extents.publisher import Publisher
+from kvcache.extents.rows import NEVER, Row
+from kvcache.extents.run import Run
+from kvcache.extents.shape import GroupShape
+from kvcache.extents.skips import SkipRule, skip_rule
+from kvcache.ids import NULL_BLOCK_ID
+from kvcache.request import Request
+from kvcache.specs import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How a row grows in one group: so many null columns, then so many blocks."""
+
+    num_null: int
+    num_blocks: int
+
+
+class Reserver:
+    """Serves one request at a time."""
+
+    def __init__(
+        self, parts: CoreParts, look_up: LookUp, publisher: Publisher, forks: RowForks
+    ) -> None:
+        """Work on the parts of one core. Nothing is published unless `can_publish`."""
+        self.can_publish = True
+        self.skips: tuple[SkipRule, ...] = tuple(
+            skip_rule(group.spec) for group in parts.shape.groups
+        )
+        self._parts = parts
+        self._shape = parts.shape
+        self._store = parts.store
+        self._tree = parts.tree
+        self._tables = parts.tables
+        self._evictor = parts.evictor
+        self._lists = parts.lists
+        self._match_tokens = parts.match_tokens
+        self.look_up = look_up
+        self.publisher = publisher
+        self.forks = forks
+
+    def reserve(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    ) -> list[TableChange] | None:
+        """Give a request its blocks; None, unchanged but for skipped blocks, without room."""
+        row = self._tables.get(request.request_id)
+        if row is None:
+            return self._admit(request, reservation, hit)
+        row.request = request
+        if self._needs_nothing(row, reservation):
+            return []
+        self.free_skipped(row, reservation.num_computed_tokens)
+        due = self.forks.due_copies(row, reservation)
+        wanted = [self._columns(group, row, reservation) for group in self._shape.in_rows]
+        needed = sum(columns.num_blocks for columns in wanted) + len(due)
+        for keeper in self._lists.by_group.values():
+            needed += keeper.get_num_blocks_to_allocate(request.request_id, reservation)
+        if needed + reservation.num_spare_blocks > self._store.num_free:
+            return None
+        self.look_up.forget()
+        changes = self.forks.copy(row, reservation, due)
+        changes += self._grow(row, reservation, wanted)
+        self._publish(row, reservation)
+        return changes
+
+    def free_skipped(self, row: Row, num_computed_tokens: int) -> None:
+        """Give back the blocks that nobody reads any more, group by group, right to left."""
+        skipped = []
+        tables, index = self._tables, row.index
+        for group, rule in zip(self._shape.groups, self.skips, strict=True):
+            g = group.index
+            if g in self._lists.by_group:
+                keeper = self._lists.by_group[g]
+                ids = keeper.take_skipped_blocks(row.request.request_id, num_computed_tokens)
+                if ids:
+                    skipped.append(int32_array(ids))
+                continue
+            if not rule.is_skipping:
+                continue
+            start = int(tables.first_kept[g, index])
+            end = min(rule.num_skipped(num_computed_tokens), int(tables.num_columns[g, index]))
+            if end > start:
+                columns = tables.tables[g][index, start:end]
+                skipped.append(columns[::-1].copy())
+                columns[:] = NULL_BLOCK_ID
+                tables.first_kept[g, index] = end
+        if skipped:
+            self.look_up.forget()
+            self._store.give_back(np.concatenate(skipped))
+            self.note_limits(row)
+
+    def give_back(self, row: Row) -> None:
+        """Give back the single blocks of a row, tail first, those of ordered groups last."""
+        self.forks.forget(row)
+        tables, index, store = self._tables, row.index, self._store
+        for group in self._shape.others:
+            g = group.index
+            kept = self._parts.table_of(row, g)
+            if g in self._lists.by_group:
+                self._lists.by_group[g].forget_request(row.request.request_id)
+            else:
+                kept = kept[int(tables.first_kept[g, index]) :]
+            store.give_back(kept[kept != NULL_BLOCK_ID][::-1])
+        published = int(tables.published[index])
+        for group in self._shape.ordered:
+            columns = tables.columns(group.index, index)
+            own = columns[published // group.num_units :]
+            if row.doubles and group.index in row.doubles:
+                own = np.concatenate((columns[row.doubles[group.index]], own))
+            if len(own):
+                store.give_back(own[::-1])
+
+    def note_limits(self, row: Row) -> None:
+        """Note how far the row can go on before anything must be done for it."""
+        tables, index, shape = self._tables, row.index, self._shape
+        capacity = NEVER
+        skip = NEVER
+        if self._lists.by_group:
+            capacity = self._lists.capacity_tokens(row.request.request_id)
+            skip = self._lists.next_skip_tokens(row.request.request_id)
+        for group in shape.in_rows:
+            g, rule = group.index, self.skips[group.index]
+            capacity = min(capacity, int(tables.num_columns[g, index]) * group.block_size)
+            if rule.is_skipping:
+                next_skip = rule.next_skip_tokens(tables.first_kept[g, index : index + 1])
+                skip = min(skip, int(next_skip[0]))
+        # A row that shares what it may write must be looked at before every write.
+        tables.capacity_tokens[index] = 0 if self.forks.is_sharing(row) else capacity
+        tables.skip_tokens[index] = skip
+        full = (int(tables.published[index]) + 1) * shape.unit_tokens
+        tables.full_tokens[index] = full if self.may_publish(row) else NEVER
+
+    def may_publish(self, row: Row) -> bool:
+        """Say whether further blocks of a row become hittable."""
+        return self.can_publish and not row.is_mute
+
+    def _needs_nothing(self, row: Row, reservation: Reservation) -> bool:
+        tables, index = self._tables, row.index
+        return (
+            reservation.num_slot_tokens <= tables.capacity_tokens[index]
+            and reservation.num_cached_tokens < tables.full_tokens[index]
+            and reservation.num_computed_tokens < tables.skip_tokens[index]
+            and not reservation.num_spare_blocks
+            and not self.forks.is_sharing(row)
+        )
+
+    def _admit(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    ) -> list[TableChange] | None:
+        match = None
+        if hit is not None and hit.num_tokens:
+            match = self.look_up.find_again(request, hit)
+        wanted = [self._first_columns(group, reservation, match) for group in self._shape.in_rows]
+        needed = sum(columns.num_blocks for columns in wanted)
+        for g, keeper in self._lists.by_group.items():
+            adopted = () if match is None else match.hit.block_ids[g].tolist()
+            needed += keeper.get_num_blocks_to_allocate(request.request_id, reservation, adopted)
+        if match is not None:
+            needed += self._num_unheld(match, reservation)
+        if needed + reservation.num_spare_blocks > self._store.num_free:
+            return None
+        self.look_up.forget()
+        row = self._adopt(request, reservation, match)
+        changes = self._grow(row, reservation, wanted)
+        if hit is not None:
+            changes = self._whole_tables(row)
+        self._publish(row, reservation)
+        return changes
+
+    def _num_unheld(self, match: Match, reservation: Reservation) -> int:
+        """Return how many free blocks adopting a hit takes."""
+        last, count = match.last, 0
+        if last is not None and self._shape.ordered and not last.num_holders:
+            count = self._shape.num_ordered_blocks(last.start, match.num_units)
+            if last.parent is not None:
+                count += self._tree.num_unheld_above(last.parent)
+        for group in self._shape.in_rows:
+            if not group.is_ordered:
+                rule = self.skips[group.index]
+                skipped = rule.num_skipped(reservation.num_computed_tokens)
+                count += self._store.num_unheld(match.hit.block_ids[group.index][skipped:])
+        return count
+
+    def _adopt(self, request: Request, reservation: Reservation, match: Match | None) -> Row:
+        """Open a row that holds the hit."""
+        tables, tree = self._tables, self._tree
+        if match is None:
+            root = tree.root(request.namespace)
+            tree.hold(root)
+            return tables.open(request, root)
+        row = tables.open(request, self.hold(match, request))
+        for g, keeper in self._lists.by_group.items():
+            ids = match.hit.block_ids[g]
+            keeper.save_new_computed_blocks(
+                request.request_id, ids.tolist(), reservation.num_computed_tokens
+            )
+        for group in self._shape.in_rows:
+            ids = match.hit.block_ids[group.index]
+            if not group.is_ordered:
+                rule = self.skips[group.index]
+                ids = ids.copy()
+                ids[: rule.num_skipped(reservation.num_computed_tokens)] = NULL_BLOCK_ID
+                kept = np.flatnonzero(ids)
+                first = int(kept[0]) if len(kept) else len(ids)
+                tables.first_kept[group.index, row.index] = first
+                self._store.touch(index_array(ids[kept]))
+            tables.append(group.index, row.index, ids)
+        return row
+
+    def hold(self, match: Match, request: Request | None) -> Run:
+        """Hold the run with which a match ends; return it.
+
+        `request` is the one it was found for; only one that ends behind the tree needs it.
+        """
+        tree, shape = self._tree, self._shape
+        run = match.last
+        if run is None:
+            run = tree.root(_known(request).namespace)
+        if match.num_matched < run.end:
+            run = tree.split(run, match.num_matched - run.start)
+        tree.hold(run)
+        start, end = run.end, match.num_units
+        if start == end:
+            return run
+        # Units that nobody reads are not there: they take no block, but have their place.
+        request = _known(request)
+        tokens = self._match_tokens.of(request, start, end)
+        parent = run.last_digest(shape.digest_bytes)
+        digests = self.publisher.digest(request, start, end, parent)
+        ids = np.zeros((0, end - start), dtype=np.int32)
+        handles = np.full((len(shape.others), end - start), NULL_HANDLE, dtype=np.int64)
+        return tree.extend(run, tokens, ids, handles, digests)
+
+    def _first_columns(
+        self, group: GroupShape, reservation: Reservation, match: Match | None
+    ) -> Columns:
+        held = 0 if match is None else len(match.hit.block_ids[group.index])
+        return self._missing(group, reservation, held)
+
+    def _columns(self, group: GroupShape, row: Row, reservation: Reservation) -> Columns:
+        held = int(self._tables.num_columns[group.index, row.index])
+        return self._missing(group, reservation, held)
+
+    def _missing(self, group: GroupShape, reservation: Reservation, held: int) -> Columns:
+        total = ceil_div(reservation.num_slot_tokens, group.block_size)
+        if total <= held:
+            return Columns(0, 0)
+        rule = self.skips[group.index]
+        skipped = min(rule.num_skipped(reservation.num_computed_tokens), total)
+        num_null = max(0, skipped - held)
+        return Columns(num_null, total - held - num_null)
+
+    def _grow(self, row: Row, reservation: Reservation, wanted: list[Columns]) -> list[TableChange]:
+        """Extend a row's tables; there is room. `wanted` is for the groups in rows."""
+        changes = []
+        taken = self._evictor.take(sum(columns.num_blocks for columns in wanted))
+        start = 0
+        for group, columns in zip(self._shape.in_rows, wanted, strict=True):
+            g = group.index
+            end = start + columns.num_blocks
+            ids: Int32Array = taken[start:end]
+            if columns.num_null:
+                ids = np.concatenate((np.zeros(columns.num_null, dtype=np.int32), ids))
+            if len(ids):
+                first = int(self._tables.num_columns[g, row.index])
+                self._tables.append(g, row.index, ids)
+                if columns.num_null:
+                    self._tables.first_kept[g, row.index] = first + columns.num_null
+                changes.append(TableChange(g, first, ids))
+            start = end
+        for g, keeper in self._lists.by_group.items():
+            entered = keeper.allocate_new_blocks(row.request.request_id, reservation)
+            if entered:
+                first = len(keeper.table(row.request.request_id)) - len(entered)
+                changes.append(TableChange(g, first, int32_array(entered)))
+        return changes
+
+    def _whole_tables(self, row: Row) -> list[TableChange]:
+        tables = (self._parts.table_of(row, g.index).copy() for g in self._shape.groups)
+        return [TableChange(g, 0, table) for g, table in enumerate(tables) if len(table)]
+
+    def _publish(self, row: Row, reservation: Reservation) -> None:
+        if self.may_publish(row):
+            self._lists.note_own_end(row.request.request_id, reservation)
+            if reservation.num_cached_tokens:
+                self.publisher.publish(row, reservation.num_cached_tokens)
+        self.note_limits(row)
+
+
+def _known(request: Request | None) -> Request:
+    if request is None:
+        raise RequestError(
+            "a hit that ends behind all cached blocks is pinned, but not right after its look-up: "
+            "look it up again"
+        )
+    return request

@@ -1,0 +1,349 @@
+"""The running rows of a step, served together: skip, take, publish, each for all rows at once.
+
+Inside the core, for `reserve_rows`. Rows for which nothing is to be done are told from the others
+by comparing whole columns, and never looked at one by one; a row that fills a unit, as one in
+`unit_tokens` does, costs its digest and little else. Refuses to choose: where room is short, rows
+are served singly, in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.core import NewestState, Reservation, RowBatch, RowsReserved, TableChange
+from kvcache.errors import RequestError
+from kvcache.extents.leaf_growth import LeafGrower
+from kvcache.extents.parts import CoreParts
+from kvcache.extents.reserver import Reserver
+from kvcache.ids import NULL_BLOCK_ID
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class _Busy:
+    """The rows of a batch for which something is to be done: places in the batch, and rows."""
+
+    places: IndexArray
+    rows: IndexArray
+    computed: Int32Array
+    slot_tokens: Int32Array
+    cached: Int32Array
+
+
+class RowServer:
+    """Serves batches of rows of one core."""
+
+    def __init__(self, parts: CoreParts, reserver: Reserver, grower: LeafGrower) -> None:
+        """Work on the parts of one core."""
+        self._shape = parts.shape
+        self._store = parts.store
+        self._tables = parts.tables
+        self._evictor = parts.evictor
+        self._look_up = reserver.look_up
+        self._publisher = reserver.publisher
+        self._forks = reserver.forks
+        self._reserver = reserver
+        self._grower = grower
+        self._lists = parts.lists
+        self._in_rows = [group.index for group in parts.shape.in_rows]
+        sizes = [group.block_size for group in parts.shape.groups]
+        self._block_sizes: Int64Array = np.array(sizes, dtype=np.int64).reshape(-1, 1)
+        self._skipping = [
+            (group.index, rule)
+            for group, rule in zip(parts.shape.groups, reserver.skips, strict=True)
+            if rule.is_skipping
+        ]
+
+    def serve(self, batch: RowBatch) -> RowsReserved:
+        """Give every row its slots, or none of them; see `Core.reserve_rows`.
+
+        Raises:
+            RequestError: a row cannot mean what it asks for; nothing was changed.
+        """
+        count = len(batch.slots)
+        _require_columns(batch, count)
+        is_reserved = np.ones(count, dtype=np.int32)
+        if not count or not self._shape.groups:
+            return RowsReserved(is_reserved, EMPTY_PATCH)
+        busy = self._busy(batch, self._rows(batch))
+        if busy is None:
+            return RowsReserved(is_reserved, EMPTY_PATCH)
+        self._require_possible(batch, busy)
+        self._look_up.forget()
+        if self._lists.states:
+            self._free_skipped_singly(batch, busy)
+        else:
+            self._free_skipped(busy)
+        missing = self._missing(busy)
+        if not self._can_serve_together(batch, busy, missing):
+            is_reserved[busy.places], patch = self._serve_singly(batch, busy)
+            return RowsReserved(is_reserved, patch)
+        patch = self._take_blocks(batch, busy, missing)
+        self._publish(batch, busy)
+        return RowsReserved(is_reserved, patch)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _rows(self, batch: RowBatch) -> IndexArray:
+        """Return the rows that the batch names by slots, after binding new ones."""
+        rows = self._tables.rows_of(batch.slots)
+        if rows is not None:
+            return rows
+        named = []
+        for slot, request in zip(batch.slots.tolist(), batch.requests.tolist(), strict=True):
+            row = self._tables.get(request.request_id)
+            if row is None or slot < 0:
+                raise RequestError(
+                    f"request {request.request_id} in slot {slot} has no blocks: reserve for it "
+                    "before it runs on, and number slots from 0"
+                )
+            if row.slot != slot:
+                self._tables.name(row, slot)
+            named.append(row.index)
+        return index_array(named)
+
+    def _busy(self, batch: RowBatch, rows: IndexArray) -> _Busy | None:
+        tables = self._tables
+        is_busy = batch.num_slot_tokens > tables.capacity_tokens.take(rows)
+        is_busy |= batch.num_cached_tokens >= tables.full_tokens.take(rows)
+        if self._skipping or self._lists.states:
+            is_busy |= batch.num_computed_tokens >= tables.skip_tokens.take(rows)
+        places = is_busy.nonzero()[0]
+        if not len(places):
+            return None
+        return _Busy(
+            places,
+            rows.take(places),
+            batch.num_computed_tokens.take(places),
+            batch.num_slot_tokens.take(places),
+            batch.num_cached_tokens.take(places),
+        )
+
+    def _require_possible(self, batch: RowBatch, busy: _Busy) -> None:
+        if self._lists.states and batch.states is None:
+            raise RequestError(
+                "a batch of rows without states, but a KV cache group keeps states: say where each "
+                "row's forwards end"
+            )
+        bad = busy.cached > busy.slot_tokens
+        if bad.any():
+            place = int(bad.argmax())
+            request = batch.requests[busy.places[place]]
+            raise RequestError(
+                f"request {request.request_id}: {busy.cached[place]} tokens to cache, but slots "
+                f"for {busy.slot_tokens[place]}: reserve slots for all of them"
+            )
+        unit = self._shape.unit_tokens
+        filled = np.flatnonzero(busy.cached >= self._tables.full_tokens.take(busy.rows))
+        if not len(filled):
+            return
+        cached = busy.cached.take(filled)
+        known = batch.tokens.num_tokens(busy.places.take(filled))
+        lacking = cached // unit > known // unit
+        if lacking.any():
+            place = int(lacking.argmax())
+            request = batch.requests[busy.places[filled[place]]]
+            raise RequestError(
+                f"request {request.request_id} has {known[place]} tokens, blocks up to token "
+                f"{cached[place]} cannot be full: append its tokens first"
+            )
+
+    def _free_skipped_singly(self, batch: RowBatch, busy: _Busy) -> None:
+        """Give back what no row reads any more, where states are kept."""
+        late = busy.computed >= self._tables.skip_tokens.take(busy.rows)
+        for place in np.flatnonzero(late).tolist():
+            row = self._tables.by_index[int(busy.rows[place])]
+            if row is not None:
+                self._reserver.free_skipped(row, int(busy.computed[place]))
+
+    def _free_skipped(self, busy: _Busy) -> None:
+        """Give back what no row reads any more: row by row, group by group, right to left."""
+        tables = self._tables
+        freed: list[tuple[IndexArray, IndexArray, Int32Array]] = []
+        is_late = busy.computed >= tables.skip_tokens.take(busy.rows) if self._skipping else None
+        if is_late is None or not is_late.any():
+            return
+        late = is_late.nonzero()[0]
+        rows, computed = busy.rows[late], busy.computed[late].astype(np.int64)
+        for order, (g, rule) in enumerate(self._skipping):
+            start = tables.first_kept[g, rows]
+            end = np.minimum(rule.skipped_of_rows(computed), tables.num_columns[g, rows])
+            counts = np.maximum(end - start, 0)
+            places = np.repeat(np.arange(len(rows)), counts)
+            if not len(places):
+                continue
+            # Right to left: a row's last skipped column first.
+            ends = np.cumsum(counts)
+            columns = np.repeat(end + ends - counts, counts) - 1 - np.arange(len(places))
+            ids = tables.tables[g][rows[places], columns]
+            tables.tables[g][rows[places], columns] = NULL_BLOCK_ID
+            tables.first_kept[g, rows] = np.maximum(end, start)
+            freed.append((places, np.full(len(places), order), ids))
+        self._note_skips(rows)
+        if freed:
+            ids = np.concatenate([part[2] for part in freed])
+            if len(freed) > 1:
+                places = np.concatenate([part[0] for part in freed])
+                orders = np.concatenate([part[1] for part in freed])
+                ids = ids[np.lexsort((orders, places))]
+            self._store.give_back(ids)
+
+    def _note_skips(self, rows: IndexArray) -> None:
+        tables = self._tables
+        next_skips = [
+            rule.next_skip_tokens(tables.first_kept[g, rows]) for g, rule in self._skipping
+        ]
+        tables.skip_tokens[rows] = next_skips[0] if len(next_skips) == 1 else np.min(next_skips, 0)
+
+    def _missing(self, busy: _Busy) -> Int64Array:
+        """Return how many columns the tables lack, shape `(groups, n)`."""
+        wanted = -(-busy.slot_tokens // self._block_sizes)
+        missing: Int64Array = np.maximum(wanted - self._tables.num_columns[:, busy.rows], 0)
+        for group in self._lists.by_group:
+            missing[group] = 0
+        return missing
+
+    def _can_serve_together(self, batch: RowBatch, busy: _Busy, missing: Int64Array) -> bool:
+        """Say whether there is room for all, and no row begins behind its slots or shares."""
+        if self._lists.states or int(missing.sum()) > self._store.num_free:
+            return False
+        if (busy.computed > self._tables.capacity_tokens.take(busy.rows)).any():
+            return False
+        return not self._forks.any_sharing(busy.rows)
+
+    def _take_blocks(self, batch: RowBatch, busy: _Busy, missing: Int64Array) -> BlockTablePatch:
+        """Extend all tables; row by row, group by group, as `missing` says."""
+        places, groups = np.nonzero(missing.T)
+        if not len(places):
+            return EMPTY_PATCH
+        tables = self._tables
+        rows = busy.rows.take(places)
+        counts = missing[groups, places]
+        firsts = tables.num_columns[groups, rows]
+        total = int(counts.sum())
+        ids = self._evictor.take(total)
+        if total == len(places):
+            self._put(groups, rows, firsts, ids)
+        else:
+            ends = np.cumsum(counts)
+            columns = np.arange(total) + np.repeat(firsts - ends + counts, counts)
+            self._put(np.repeat(groups, counts), np.repeat(rows, counts), columns, ids)
+        tables.num_columns[groups, rows] += counts
+        capacity = tables.num_columns[:, busy.rows] * self._block_sizes
+        if self._lists.by_group:
+            capacity = capacity[self._in_rows]
+        tables.capacity_tokens[busy.rows] = capacity.min(axis=0)
+        return BlockTablePatch(
+            slots=batch.slots[busy.places.take(places)],
+            groups=int32_array(groups),
+            first_indices=int32_array(firsts),
+            counts=int32_array(counts),
+            block_ids=ids,
+        )
+
+    def _put(
+        self, groups: IndexArray, rows: IndexArray, columns: Int64Array, ids: Int32Array
+    ) -> None:
+        tables = self._tables
+        for g in range(len(self._shape.groups)):
+            if len(self._shape.groups) == 1:
+                tables.reach(g, int(columns.max()) + 1)
+                tables.tables[g][rows, columns] = ids
+                return
+            here = groups == g
+            if here.any():
+                tables.reach(g, int(columns[here].max()) + 1)
+                tables.tables[g][rows[here], columns[here]] = ids[here]
+
+    def _publish(self, batch: RowBatch, busy: _Busy) -> None:
+        """Publish the rows whose cached tokens fill a unit."""
+        tables = self._tables
+        filled = np.flatnonzero(busy.cached >= tables.full_tokens.take(busy.rows))
+        if not len(filled):
+            return
+        rows = busy.rows.take(filled)
+        cached = busy.cached.take(filled)
+        published = tables.published.take(rows)
+        units = cached.astype(np.int64) // self._shape.unit_tokens
+        single = self._grower.publish_units(
+            rows, published, units, batch.tokens, busy.places.take(filled)
+        )
+        if single is not None:
+            places = busy.places.take(filled).take(single)
+            batch.tokens.sync(places)
+            for place, row_index, tokens in zip(
+                places.tolist(),
+                rows.take(single).tolist(),
+                cached.take(single).tolist(),
+                strict=True,
+            ):
+                row = tables.by_index[row_index]
+                if row is not None:
+                    row.request = batch.requests[place]
+                    self._publisher.publish(row, tokens)
+        full = (tables.published.take(rows) + 1) * self._shape.unit_tokens
+        tables.full_tokens[rows] = full
+
+    def _serve_singly(self, batch: RowBatch, busy: _Busy) -> tuple[Int32Array, BlockTablePatch]:
+        is_reserved: list[int] = []
+        changes: list[tuple[int, TableChange]] = []
+        batch.tokens.sync(busy.places)
+        for i, place in enumerate(busy.places.tolist()):
+            own_end, newest = _state(batch, place)
+            reservation = Reservation(
+                int(busy.computed[i]),
+                int(busy.slot_tokens[i]),
+                int(busy.cached[i]),
+                0,
+                own_end,
+                newest,
+            )
+            changed = self._reserver.reserve(batch.requests[place], reservation, None)
+            is_reserved.append(changed is not None)
+            changes += [(int(batch.slots[place]), change) for change in changed or ()]
+        return int32_array(is_reserved), _patch(changes)
+
+
+def _state(batch: RowBatch, place: int) -> tuple[int | None, NewestState | None]:
+    """Return where a row's forward ends and where its newest state is."""
+    states = batch.states
+    if states is None:
+        return None, None
+    return int(states.num_own_tokens[place]), NewestState(
+        int(states.num_last_own_tokens[place]), int(states.num_accepted_drafts[place])
+    )
+
+
+def _require_columns(batch: RowBatch, count: int) -> None:
+    columns = [
+        batch.requests,
+        batch.num_computed_tokens,
+        batch.num_slot_tokens,
+        batch.num_cached_tokens,
+    ]
+    if (states := batch.states) is not None:
+        columns += [states.num_own_tokens, states.num_last_own_tokens, states.num_accepted_drafts]
+    lengths = [len(column) for column in columns]
+    if any(length != count for length in lengths):
+        raise RequestError(
+            f"a batch of {count} rows has columns of {lengths} entries: give one per row"
+        )
+
+
+def _patch(changes: list[tuple[int, TableChange]]) -> BlockTablePatch:
+    """Return the changes of rows (slot, change) as one command."""
+    if not changes:
+        return EMPTY_PATCH
+    return BlockTablePatch(
+        slots=int32_array([slot for slot, _ in changes]),
+        groups=int32_array([change.group for _, change in changes]),
+        first_indices=int32_array([change.first_index for _, change in changes]),
+        counts=int32_array([len(change.block_ids) for _, change in changes]),
+        block_ids=np.concatenate([change.block_ids for _, change in changes]),
+    )

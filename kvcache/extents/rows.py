@@ -1,0 +1,170 @@
+"""Block tables of running requests as dense rows, and how far each row can go on untouched.
+
+Between the core, which serves one request or a thousand, and the tables that a step changes a few
+columns of. One row per request, the lowest free one first; rows and columns grow when they must.
+Refuses to know contents: a row's blocks are ids.
+
+    row            0    1    2      of each group: `tables[g][row, column]`
+    num_columns    4    0    7      columns in use
+    first_kept     0    0    5      columns before are null: nobody reads them any more
+    published     40    0  112      units that are in the tree, up to where the row's run ends
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.extents.run import Run
+from kvcache.extents.shape import GroupShape, TreeShape
+from kvcache.request import Request
+
+NEVER = 1 << 62
+NO_ROW = -1
+
+Int64Array = npt.NDArray[np.int64]
+TableArray = npt.NDArray[np.int32]
+
+_FEW_ROWS = 64
+_FEW_COLUMNS = 64
+
+
+@dataclass(eq=False)
+class Row:
+    """What a running request has beside its columns.
+
+    `run` ends where the row's published units end; the row holds it. `doubles[g]` are published
+    columns of ordered group `g` whose block is not the tree's but one of the row's own, with the
+    same content. `is_mute`: no further block of it becomes hittable. `slot` is the slot by which
+    batches of rows name it, once one has.
+    """
+
+    index: int
+    request: Request
+    run: Run
+    doubles: dict[int, list[int]] = field(default_factory=dict)
+    is_mute: bool = False
+    slot: int = NO_ROW
+
+
+class RowTables:
+    """The rows of one core.
+
+    Invariants: `by_id` and `by_index` agree; a free row has no columns. A row needs nothing before
+    its slots reach `capacity_tokens`, its cached tokens `full_tokens` or its computed tokens
+    `skip_tokens`.
+    """
+
+    def __init__(self, shape: TreeShape) -> None:
+        """Have no row yet."""
+        num_groups = len(shape.groups)
+        self.by_id: dict[str, Row] = {}
+        self.by_index: list[Row | None] = []
+        self.tables: list[TableArray] = [np.zeros((0, 0), dtype=np.int32) for _ in shape.groups]
+        self.num_columns: Int64Array = np.zeros((num_groups, 0), dtype=np.int64)
+        self.first_kept: Int64Array = np.zeros((num_groups, 0), dtype=np.int64)
+        self.published: Int64Array = np.zeros(0, dtype=np.int64)
+        self.capacity_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self.full_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self.skip_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self._row_of_slot: IndexArray = index_array(())
+        self._free: list[int] = []
+
+    def get(self, request_id: str) -> Row | None:
+        """Return a request's row, None if it has none."""
+        return self.by_id.get(request_id)
+
+    def open(self, request: Request, run: Run) -> Row:
+        """Give a request a row without columns, ending at `run`."""
+        if not self._free:
+            self._add_rows(max(_FEW_ROWS, len(self.by_index)))
+        row = Row(heapq.heappop(self._free), request, run)
+        self.by_id[request.request_id] = self.by_index[row.index] = row
+        self.published[row.index] = run.end
+        return row
+
+    def close(self, row: Row) -> None:
+        """Take a row's columns away; its blocks have been given back."""
+        index = row.index
+        if row.slot != NO_ROW:
+            self._row_of_slot[row.slot] = NO_ROW
+        self.num_columns[:, index] = 0
+        self.first_kept[:, index] = 0
+        self.published[index] = 0
+        self.capacity_tokens[index] = self.full_tokens[index] = self.skip_tokens[index] = 0
+        self.by_index[index] = None
+        del self.by_id[row.request.request_id]
+        heapq.heappush(self._free, index)
+
+    def columns(self, group: int, index: int) -> Int32Array:
+        """Return a row's columns of one group. A view: valid until the row changes."""
+        return self.tables[group][index, : int(self.num_columns[group, index])]
+
+    def blocks_of_units(self, group: GroupShape, index: int, start: int, end: int) -> Int32Array:
+        """Return, per unit of `[start, end)`, a row's block that ends there; 0 if none does."""
+        table: Int32Array = self.tables[group.index][index]
+        length = group.num_units
+        if length == 1:
+            return table[start:end]
+        ids = np.zeros(end - start, dtype=np.int32)
+        first, last = start // length, end // length
+        ids[(first + 1) * length - 1 - start :: length] = table[first:last]
+        return ids
+
+    def append(self, group: int, index: int, block_ids: Int32Array) -> None:
+        """Put blocks (0: null) behind a row's last column."""
+        start = int(self.num_columns[group, index])
+        end = start + len(block_ids)
+        self.reach(group, end)
+        self.tables[group][index, start:end] = block_ids
+        self.num_columns[group, index] = end
+
+    def reach(self, group: int, num_columns: int) -> None:
+        """Make tables of a group at least so wide."""
+        table = self.tables[group]
+        if num_columns > table.shape[1]:
+            width = max(num_columns, 2 * table.shape[1], _FEW_COLUMNS)
+            wider = np.zeros((table.shape[0], width), dtype=np.int32)
+            wider[:, : table.shape[1]] = table
+            self.tables[group] = wider
+
+    def rows_of(self, slots: Int32Array) -> IndexArray | None:
+        """Return the rows that batches name by `slots`; None if one of them is not known yet."""
+        if not len(slots) or int(slots.max()) >= len(self._row_of_slot) or int(slots.min()) < 0:
+            return None
+        rows = self._row_of_slot.take(slots)
+        return None if int(rows.min()) < 0 else rows
+
+    def name(self, row: Row, slot: int) -> None:
+        """Let batches name a row by `slot` from now on."""
+        if slot >= len(self._row_of_slot):
+            grown = np.full(max(slot + 1, 2 * len(self._row_of_slot)), NO_ROW, dtype=np.intp)
+            grown[: len(self._row_of_slot)] = self._row_of_slot
+            self._row_of_slot = grown
+        before = int(self._row_of_slot[slot])
+        if before != NO_ROW and (other := self.by_index[before]) is not None:
+            other.slot = NO_ROW
+        if row.slot != NO_ROW:
+            self._row_of_slot[row.slot] = NO_ROW
+        row.slot = slot
+        self._row_of_slot[slot] = row.index
+
+    def _add_rows(self, count: int) -> None:
+        start, end = len(self.by_index), len(self.by_index) + count
+        self.by_index += [None] * count
+        for index in range(start, end):
+            heapq.heappush(self._free, index)
+        for group, table in enumerate(self.tables):
+            grown = np.zeros((end, table.shape[1]), dtype=np.int32)
+            grown[:start] = table
+            self.tables[group] = grown
+        self.num_columns = np.pad(self.num_columns, ((0, 0), (0, count)))
+        self.first_kept = np.pad(self.first_kept, ((0, 0), (0, count)))
+        self.published = np.pad(self.published, (0, count))
+        self.capacity_tokens = np.pad(self.capacity_tokens, (0, count))
+        self.full_tokens = np.pad(self.full_tokens, (0, count))
+        self.skip_tokens = np.pad(self.skip_tokens, (0, count))

@@ -1,0 +1,50 @@
+"""Replay walks from the command line.
+
+    python -m tests.agreement "full, window" exact_pressure 7
+    python -m tests.agreement "full, window" exact 0 --seeds 50 --operations 300 --second extents
+    python -m tests.agreement full all --second extents --without FORKS EVICTIONS
+
+A walk that fails prints its log and is the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from tests.agreement.configurations import CONFIGURATIONS, Family, Operation, configuration_named
+from tests.agreement.walk import NUM_OPERATIONS, replay
+
+
+def main() -> None:
+    """Read the arguments, walk."""
+    parser = argparse.ArgumentParser(prog="python -m tests.agreement")
+    parser.add_argument("configuration", choices=["all", *(c.name for c in CONFIGURATIONS)])
+    parser.add_argument("family", choices=["all", *(f.name.lower() for f in Family)])
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from the first on")
+    parser.add_argument("--operations", type=int, default=NUM_OPERATIONS)
+    parser.add_argument("--second", default=None, help="core beside the reference core")
+    operations = [operation.name for operation in Operation]
+    parser.add_argument("--without", nargs="*", choices=operations, default=())
+    given = parser.parse_args()
+    names = [c.name for c in CONFIGURATIONS]
+    for name in names if given.configuration == "all" else [given.configuration]:
+        configuration = configuration_named(name)
+        left_out = {Operation[operation] for operation in given.without}
+        configuration = replace(
+            configuration,
+            operations=configuration.operations - left_out,
+            second_core=given.second or configuration.second_core,
+        )
+        families = configuration.families
+        if given.family != "all":
+            families = (Family[given.family.upper()],)
+        for family in families:
+            for seed in range(given.seed, given.seed + given.seeds):
+                replay(configuration, family, seed, given.operations)
+            print(f"{name}, {family.value}: {given.seeds} agree")
+
+
+if __name__ == "__main__":
+    main()

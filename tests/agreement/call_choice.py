@@ -1,0 +1,168 @@
+"""Random per-request calls, and what is done to the cache as a whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.agreement import operations as ops
+from tests.agreement.configurations import Operation
+from tests.agreement.content import Forward
+from tests.agreement.engine import CALLER, Live
+
+if TYPE_CHECKING:
+    from tests.agreement.walk import Walk
+
+
+class CallChoice:
+    """Chooses the calls of a walk and does them."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    # --- requests ---
+
+    def admit(self) -> None:
+        skips = self._walk.allows(Operation.SKIPPED_READING, 0.05)
+        origin, tokens = self._walk.choose_prompt(CALLER, may_share=not skips)
+        admit = ops.Admit(
+            self._walk.name(),
+            origin,
+            tokens,
+            self._walk.max_new(),
+            num_external=self._walk.rng.randrange(12)
+            if self._walk.allows(Operation.EXTERNAL, 0.15)
+            else 0,
+            num_lookahead=self._walk.num_lookahead(),
+            num_encoder=self._walk.num_encoder(),
+            delays_caching=self._walk.allows(Operation.DELAYED_CACHING, 0.15),
+            skips_reading=skips,
+        )
+        facts = self._walk.do(admit, may_fail=self._walk.sides[0].manager.is_draining)
+        forwards: list[Forward] = []
+        if facts.get("has room"):
+            slot = self._walk.sides[0].manager.slot_of(admit.name)
+            assert slot is not None
+            forwards = self._walk.engine.follow_admit(admit, facts, slot)
+            self._walk.engine.live[admit.name].skips_reading = skips
+        self._walk.finish(forwards)
+        if forwards:
+            self._walk.remember(self._walk.engine.live[admit.name])
+
+    def callers(self) -> list[Live]:
+        return self._walk.engine.of(CALLER, running=True)
+
+    def extend(self) -> None:
+        if not self.callers():
+            return
+        request, rng = self._walk.rng.choice(self.callers()), self._walk.rng
+        row = self._walk.steps.row(request)
+        if row is None or not row.num_new:
+            self.free()
+            return
+        extend = ops.Extend(
+            request.name,
+            request.computed - row.num_rejected,
+            row.appended,
+            row.num_new,
+            len(row.drafts),
+            num_lookahead=self._walk.num_lookahead(),
+            delays_caching=self._walk.allows(Operation.DELAYED_CACHING, 0.1),
+        )
+        facts = self._walk.do(extend)
+        forwards = self._walk.engine.follow_extend(extend, row.drafts, facts["has room"] is True)
+        self._walk.finish(forwards)
+        if not forwards and rng.random() < 0.5:
+            self.free()
+
+    def free(self) -> None:
+        if self.callers():
+            request = self._walk.rng.choice(self.callers())
+            self._walk.remember(request)
+            self._walk.do(ops.Free(request.name))
+            del self._walk.engine.live[request.name]
+            self._walk.finish([])
+
+    def cache_blocks(self) -> None:
+        if self.callers():
+            request = self._walk.rng.choice(self.callers())
+            # Drafts are not its own, and behind its last forward there are no bytes.
+            end = min(request.last_own, len(request.tokens), request.computed)
+            self._walk.do(ops.CacheBlocks(request.name, end))
+            self._walk.finish([])
+
+    def forget_hashes(self) -> None:
+        if self.callers():
+            self._walk.do(ops.FreeBlockHashes(self._walk.rng.choice(self.callers()).name))
+            self._walk.finish([])
+
+    def fork(self) -> None:
+        parents = [r for r in self.callers() if min(r.computed, len(r.tokens)) > 0]
+        if not parents:
+            return
+        parent = self._walk.rng.choice(parents)
+        computed = min(parent.computed, len(parent.tokens))
+        if parent.origin.crosses_image(computed):
+            return
+        tokens = parent.tokens[:computed]
+        tokens += self._walk.prompts.output(tokens, self._walk.rng.randint(1, 4))
+        call = ops.ForkCall(
+            parent.name, self._walk.name(), parent.origin.cut(computed), tuple(tokens)
+        )
+        if self._walk.do(call)["has room"]:
+            slot = self._walk.sides[0].manager.slot_of(call.child)
+            assert slot is not None
+            self._walk.engine.follow_fork(call, slot)
+        self._walk.finish([])
+
+    # --- the cache as a whole ---
+
+    def look_up(self) -> None:
+        self._walk.probe(*(self._walk.prompts.continued() or self._walk.prompts.prompt()))
+        self._walk.finish([])
+
+    def pin(self) -> None:
+        found = self._walk.prompts.continued()
+        if found is not None:
+            ttl = float(self._walk.rng.randint(1, 20))
+            self._walk.do(ops.PinPrefix(self._walk.name(), *found, ttl), may_fail=True)
+            self._walk.finish([])
+
+    def unpin(self) -> None:
+        if self._walk.sides[0].pins:
+            self._walk.do(ops.Unpin(self._walk.rng.choice(sorted(self._walk.sides[0].pins))))
+            self._walk.finish([])
+
+    def wait(self) -> None:
+        self._walk.do(ops.Wait(float(self._walk.rng.randint(1, 8))))
+        self._walk.finish([])
+
+    def evict(self) -> None:
+        rng, num_groups = self._walk.rng, len(self._walk.configuration.specs)
+        places = tuple(
+            (rng.randrange(num_groups), rng.randrange(12)) for _ in range(rng.randint(1, 3))
+        )
+        # Where a content has several blocks, one that is forgotten before its step is complete lets
+        # the reference core publish the blocks of that step out of order: its children first.
+        running = sorted(
+            r.name
+            for r in self._walk.engine.live.values()
+            if r.is_running and (self._walk.family.is_unique or r.owner == CALLER)
+        )
+        found = self._walk.prompts.continued()
+        if running and rng.random() < 0.5:
+            self._walk.do(ops.EvictBlocks(places, rng.choice(running)))
+        elif found is not None:
+            self._walk.do(ops.EvictBlocks(places, "", *found))
+        self._walk.finish([])
+
+    def reset(self) -> None:
+        self._walk.do(ops.ResetPrefixCache(drain=False))
+        self._walk.finish([])
+
+    def drain(self) -> None:
+        self._walk.do(ops.ResetPrefixCache(drain=True))
+        self._walk.finish([])
+
+    def mistake(self) -> None:
+        self._walk.do(ops.Mistake(self._walk.rng.choice(sorted(ops.MISTAKES))), may_fail=True)
+        self._walk.finish([])

@@ -1,0 +1,145 @@
+"""What the agreement suite drives: models by their KV cache groups, and what is done to them.
+
+`CONFIGURATIONS` is the one list to change: a configuration names its groups, the operations it
+allows, the families it takes part in, and the core that is put beside the reference core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcache.specs import KVCacheSpec
+from tests.managers.core_builders import chunked, cross, full, mamba, mla, window
+
+REFERENCE_CORE = "blocks"
+
+
+class Operation(Enum):
+    """What a walk may do beside admitting, running on and freeing requests by calls and steps."""
+
+    CALLS = "per-request calls"
+    STEPS = "batched steps"
+    CLIENTS = "two clients"
+    PIPELINE = "completed_step lags behind"
+    FAILURES = "failed_step"
+    PREEMPTION = "preempted, and resumed"
+    DRAFTS = "accepted and rejected drafts"
+    LOOKAHEAD = "lookahead tokens"
+    EXTERNAL = "external tokens"
+    ENCODER = "encoder tokens"
+    DELAYED_CACHING = "delay_cache_blocks, cache_blocks"
+    FORGET_HASHES = "free_block_hashes"
+    SKIPPED_READING = "skip_reading_prefix_cache"
+    FORKS = "forks, by calls and in steps"
+    PINS = "pin_prefix, unpin_prefix, pins that run out"
+    EVICTIONS = "evict_blocks"
+    RESETS = "reset_prefix_cache"
+    DRAINS = "reset_prefix_cache(drain=True)"
+    NAMESPACES = "salt, LoRA, tenant"
+    IMAGES = "multimodal items"
+    MISTAKES = "calls that are refused"
+
+
+class Family(Enum):
+    """How much of two cores must be equal depends on the workload; `allowances.py` says what."""
+
+    EXACT = "exact"
+    EXACT_PRESSURE = "exact under pressure"
+    DUPLICATES = "duplicates"
+    DUPLICATES_PRESSURE = "duplicates under pressure"
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether no content is ever computed while another block holds it."""
+        return self in (Family.EXACT, Family.EXACT_PRESSURE)
+
+    @property
+    def has_pressure(self) -> bool:
+        """Whether the pool is so small that contents are evicted and requests find no room."""
+        return self in (Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE)
+
+
+EVERYTHING = frozenset(Operation) - {Operation.ENCODER}
+EVERY_FAMILY = tuple(Family)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model, what may be done to it, and which core must agree with the reference core."""
+
+    name: str
+    specs: tuple[KVCacheSpec, ...]
+    operations: frozenset[Operation] = EVERYTHING
+    families: tuple[Family, ...] = EVERY_FAMILY
+    second_core: str = "extents"
+    use_eagle: bool = False
+    enable_caching: bool = True
+    max_model_len: int = 72
+
+    def operations_in(self, family: Family) -> frozenset[Operation]:
+        """Return what walks of a family may do.
+
+        A tree forgets with a block of an ordered group all that stands beside and behind it, the
+        reference core that group's blocks only. Both are right, as nothing behind it can be hit; so
+        where there are several groups, only walks that compare each core with the truth do that.
+        A step that fails does the same: what it withdraws takes states beside it along.
+        """
+        left_out: set[Operation] = set()
+        if self.keeps_states and family in (Family.EXACT_PRESSURE, Family.DUPLICATES):
+            left_out.add(Operation.FAILURES)
+        is_mixed = len(self.specs) > 1 and any(spec.reads_whole_prefix for spec in self.specs)
+        if is_mixed and family is not Family.DUPLICATES_PRESSURE:
+            left_out.add(Operation.EVICTIONS)
+        return self.operations - left_out
+
+    @property
+    def keeps_states(self) -> bool:
+        return any(spec.num_state_blocks is not None for spec in self.specs)
+
+    @property
+    def can_hit(self) -> bool:
+        return self.enable_caching and all(spec.can_prefix_cache for spec in self.specs)
+
+    @property
+    def max_drafts(self) -> int:
+        limits = [spec.max_draft_tokens for spec in self.specs]
+        return min((limit for limit in limits if limit is not None), default=3)
+
+
+CONFIGURATIONS = (
+    Configuration("full", (full(4),)),
+    Configuration("latent", (mla(4),)),
+    Configuration("full, window", (full(4), window(9))),
+    Configuration("full, two windows", (full(4), window(6), window(17))),
+    Configuration(
+        # A tree evicts blocks of several ordered groups together, the reference core one by one.
+        "two full",
+        (full(4), full(8)),
+        families=(Family.EXACT, Family.DUPLICATES, Family.DUPLICATES_PRESSURE),
+    ),
+    Configuration("window", (window(10),)),
+    Configuration("chunked", (chunked(8),)),
+    Configuration("full, chunked", (full(4), chunked(8))),
+    Configuration("full, states", (full(4), mamba(num_drafts=2))),
+    Configuration(
+        # Surplus is counted by bytes, which do not tell states of longer blocks from each other.
+        "full, window, states",
+        (full(4), window(13, 8), mamba(block_size=16, num_drafts=2)),
+        families=(Family.EXACT, Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE),
+    ),
+    Configuration("one state", (mamba("none", num_drafts=2),)),
+    Configuration(
+        "full, encoder", (full(4), cross(max_encoder_tokens=24)), operations=frozenset(Operation)
+    ),
+    Configuration("EAGLE: full", (full(4),), use_eagle=True),
+    Configuration("EAGLE: full, window", (full(4), window(9)), use_eagle=True),
+    Configuration("caching off", (full(4), window(9)), enable_caching=False),
+)
+"""With `second_core=REFERENCE_CORE` a configuration compares the reference core with itself: that
+proves the suite, and costs a line to change."""
+
+
+def configuration_named(name: str) -> Configuration:
+    """Return a configuration by name."""
+    return next(c for c in CONFIGURATIONS if c.name == name)

@@ -1,0 +1,228 @@
+"""Random batched steps: which rows run on, who comes, goes, forks, fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.arrays import int32_array
+from kvcache.step import (
+    EMPTY_RUNNING,
+    NO_STEP,
+    Fork,
+    NewRequest,
+    ResumedRequest,
+    RunningRequests,
+    StepRequest,
+)
+from tests.agreement.configurations import Operation
+from tests.agreement.content import Origin
+from tests.agreement.engine import Client, Live, Newcomer, Row
+from tests.agreement.operations import Step
+
+if TYPE_CHECKING:
+    from tests.agreement.walk import Walk
+
+
+class StepChoice:
+    """Chooses the steps of a walk and does them."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+        self._rng = walk.rng
+        self._origins: dict[str, Origin] = {}
+
+    def row(self, request: Live) -> Row | None:
+        """Return how a request could run on; None if the model's length ends it."""
+        walk, rng, configuration = self._walk, self._rng, self._walk.configuration
+        num_accepted = request.num_accepted
+        if num_accepted is None:
+            num_accepted = rng.randint(0, request.num_drafts)
+        appended: tuple[int, ...] = ()
+        if request.computed >= len(request.tokens):
+            appended = request.drafts[:num_accepted]
+            appended += walk.prompts.output([*request.tokens, *appended], 1)
+        num_tokens = len(request.tokens) + len(appended)
+        num_rejected = request.num_drafts - num_accepted
+        owned = num_tokens - (request.computed - num_rejected)
+        if num_tokens > configuration.max_model_len:
+            return None
+        num_new = rng.choice([owned, rng.randint(1, owned)])
+        num_drafts = 0
+        if num_new == owned and walk.allows(Operation.DRAFTS, 0.4):
+            num_spare = configuration.max_model_len - num_tokens
+            num_drafts = min(rng.randint(1, 3), configuration.max_drafts, num_spare)
+        if num_new == owned and rng.random() < 0.05:
+            num_new = num_drafts = 0  # only settles
+        drafts = walk.prompts.output([*request.tokens, *appended], num_drafts)
+        return Row(request.name, num_rejected, appended, num_new, drafts)
+
+    def step(self) -> None:
+        """Choose a step of a client, do it, and follow the answer."""
+        walk, rng, engine = self._walk, self._rng, self._walk.engine
+        client = engine.clients[0]
+        if walk.allows(Operation.CLIENTS, 0.4):
+            client = engine.clients[1]
+        failed, completed, taken_back = self._settle(client)
+        running = engine.of(client.name, running=True)
+        waiting = engine.of(client.name, running=False)
+        finished = [r for r in running + waiting if rng.random() < 0.12]
+        staying = [r for r in running if r not in finished]
+        preempted = [r for r in staying if walk.allows(Operation.PREEMPTION, 0.07)]
+        staying = [r for r in staying if r not in preempted]
+        waiting = [r for r in waiting if r not in finished]
+        new, resumed = self._newcomers(client.name, waiting, is_failing=failed != NO_STEP)
+        if completed != NO_STEP:
+            engine.complete(client, completed)
+        # Where it matters what is evicted, who shares something comes alone.
+        is_alone = walk.family.is_unique and walk.family.has_pressure and (new or resumed)
+        rows, forks = ([], []) if is_alone else self._runners(staying)
+        number = client.last_step + rng.choice([1, 1, 2])
+        request = StepRequest(
+            client.name,
+            number,
+            1,
+            completed,
+            failed,
+            tuple(r.name for r in finished),
+            tuple(r.name for r in preempted[::2]),
+            tuple(r.name for r in preempted[1::2]),
+            self._arrays(rows),
+            walk.num_lookahead(),
+            tuple(resumed),
+            tuple(new),
+            tuple(Fork(parent, child) for parent, child in forks),
+        )
+        for r in finished:
+            walk.remember(r)
+        facts = walk.do(Step(request, _line(request, rows)))
+        for what, expected in taken_back.items():
+            assert facts[what] == expected, f"{what}: {facts[what]}, not {expected}"
+        engine.begin_step(client, number, rows)
+        for r in finished:
+            del engine.live[r.name]
+        for r in preempted:
+            r.leave()
+        items: list[ResumedRequest | NewRequest] = [*resumed, *new]
+        walk.finish(engine.follow_step(client, rows, items, self._origins, forks, facts))
+        for item in new:
+            if item.request_id in engine.live:
+                walk.remember(engine.live[item.request_id])
+
+    def _settle(self, client: Client) -> tuple[int, int, dict[str, object]]:
+        """Choose which steps have failed or completed; take back what failed."""
+        walk, rng, engine = self._walk, self._rng, self._walk.engine
+        steps = [before.step for before in client.unfinished]
+        nothing: dict[str, object] = {"withdrawn": [], "rolled back": []}
+        if steps and walk.allows(Operation.FAILURES, 0.12):
+            failed = rng.choice(steps)
+            return failed, NO_STEP, engine.fail(client, failed)
+        completed = NO_STEP
+        if steps and not walk.allows(Operation.PIPELINE, 0.3):
+            completed = rng.choice(steps) if walk.allows(Operation.PIPELINE, 0.5) else steps[-1]
+        return NO_STEP, completed, nothing
+
+    def _newcomers(
+        self, owner: str, waiting: list[Live], *, is_failing: bool
+    ) -> tuple[list[NewRequest], list[ResumedRequest]]:
+        """Choose who wants in. Unique contents are looked up first, before the step settles
+        anything: with a failing step they wait."""
+        walk, rng = self._walk, self._rng
+        is_unique = walk.family.is_unique
+        resumed = [ResumedRequest(r.name, walk.max_new()) for r in waiting if rng.random() < 0.5]
+        num_new = rng.choice([0, 0, 1, 1, 2, 3])
+        if not is_unique:
+            return [self._new(owner, may_share=True) for _ in range(num_new)], resumed
+        if is_failing:
+            return [self._new(owner, may_share=False) for _ in range(num_new)], []
+        resumed = [item for item in resumed[:1] if self._is_resumable(item.request_id)]
+        newcomers: list[Newcomer] = []
+        for item in resumed:
+            request = walk.engine.live[item.request_id]
+            newcomers.append(Newcomer(request.origin, request.tokens, 0))
+        if walk.family.has_pressure:
+            num_new = 0 if resumed else min(1, num_new)
+        return [
+            self._new(owner, may_share=True, newcomers=newcomers) for _ in range(num_new)
+        ], resumed
+
+    def _is_resumable(self, name: str) -> bool:
+        """Whether nothing of a unique request's content would be computed twice."""
+        walk = self._walk
+        request = walk.engine.live[name]
+        hit = 0 if request.skips_reading else walk.probe(request.origin, request.tokens)
+        newcomer = Newcomer(request.origin, request.tokens, hit)
+        return not walk.computes_again(newcomer, len(request.tokens))
+
+    def _new(
+        self, owner: str, *, may_share: bool, newcomers: list[Newcomer] | None = None
+    ) -> NewRequest:
+        """Return a new request; `newcomers` come in the same step before it, and it joins them."""
+        walk = self._walk
+        skips = walk.allows(Operation.SKIPPED_READING, 0.05)
+        origin, tokens = walk.choose_prompt(
+            owner, may_share=may_share and not skips, newcomers=newcomers or ()
+        )
+        if newcomers is not None:
+            newcomers.append(Newcomer(origin, tokens, walk.probe(origin, tokens)))
+        external = 0
+        if len(tokens) > 1 and walk.allows(Operation.EXTERNAL, 0.15):
+            external = self._rng.randrange(1, len(tokens))
+        new = NewRequest(
+            walk.name(),
+            int32_array(tokens),
+            walk.max_new(),
+            num_external_computed_tokens=external,
+            num_lookahead_tokens=walk.num_lookahead(),
+            lora_name=origin.lora,
+            lora_path=None if origin.lora is None else f"/{origin.lora}",
+            mm_hashes=tuple(image.digest for image in origin.images),
+            mm_offsets=int32_array([image.offset for image in origin.images]),
+            mm_lengths=int32_array([image.length for image in origin.images]),
+            cache_salt=origin.salt,
+            tenant=origin.tenant,
+            skip_reading_prefix_cache=skips,
+            num_encoder_tokens=walk.num_encoder(),
+            delay_cache_blocks=walk.allows(Operation.DELAYED_CACHING, 0.1),
+        )
+        self._origins[new.request_id] = origin
+        if not walk.family.is_unique:
+            walk.prompts.remember(origin, list(tokens))
+        return new
+
+    def _runners(self, staying: list[Live]) -> tuple[list[Row], list[tuple[str, str]]]:
+        walk, rng = self._walk, self._rng
+        chosen = [r for r in staying if rng.random() < 0.8]
+        rows = [row for r in chosen if (row := self.row(r)) is not None]
+        rng.shuffle(rows)
+        # Unique: a parent must not have tokens left that both would compute.
+        parents = [r for r in staying if r.computed >= len(r.tokens) or not walk.family.is_unique]
+        forks = [(r.name, walk.name()) for r in parents if walk.allows(Operation.FORKS, 0.08)]
+        return rows, forks
+
+    def _arrays(self, rows: list[Row]) -> RunningRequests:
+        if not rows:
+            return EMPTY_RUNNING
+        slots = [self._walk.engine.live[row.name].slot for row in rows]
+        return RunningRequests.from_rows(
+            [row.in_slot(slot) for row, slot in zip(rows, slots, strict=True) if slot is not None]
+        )
+
+
+def _line(request: StepRequest, rows: list[Row]) -> str:
+    """Say what a step asks, for the log."""
+    new = [
+        f"{n.request_id}{n.token_ids.tolist()} max_new={n.max_new_tokens} "
+        f"external={n.num_external_computed_tokens} salt={n.cache_salt} lora={n.lora_name} "
+        f"tenant={n.tenant} images={np.stack((n.mm_offsets, n.mm_lengths)).tolist()} "
+        f"skips={n.skip_reading_prefix_cache} delays={n.delay_cache_blocks}"
+        for n in request.new
+    ]
+    return (
+        f"{request.client_id} step {request.step} completed={request.completed_step} "
+        f"failed={request.failed_step} finished={request.finished} "
+        f"preempted={request.preempted_recompute + request.preempted_swap} rows={rows} "
+        f"lookahead={request.num_lookahead_tokens} resumed={request.resumed} "
+        f"forks={request.forks} new={new}"
+    )
