@@ -264,7 +264,11 @@ class EmbeddedWorker:
             _send(transport, worker.on_tick())
         payloads = transport.receive(min(timeout_s, self._tick_s))
         if payloads:
-            _send(transport, worker.on_messages(self._decoded(payloads)))
+            num_plain, acknowledgement = worker.on_plain_steps(payloads)
+            if num_plain:
+                transport.send(acknowledgement)
+            if num_plain < len(payloads):
+                _send(transport, worker.on_messages(self._decoded(payloads[num_plain:])))
         if worker.has_due_forwards or not payloads:
             _send(transport, worker.run_due_forwards())
         return bool(payloads)

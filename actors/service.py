@@ -32,6 +32,12 @@ class Decider(Protocol):
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """Take a message of a worker. Raises ProtocolError for one that must not be obeyed."""
 
+    def on_plain_applied(self, rank: int, payload: bytes) -> bool:
+        """Take an `Applied` of a worker without decoding it whole; say whether it was taken."""
+
+    def settle(self) -> list[Outgoing]:
+        """Return what has become possible by all that `on_plain_applied` took."""
+
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """Take a message of a client. Raises ProtocolError for one that must not be obeyed."""
 
@@ -81,8 +87,19 @@ class CoordinatorService:
             self._next_tick_s = now_s + self._tick_s
             if self._decider is not None:
                 self.send(self._decider.on_tick())
+        decider, has_plain = self._decider, False
         for inbound in self.transport.receive(self._tick_s):
-            self._take(inbound)
+            address = inbound.peer.address
+            if (
+                decider is not None
+                and type(address) is WorkerAddress
+                and decider.on_plain_applied(address.rank, inbound.payload)
+            ):
+                has_plain = True
+            else:
+                self._take(inbound)
+        if has_plain and decider is not None:
+            self.send(decider.settle())
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
         """Encode each message once and send it to all it is for."""
