@@ -228,6 +228,15 @@ class ZmqServer:
             self._read_monitor()
         return inbound
 
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when something *may* have arrived, once for
+        all of it: after it, and before every wait for it, call `receive(0)`."""
+        return int(self._socket.fd)
+
+    def is_connected(self, address: Address) -> bool:
+        """Whether a worker process has been heard under `address`; clients are not kept."""
+        return bool(self._identities.get(address))
+
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
         with self._waking:

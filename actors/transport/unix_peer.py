@@ -1,0 +1,161 @@
+"""A worker's or client's end over a Unix socket: one connection to the coordinator of its node.
+
+Says who it is in its first frame. Connects again when the connection ends: to the same coordinator
+only, since an address is never used twice; another one has another address, for another end.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+from actors.transport.protocol import Endpoint, Peer, TransportStatistics
+from actors.transport.unix_channel import UnixChannel, socket_name
+from actors.transport.zmq_server import WakePipe, ZmqLimits
+from kvcache.errors import MalformedMessageError
+
+RECONNECT_S = 0.05
+"""How long after a failed attempt the next one is made."""
+
+
+class UnixPeer:
+    """A `PeerTransport` over one stream socket."""
+
+    def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
+        """Connect to `endpoint` as `peer`; tried again later if nobody listens."""
+        self._limits = limits
+        self._name = socket_name(endpoint.address)
+        self._identity = peer.identity
+        self._num_sent = self._num_received = 0
+        self._num_oversized = self._num_undeliverable = self._num_disconnections = 0
+        self._wake = WakePipe()
+        # Readable when the connection is, whichever it is by then.
+        self._readable = select.epoll()
+        self._channel: UnixChannel | None = None
+        self._next_attempt_s = 0.0
+        self._is_closed = False
+        self._connect()
+
+    def send(self, payload: bytes) -> None:
+        """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
+        if len(payload) > self._limits.max_message_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes exceeds the limit of "
+                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
+            )
+        channel = self._channel or self._connect()
+        try:
+            is_sent = channel is not None and channel.send(payload)
+        except OSError:
+            self._disconnect()
+            is_sent = False
+        if is_sent:
+            self._num_sent += 1
+        else:
+            self._num_undeliverable += 1
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive`."""
+        channel = self._channel
+        if channel is None or channel.has_waiting:
+            return self._receive_slowly(timeout_s)
+        return self._read(channel, timeout_s)
+
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive_or_wake`."""
+        self._wait(timeout_s)
+        channel = self._channel or self._connect()
+        return [] if channel is None else self._read(channel, 0.0)
+
+    def fileno(self) -> int:
+        """See `PeerTransport.fileno`."""
+        return self._readable.fileno()
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._wake.signal()
+
+    def statistics(self) -> TransportStatistics:
+        """See `PeerTransport.statistics`."""
+        return TransportStatistics(
+            sent=self._num_sent,
+            received=self._num_received,
+            oversized=self._num_oversized,
+            undeliverable=self._num_undeliverable,
+            disconnections=self._num_disconnections,
+        )
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """See `PeerTransport.close`."""
+        self._is_closed = True
+        if self._channel is not None:
+            self._channel.linger(linger_s)
+            self._channel.close()
+            self._channel = None
+        self._readable.close()
+        self._wake.close()
+
+    def _read(self, channel: UnixChannel, timeout_s: float) -> list[bytes]:
+        try:
+            payloads = channel.receive(timeout_s)
+        except (OSError, MalformedMessageError):
+            self._disconnect()
+            return []
+        self._num_received += len(payloads)
+        limit = self._limits.max_message_bytes
+        if any(len(payload) > limit for payload in payloads):
+            self._num_oversized += sum(len(payload) > limit for payload in payloads)
+            return [payload for payload in payloads if len(payload) <= limit]
+        return payloads
+
+    def _receive_slowly(self, timeout_s: float) -> list[bytes]:
+        """Receive while there is no connection, or the other end does not read what we send."""
+        self._wait(min(timeout_s, RECONNECT_S))
+        channel = self._channel or self._connect()
+        if channel is None:
+            return []
+        try:
+            channel.flush()
+        except OSError:
+            self._disconnect()
+            return []
+        return self._read(channel, 0.0)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for a payload, for room to send what waits, or for `wake`."""
+        poller = select.poll()
+        poller.register(self._wake.fileno(), select.POLLIN)
+        channel = self._channel
+        if channel is not None:
+            wanted = select.POLLIN | (select.POLLOUT if channel.has_waiting else 0)
+            poller.register(channel.fileno(), wanted)
+        ready = poller.poll(max(0, int(timeout_s * 1000)))
+        if any(descriptor == self._wake.fileno() for descriptor, _ in ready):
+            self._wake.drain()
+
+    def _connect(self) -> UnixChannel | None:
+        """Connect if it is time to; return the connection if there is one now."""
+        now_s = time.monotonic()
+        if self._is_closed or now_s < self._next_attempt_s:
+            return None
+        self._next_attempt_s = now_s + RECONNECT_S
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connecting.setblocking(False)
+            connecting.connect(self._name)
+            channel = UnixChannel(connecting, self._limits)
+            channel.send(self._identity)
+        except OSError:
+            connecting.close()
+            return None
+        self._channel = channel
+        self._readable.register(channel.fileno(), select.EPOLLIN)
+        return channel
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._num_disconnections += 1
+            self._readable.unregister(channel.fileno())
+            channel.close()
