@@ -15,7 +15,7 @@ from actors.transport.zmq_server import HARD_LIMIT_FACTOR, ZmqLimits
 from kvcache.errors import MalformedMessageError
 
 UNIX_SCHEME = "unix:@"
-"""How the addresses begin: abstract names, whose second binder is refused and which leave no file."""
+"""How the addresses begin: abstract names, no file; a second binder is refused."""
 
 CHUNK_BYTES = 64 * 1024
 """Read at once: many small payloads, or a piece of a large one."""
