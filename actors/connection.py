@@ -88,10 +88,10 @@ class ClientConnection:
             except ProtocolError:
                 self.malformed += 1
                 continue
-            if isinstance(message, TO_CLIENT):
-                self.send(self.session.on_message(message))
-            else:
+            if not isinstance(message, TO_CLIENT):
                 self.malformed += 1
+            elif answers := self.session.on_message(message):
+                self.send(answers)
         if payloads:
             self._heard_s = self.clock.now()
 

@@ -98,8 +98,8 @@ class CoordinatorService:
                 has_plain = True
             else:
                 self._take(inbound)
-        if has_plain and decider is not None:
-            self.send(decider.settle())
+        if has_plain and decider is not None and (outgoing := decider.settle()):
+            self.send(outgoing)
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
         """Encode each message once and send it to all it is for."""

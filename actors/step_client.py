@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -55,6 +54,7 @@ class StepClient(SessionView):
         self._connection = ClientConnection(dialer, client_name)
         self._book = CallBook()
         self._changed = threading.Condition()
+        self._num_blocked = 0
         self._is_reading = False
         self._is_shared = False
         self._num_writers = 0
@@ -84,11 +84,14 @@ class StepClient(SessionView):
         Raises DeadlineError, WorkerLostError or NotRunningError as the constructor does.
         """
         session = self._connection.session
-        with self._writing():
+        self._begin_to_write()
+        try:
             if session.state in (SessionState.ATTACHED, SessionState.ATTACHING):
                 return
             self._book.forget()
             self._connection.send(session.attach())
+        finally:
+            self._end_to_write()
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         try:
             self._wait(self._connection.is_attached, limit_s, "be attached")
@@ -154,7 +157,9 @@ class StepClient(SessionView):
                 return
             self._is_closed.set()
             self._connection.transport.wake()
-            self._changed.wait_for(lambda: not self._is_reading, timeout=CLOSE_TIMEOUT_S)
+            give_up_s = self._connection.clock.now() + CLOSE_TIMEOUT_S
+            while self._is_reading and (left_s := give_up_s - self._connection.clock.now()) > 0:
+                self._block(left_s)
             self._connection.close()
 
     def __enter__(self: T) -> T:
@@ -181,8 +186,11 @@ class StepClient(SessionView):
         give_up_s = clock.now() + limit_s
         while True:
             try:
-                with self._writing():
+                self._begin_to_write()
+                try:
                     return send()
+                finally:
+                    self._end_to_write()
             except BacklogFullError:
                 num_taken = self._num_taken
             except StaleEpochError as error:
@@ -193,22 +201,38 @@ class StepClient(SessionView):
     def _has_taken_more_than(self, num_taken: int) -> Callable[[], bool]:
         return lambda: self._num_taken > num_taken
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Hold the lock while no thread is reading: a socket belongs to one thread at a time."""
-        with self._changed:
+    def _begin_to_write(self) -> None:
+        """Take the lock when no thread is reading: a socket belongs to one thread at a time."""
+        self._changed.acquire()
+        try:
             self._num_writers += 1
-            try:
-                while self._is_reading:
-                    # From now on readers can be interrupted, which costs them some speed.
-                    self._is_shared = True
-                    self._connection.transport.wake()
-                    self._changed.wait(self._connection.tick_s)
-                self._require_open()
-                yield
-            finally:
-                self._num_writers -= 1
-                self._changed.notify_all()
+            while self._is_reading:
+                # From now on readers can be interrupted, which costs them some speed.
+                self._is_shared = True
+                self._connection.transport.wake()
+                self._block(self._connection.tick_s)
+            self._require_open()
+        except BaseException:
+            self._end_to_write()
+            raise
+
+    def _end_to_write(self) -> None:
+        self._num_writers -= 1
+        self._unblock()
+        self._changed.release()
+
+    def _block(self, timeout_s: float) -> None:
+        """Let other threads work until one of them calls `_unblock`. The lock is held."""
+        self._num_blocked += 1
+        try:
+            self._changed.wait(timeout_s)
+        finally:
+            self._num_blocked -= 1
+
+    def _unblock(self) -> None:
+        """Have all threads that are blocked look again. Most of the time there is none."""
+        if self._num_blocked:
+            self._changed.notify_all()
 
     def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session
@@ -266,7 +290,7 @@ class StepClient(SessionView):
                         "status"
                     )
                 if self._is_reading or self._num_writers:
-                    self._changed.wait(remaining_s)
+                    self._block(remaining_s)
                 else:
                     self._read(min(remaining_s, connection.tick_s))
 
@@ -280,11 +304,12 @@ class StepClient(SessionView):
         try:
             receive = transport.receive_or_wake if self._is_shared else transport.receive
             payloads = receive(timeout_s)
-            moved_to = self._ask_where() if connection.may_have_moved else None
+            is_silent = not payloads and connection.may_have_moved
+            moved_to = self._ask_where() if is_silent else None
         finally:
             self._changed.acquire()
             self._is_reading = False
-            self._changed.notify_all()
+            self._unblock()
         connection.take(payloads)
         self._num_taken += len(payloads)
         if moved_to is not None:
@@ -295,7 +320,7 @@ class StepClient(SessionView):
         while not self._is_reading and (payloads := self._connection.transport.receive(0.0)):
             self._connection.take(payloads)
             self._num_taken += len(payloads)
-        self._changed.notify_all()
+        self._unblock()
 
     def _ask_where(self) -> Endpoint | None:
         """Ask where the coordinator is; None while it cannot say: deadlines see to the rest."""

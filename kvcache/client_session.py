@@ -232,18 +232,17 @@ class ClientSession:
         """Take a message of the coordinator. What is not of this client and epoch is ignored."""
         if message.client_id != self.client_id or self._state is SessionState.CLOSED:
             return []
-        match message:
-            case Attached():
-                return self._on_attached(message)
-            case Unattached():
-                return self._on_unattached(message)
+        if isinstance(message, Attached):
+            return self._on_attached(message)
+        if isinstance(message, Unattached):
+            return self._on_unattached(message)
         if self._state is not SessionState.ATTACHED or message.epoch != self._epoch:
             return []
         match message:
-            case StepResult() | CallResult():
-                return self._on_answer(message)
             case Progress():
                 return self._on_progress(message)
+            case StepResult() | CallResult():
+                return self._on_answer(message)
             case MissingSteps():
                 return list(self._window.on_missing(message.from_step, self._clock.now()))
 

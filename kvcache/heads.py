@@ -9,7 +9,9 @@ the long way, which says what is wrong with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter, is_
 from typing import Any
 
 import msgpack
@@ -18,6 +20,8 @@ from kvcache.messages import WIRE_VERSION, Message
 
 NO_ITEMS = b"\x90"
 """An empty msgpack array: how a message ends whose last field is an empty list."""
+
+_INT64_MAX = 2**63 - 1
 
 _UNREADABLE = (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError)
 
@@ -33,6 +37,7 @@ class MessageHead:
         parts += [packer.pack(value) for value in (WIRE_VERSION, kind.__name__, *first)]
         self.prefix = b"".join(parts)
         self._length = len(self.prefix)
+        self._packer = packer
         self._rest: bytes = packer.pack_array_header(num_fields - len(first))
 
     def rest(self, payload: bytes) -> list[Any] | None:
@@ -59,5 +64,66 @@ class MessageHead:
 
     def with_number(self, number: int) -> bytes:
         """Return the message whose one field left over is `number`."""
-        packed: bytes = msgpack.packb(number)
+        packed: bytes = self._packer.pack(number)
         return self.prefix + packed
+
+
+class Envelope:
+    """Messages of one kind of which only the first fields vary, texts and numbers: how all of them
+    begin and end."""
+
+    def __init__(self, usual: Message, num_varying: int, packed_fields: list[Any]) -> None:
+        """Take the fields behind the first `num_varying` from `usual`, whose fields as msgpack
+        packs them are `packed_fields`."""
+        kind = type(usual)
+        names = tuple(field.name for field in fields(kind))
+        self._packer = msgpack.Packer()
+        pack = self._packer.pack
+        self.kind = kind
+        self.begin = MessageHead(kind).prefix
+        self._end = b"".join(pack(value) for value in packed_fields[num_varying:])
+        self._names = names[:num_varying]
+        self._get: Callable[[Any], Any] = attrgetter(*names)
+        values = self._get(usual)
+        self._num_varying = num_varying
+        self._types = tuple(type(value) for value in values[:num_varying])
+        self._usual = values[num_varying:]
+        self._fields = dict(zip(names, values, strict=True))
+        self._rest: bytes = self._packer.pack_array_header(num_varying)
+        self._begin_bytes, self._end_bytes = len(self.begin), len(self._end)
+
+    def pack(self, message: Message) -> bytes | None:
+        """Return the bytes of `message`, or None if another field than the first is unusual or one
+        of the first is nothing that travels.
+
+        What is usual is told by identity: an array is equal to nothing without looking into it.
+        """
+        values = self._get(message)
+        varying = values[: self._num_varying]
+        is_usual = all(map(is_, values[self._num_varying :], self._usual))
+        if not is_usual or tuple(map(type, varying)) != self._types:
+            return None
+        try:
+            packed: bytes = self._packer.pack(varying)
+        except (ValueError, OverflowError):
+            return None
+        return self.begin + packed[len(self._rest) :] + self._end
+
+    def unpack(self, data: bytes) -> Any | None:
+        """Return the message in `data`, or None as `pack` does, and for what is torn."""
+        if not (data.startswith(self.begin) and data.endswith(self._end)):
+            return None
+        try:
+            values = msgpack.unpackb(self._rest + data[self._begin_bytes : -self._end_bytes])
+        except _UNREADABLE:
+            return None
+        if tuple(map(type, values)) != self._types:
+            return None
+        for value in values:
+            if type(value) is int and value > _INT64_MAX:
+                return None
+        # What the constructor of a frozen dataclass does, without one call for each field.
+        message = object.__new__(self.kind)
+        message.__dict__.update(self._fields)
+        message.__dict__.update(zip(self._names, values, strict=True))
+        return message

@@ -15,6 +15,9 @@ from actors.transport.unix_channel import UnixChannel, socket_name
 from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
 
+PUSH_MS = 20
+"""How long the coordinator may not read while a large message is being sent."""
+
 RECONNECT_S = 0.05
 """How long after a failed attempt the next one is made."""
 
@@ -25,6 +28,7 @@ class UnixPeer:
     def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
         """Connect to `endpoint` as `peer`; tried again later if nobody listens."""
         self._limits = limits
+        self._max_bytes = limits.max_message_bytes
         self._name = socket_name(endpoint.address)
         self._identity = peer.identity
         self._num_sent = self._num_received = 0
@@ -39,10 +43,10 @@ class UnixPeer:
 
     def send(self, payload: bytes) -> None:
         """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
-        if len(payload) > self._limits.max_message_bytes:
+        if len(payload) > self._max_bytes:
             raise MalformedMessageError(
                 f"a message of {len(payload)} bytes exceeds the limit of "
-                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
+                f"{self._max_bytes}: schedule less per step or raise the limit"
             )
         channel = self._channel or self._connect()
         try:
@@ -52,6 +56,8 @@ class UnixPeer:
             is_sent = False
         if is_sent:
             self._num_sent += 1
+            if channel is not None and channel.has_waiting:
+                self._push(channel)
         else:
             self._num_undeliverable += 1
 
@@ -96,6 +102,18 @@ class UnixPeer:
         self._readable.close()
         self._wake.close()
 
+    def _push(self, channel: UnixChannel) -> None:
+        """Send what is larger than the socket holds while the other end reads it: nobody else does
+        when this process turns to other things now. A coordinator that does not read is not
+        waited for."""
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLOUT)
+        try:
+            while channel.has_waiting and poller.poll(PUSH_MS):
+                channel.flush()
+        except OSError:
+            self._disconnect()
+
     def _read(self, channel: UnixChannel, timeout_s: float) -> list[bytes]:
         try:
             payloads = channel.receive(timeout_s)
@@ -103,11 +121,15 @@ class UnixPeer:
             self._disconnect()
             return []
         self._num_received += len(payloads)
-        limit = self._limits.max_message_bytes
-        if any(len(payload) > limit for payload in payloads):
-            self._num_oversized += sum(len(payload) > limit for payload in payloads)
-            return [payload for payload in payloads if len(payload) <= limit]
+        for payload in payloads:
+            if len(payload) > self._max_bytes:
+                return self._without_oversized(payloads)
         return payloads
+
+    def _without_oversized(self, payloads: list[bytes]) -> list[bytes]:
+        fitting = [payload for payload in payloads if len(payload) <= self._max_bytes]
+        self._num_oversized += len(payloads) - len(fitting)
+        return fitting
 
     def _receive_slowly(self, timeout_s: float) -> list[bytes]:
         """Receive while there is no connection, or the other end does not read what we send."""
