@@ -43,19 +43,19 @@ class NodeServer:
             self._near.watch(self._far.fileno())
         return self._far.bind(address, is_guarded)
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """See `ServerTransport.send`."""
         far = self._far
         if far is None:
-            self._near.send(addresses, payload)
+            self._near.send(addresses, *payloads)
             return
         near = [address for address in addresses if self._near.is_connected(address)]
         if near:
-            self._near.send(near, payload)
+            self._near.send(near, *payloads)
         # A rank may have processes on both sides, of which one died or will.
         others = [a for a in addresses if far.is_connected(a) or a not in near]
         if others:
-            far.send(others, payload)
+            far.send(others, *payloads)
 
     def receive(self, timeout_s: float) -> list[Inbound]:
         """See `ServerTransport.receive`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 
 from actors.transport.zmq_server import HARD_LIMIT_FACTOR, ZmqLimits
 from kvcache.errors import MalformedMessageError
@@ -29,6 +30,13 @@ DONTWAIT = int(socket.MSG_DONTWAIT)
 def socket_name(address: str) -> bytes:
     """Return what to bind or connect to for `address`."""
     return b"\0" + address.removeprefix(UNIX_SCHEME).encode()
+
+
+def framed(payloads: Sequence[bytes]) -> bytes:
+    """Return the bytes that carry `payloads`, for `UnixChannel.send`."""
+    if len(payloads) == 1:
+        return _LENGTH.pack(len(payloads[0])) + payloads[0]
+    return b"".join([_LENGTH.pack(len(payload)) + payload for payload in payloads])
 
 
 class UnixChannel:
@@ -56,26 +64,24 @@ class UnixChannel:
         """Whether something waits for the other end to read."""
         return bool(self._waiting)
 
-    def send(self, payload: bytes) -> bool:
-        """Send `payload`, or keep it for `flush`; False when there is no room for it either.
-
-        Raises OSError when the connection has ended.
+    def send(self, frames: bytes) -> bool:
+        """Send what `framed` returned, or keep it for `flush`; False when there is no room for it
+        either. Raises OSError when the connection has ended.
         """
-        frame = _LENGTH.pack(len(payload)) + payload
         if self._waiting:
             is_full = len(self._waiting) >= self._max_waiting
-            if is_full or self._waiting_bytes + len(frame) > self._max_frame_bytes:
+            if is_full or self._waiting_bytes + len(frames) > self._max_frame_bytes:
                 return False
         else:
             try:
-                num_sent = self._socket.send(frame, _SEND_FLAGS)
+                num_sent = self._socket.send(frames, _SEND_FLAGS)
             except BlockingIOError:
                 num_sent = 0
-            if num_sent == len(frame):
+            if num_sent == len(frames):
                 return True
-            frame = frame[num_sent:]
-        self._waiting.append(frame)
-        self._waiting_bytes += len(frame)
+            frames = frames[num_sent:]
+        self._waiting.append(frames)
+        self._waiting_bytes += len(frames)
         return True
 
     def flush(self) -> None:

@@ -11,7 +11,7 @@ import socket
 import time
 
 from actors.transport.protocol import Endpoint, Peer, TransportStatistics
-from actors.transport.unix_channel import UnixChannel, socket_name
+from actors.transport.unix_channel import UnixChannel, framed, socket_name
 from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
 
@@ -50,7 +50,7 @@ class UnixPeer:
             )
         channel = self._channel or self._connect()
         try:
-            is_sent = channel is not None and channel.send(payload)
+            is_sent = channel is not None and channel.send(framed((payload,)))
         except OSError:
             self._disconnect()
             is_sent = False
@@ -167,7 +167,7 @@ class UnixPeer:
             connecting.setblocking(False)
             connecting.connect(self._name)
             channel = UnixChannel(connecting, self._limits)
-            channel.send(self._identity)
+            channel.send(framed((self._identity,)))
         except OSError:
             connecting.close()
             return None

@@ -23,12 +23,12 @@ from actors.transport.protocol import (
     TransportStatistics,
     parse_identity,
 )
-from actors.transport.unix_channel import UNIX_SCHEME, UnixChannel, socket_name
+from actors.transport.unix_channel import UNIX_SCHEME, UnixChannel, framed, socket_name
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
 from kvcache.errors import ClusterError, MalformedMessageError
 from kvcache.messages import Address
 
-EVENTS_AT_ONCE = 256
+EVENTS_AT_ONCE = 64
 BACKLOG = 1024
 
 _CREDENTIALS = struct.Struct("3i")
@@ -55,6 +55,7 @@ class UnixServer:
     def __init__(self, limits: ZmqLimits) -> None:
         """Listen nowhere yet."""
         self._limits = limits
+        self._max_bytes = limits.max_message_bytes
         self._epoll = select.epoll()
         self._wake = WakePipe()
         self._watch(self._wake.fileno(), _READ)
@@ -89,24 +90,22 @@ class UnixServer:
         """Whether a process is known under `address`."""
         return address in self._known
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
-        """See `ServerTransport.send`."""
-        if len(payload) > self._limits.max_message_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
-                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
-            )
-        known = self._known
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
+        """See `ServerTransport.send`. What goes to one process at once wakes it up once."""
+        for payload in payloads:
+            if len(payload) > self._max_bytes:
+                raise MalformedMessageError(
+                    f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
+                    f"{self._max_bytes}: schedule less per step or raise the limit"
+                )
+        frames, known = framed(payloads), self._known
         for address in addresses:
             ends = known.get(address)
             if ends is None:
-                self._counts["undeliverable"] += 1
-            elif len(ends) == 1:
-                (connection,) = ends.values()
-                self._send_to(connection, payload)
-            else:
-                for connection in tuple(ends.values()):
-                    self._send_to(connection, payload)
+                self._counts["undeliverable"] += len(payloads)
+                continue
+            for connection in tuple(ends.values()):
+                self._send_to(connection, frames, len(payloads))
 
     def receive(self, timeout_s: float) -> list[Inbound]:
         """See `ServerTransport.receive`."""
@@ -147,18 +146,18 @@ class UnixServer:
     def _watch(self, descriptor: int, events: int) -> None:
         self._epoll.register(descriptor, events)
 
-    def _send_to(self, connection: _Connection, payload: bytes) -> None:
+    def _send_to(self, connection: _Connection, frames: bytes, num_frames: int) -> None:
         channel = connection.channel
         try:
-            is_sent = channel.send(payload)
+            is_sent = channel.send(frames)
         except OSError:
-            self._counts["undeliverable"] += 1
+            self._counts["undeliverable"] += num_frames
             self._cut_off(connection)
             return
         if is_sent:
-            self._num_sent += 1
+            self._num_sent += num_frames
         else:
-            self._counts["undeliverable"] += 1
+            self._counts["undeliverable"] += num_frames
         if channel.has_waiting and not connection.is_watched_for_room:
             connection.is_watched_for_room = True
             self._epoll.modify(channel.fileno(), _READ | _WRITE)
@@ -185,10 +184,9 @@ class UnixServer:
             peer = self._get_to_know(connection, payloads.pop(0))
             if peer is None:
                 return
-        limit = self._limits.max_message_bytes
         for payload in payloads:
             self._num_received += 1
-            if len(payload) > limit:
+            if len(payload) > self._max_bytes:
                 self._counts["oversized"] += 1
             else:
                 inbound.append(Inbound(peer, payload))

@@ -200,8 +200,12 @@ class ZmqServer:
             ) from error
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """See `ServerTransport.send`."""
+        for payload in payloads:
+            self._send(addresses, payload)
+
+    def _send(self, addresses: Sequence[Address], payload: bytes) -> None:
         if len(payload) > self._limits.max_message_bytes:
             raise MalformedMessageError(
                 f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "

@@ -157,5 +157,5 @@ def test_the_schedules_take_the_short_ways() -> None:
     taken: Counter[str] = Counter()
     for seed in range(10):
         taken += simulate(random_scenario(seed)).num_short_ways
-    taken += simulate(Scenario(3, is_content_checking=False)).num_short_ways
+        taken += simulate(Scenario(seed, is_content_checking=False)).num_short_ways
     assert min(taken["coordinator"], taken["worker"]) > 20, taken
