@@ -6,6 +6,7 @@ only, since an address is never used twice; another one has another address, for
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import time
@@ -18,8 +19,9 @@ from kvcache.errors import MalformedMessageError
 PUSH_MS = 20
 """How long the coordinator may not read while a large message is being sent."""
 
-RECONNECT_S = 0.05
-"""How long after a failed attempt the next one is made."""
+RECONNECT_S = 0.02
+MAX_RECONNECT_S = 0.5
+"""How long after a failed attempt the next one is made: twice as long each time."""
 
 
 class UnixPeer:
@@ -38,6 +40,7 @@ class UnixPeer:
         self._readable = select.epoll()
         self._channel: UnixChannel | None = None
         self._next_attempt_s = 0.0
+        self._pause_s = RECONNECT_S
         self._is_closed = False
         self._connect()
 
@@ -70,9 +73,7 @@ class UnixPeer:
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
         """See `PeerTransport.receive_or_wake`."""
-        self._wait(timeout_s)
-        channel = self._channel or self._connect()
-        return [] if channel is None else self._read(channel, 0.0)
+        return self._receive_slowly(timeout_s)
 
     def fileno(self) -> int:
         """See `PeerTransport.fileno`."""
@@ -132,8 +133,11 @@ class UnixPeer:
         return fitting
 
     def _receive_slowly(self, timeout_s: float) -> list[bytes]:
-        """Receive while there is no connection, or the other end does not read what we send."""
-        self._wait(min(timeout_s, RECONNECT_S))
+        """Receive while there is no connection, or the other end does not read what we send, or
+        other threads may want this one to look up."""
+        if self._channel is None:
+            timeout_s = min(timeout_s, max(0.0, self._next_attempt_s - time.monotonic()))
+        self._wait(timeout_s)
         channel = self._channel or self._connect()
         if channel is None:
             return []
@@ -152,7 +156,7 @@ class UnixPeer:
         if channel is not None:
             wanted = select.POLLIN | (select.POLLOUT if channel.has_waiting else 0)
             poller.register(channel.fileno(), wanted)
-        ready = poller.poll(max(0, int(timeout_s * 1000)))
+        ready = poller.poll(math.ceil(max(0.0, timeout_s) * 1000))
         if any(descriptor == self._wake.fileno() for descriptor, _ in ready):
             self._wake.drain()
 
@@ -161,7 +165,7 @@ class UnixPeer:
         now_s = time.monotonic()
         if self._is_closed or now_s < self._next_attempt_s:
             return None
-        self._next_attempt_s = now_s + RECONNECT_S
+        self._next_attempt_s = now_s + self._pause_s
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connecting.setblocking(False)
@@ -170,8 +174,9 @@ class UnixPeer:
             channel.send(framed((self._identity,)))
         except OSError:
             connecting.close()
+            self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
             return None
-        self._channel = channel
+        self._channel, self._pause_s = channel, RECONNECT_S
         self._readable.register(channel.fileno(), select.EPOLLIN)
         return channel
 
