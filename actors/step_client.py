@@ -60,6 +60,7 @@ class StepClient(SessionView):
         self._num_writers = 0
         self._num_taken = 0
         self._is_closed = threading.Event()
+        self._has_closed = False  # the same, at less cost
         self._last_seq = 0
         try:
             self.attach()
@@ -132,7 +133,8 @@ class StepClient(SessionView):
 
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """Return once every rank has applied the step's commands. Raises as `wait_result`."""
-        self._await(lambda: self._connection.session.is_applied(step), step, "applied", timeout_s)
+        is_applied = self._connection.session.is_applied
+        self._await(lambda: is_applied(step), step, "applied", timeout_s)
 
     def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
         """Return once the step is over on every rank: with content checking its forward too.
@@ -156,6 +158,7 @@ class StepClient(SessionView):
             if self._is_closed.is_set():
                 return
             self._is_closed.set()
+            self._has_closed = True
             self._connection.transport.wake()
             give_up_s = self._connection.clock.now() + CLOSE_TIMEOUT_S
             while self._is_reading and (left_s := give_up_s - self._connection.clock.now()) > 0:
@@ -278,12 +281,13 @@ class StepClient(SessionView):
             raise self._explained(error) from error
 
     def _wait_with_lock(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        clock, connection = self._connection.clock, self._connection
+        clock, tick_s = self._connection.clock, self._connection.tick_s
         give_up_s = clock.now() + timeout_s
         with self._changed:
             while not is_done():
                 self._require_open()
-                remaining_s = give_up_s - clock.now()
+                now_s = clock.now()
+                remaining_s = give_up_s - now_s
                 if remaining_s <= 0:
                     raise DeadlineError(
                         f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
@@ -292,12 +296,12 @@ class StepClient(SessionView):
                 if self._is_reading or self._num_writers:
                     self._block(remaining_s)
                 else:
-                    self._read(min(remaining_s, connection.tick_s))
+                    self._read(min(remaining_s, tick_s), now_s)
 
-    def _read(self, timeout_s: float) -> None:
+    def _read(self, timeout_s: float, now_s: float) -> None:
         """Take in what arrives within `timeout_s`. The lock is held before and after."""
         connection = self._connection
-        connection.tick()
+        connection.tick(now_s)
         transport = connection.transport
         self._is_reading = True
         self._changed.release()
@@ -331,7 +335,7 @@ class StepClient(SessionView):
             return None
 
     def _require_open(self) -> None:
-        if self._is_closed.is_set():
+        if self._has_closed:
             raise NotRunningError(f"client {self.client_id} is closed: make a new one")
 
     def _keep_alive(self) -> None:
@@ -339,7 +343,7 @@ class StepClient(SessionView):
         with self._changed:
             if not self._is_closed.is_set():
                 self._read_all()
-                self._connection.tick()
+                self._connection.tick(self._connection.clock.now())
 
 
 class _Keeper(threading.Thread):

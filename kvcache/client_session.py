@@ -373,9 +373,9 @@ class ClientSession:
         self._doubt_since_s = None
 
     def _has_reached(self, step: int, reached: int) -> bool:
-        self._require_valid(step)
-        if step <= reached:
+        if self._void_step < step <= reached:
             return True
+        self._require_valid(step)
         silent_s = self._clock.now() - self._news_s
         if silent_s > self.settings.forward_s:
             raise DeadlineError(

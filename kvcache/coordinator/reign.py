@@ -229,7 +229,7 @@ class Reign:
 
     def work(self) -> list[Outgoing]:
         """Execute what is ready, client by client in turn, while the command window has room."""
-        out = self._let_clients_go()
+        out = self._let_clients_go() if self._clients.has_leaving else []
         num_left = MAX_STEPS_AT_ONCE
         # Steps that are refused need no room.
         while num_left > 0 and (not self.window.is_full or self._problem()):
