@@ -42,14 +42,16 @@ def framed(payloads: Sequence[bytes]) -> bytes:
 class UnixChannel:
     """A connected socket, which it owns. One thread."""
 
-    def __init__(self, connected: socket.socket, limits: ZmqLimits) -> None:
-        """Carry payloads over `connected`."""
+    def __init__(
+        self, connected: socket.socket, limits: ZmqLimits, chunk: bytearray | None = None
+    ) -> None:
+        """Carry payloads over `connected`. Channels of one thread may read into one `chunk`."""
         connected.settimeout(None)
         self._socket = connected
         self._max_frame_bytes = HARD_LIMIT_FACTOR * limits.max_message_bytes
         self._max_waiting = limits.high_water_mark
         self._timeout_us = 0
-        self._chunk = bytearray(CHUNK_BYTES)
+        self._chunk = bytearray(CHUNK_BYTES) if chunk is None else chunk
         self._view = memoryview(self._chunk)
         self._partial = bytearray()
         self._waiting: deque[bytes] = deque()

@@ -16,8 +16,8 @@ from actors.transport.unix_channel import UnixChannel, framed, socket_name
 from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
 
-PUSH_MS = 20
-"""How long the coordinator may not read while a large message is being sent."""
+PUSH_MS = 500
+"""How long the coordinator may not read while a large message is being sent to it."""
 
 RECONNECT_S = 0.02
 MAX_RECONNECT_S = 0.5
@@ -52,6 +52,7 @@ class UnixPeer:
                 f"{self._max_bytes}: schedule less per step or raise the limit"
             )
         channel = self._channel or self._connect()
+        was_waiting = channel is not None and channel.has_waiting
         try:
             is_sent = channel is not None and channel.send(framed((payload,)))
         except OSError:
@@ -59,7 +60,7 @@ class UnixPeer:
             is_sent = False
         if is_sent:
             self._num_sent += 1
-            if channel is not None and channel.has_waiting:
+            if channel is not None and channel.has_waiting and not was_waiting:
                 self._push(channel)
         else:
             self._num_undeliverable += 1
@@ -105,8 +106,8 @@ class UnixPeer:
 
     def _push(self, channel: UnixChannel) -> None:
         """Send what is larger than the socket holds while the other end reads it: nobody else does
-        when this process turns to other things now. A coordinator that does not read is not
-        waited for."""
+        when this process turns to other things now. A coordinator that does not read is waited
+        for once, not with every message."""
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLOUT)
         try:

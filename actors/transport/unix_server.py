@@ -23,7 +23,7 @@ from actors.transport.protocol import (
     TransportStatistics,
     parse_identity,
 )
-from actors.transport.unix_channel import UNIX_SCHEME, UnixChannel, framed, socket_name
+from actors.transport.unix_channel import CHUNK_BYTES, UNIX_SCHEME, UnixChannel, framed, socket_name
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
 from kvcache.errors import ClusterError, MalformedMessageError
 from kvcache.messages import Address
@@ -57,6 +57,7 @@ class UnixServer:
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
         self._epoll = select.epoll()
+        self._chunk = bytearray(CHUNK_BYTES)
         self._wake = WakePipe()
         self._watch(self._wake.fileno(), _READ)
         self._listeners: dict[int, socket.socket] = {}
@@ -248,6 +249,6 @@ class UnixServer:
             self._counts["refused_connections"] += 1
             accepted.close()
             return
-        connection = _Connection(UnixChannel(accepted, self._limits))
+        connection = _Connection(UnixChannel(accepted, self._limits, self._chunk))
         self._connections[accepted.fileno()] = connection
         self._watch(accepted.fileno(), _READ)
