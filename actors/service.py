@@ -90,7 +90,8 @@ class CoordinatorService:
                 self.send(self._decider.on_tick())
         decider, has_plain = self._decider, False
         outgoing: list[Outgoing] = []
-        for inbound in self.transport.receive(self._tick_s):
+        arrived = self.transport.receive(self._tick_s)
+        for inbound in arrived:
             address = inbound.peer.address
             if (
                 decider is not None
@@ -102,7 +103,11 @@ class CoordinatorService:
                 outgoing += self._take(inbound)
         if has_plain and decider is not None:
             outgoing += decider.settle()
-        if outgoing:
+        if len(arrived) == 1:
+            # Nothing to gather: ranks shall not wait for the answer to the client to be encoded.
+            for item in outgoing:
+                self.send((item,))
+        elif outgoing:
             self.send(outgoing)
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
