@@ -107,7 +107,8 @@ class UnixChannel:
         honest end sends: then close it.
         """
         try:
-            num_read = self._socket.recv_into(self._chunk, 0, self._flags(timeout_s))
+            flags = DONTWAIT if timeout_s <= 0.0 else self._flags(timeout_s)
+            num_read = self._socket.recv_into(self._chunk, 0, flags)
         except BlockingIOError:
             return []
         if not num_read:

@@ -175,10 +175,12 @@ class Reign:
         """
         head = self._applied_heads.get(rank)
         seq = None if head is None else head.number(payload)
-        window = self.window
-        if seq is None or not 0 <= seq < window.next_seq:
+        if seq is None:
             return False
-        window.on_applied(rank, self._incarnations[rank], self._epoch, seq, now_s)
+        try:
+            self.window.on_applied(rank, self._incarnations[rank], self._epoch, seq, now_s)
+        except ProtocolError:
+            return False
         return True
 
     def settle(self) -> list[Outgoing]:
