@@ -3,7 +3,7 @@
     cluster.py      launch, connect, status, stop          client.py, async_client.py  for engines
     coordinator.py  the coordinator actor                  worker.py     the worker actor
     embedding.py    a rank inside an actor of yours        local.py      all of it in one process
-    transport/      ZMQ sockets, or Ray calls as fallback  health.py     who is dead
+    transport/      sockets, or Ray calls as fallback      health.py     who is dead
 
 Thin: everything that decides is in `kvcache`, which never imports Ray. Names are imported when they
 are first used, so that the coordinator's process never loads torch.

@@ -206,7 +206,7 @@ class AsyncStepClient(SessionView):
         """Look at the clock again and again, and for a coordinator that has moved."""
         while not self._is_closed:
             await asyncio.sleep(self._connection.tick_s)
-            self._connection.tick()
+            self._connection.tick(self._connection.clock.now())
             self._on_readable()
             if self._connection.may_have_moved and self._waiters:
                 await self._redial()

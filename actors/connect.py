@@ -11,6 +11,8 @@ from actors.reports import NodeAddress
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
 from actors.transport.ray import RAY_SCHEME, RayClientPeer, RayPeer
+from actors.transport.unix_channel import UNIX_SCHEME
+from actors.transport.unix_peer import UnixPeer
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits
 from kvcache.errors import NotRunningError
@@ -33,6 +35,8 @@ def connect_peer(
     Raises ClusterError if the endpoint cannot be meant, NotRunningError if its actor is gone.
     """
     limits = ZmqLimits(max_message_bytes)
+    if endpoint.address.startswith(UNIX_SCHEME):
+        return UnixPeer(endpoint, peer, limits)
     if not endpoint.address.startswith(RAY_SCHEME):
         return ZmqPeer(endpoint, peer, limits)
     name = endpoint.address.removeprefix(RAY_SCHEME)

@@ -88,16 +88,15 @@ class ClientConnection:
             except ProtocolError:
                 self.malformed += 1
                 continue
-            if isinstance(message, TO_CLIENT):
-                self.send(self.session.on_message(message))
-            else:
+            if not isinstance(message, TO_CLIENT):
                 self.malformed += 1
+            elif answers := self.session.on_message(message):
+                self.send(answers)
         if payloads:
             self._heard_s = self.clock.now()
 
-    def tick(self) -> None:
-        """Look at the clock if it is time to."""
-        now_s = self.clock.now()
+    def tick(self, now_s: float) -> None:
+        """Do what is due by the clock, which shows `now_s`."""
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self.tick_s
             self.send(self.session.on_tick())

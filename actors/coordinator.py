@@ -28,8 +28,9 @@ from actors.service import CoordinatorService, ServiceStatistics
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
 from actors.transport.curve import CurveKeys
+from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
-from actors.transport.zmq_server import ZmqLimits, ZmqServer
+from actors.transport.zmq_server import ZmqLimits
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -180,7 +181,7 @@ class CoordinatorActor:
         limits = ZmqLimits(self._config.transport.max_message_bytes)
         if self._config.transport.kind == "ray":
             return RayServer(self._worker_of, limits)
-        server = ZmqServer(limits, keys)
+        server = NodeServer(limits, keys)
         self._endpoints = EndpointBook(server, self._config.transport, keys, self._node)
         return server
 

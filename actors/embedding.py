@@ -174,7 +174,7 @@ class EmbeddedWorker:
         Call it often: between forwards, and whenever the engine is idle.
         """
         with self._polling:
-            self._last_poll_s = self._clock.now()
+            self._last_poll_s = now_s = self._clock.now()
             if self._is_closed or self._worker is None:
                 return False
             if self._pending_endpoint is not None:
@@ -182,6 +182,9 @@ class EmbeddedWorker:
             transport = self._transport
             if transport is None:
                 return False
+            if now_s >= self._next_tick_s:
+                self._next_tick_s = now_s + self._tick_s
+                _send(transport, self._worker.on_tick())
             return self._serve(self._worker, transport, timeout_s)
 
     def wake(self) -> None:
@@ -258,13 +261,13 @@ class EmbeddedWorker:
         self.worker.introduce()
 
     def _serve(self, worker: KVCacheWorker, transport: PeerTransport, timeout_s: float) -> bool:
-        now_s = self._clock.now()
-        if now_s >= self._next_tick_s:
-            self._next_tick_s = now_s + self._tick_s
-            _send(transport, worker.on_tick())
         payloads = transport.receive(min(timeout_s, self._tick_s))
         if payloads:
-            _send(transport, worker.on_messages(self._decoded(payloads)))
+            num_plain, acknowledgement = worker.on_plain_steps(payloads)
+            if num_plain:
+                transport.send(acknowledgement)
+            if num_plain < len(payloads):
+                _send(transport, worker.on_messages(self._decoded(payloads[num_plain:])))
         if worker.has_due_forwards or not payloads:
             _send(transport, worker.run_due_forwards())
         return bool(payloads)

@@ -11,15 +11,17 @@ import ipaddress
 from actors.reports import NodeAddress
 from actors.transport import Endpoint
 from actors.transport.curve import CurveKeys
-from actors.transport.zmq_server import ZmqServer, local_address, network_address
+from actors.transport.node_server import NodeServer
+from actors.transport.unix_server import unix_address
+from actors.transport.zmq_server import local_address, network_address
 from kvcache.config import TransportConfig
 
 
 class EndpointBook:
-    """The endpoints of one ZMQ server. Owned by the thread that owns the server."""
+    """The endpoints of one server. Owned by the thread that owns the server."""
 
     def __init__(
-        self, server: ZmqServer, config: TransportConfig, keys: CurveKeys, node: NodeAddress
+        self, server: NodeServer, config: TransportConfig, keys: CurveKeys, node: NodeAddress
     ) -> None:
         """Listen nowhere yet. `node` is where the server runs."""
         self._server = server
@@ -49,7 +51,8 @@ class EndpointBook:
         if endpoint is None:
             is_remote = bool(host) and not is_loopback(host)
             is_guarded = is_remote or self._config.curve == "always"
-            address = network_address(host) if host else local_address()
+            local = local_address() if is_guarded else unix_address()
+            address = network_address(host) if host else local
             bound = self._server.bind(address, is_guarded)
             endpoint = Endpoint(bound, self._keys.for_peers() if is_guarded else None)
             self._opened[host] = endpoint

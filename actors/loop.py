@@ -47,7 +47,7 @@ class ServiceLoop:
         self._turn = turn
         self._wake = wake
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._is_stopping = threading.Event()
+        self._is_stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -88,7 +88,7 @@ class ServiceLoop:
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop after its present turn; return whether it ended within `timeout_s`."""
-        self._is_stopping.set()
+        self._is_stopping = True
         self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -96,7 +96,7 @@ class ServiceLoop:
 
     def _run(self) -> None:
         try:
-            while not self._is_stopping.is_set():
+            while not self._is_stopping:
                 while self._calls:
                     self._run_call(*self._calls.popleft())
                 self._turn()

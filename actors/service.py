@@ -17,7 +17,7 @@ from typing import Protocol, get_args
 from actors.transport import Inbound, ServerTransport, TransportStatistics
 from kvcache.clock import Clock
 from kvcache.errors import ProtocolError
-from kvcache.messages import FromClient, FromWorker, Outgoing, WorkerAddress
+from kvcache.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
 from kvcache.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,12 @@ class Decider(Protocol):
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """Take a message of a worker. Raises ProtocolError for one that must not be obeyed."""
 
+    def on_plain_applied(self, rank: int, payload: bytes) -> bool:
+        """Take an `Applied` of a worker without decoding it whole; say whether it was taken."""
+
+    def settle(self) -> list[Outgoing]:
+        """Return what has become possible by all that `on_plain_applied` took."""
+
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """Take a message of a client. Raises ProtocolError for one that must not be obeyed."""
 
@@ -44,7 +50,8 @@ class ServiceStatistics:
     """What the loop has carried and refused.
 
     `malformed`: payloads that are no message. `impersonated`: messages that are not from whom they
-    say. `refused`: messages that the coordinator must not obey. `early`: before it was started.
+    say. `refused`: messages that the coordinator must not obey, or that cannot be sent. `early`:
+    before it was started.
     """
 
     transport: TransportStatistics
@@ -81,13 +88,55 @@ class CoordinatorService:
             self._next_tick_s = now_s + self._tick_s
             if self._decider is not None:
                 self.send(self._decider.on_tick())
-        for inbound in self.transport.receive(self._tick_s):
-            self._take(inbound)
+        decider, has_plain = self._decider, False
+        outgoing: list[Outgoing] = []
+        arrived = self.transport.receive(self._tick_s)
+        for inbound in arrived:
+            address = inbound.peer.address
+            if (
+                decider is not None
+                and type(address) is WorkerAddress
+                and decider.on_plain_applied(address.rank, inbound.payload)
+            ):
+                has_plain = True
+            else:
+                outgoing += self._take(inbound)
+        if has_plain and decider is not None:
+            outgoing += decider.settle()
+        if len(arrived) == 1:
+            # Nothing to gather: ranks shall not wait for the answer to the client to be encoded.
+            for item in outgoing:
+                self.send((item,))
+        elif outgoing:
+            self.send(outgoing)
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
-        """Encode each message once and send it to all it is for."""
+        """Encode each message once and send it to all it is for; what goes to the same ones goes
+        together."""
+        by_receivers: dict[tuple[Address, ...], list[bytes]] = {}
         for item in outgoing:
-            self.transport.send(item.to, encode(item.message))
+            try:
+                payload = encode(item.message)
+            except ProtocolError as error:
+                self._on_unsendable(item.to, error)
+                continue
+            by_receivers.setdefault(item.to, []).append(payload)
+        for receivers, payloads in by_receivers.items():
+            try:
+                self.transport.send(receivers, *payloads)
+            except ProtocolError:
+                for payload in payloads:  # all but the one that is too long
+                    self._send_alone(receivers, payload)
+
+    def _send_alone(self, receivers: tuple[Address, ...], payload: bytes) -> None:
+        try:
+            self.transport.send(receivers, payload)
+        except ProtocolError as error:
+            self._on_unsendable(receivers, error)
+
+    def _on_unsendable(self, receivers: tuple[Address, ...], error: ProtocolError) -> None:
+        self._refused += 1
+        logger.error("not sent to %s: %s", receivers, error)
 
     def statistics(self) -> ServiceStatistics:
         """Return figures, frozen."""
@@ -99,27 +148,28 @@ class CoordinatorService:
             early=self._early,
         )
 
-    def _take(self, inbound: Inbound) -> None:
+    def _take(self, inbound: Inbound) -> list[Outgoing]:
+        """Return what is to be sent because of a message; count one that is not to be obeyed."""
         try:
             message = decode(inbound.payload, self._max_message_bytes)
         except ProtocolError as error:
             self._malformed += 1
             logger.debug("dropped from %s: %s", inbound.peer, error)
-            return
+            return []
         address, decider = inbound.peer.address, self._decider
         if decider is None:
             self._early += 1
-            return
+            return []
         try:
             if isinstance(address, WorkerAddress):
                 if not (isinstance(message, FROM_WORKER) and message.rank == address.rank):
                     self._impersonated += 1
-                    return
-                self.send(decider.on_worker_message(address.rank, message))
-            elif isinstance(message, FROM_CLIENT) and message.client_id == address.client_id:
-                self.send(decider.on_client_message(message))
-            else:
-                self._impersonated += 1
+                    return []
+                return decider.on_worker_message(address.rank, message)
+            if isinstance(message, FROM_CLIENT) and message.client_id == address.client_id:
+                return decider.on_client_message(message)
+            self._impersonated += 1
         except ProtocolError as error:
             self._refused += 1
             logger.debug("refused from %s: %s", inbound.peer, error)
+        return []

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
@@ -55,11 +54,13 @@ class StepClient(SessionView):
         self._connection = ClientConnection(dialer, client_name)
         self._book = CallBook()
         self._changed = threading.Condition()
+        self._num_blocked = 0
         self._is_reading = False
         self._is_shared = False
         self._num_writers = 0
         self._num_taken = 0
         self._is_closed = threading.Event()
+        self._has_closed = False  # the same, at less cost
         self._last_seq = 0
         try:
             self.attach()
@@ -84,11 +85,14 @@ class StepClient(SessionView):
         Raises DeadlineError, WorkerLostError or NotRunningError as the constructor does.
         """
         session = self._connection.session
-        with self._writing():
+        self._begin_to_write()
+        try:
             if session.state in (SessionState.ATTACHED, SessionState.ATTACHING):
                 return
             self._book.forget()
             self._connection.send(session.attach())
+        finally:
+            self._end_to_write()
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         try:
             self._wait(self._connection.is_attached, limit_s, "be attached")
@@ -129,7 +133,8 @@ class StepClient(SessionView):
 
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """Return once every rank has applied the step's commands. Raises as `wait_result`."""
-        self._await(lambda: self._connection.session.is_applied(step), step, "applied", timeout_s)
+        is_applied = self._connection.session.is_applied
+        self._await(lambda: is_applied(step), step, "applied", timeout_s)
 
     def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
         """Return once the step is over on every rank: with content checking its forward too.
@@ -153,8 +158,11 @@ class StepClient(SessionView):
             if self._is_closed.is_set():
                 return
             self._is_closed.set()
+            self._has_closed = True
             self._connection.transport.wake()
-            self._changed.wait_for(lambda: not self._is_reading, timeout=CLOSE_TIMEOUT_S)
+            give_up_s = self._connection.clock.now() + CLOSE_TIMEOUT_S
+            while self._is_reading and (left_s := give_up_s - self._connection.clock.now()) > 0:
+                self._block(left_s)
             self._connection.close()
 
     def __enter__(self: T) -> T:
@@ -181,8 +189,11 @@ class StepClient(SessionView):
         give_up_s = clock.now() + limit_s
         while True:
             try:
-                with self._writing():
+                self._begin_to_write()
+                try:
                     return send()
+                finally:
+                    self._end_to_write()
             except BacklogFullError:
                 num_taken = self._num_taken
             except StaleEpochError as error:
@@ -193,22 +204,38 @@ class StepClient(SessionView):
     def _has_taken_more_than(self, num_taken: int) -> Callable[[], bool]:
         return lambda: self._num_taken > num_taken
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Hold the lock while no thread is reading: a socket belongs to one thread at a time."""
-        with self._changed:
+    def _begin_to_write(self) -> None:
+        """Take the lock when no thread is reading: a socket belongs to one thread at a time."""
+        self._changed.acquire()
+        try:
             self._num_writers += 1
-            try:
-                while self._is_reading:
-                    # From now on readers can be interrupted, which costs them some speed.
-                    self._is_shared = True
-                    self._connection.transport.wake()
-                    self._changed.wait(self._connection.tick_s)
-                self._require_open()
-                yield
-            finally:
-                self._num_writers -= 1
-                self._changed.notify_all()
+            while self._is_reading:
+                # From now on readers can be interrupted, which costs them some speed.
+                self._is_shared = True
+                self._connection.transport.wake()
+                self._block(self._connection.tick_s)
+            self._require_open()
+        except BaseException:
+            self._end_to_write()
+            raise
+
+    def _end_to_write(self) -> None:
+        self._num_writers -= 1
+        self._unblock()
+        self._changed.release()
+
+    def _block(self, timeout_s: float) -> None:
+        """Let other threads work until one of them calls `_unblock`. The lock is held."""
+        self._num_blocked += 1
+        try:
+            self._changed.wait(timeout_s)
+        finally:
+            self._num_blocked -= 1
+
+    def _unblock(self) -> None:
+        """Have all threads that are blocked look again. Most of the time there is none."""
+        if self._num_blocked:
+            self._changed.notify_all()
 
     def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session
@@ -254,37 +281,39 @@ class StepClient(SessionView):
             raise self._explained(error) from error
 
     def _wait_with_lock(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        clock, connection = self._connection.clock, self._connection
+        clock, tick_s = self._connection.clock, self._connection.tick_s
         give_up_s = clock.now() + timeout_s
         with self._changed:
             while not is_done():
                 self._require_open()
-                remaining_s = give_up_s - clock.now()
+                now_s = clock.now()
+                remaining_s = give_up_s - now_s
                 if remaining_s <= 0:
                     raise DeadlineError(
                         f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
                         "status"
                     )
                 if self._is_reading or self._num_writers:
-                    self._changed.wait(remaining_s)
+                    self._block(remaining_s)
                 else:
-                    self._read(min(remaining_s, connection.tick_s))
+                    self._read(min(remaining_s, tick_s), now_s)
 
-    def _read(self, timeout_s: float) -> None:
+    def _read(self, timeout_s: float, now_s: float) -> None:
         """Take in what arrives within `timeout_s`. The lock is held before and after."""
         connection = self._connection
-        connection.tick()
+        connection.tick(now_s)
         transport = connection.transport
         self._is_reading = True
         self._changed.release()
         try:
             receive = transport.receive_or_wake if self._is_shared else transport.receive
             payloads = receive(timeout_s)
-            moved_to = self._ask_where() if connection.may_have_moved else None
+            is_silent = not payloads and connection.may_have_moved
+            moved_to = self._ask_where() if is_silent else None
         finally:
             self._changed.acquire()
             self._is_reading = False
-            self._changed.notify_all()
+            self._unblock()
         connection.take(payloads)
         self._num_taken += len(payloads)
         if moved_to is not None:
@@ -295,7 +324,7 @@ class StepClient(SessionView):
         while not self._is_reading and (payloads := self._connection.transport.receive(0.0)):
             self._connection.take(payloads)
             self._num_taken += len(payloads)
-        self._changed.notify_all()
+        self._unblock()
 
     def _ask_where(self) -> Endpoint | None:
         """Ask where the coordinator is; None while it cannot say: deadlines see to the rest."""
@@ -306,7 +335,7 @@ class StepClient(SessionView):
             return None
 
     def _require_open(self) -> None:
-        if self._is_closed.is_set():
+        if self._has_closed:
             raise NotRunningError(f"client {self.client_id} is closed: make a new one")
 
     def _keep_alive(self) -> None:
@@ -314,7 +343,7 @@ class StepClient(SessionView):
         with self._changed:
             if not self._is_closed.is_set():
                 self._read_all()
-                self._connection.tick()
+                self._connection.tick(self._connection.clock.now())
 
 
 class _Keeper(threading.Thread):

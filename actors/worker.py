@@ -1,7 +1,7 @@
 """The worker actor, and the actor methods with which any actor can be a worker.
 
     launcher     ──kvcache_report, kvcache_allocate──▶ worker
-    coordinator  ──kvcache_attach, kvcache_watch─────▶ worker ──ZMQ──▶ coordinator
+    coordinator  ──kvcache_attach, kvcache_watch─────▶ worker ──socket──▶ coordinator
 
 `WorkerActor` is ours: it only keeps the rank's cache, and serves it from a thread. An engine's own
 actor becomes a worker by inheriting `WorkerMethods` and polling (see `WorkerMethods`). Thin: every

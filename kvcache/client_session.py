@@ -232,18 +232,17 @@ class ClientSession:
         """Take a message of the coordinator. What is not of this client and epoch is ignored."""
         if message.client_id != self.client_id or self._state is SessionState.CLOSED:
             return []
-        match message:
-            case Attached():
-                return self._on_attached(message)
-            case Unattached():
-                return self._on_unattached(message)
+        if isinstance(message, Attached):
+            return self._on_attached(message)
+        if isinstance(message, Unattached):
+            return self._on_unattached(message)
         if self._state is not SessionState.ATTACHED or message.epoch != self._epoch:
             return []
         match message:
-            case StepResult() | CallResult():
-                return self._on_answer(message)
             case Progress():
                 return self._on_progress(message)
+            case StepResult() | CallResult():
+                return self._on_answer(message)
             case MissingSteps():
                 return list(self._window.on_missing(message.from_step, self._clock.now()))
 
@@ -374,9 +373,9 @@ class ClientSession:
         self._doubt_since_s = None
 
     def _has_reached(self, step: int, reached: int) -> bool:
-        self._require_valid(step)
-        if step <= reached:
+        if self._void_step < step <= reached:
             return True
+        self._require_valid(step)
         silent_s = self._clock.now() - self._news_s
         if silent_s > self.settings.forward_s:
             raise DeadlineError(

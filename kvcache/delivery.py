@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcache.errors import BacklogFullError, MalformedMessageError, StaleEpochError
+from kvcache.heads import NO_ITEMS, MessageHead
 from kvcache.messages import (
     Applied,
     Grant,
@@ -27,6 +29,7 @@ from kvcache.messages import (
     Refused,
     StepCommands,
 )
+from kvcache.wire import encode
 
 NO_EPOCH = 0
 """A worker's epoch before its first grant; real epochs start at 1."""
@@ -34,8 +37,18 @@ NO_EPOCH = 0
 MAX_EPOCH = 2**53
 """No epoch is above this: a number from outside cannot push ours to where it ends."""
 
+_INT64_MAX = 2**63 - 1
+
 MAX_RESENT = 16
 """Messages repeated at once to one receiver: it acknowledges before it needs more."""
+
+
+class PlainStep(NamedTuple):
+    """A message without commands: its number, and whose step it is."""
+
+    seq: int
+    client_id: str
+    client_step: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,14 @@ class ReceivedCommands:
 
     ready: tuple[StepCommands, ...] = ()
     replies: tuple[Applied | Missing, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """How the messages of the present epoch begin: those that are obeyed, and their answers."""
+
+    commands: MessageHead
+    applied: MessageHead
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,7 @@ class CommandReceiver:
         self._delivered_seq = 0
         self._buffered: dict[int, StepCommands] = {}
         self._pending_grant: Grant | None = None
+        self._heads: _Heads | None = None  # None while nothing is obeyed
         self._counts: Counter[str] = Counter()
 
     @property
@@ -145,12 +167,16 @@ class CommandReceiver:
                 return None
             return self._refuse(grant, f"epoch {grant.epoch} is not above {self.highest_epoch}")
         if is_busy:
-            self._pending_grant = grant
+            self._pending_grant, self._heads = grant, None
             return None
         self._epoch, self._nonce = grant.epoch, grant.nonce
         self._applied_seq = self._delivered_seq = 0
         self._buffered.clear()
         self._pending_grant = None
+        self._heads = _Heads(
+            MessageHead(StepCommands, grant.nonce, self._fingerprint, grant.epoch),
+            MessageHead(Applied, grant.nonce, self.incarnation, self.rank, grant.epoch),
+        )
         self._count(num_grants=1)
         return self._granted()
 
@@ -188,6 +214,33 @@ class CommandReceiver:
         if message.seq == self._delivered_seq + 1:
             return self._deliver(message)
         return self._keep_early(message)
+
+    def take_plain(self, payload: bytes) -> PlainStep | None:
+        """Take a message that brings no commands, without decoding it whole; None: not taken.
+
+        Taken is only what `on_commands` would hand out at once and alone; there is nothing to
+        apply, so it counts as applied. The answer to all that were taken is `applied_payload`.
+        """
+        heads = self._heads
+        if heads is None or self._buffered or not payload.endswith(NO_ITEMS):
+            return None
+        rest = heads.commands.rest(payload)
+        if rest is None:
+            return None
+        seq, client_id, client_step, commands = rest
+        is_next = type(seq) is int and seq == self._applied_seq + 1 == self._delivered_seq + 1
+        is_plain = commands == [] and type(client_id) is str and type(client_step) is int
+        if not (is_next and is_plain and 0 <= client_step <= _INT64_MAX):
+            return None
+        self._applied_seq = self._delivered_seq = seq
+        self._counts["num_delivered"] += 1
+        return PlainStep(seq, client_id, client_step)
+
+    def applied_payload(self) -> bytes:
+        """Return the encoded answer that everything up to `applied_seq` is applied."""
+        if self._heads is None:
+            return encode(self._applied())
+        return self._heads.applied.with_number(self._applied_seq)
 
     def confirm_applied(self, seq: int) -> Applied:
         """Note that `seq`, the next in order, is applied; return the answer, also kept."""
@@ -339,9 +392,12 @@ class CommandWindow:
             )
         if seq <= progress.applied_seq:
             return False
+        was_last = progress.applied_seq == self._applied_by_all
         progress.applied_seq = seq
         progress.waiting_since_s = now_s
-        self._applied_by_all = min(p.applied_seq for p in self._ranks.values())
+        if not was_last:
+            return True
+        self._applied_by_all = min([p.applied_seq for p in self._ranks.values()])
         while self._messages and next(iter(self._messages)) <= self._applied_by_all:
             self._messages.popitem(last=False)
         return True

@@ -27,7 +27,7 @@ recognised. Encoding and limits: wire.py. Delivery rules: delivery.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvcache.commands import Command
 from kvcache.step import StepRequest, StepResult
@@ -285,15 +285,13 @@ ToClient: TypeAlias = Attached | StepResult | CallResult | Progress | MissingSte
 Message: TypeAlias = ToWorker | FromWorker | FromClient | ToClient
 
 
-@dataclass(frozen=True)
-class WorkerAddress:
+class WorkerAddress(NamedTuple):
     """The worker of a global rank, whichever process that is."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class ClientAddress:
+class ClientAddress(NamedTuple):
     """A client, by the id it attached with."""
 
     client_id: str

@@ -24,19 +24,21 @@ import msgpack
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
-from kvcache.commands import (
-    EMPTY_PATCH,
-    BlockTablePatch,
-    Copy,
-    Label,
-    Load,
-    Store,
-    WriteExpected,
-)
+from kvcache.command_shapes import SHAPE_VALIDATORS
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.errors import MalformedMessageError, VersionMismatchError
-from kvcache.labels import validate_label_command
-from kvcache.messages import WIRE_VERSION, FromClient, FromWorker, Message, ToClient, ToWorker
-from kvcache.step import EMPTY_RUNNING, RunningRequests
+from kvcache.heads import Envelope
+from kvcache.messages import (
+    WIRE_VERSION,
+    FromClient,
+    FromWorker,
+    Message,
+    Progress,
+    StepCommands,
+    ToClient,
+    ToWorker,
+)
+from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest, StepResult
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Largest message that is decoded unless the caller sets another limit."""
@@ -57,6 +59,10 @@ def encode(message: Message) -> bytes:
     Raises:
         MalformedMessageError: not a message, or a field holds what the format cannot carry.
     """
+    envelope = _ENVELOPES.get(type(message))
+    usual = None if envelope is None else envelope.pack(message)
+    if usual is not None:
+        return usual
     codec = _MESSAGES_BY_TYPE.get(type(message))
     if codec is None:
         raise MalformedMessageError(f"{type(message).__name__} is no message")
@@ -78,6 +84,10 @@ def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Mess
         raise MalformedMessageError(
             f"message of {len(data)} bytes, the limit is {max_bytes}: raise the limit on both sides"
         )
+    if isinstance(data, bytes) and (envelope := _ENVELOPES_BY_START.get(data[:_START_BYTES])):
+        usual: Message | None = envelope.unpack(data)
+        if usual is not None:
+            return usual
     try:
         values = msgpack.unpackb(
             data, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
@@ -131,7 +141,7 @@ class _Codec:
             (i, into) for i, (_, into) in enumerate(converters) if into not in _EXACT
         )
         self._is_bare = not hasattr(cls, "__post_init__")
-        self._validate = _VALIDATORS.get(cls)
+        self._validate = SHAPE_VALIDATORS.get(cls)
         self._usual = _USUAL.get(cls)
         self._usual_fields = None if self._usual is None else self._packed(self._usual)
 
@@ -335,67 +345,6 @@ def _int_to_bytes(value: Any) -> dict[int, bytes]:
     return {_int(key): _bytes(item) for key, item in value.items()}
 
 
-def _same_length(command: object, **arrays: Int32Array) -> int:
-    """Return the common length of `arrays`, or raise with all lengths."""
-    lengths = {name: len(array) for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise MalformedMessageError(f"{type(command).__name__} with unequal lengths {lengths}")
-    return next(iter(lengths.values()))
-
-
-def _counts_match(command: object, what: str, counts: Int32Array, items: Int32Array) -> None:
-    if len(counts) and int(counts.min()) < 0:
-        raise MalformedMessageError(f"{type(command).__name__} with a negative count of {what}")
-    total = int(counts.sum(dtype=np.int64))
-    if total != len(items):
-        raise MalformedMessageError(
-            f"{type(command).__name__} announces {total} {what} and brings {len(items)}"
-        )
-
-
-def _validate_patch(patch: BlockTablePatch) -> None:
-    _same_length(
-        patch,
-        slots=patch.slots,
-        groups=patch.groups,
-        first_indices=patch.first_indices,
-        counts=patch.counts,
-    )
-    _counts_match(patch, "block ids", patch.counts, patch.block_ids)
-
-
-def _validate_copy(copy: Copy | Store | Load) -> None:
-    _same_length(copy, sources=copy.sources, destinations=copy.destinations)
-
-
-def _validate_label(label: Label) -> None:
-    count = len(label.block_ids)
-    validate_label_command(label, max(1, len(label.digests) // count) if count else 1)
-
-
-def _validate_forward(forward: WriteExpected) -> None:
-    _same_length(forward, verify_slots=forward.verify_slots, verify_lengths=forward.verify_lengths)
-    num_rows = _same_length(
-        forward,
-        slots=forward.slots,
-        is_new=forward.is_new,
-        starts=forward.starts,
-        counts=forward.counts,
-        token_starts=forward.token_starts,
-        token_counts=forward.token_counts,
-    )
-    if len(forward.content_keys) != num_rows:
-        raise MalformedMessageError(
-            f"WriteExpected of {num_rows} rows with {len(forward.content_keys)} content keys"
-        )
-    for name in ("external_counts", "draft_counts", "encoder_counts", "encoder_keys"):
-        if len(getattr(forward, name)) not in (0, num_rows):
-            raise MalformedMessageError(
-                f"WriteExpected of {num_rows} rows with {len(getattr(forward, name))} {name}"
-            )
-    _counts_match(forward, "tokens", forward.token_counts, forward.token_ids)
-
-
 _PLAIN: dict[Any, _Convert] = {int: _int, bool: _bool, str: _str, bytes: _bytes}
 
 _EXACT: tuple[_Convert, ...] = (_bool, _str, _bytes, _optional_str)
@@ -404,18 +353,25 @@ _EXACT: tuple[_Convert, ...] = (_bool, _str, _bytes, _optional_str)
 _USUAL: dict[type[Any], Any] = {RunningRequests: EMPTY_RUNNING, BlockTablePatch: EMPTY_PATCH}
 """What most messages carry in a field of that type: one object, never made anew."""
 
-_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
-    BlockTablePatch: _validate_patch,
-    Copy: _validate_copy,
-    Store: _validate_copy,
-    Load: _validate_copy,
-    Label: _validate_label,
-    WriteExpected: _validate_forward,
-}
-
 _MESSAGES_BY_TYPE: dict[type[Any], _Codec] = {
     cls: _Codec(cls)
     for direction in (ToWorker, FromWorker, FromClient, ToClient)
     for cls in typing.get_args(direction)
 }
+_USUAL_MESSAGES: tuple[tuple[Message, int], ...] = (
+    (StepRequest(), 4),
+    (StepResult("", 0, 0, 0), 4),
+    (StepCommands("", "", 0, 0, "", 0, ()), 6),
+    (Progress("", 0, 0, 0), 5),
+)
+"""What is the same from step to step but for its first fields, as long as nothing happens."""
+
+_ENVELOPES: dict[type[Message], Envelope] = {
+    type(usual): Envelope(usual, num_varying, _MESSAGES_BY_TYPE[type(usual)].to_fields(usual))
+    for usual, num_varying in _USUAL_MESSAGES
+}
+
+_START_BYTES = 8  # tell their kinds apart
+_ENVELOPES_BY_START = {envelope.begin[:_START_BYTES]: envelope for envelope in _ENVELOPES.values()}
+
 _MESSAGES_BY_TAG = {codec.tag: codec for codec in _MESSAGES_BY_TYPE.values()}

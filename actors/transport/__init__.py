@@ -1,9 +1,12 @@
 """How encoded messages travel between coordinator, workers and clients.
 
-protocol.py   peers, identities, figures, and the two ends every transport offers
-zmq_server.py the coordinator's end over ZMQ (default)
-zmq_peer.py   a worker's or client's end over ZMQ
-ray.py        both ends as Ray actor calls (fallback)
+protocol.py     peers, identities, figures, and the two ends every transport offers
+node_server.py  the coordinator's end (default): unix_server.py on its node, zmq_server.py beyond
+unix_server.py  the coordinator's end over Unix sockets; unix_channel.py is one connection
+unix_peer.py    a worker's or client's end over a Unix socket
+zmq_server.py   the coordinator's end over ZMQ, with keys (curve.py) where they are asked for
+zmq_peer.py     a worker's or client's end over ZMQ
+ray.py          both ends as Ray actor calls (fallback)
 """
 
 from actors.transport.protocol import (

@@ -39,15 +39,15 @@ class LocalServer:
         """Take a payload of a peer."""
         self._inbox.append(inbound)
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """See `ServerTransport.send`."""
         for address in addresses:
             peer = self._peers.get(address)
             if peer is None:
-                self._num_undeliverable += 1
+                self._num_undeliverable += len(payloads)
             else:
-                peer.inbox.append(payload)
-                self._num_sent += 1
+                peer.inbox.extend(payloads)
+                self._num_sent += len(payloads)
 
     def receive(self, timeout_s: float) -> list[Inbound]:
         """See `ServerTransport.receive`. Never waits: the peers are in this very thread."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from actors.transport.curve import CurveKeys
 from kvcache.errors import ConfigurationError
@@ -77,8 +77,7 @@ def _checked(peer: Peer) -> Peer:
     return peer
 
 
-@dataclass(frozen=True)
-class Inbound:
+class Inbound(NamedTuple):
     """A payload that arrived, and from whom."""
 
     peer: Peer
@@ -111,8 +110,8 @@ class TransportStatistics:
 class ServerTransport(Protocol):
     """The coordinator's end. One thread sends and receives; `wake` alone is for others."""
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
-        """Send `payload` to every process known under `addresses`, without waiting.
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
+        """Send `payloads`, in order, to every process known under `addresses`, without waiting.
 
         What cannot be sent now is dropped and counted.
         """

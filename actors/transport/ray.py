@@ -63,8 +63,12 @@ class RayServer:
         """Return what waits for a client; wait for it at most `timeout_s`. Any thread."""
         return self._outbox(client_id).take(timeout_s)
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """See `ServerTransport.send`."""
+        for payload in payloads:
+            self._send(addresses, payload)
+
+    def _send(self, addresses: Sequence[Address], payload: bytes) -> None:
         if len(payload) > self._limits.max_message_bytes:
             raise MalformedMessageError(
                 f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "

@@ -200,8 +200,12 @@ class ZmqServer:
             ) from error
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, addresses: Sequence[Address], payload: bytes) -> None:
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """See `ServerTransport.send`."""
+        for payload in payloads:
+            self._send(addresses, payload)
+
+    def _send(self, addresses: Sequence[Address], payload: bytes) -> None:
         if len(payload) > self._limits.max_message_bytes:
             raise MalformedMessageError(
                 f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
@@ -227,6 +231,15 @@ class ZmqServer:
             self._look_at_monitor_s = now_s + MONITOR_INTERVAL_S
             self._read_monitor()
         return inbound
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when something *may* have arrived, once for
+        all of it: after it, and before every wait for it, call `receive(0)`."""
+        return int(self._socket.fd)
+
+    def is_connected(self, address: Address) -> bool:
+        """Whether a worker process has been heard under `address`; clients are not kept."""
+        return bool(self._identities.get(address))
 
     def wake(self) -> None:
         """See `ServerTransport.wake`."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.errors import InvariantError
 from kvcache.messages import Attach
 from kvcache.step_delivery import StepMessage
 
@@ -31,6 +32,7 @@ class Clients:
         self._settings = settings
         self._ledgers: dict[str, ClientLedger] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self._num_leaving = 0
 
     def __len__(self) -> int:
         return len(self._ledgers)
@@ -42,6 +44,11 @@ class Clients:
     def attached(self) -> list[ClientLedger]:
         """Return the ledgers of the clients that are served."""
         return [ledger for ledger in self._ledgers.values() if not ledger.is_leaving]
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether `leaving` has any."""
+        return self._num_leaving > 0
 
     def leaving(self) -> list[ClientLedger]:
         """Return the ledgers of the clients that are to be forgotten."""
@@ -87,11 +94,13 @@ class Clients:
 
     def let_go(self, client_id: str) -> None:
         """Serve the client no more; it is forgotten later."""
-        self._ledgers[client_id].is_leaving = True
+        ledger = self._ledgers[client_id]
+        self._num_leaving += not ledger.is_leaving
+        ledger.is_leaving = True
 
     def forget(self, client_id: str) -> None:
         """Forget a client; its name stays taken."""
-        del self._ledgers[client_id]
+        self._num_leaving -= self._ledgers.pop(client_id).is_leaving
         self._gone[client_id] = None
         while len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
@@ -102,9 +111,12 @@ class Clients:
         for ledger in self.leaving():
             self.forget(ledger.client_id)
         self._ledgers.clear()
+        self._num_leaving = 0
         return attached
 
     def check(self) -> None:
-        """Raise `InvariantError` if the steps of a client do not add up."""
+        """Raise `InvariantError` if the books or the steps of a client do not add up."""
         for ledger in self._ledgers.values():
             ledger.check()
+        if self._num_leaving != len(self.leaving()):
+            raise InvariantError(f"{len(self.leaving())} clients leave, not {self._num_leaving}")

@@ -169,6 +169,29 @@ class Coordinator:
             self._drop(str(error))
             return []
 
+    def on_plain_applied(self, rank: int, payload: bytes) -> bool:
+        """Take an `Applied`, not decoded yet, of the worker of `rank`; say whether it was taken.
+
+        What came of it is in `settle`. Not taken is what has to be looked at more closely.
+        """
+        reign = self._reign
+        if reign is None:
+            return False
+        now_s = self._clock.now()
+        if not reign.on_plain_applied(rank, payload, now_s):
+            return False
+        self._members.heard_again(rank, now_s)
+        return True
+
+    def settle(self) -> list[Outgoing]:
+        """Return what has become possible by what `on_plain_applied` took."""
+        if self._reign is None:
+            return []
+        try:
+            return self._reign.settle()
+        except ClusterError as error:
+            return self._begin_epoch(str(error))
+
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """Take a message of the client it names. Counts and drops what is foreign."""
         if self._phase is Phase.CLOSED:

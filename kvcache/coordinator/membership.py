@@ -190,6 +190,10 @@ class Membership:
             )
         member.heard_s = now_s
 
+    def heard_again(self, rank: int, now_s: float) -> None:
+        """Note a sign of life of which is known that `heard` would take it."""
+        self._members[rank].heard_s = now_s
+
     def grants_due(self, now_s: float, resend_s: float) -> dict[int, Grant]:
         """Return the grants to send now to processes that have not answered one."""
         due = {}
@@ -223,6 +227,8 @@ class Membership:
         problems = []
         for rank, member in self._members.items():
             silent_s = now_s - member.heard_s
+            if silent_s <= silence_s and not member.refusal:
+                continue
             if member.refusal and not member.is_granted:
                 problems.append(f"rank {rank} refuses: {member.refusal}")
             elif silent_s > silence_s:

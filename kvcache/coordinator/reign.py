@@ -22,6 +22,7 @@ from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings, ReignCounts
 from kvcache.delivery import CommandWindow
 from kvcache.errors import ProtocolError
+from kvcache.heads import MessageHead
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Acknowledge,
@@ -86,6 +87,12 @@ class Reign:
         self._settings = settings
         self._epoch = identity.epoch
         self._nonce = identity.nonce
+        self._incarnations = identity.incarnations
+        self._applied_heads = {
+            rank: MessageHead(Applied, identity.nonce, incarnation, rank, identity.epoch)
+            for rank, incarnation in identity.incarnations.items()
+        }
+        self._settled_seq = 0
         self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
         self._clients = clients
         self._jobs = jobs
@@ -152,21 +159,38 @@ class Reign:
         now_s, who = self._clock.now(), (message.rank, message.incarnation, message.epoch)
         match message:
             case Applied() | Heartbeat():
-                before = self.window.applied_by_all
                 self.window.on_applied(*who, message.seq, now_s)
-                if self.window.applied_by_all == before:
-                    return []
-                return [*self._tell_applied(), *self.work()]
+                return self.settle()
             case Missing():
                 again = self.window.on_missing(*who, message.from_seq, now_s)
                 return [Outgoing((WorkerAddress(message.rank),), m) for m in again]
             case Finished():
                 return self._on_finished(message)
 
-    def _tell_applied(self) -> list[Outgoing]:
+    def on_plain_applied(self, rank: int, payload: bytes, now_s: float) -> bool:
+        """Take an encoded `Applied` of the process that granted this epoch; say whether it is one.
+
+        Its first bytes say all that `on_report` and the coordinator would ask. A number that was
+        never sent is not taken. `settle` returns what came of it.
+        """
+        head = self._applied_heads.get(rank)
+        seq = None if head is None else head.number(payload)
+        if seq is None:
+            return False
+        try:
+            self.window.on_applied(rank, self._incarnations[rank], self._epoch, seq, now_s)
+        except ProtocolError:
+            return False
+        return True
+
+    def settle(self) -> list[Outgoing]:
+        """Tell clients what every rank has applied since the last time, and work on."""
         applied = self.window.applied_by_all
+        if applied == self._settled_seq:
+            return []
+        self._settled_seq = applied
         changed = [one for one in self._clients.attached() if one.on_applied(applied)]
-        return [self._progress(ledger) for ledger in changed]
+        return [*[self._progress(ledger) for ledger in changed], *self.work()]
 
     def _on_finished(self, message: Finished) -> list[Outgoing]:
         """Note the reports one by one; acknowledge all, or the worker repeats them for ever."""
@@ -207,7 +231,7 @@ class Reign:
 
     def work(self) -> list[Outgoing]:
         """Execute what is ready, client by client in turn, while the command window has room."""
-        out = self._let_clients_go()
+        out = self._let_clients_go() if self._clients.has_leaving else []
         num_left = MAX_STEPS_AT_ONCE
         # Steps that are refused need no room.
         while num_left > 0 and (not self.window.is_full or self._problem()):

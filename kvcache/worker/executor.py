@@ -130,7 +130,7 @@ class CommandExecutor:
                 case Zero() | Copy() | BlockTablePatch():
                     pass  # executed when the forward begins
         self.deferred.add(message)
-        self.gate.on_applied(message)
+        self.gate.on_applied(message.seq, message.client_id, message.client_step)
 
     def begin_forward(self, seq: int) -> None:
         """Open the forward of applied step `seq` and execute what waited for it; RequestError if it

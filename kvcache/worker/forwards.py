@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvcache.errors import InvariantError, RequestError
-from kvcache.messages import StepCommands
 
 MAX_REMEMBERED_STEPS = 4096
 """Applied steps whose forward may still begin. Older ones are refused."""
@@ -50,14 +49,14 @@ class ForwardGate:
         """Say whether the open forward is of `client_id`."""
         return self.is_open and self._open_client == client_id
 
-    def on_applied(self, message: StepCommands) -> None:
-        """Note that `message` is applied: its forward may begin."""
-        self._clients[message.seq] = message.client_id
+    def on_applied(self, seq: int, client_id: str, client_step: int) -> None:
+        """Note that message `seq` is applied: the forward of the client's step may begin."""
+        self._clients[seq] = client_id
         if len(self._clients) > MAX_REMEMBERED_STEPS:
             self._forget_first()
-        if message.client_id:
-            self._client_steps[message.client_id] = message.client_step
-            self._client_steps.move_to_end(message.client_id)
+        if client_id:
+            self._client_steps[client_id] = client_step
+            self._client_steps.move_to_end(client_id)
             if len(self._client_steps) > MAX_REMEMBERED_CLIENTS:
                 self._client_steps.popitem(last=False)
 

@@ -68,7 +68,9 @@ class KVCacheWorker:
         self.settings = settings
         self._clock = clock
         self._poll = poll
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
+        self._num_waiting = 0
         self._executor = CommandExecutor(settings, device, engine)
         self._receiver = CommandReceiver(
             settings.rank, settings.incarnation, settings.fingerprint, settings.max_buffered
@@ -145,7 +147,7 @@ class KVCacheWorker:
 
         What they have applied is acknowledged once for all of them.
         """
-        with self._condition:
+        with self._lock:
             if self._is_closed:
                 return []
             for message in messages:
@@ -155,6 +157,30 @@ class KVCacheWorker:
                     self._apply_ready()
                     self._on_other(message)
             return self._take_replies()
+
+    def on_plain_steps(self, payloads: Sequence[bytes]) -> tuple[int, bytes]:
+        """Obey what comes first of `payloads`, not decoded yet, and brings no commands.
+
+        Returns how many were obeyed and the encoded acknowledgement of all of them. The others are
+        for `on_messages`, and so are all while something else waits to be done or said.
+        """
+        with self._lock:
+            has_more_to_do = self._ready or self._outbox or len(self._reports)
+            if has_more_to_do or self._is_closed or self._executor.transfers.has_news:
+                return 0, b""
+            num_obeyed = 0
+            for payload in payloads:
+                step = self._receiver.take_plain(payload)
+                if step is None:
+                    break
+                self._executor.gate.on_applied(*step)
+                num_obeyed += 1
+            if not num_obeyed:
+                return 0, b""
+            self._last_sent_s = self._clock.now()
+            if self._num_waiting:
+                self._condition.notify_all()
+            return num_obeyed, self._receiver.applied_payload()
 
     def on_tick(self) -> list[Message]:
         """Return what is due without being asked: introductions, reports that are not acknowledged,
@@ -208,7 +234,7 @@ class KVCacheWorker:
                         "give the step up"
                     )
                 if self._poll is None:
-                    self._condition.wait(remaining_s)
+                    self._wait_for_news(remaining_s)
                     continue
             self._poll(remaining_s)
 
@@ -298,6 +324,13 @@ class KVCacheWorker:
             self._condition.notify_all()
 
     # --- under the lock
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        self._num_waiting += 1
+        try:
+            self._condition.wait(timeout_s)
+        finally:
+            self._num_waiting -= 1
 
     def _on_other(self, message: Message) -> None:
         """Obey a message that brings no commands."""
@@ -402,7 +435,8 @@ class KVCacheWorker:
         # A refusal is for another coordinator: the present one hears nothing by it.
         if any(type(reply) is not Refused for reply in replies):
             self._last_sent_s = self._clock.now()
-        self._condition.notify_all()
+        if self._num_waiting:
+            self._condition.notify_all()
         return replies
 
     def _require_epoch(self, epoch: int) -> None:

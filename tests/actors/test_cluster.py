@@ -19,8 +19,7 @@ from actors import (
 )
 from actors.placement import wait_until
 from actors.transport import Endpoint, client_peer, worker_peer
-from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits
+from actors.transport.mailbox import Mailbox
 from kvcache.config import ClusterConfig
 from kvcache.errors import AlreadyRunningError, NotRunningError, RequestError
 from kvcache.messages import Applied, Attach, FinishedAck
@@ -148,14 +147,14 @@ def test_calls_for_single_requests_travel(shared: KVCacheCluster) -> None:
 
 
 def test_whatever_is_not_ours_is_counted_and_the_cluster_lives_on(shared: KVCacheCluster) -> None:
-    from actors.connect import this_node
+    from actors.connect import connect_peer, this_node
 
     coordinator = shared._parts.coordinator
     endpoint: Endpoint = ray.get(coordinator.endpoint_for.remote(this_node()))
-    limits = ZmqLimits(shared.config.transport.max_message_bytes * 4)
+    limit = shared.config.transport.max_message_bytes * 4
     before = shared.statistics().service
-    stranger = ZmqPeer(endpoint, client_peer("stranger"), limits)
-    fake = ZmqPeer(endpoint, worker_peer(1, "fake"), limits)
+    stranger = connect_peer(endpoint, client_peer("stranger"), limit, Mailbox(1))
+    fake = connect_peer(endpoint, worker_peer(1, "fake"), limit, Mailbox(1))
     whole = encode(Attach("stranger", 1))
     try:
         stranger.send(b"")

@@ -11,13 +11,17 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from actors.transport import Endpoint, Inbound, Peer, client_peer, worker_peer
+from actors.transport import Endpoint, Inbound, Peer, PeerTransport, client_peer, worker_peer
 from actors.transport.curve import CurveKeys, generate_curve_keys
 from actors.transport.mailbox import Mailbox
+from actors.transport.node_server import NodeServer
 from actors.transport.protocol import parse_identity
 from actors.transport.ray import RayServer
+from actors.transport.unix_channel import UNIX_SCHEME, socket_name
+from actors.transport.unix_peer import UnixPeer
+from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits, ZmqServer, local_address, network_address
+from actors.transport.zmq_server import ZmqLimits, local_address, network_address
 from kvcache.errors import ClusterError, ConfigurationError, MalformedMessageError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 
@@ -31,21 +35,32 @@ def cleanup() -> Iterator[ExitStack]:
         yield stack
 
 
-def make_server(cleanup: ExitStack, keys: CurveKeys | None = None) -> ZmqServer:
-    server = ZmqServer(LIMITS, keys)
+MakeAddress = Callable[[], str]
+
+
+@pytest.fixture(params=[unix_address, local_address], ids=["unix", "zmq"])
+def near(request: pytest.FixtureRequest) -> MakeAddress:
+    """Makes addresses for peers on the same node, over each kind of socket."""
+    make: MakeAddress = request.param
+    return make
+
+
+def make_server(cleanup: ExitStack, keys: CurveKeys | None = None) -> NodeServer:
+    server = NodeServer(LIMITS, keys)
     cleanup.callback(server.close)
     return server
 
 
 def make_peer(
     cleanup: ExitStack, endpoint: Endpoint, peer: Peer, limits: ZmqLimits = LIMITS
-) -> ZmqPeer:
-    made = ZmqPeer(endpoint, peer, limits)
+) -> PeerTransport:
+    is_near = endpoint.address.startswith(UNIX_SCHEME)
+    made = UnixPeer(endpoint, peer, limits) if is_near else ZmqPeer(endpoint, peer, limits)
     cleanup.callback(made.close)
     return made
 
 
-def receive_until(server: ZmqServer, is_enough: Callable[[list[Inbound]], bool]) -> list[Inbound]:
+def receive_until(server: NodeServer, is_enough: Callable[[list[Inbound]], bool]) -> list[Inbound]:
     """Return what arrives until `is_enough` says so; fails at the deadline."""
     inbound: list[Inbound] = []
     give_up_s = time.monotonic() + DEADLINE_S
@@ -55,7 +70,7 @@ def receive_until(server: ZmqServer, is_enough: Callable[[list[Inbound]], bool])
     return inbound
 
 
-def receive_one(peer: ZmqPeer) -> bytes:
+def receive_one(peer: PeerTransport) -> bytes:
     give_up_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up_s:
         payloads = peer.receive(0.1)
@@ -67,14 +82,20 @@ def receive_one(peer: ZmqPeer) -> bytes:
 
 @pytest.mark.parametrize(
     ("address", "is_guarded"),
-    [("", False), ("127.0.0.1", False), ("127.0.0.1", True), ("", True)],
+    [
+        (unix_address(), False),
+        (local_address(), False),
+        (local_address(), True),
+        (network_address("127.0.0.1"), False),
+        (network_address("127.0.0.1"), True),
+    ],
 )
 def test_payloads_travel_both_ways_over_every_kind_of_endpoint(
     cleanup: ExitStack, address: str, is_guarded: bool
 ) -> None:
     keys = generate_curve_keys()
     server = make_server(cleanup, keys)
-    bound = server.bind(network_address(address) if address else local_address(), is_guarded)
+    bound = server.bind(address, is_guarded)
     endpoint = Endpoint(bound, keys.for_peers() if is_guarded else None)
     worker = make_peer(cleanup, endpoint, worker_peer(3, "abc"))
     client = make_peer(cleanup, endpoint, client_peer("engine-1"))
@@ -94,9 +115,10 @@ def test_one_server_listens_locally_without_keys_and_elsewhere_with_them(
 ) -> None:
     keys = generate_curve_keys()
     server = make_server(cleanup, keys)
+    near = Endpoint(server.bind(unix_address(), False))
     local = Endpoint(server.bind(local_address(), False))
     remote = Endpoint(server.bind(network_address("127.0.0.1"), True), keys.for_peers())
-    for name, endpoint in (("near", local), ("far", remote)):
+    for name, endpoint in (("near", near), ("local", local), ("far", remote)):
         peer = make_peer(cleanup, endpoint, client_peer(name))
         peer.send(name.encode())
         assert receive_until(server, bool)[0].payload == name.encode()
@@ -147,9 +169,10 @@ def test_what_is_not_ours_is_counted_and_the_next_message_arrives(cleanup: ExitS
 
 def test_payloads_over_the_limit_are_counted_and_much_longer_ones_cost_the_connection(
     cleanup: ExitStack,
+    near: MakeAddress,
 ) -> None:
     server = make_server(cleanup)
-    endpoint = Endpoint(server.bind(local_address(), False))
+    endpoint = Endpoint(server.bind(near(), False))
     careless = make_peer(cleanup, endpoint, client_peer("careless"), ZmqLimits(10**6))
     careless.send(b"x" * 1001)
     receive_until(server, lambda _: server.statistics().oversized == 1)
@@ -170,9 +193,9 @@ def test_garbage_on_a_tcp_port_never_becomes_a_message(cleanup: ExitStack) -> No
     assert receive_until(server, lambda _: server.statistics().disconnections > 0) == []
 
 
-def test_what_cannot_be_delivered_is_counted(cleanup: ExitStack) -> None:
+def test_what_cannot_be_delivered_is_counted(cleanup: ExitStack, near: MakeAddress) -> None:
     server = make_server(cleanup)
-    endpoint = Endpoint(server.bind(local_address(), False))
+    endpoint = Endpoint(server.bind(near(), False))
     server.send([WorkerAddress(0), ClientAddress("nobody")], b"x")
     assert server.statistics().undeliverable == 2
     worker = make_peer(cleanup, endpoint, worker_peer(0, "a"))
@@ -185,9 +208,11 @@ def test_what_cannot_be_delivered_is_counted(cleanup: ExitStack) -> None:
         server.send([WorkerAddress(0)], b"anybody?")
 
 
-def test_all_processes_of_a_rank_get_what_is_for_the_rank(cleanup: ExitStack) -> None:
+def test_all_processes_of_a_rank_get_what_is_for_the_rank(
+    cleanup: ExitStack, near: MakeAddress
+) -> None:
     server = make_server(cleanup)
-    endpoint = Endpoint(server.bind(local_address(), False))
+    endpoint = Endpoint(server.bind(near(), False))
     processes = [make_peer(cleanup, endpoint, worker_peer(0, name)) for name in "ab"]
     for process in processes:
         process.send(b"hello")
@@ -196,9 +221,11 @@ def test_all_processes_of_a_rank_get_what_is_for_the_rank(cleanup: ExitStack) ->
     assert [receive_one(process) for process in processes] == [b"grant", b"grant"]
 
 
-def test_a_message_over_the_limit_is_refused_before_it_is_sent(cleanup: ExitStack) -> None:
+def test_a_message_over_the_limit_is_refused_before_it_is_sent(
+    cleanup: ExitStack, near: MakeAddress
+) -> None:
     server = make_server(cleanup)
-    endpoint = Endpoint(server.bind(local_address(), False))
+    endpoint = Endpoint(server.bind(near(), False))
     peer = make_peer(cleanup, endpoint, client_peer("c"))
     message = (
         "a message of 1001 bytes exceeds the limit of 1000: schedule less per step or raise the "
@@ -211,16 +238,18 @@ def test_a_message_over_the_limit_is_refused_before_it_is_sent(cleanup: ExitStac
         server.send([ClientAddress("c")], b"x" * 1001)
 
 
-def test_an_address_in_use_is_an_error_that_names_it(cleanup: ExitStack) -> None:
-    taken = make_server(cleanup).bind(local_address(), False)
+def test_an_address_in_use_is_an_error_that_names_it(cleanup: ExitStack, near: MakeAddress) -> None:
+    taken = make_server(cleanup).bind(near(), False)
     with pytest.raises(ClusterError, match=f"cannot listen on {taken}"):
         make_server(cleanup).bind(taken, False)
 
 
 @pytest.mark.parametrize("end", ["server", "peer", "mailbox"])
-def test_a_waiting_receive_is_woken_from_another_thread(cleanup: ExitStack, end: str) -> None:
+def test_a_waiting_receive_is_woken_from_another_thread(
+    cleanup: ExitStack, near: MakeAddress, end: str
+) -> None:
     server = make_server(cleanup)
-    endpoint = Endpoint(server.bind(local_address(), False))
+    endpoint = Endpoint(server.bind(near(), False))
     peer = make_peer(cleanup, endpoint, client_peer("c"))
     waiting: dict[str, Callable[[float], list[object]]] = {
         "server": lambda s: list(server.receive(s)),
@@ -236,9 +265,9 @@ def test_a_waiting_receive_is_woken_from_another_thread(cleanup: ExitStack, end:
     waker.join()
 
 
-def test_the_descriptor_of_a_peer_becomes_readable(cleanup: ExitStack) -> None:
+def test_the_descriptor_of_a_peer_becomes_readable(cleanup: ExitStack, near: MakeAddress) -> None:
     server = make_server(cleanup)
-    peer = make_peer(cleanup, Endpoint(server.bind(local_address(), False)), client_peer("c"))
+    peer = make_peer(cleanup, Endpoint(server.bind(near(), False)), client_peer("c"))
     peer.send(b"hello")
     receive_until(server, bool)
     while peer.receive(0.0):
@@ -246,6 +275,133 @@ def test_the_descriptor_of_a_peer_becomes_readable(cleanup: ExitStack) -> None:
     server.send([ClientAddress("c")], b"answer")
     assert zmq.zmq_poll([(peer.fileno(), zmq.POLLIN)], int(DEADLINE_S * 1000))
     assert receive_one(peer) == b"answer"
+
+
+def raw_connection(cleanup: ExitStack, address: str) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    cleanup.callback(connected.close)
+    connected.settimeout(DEADLINE_S)
+    connected.connect(socket_name(address))
+    return connected
+
+
+def framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "little") + payload
+
+
+@pytest.mark.parametrize("identity", [b"", b"nobody", b"w:one:abc", b"w:1:", b"c:", b"\xff\xfe"])
+def test_who_does_not_say_who_it_is_is_cut_off(cleanup: ExitStack, identity: bytes) -> None:
+    server = make_server(cleanup)
+    address = server.bind(unix_address(), False)
+    stranger = raw_connection(cleanup, address)
+    stranger.sendall(framed(identity) + framed(b"step"))
+    receive_until(server, lambda _: server.statistics().foreign == 1)
+    assert stranger.recv(1) == b""
+    assert server.statistics().received == 0
+    friend = make_peer(cleanup, Endpoint(address), client_peer("friend"))
+    friend.send(b"hello")
+    assert [i.payload for i in receive_until(server, bool)] == [b"hello"]
+
+
+def test_a_frame_that_no_honest_end_sends_costs_the_connection(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    stranger = raw_connection(cleanup, server.bind(unix_address(), False))
+    stranger.sendall(framed(b"c:stranger") + (2001).to_bytes(4, "little") + b"x")
+    assert receive_until(server, lambda _: server.statistics().disconnections > 0) == []
+    assert stranger.recv(1) == b""
+
+
+def test_a_payload_arrives_whole_however_it_is_cut(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    sender = raw_connection(cleanup, server.bind(unix_address(), False))
+    payloads = [b"", b"a", b"bc" * 100, b"d" * 1000]
+    inbound: list[Inbound] = []
+    for byte in framed(b"c:slow") + b"".join(framed(payload) for payload in payloads):
+        sender.sendall(bytes([byte]))
+        inbound += server.receive(0.0)
+    inbound += receive_until(server, lambda more: len(inbound) + len(more) == len(payloads))
+    assert [i.payload for i in inbound] == payloads
+    sender.sendall(b"".join(framed(payload) for payload in payloads))
+    arrived = receive_until(server, lambda more: len(more) == len(payloads))
+    assert [i.payload for i in arrived] == payloads
+
+
+def test_a_peer_that_connects_again_takes_its_own_place(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(unix_address(), False))
+    before, after = (make_peer(cleanup, endpoint, worker_peer(0, "a")) for _ in range(2))
+    before.send(b"before")
+    receive_until(server, bool)
+    after.send(b"after")
+    receive_until(server, bool)
+    server.send([WorkerAddress(0)], b"answer")
+    assert receive_one(after) == b"answer"
+    assert server.statistics().undeliverable == 0
+
+
+def test_a_peer_that_is_cut_off_connects_again(cleanup: ExitStack) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(unix_address(), False))
+    peer = make_peer(cleanup, endpoint, client_peer("c"), ZmqLimits(10**6))
+    peer.send(b"x" * 100_000)
+    receive_until(server, lambda _: server.statistics().disconnections > 0)
+    give_up_s = time.monotonic() + DEADLINE_S
+    arrived: list[Inbound] = []
+    while not arrived:
+        assert time.monotonic() < give_up_s
+        peer.receive(0.01)
+        peer.send(b"again")
+        arrived = server.receive(0.01)
+    server.send([ClientAddress("c")], b"welcome back")
+    assert receive_one(peer) == b"welcome back"
+
+
+def test_what_a_slow_peer_does_not_read_waits_up_to_a_limit_and_nobody_with_it(
+    cleanup: ExitStack,
+) -> None:
+    limits = ZmqLimits(10**6, high_water_mark=8)
+    server = NodeServer(limits)
+    cleanup.callback(server.close)
+    endpoint = Endpoint(server.bind(unix_address(), False))
+    slow, other = (make_peer(cleanup, endpoint, client_peer(name), limits) for name in "so")
+    for peer in (slow, other):
+        peer.send(b"hello")
+    receive_until(server, lambda inbound: len(inbound) == 2)
+    payloads = [bytes([number]) * 10**6 for number in range(20)]
+    for payload in payloads:
+        server.send([ClientAddress("s")], payload)
+    num_kept = len(payloads) - server.statistics().undeliverable
+    assert 1 <= num_kept < len(payloads)
+    server.send([ClientAddress("o")], b"news")
+    assert receive_one(other) == b"news"
+    arrived: list[bytes] = []
+    give_up_s = time.monotonic() + DEADLINE_S
+    while len(arrived) < num_kept:
+        assert time.monotonic() < give_up_s
+        server.receive(0.0)
+        arrived += slow.receive(0.0)
+    assert arrived == payloads[:num_kept]
+
+
+def test_a_large_message_leaves_a_peer_that_turns_to_other_things(cleanup: ExitStack) -> None:
+    limits = ZmqLimits(10**7)
+    server = NodeServer(limits)
+    cleanup.callback(server.close)
+    peer = make_peer(
+        cleanup, Endpoint(server.bind(unix_address(), False)), client_peer("c"), limits
+    )
+    arrived: list[Inbound] = []
+    reader = threading.Thread(target=lambda: arrived.extend(receive_until(server, bool)))
+    reader.start()
+    peer.send(b"x" * 10**7)
+    reader.join(DEADLINE_S)
+    assert [len(inbound.payload) for inbound in arrived] == [10**7]
+
+
+def test_a_unix_socket_cannot_be_guarded(cleanup: ExitStack) -> None:
+    server = make_server(cleanup, generate_curve_keys())
+    with pytest.raises(ClusterError, match="bind an ipc:// or tcp:// address"):
+        server.bind(unix_address(), True)
 
 
 @pytest.mark.parametrize("peer", [worker_peer(0, "a"), worker_peer(12, "x:y"), client_peer("c:1")])

@@ -1,0 +1,82 @@
+"""The coordinator's end for everybody: Unix sockets on its own node, ZMQ from elsewhere.
+
+The ZMQ server is made when the first address is bound that needs it: on another node's behalf, or
+because keys are asked for. Until then nothing of it costs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.transport.curve import CurveKeys
+from actors.transport.protocol import Inbound, TransportStatistics
+from actors.transport.unix_channel import UNIX_SCHEME
+from actors.transport.unix_server import UnixServer
+from actors.transport.zmq_server import ZmqLimits, ZmqServer
+from kvcache.errors import ClusterError
+from kvcache.messages import Address
+
+
+class NodeServer:
+    """A `ServerTransport` of both kinds."""
+
+    def __init__(self, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
+        """Make an end that listens nowhere yet; `keys` are for addresses bound with a guard."""
+        self._limits = limits
+        self._keys = keys
+        self._near = UnixServer(limits)
+        self._far: ZmqServer | None = None
+        self._is_closed = False
+
+    def bind(self, address: str, is_guarded: bool) -> str:
+        """Listen on `address` too and return the endpoint that peers connect to.
+
+        Guarded: only holders of the keys get in there, which Unix sockets do not offer. Raises
+        ClusterError when it cannot be bound.
+        """
+        if address.startswith(UNIX_SCHEME):
+            if is_guarded:
+                raise ClusterError(f"cannot guard {address}: bind an ipc:// or tcp:// address")
+            return self._near.bind(address)
+        if self._far is None:
+            self._far = ZmqServer(self._limits, self._keys)
+            self._near.watch(self._far.fileno())
+        return self._far.bind(address, is_guarded)
+
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
+        """See `ServerTransport.send`."""
+        far = self._far
+        if far is None:
+            self._near.send(addresses, *payloads)
+            return
+        near = [address for address in addresses if self._near.is_connected(address)]
+        if near:
+            self._near.send(near, *payloads)
+        # A rank may have processes on both sides, of which one died or will.
+        others = [a for a in addresses if far.is_connected(a) or a not in near]
+        if others:
+            far.send(others, *payloads)
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """See `ServerTransport.receive`."""
+        far = self._far
+        if far is None:
+            return self._near.receive(timeout_s)
+        # The far end's descriptor tells of news only once: look before every wait.
+        inbound = far.receive(0.0)
+        return inbound + self._near.receive(0.0 if inbound else timeout_s)
+
+    def wake(self) -> None:
+        """See `ServerTransport.wake`."""
+        self._near.wake()
+
+    def statistics(self) -> TransportStatistics:
+        """See `ServerTransport.statistics`."""
+        near = self._near.statistics()
+        return near if self._far is None else near + self._far.statistics()
+
+    def close(self) -> None:
+        """See `ServerTransport.close`."""
+        self._near.close()
+        if self._far is not None:
+            self._far.close()

@@ -1,0 +1,189 @@
+"""A worker's or client's end over a Unix socket: one connection to the coordinator of its node.
+
+Says who it is in its first frame. Connects again when the connection ends: to the same coordinator
+only, since an address is never used twice; another one has another address, for another end.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+
+from actors.transport.protocol import Endpoint, Peer, TransportStatistics
+from actors.transport.unix_channel import UnixChannel, framed, socket_name
+from actors.transport.zmq_server import WakePipe, ZmqLimits
+from kvcache.errors import MalformedMessageError
+
+PUSH_MS = 500
+"""How long the coordinator may not read while a large message is being sent to it."""
+
+RECONNECT_S = 0.02
+MAX_RECONNECT_S = 0.5
+"""How long after a failed attempt the next one is made: twice as long each time."""
+
+
+class UnixPeer:
+    """A `PeerTransport` over one stream socket."""
+
+    def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
+        """Connect to `endpoint` as `peer`; tried again later if nobody listens."""
+        self._limits = limits
+        self._max_bytes = limits.max_message_bytes
+        self._name = socket_name(endpoint.address)
+        self._identity = peer.identity
+        self._num_sent = self._num_received = 0
+        self._num_oversized = self._num_undeliverable = self._num_disconnections = 0
+        self._wake = WakePipe()
+        # Readable when the connection is, whichever it is by then.
+        self._readable = select.epoll()
+        self._channel: UnixChannel | None = None
+        self._next_attempt_s = 0.0
+        self._pause_s = RECONNECT_S
+        self._is_closed = False
+        self._connect()
+
+    def send(self, payload: bytes) -> None:
+        """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
+        if len(payload) > self._max_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes exceeds the limit of "
+                f"{self._max_bytes}: schedule less per step or raise the limit"
+            )
+        channel = self._channel or self._connect()
+        was_waiting = channel is not None and channel.has_waiting
+        try:
+            is_sent = channel is not None and channel.send(framed((payload,)))
+        except OSError:
+            self._disconnect()
+            is_sent = False
+        if is_sent:
+            self._num_sent += 1
+            if channel is not None and channel.has_waiting and not was_waiting:
+                self._push(channel)
+        else:
+            self._num_undeliverable += 1
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive`."""
+        channel = self._channel
+        if channel is None or channel.has_waiting:
+            return self._receive_slowly(timeout_s)
+        return self._read(channel, timeout_s)
+
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive_or_wake`."""
+        return self._receive_slowly(timeout_s)
+
+    def fileno(self) -> int:
+        """See `PeerTransport.fileno`."""
+        return self._readable.fileno()
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._wake.signal()
+
+    def statistics(self) -> TransportStatistics:
+        """See `PeerTransport.statistics`."""
+        return TransportStatistics(
+            sent=self._num_sent,
+            received=self._num_received,
+            oversized=self._num_oversized,
+            undeliverable=self._num_undeliverable,
+            disconnections=self._num_disconnections,
+        )
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """See `PeerTransport.close`."""
+        self._is_closed = True
+        if self._channel is not None:
+            self._channel.linger(linger_s)
+            self._channel.close()
+            self._channel = None
+        self._readable.close()
+        self._wake.close()
+
+    def _push(self, channel: UnixChannel) -> None:
+        """Send what is larger than the socket holds while the other end reads it: nobody else does
+        when this process turns to other things now. A coordinator that does not read is waited
+        for once, not with every message."""
+        poller = select.poll()
+        poller.register(channel.fileno(), select.POLLOUT)
+        try:
+            while channel.has_waiting and poller.poll(PUSH_MS):
+                channel.flush()
+        except OSError:
+            self._disconnect()
+
+    def _read(self, channel: UnixChannel, timeout_s: float) -> list[bytes]:
+        try:
+            payloads = channel.receive(timeout_s)
+        except (OSError, MalformedMessageError):
+            self._disconnect()
+            return []
+        self._num_received += len(payloads)
+        for payload in payloads:
+            if len(payload) > self._max_bytes:
+                return self._without_oversized(payloads)
+        return payloads
+
+    def _without_oversized(self, payloads: list[bytes]) -> list[bytes]:
+        fitting = [payload for payload in payloads if len(payload) <= self._max_bytes]
+        self._num_oversized += len(payloads) - len(fitting)
+        return fitting
+
+    def _receive_slowly(self, timeout_s: float) -> list[bytes]:
+        """Receive while there is no connection, or the other end does not read what we send, or
+        other threads may want this one to look up."""
+        if self._channel is None:
+            timeout_s = min(timeout_s, max(0.0, self._next_attempt_s - time.monotonic()))
+        self._wait(timeout_s)
+        channel = self._channel or self._connect()
+        if channel is None:
+            return []
+        try:
+            channel.flush()
+        except OSError:
+            self._disconnect()
+            return []
+        return self._read(channel, 0.0)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for a payload, for room to send what waits, or for `wake`."""
+        poller = select.poll()
+        poller.register(self._wake.fileno(), select.POLLIN)
+        channel = self._channel
+        if channel is not None:
+            wanted = select.POLLIN | (select.POLLOUT if channel.has_waiting else 0)
+            poller.register(channel.fileno(), wanted)
+        ready = poller.poll(math.ceil(max(0.0, timeout_s) * 1000))
+        if any(descriptor == self._wake.fileno() for descriptor, _ in ready):
+            self._wake.drain()
+
+    def _connect(self) -> UnixChannel | None:
+        """Connect if it is time to; return the connection if there is one now."""
+        now_s = time.monotonic()
+        if self._is_closed or now_s < self._next_attempt_s:
+            return None
+        self._next_attempt_s = now_s + self._pause_s
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connecting.setblocking(False)
+            connecting.connect(self._name)
+            channel = UnixChannel(connecting, self._limits)
+            channel.send(framed((self._identity,)))
+        except OSError:
+            connecting.close()
+            self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
+            return None
+        self._channel, self._pause_s = channel, RECONNECT_S
+        self._readable.register(channel.fileno(), select.EPOLLIN)
+        return channel
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._num_disconnections += 1
+            self._readable.unregister(channel.fileno())
+            channel.close()

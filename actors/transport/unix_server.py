@@ -1,0 +1,254 @@
+"""The coordinator's end for the processes of its own node, over Unix sockets.
+
+No thread stands between socket and coordinator, on either side: a message costs one send and one
+receive. Peers say who they are in their first frame; whoever does not is cut off, and so is who
+sends frames that no honest end sends. Processes of other users are not let in.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.transport.protocol import (
+    MAX_PROCESSES_PER_RANK,
+    Inbound,
+    Peer,
+    TransportStatistics,
+    parse_identity,
+)
+from actors.transport.unix_channel import CHUNK_BYTES, UNIX_SCHEME, UnixChannel, framed, socket_name
+from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
+from kvcache.errors import ClusterError, MalformedMessageError
+from kvcache.messages import Address
+
+EVENTS_AT_ONCE = 64
+BACKLOG = 1024
+
+_CREDENTIALS = struct.Struct("3i")
+_READ, _WRITE = int(select.EPOLLIN), int(select.EPOLLOUT)
+
+
+def unix_address() -> str:
+    """Return an address for peers on the same node that nobody has used before."""
+    return f"{UNIX_SCHEME}kvcache-{secrets.token_hex(12)}"
+
+
+@dataclass(eq=False)
+class _Connection:
+    """`peer` is None until it has said who it is."""
+
+    channel: UnixChannel
+    peer: Peer | None = None
+    is_watched_for_room: bool = False
+
+
+class UnixServer:
+    """A `ServerTransport` over Unix sockets."""
+
+    def __init__(self, limits: ZmqLimits) -> None:
+        """Listen nowhere yet."""
+        self._limits = limits
+        self._max_bytes = limits.max_message_bytes
+        self._epoll = select.epoll()
+        self._chunk = bytearray(CHUNK_BYTES)
+        self._wake = WakePipe()
+        self._watch(self._wake.fileno(), _READ)
+        self._listeners: dict[int, socket.socket] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._known: dict[Address, dict[bytes, _Connection]] = {}
+        self._counts: Counter[str] = Counter()
+        self._num_sent = self._num_received = 0
+        self._is_closed = False
+
+    def bind(self, address: str) -> str:
+        """Listen on `address` too. Raises ClusterError when it cannot be bound."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(socket_name(address))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ClusterError(
+                f"cannot listen on {address} ({error}): take another name"
+            ) from error
+        listener.setblocking(False)
+        self._listeners[listener.fileno()] = listener
+        self._watch(listener.fileno(), _READ)
+        return address
+
+    def watch(self, descriptor: int) -> None:
+        """Have a waiting `receive` return when `descriptor` becomes readable, too."""
+        self._watch(descriptor, _READ | int(select.EPOLLET))
+
+    def is_connected(self, address: Address) -> bool:
+        """Whether a process is known under `address`."""
+        return address in self._known
+
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
+        """See `ServerTransport.send`. What goes to one process at once wakes it up once."""
+        for payload in payloads:
+            if len(payload) > self._max_bytes:
+                raise MalformedMessageError(
+                    f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
+                    f"{self._max_bytes}: schedule less per step or raise the limit"
+                )
+        frames, known = framed(payloads), self._known
+        for address in addresses:
+            ends = known.get(address)
+            if ends is None:
+                self._counts["undeliverable"] += len(payloads)
+                continue
+            for connection in tuple(ends.values()):
+                self._send_to(connection, frames, len(payloads))
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """See `ServerTransport.receive`."""
+        inbound: list[Inbound] = []
+        for descriptor, events in self._epoll.poll(timeout_s, EVENTS_AT_ONCE):
+            connection = self._connections.get(descriptor)
+            if connection is None:
+                self._on_other(descriptor)
+                continue
+            if events & _WRITE:
+                self._flush(connection)
+            if events & ~_WRITE:
+                self._read(connection, inbound)
+        return inbound
+
+    def wake(self) -> None:
+        """See `ServerTransport.wake`."""
+        self._wake.signal()
+
+    def statistics(self) -> TransportStatistics:
+        """See `ServerTransport.statistics`."""
+        return TransportStatistics(sent=self._num_sent, received=self._num_received, **self._counts)
+
+    def close(self) -> None:
+        """See `ServerTransport.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for connection in self._connections.values():
+            connection.channel.close()
+        for listener in self._listeners.values():
+            listener.close()
+        self._connections.clear()
+        self._known.clear()
+        self._epoll.close()
+        self._wake.close()
+
+    def _watch(self, descriptor: int, events: int) -> None:
+        self._epoll.register(descriptor, events)
+
+    def _send_to(self, connection: _Connection, frames: bytes, num_frames: int) -> None:
+        channel = connection.channel
+        try:
+            is_sent = channel.send(frames)
+        except OSError:
+            self._counts["undeliverable"] += num_frames
+            self._cut_off(connection)
+            return
+        if is_sent:
+            self._num_sent += num_frames
+        else:
+            self._counts["undeliverable"] += num_frames
+        if channel.has_waiting and not connection.is_watched_for_room:
+            connection.is_watched_for_room = True
+            self._epoll.modify(channel.fileno(), _READ | _WRITE)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            connection.channel.flush()
+        except OSError:
+            return  # reading says the same, and cuts it off
+        if not connection.channel.has_waiting:
+            connection.is_watched_for_room = False
+            self._epoll.modify(connection.channel.fileno(), _READ)
+
+    def _read(self, connection: _Connection, inbound: list[Inbound]) -> None:
+        try:
+            payloads = connection.channel.receive()
+        except (OSError, MalformedMessageError):
+            self._cut_off(connection)
+            return
+        peer = connection.peer
+        if peer is None:
+            if not payloads:
+                return
+            peer = self._get_to_know(connection, payloads.pop(0))
+            if peer is None:
+                return
+        for payload in payloads:
+            self._num_received += 1
+            if len(payload) > self._max_bytes:
+                self._counts["oversized"] += 1
+            else:
+                inbound.append(Inbound(peer, payload))
+
+    def _get_to_know(self, connection: _Connection, identity: bytes) -> Peer | None:
+        """Remember who is at the other end; cut it off if that is nobody of ours.
+
+        Which of several processes of a rank is meant is said by the messages, not here; the oldest
+        of too many is cut off. A peer that connects again takes the place of what it left.
+        """
+        peer = parse_identity(identity)
+        if peer is None:
+            self._counts["foreign"] += 1
+            self._cut_off(connection)
+            return None
+        ends = self._known.setdefault(peer.address, {})
+        before = ends.pop(identity, None)
+        connection.peer = peer
+        ends[identity] = connection
+        if before is not None:
+            self._cut_off(before)
+        if len(ends) > MAX_PROCESSES_PER_RANK:
+            self._cut_off(next(iter(ends.values())))
+        return peer
+
+    def _cut_off(self, connection: _Connection) -> None:
+        """End a connection and forget it."""
+        descriptor = connection.channel.fileno()
+        if self._connections.pop(descriptor, None) is None:
+            return
+        self._counts["disconnections"] += 1
+        self._epoll.unregister(descriptor)
+        connection.channel.close()
+        peer = connection.peer
+        if peer is None:
+            return
+        ends = self._known.get(peer.address, {})
+        if ends.get(peer.identity) is connection:
+            del ends[peer.identity]
+        if not ends:
+            self._known.pop(peer.address, None)
+
+    def _on_other(self, descriptor: int) -> None:
+        """Serve what is no connection: a listener, or the pipe."""
+        listener = self._listeners.get(descriptor)
+        if listener is not None:
+            self._accept(listener)
+        elif descriptor == self._wake.fileno():
+            self._wake.drain()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return  # gone again
+        packed = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user_id, _ = _CREDENTIALS.unpack(packed)
+        if user_id not in (os.getuid(), 0) or len(self._connections) >= MAX_KNOWN_PEERS:
+            self._counts["refused_connections"] += 1
+            accepted.close()
+            return
+        connection = _Connection(UnixChannel(accepted, self._limits, self._chunk))
+        self._connections[accepted.fileno()] = connection
+        self._watch(accepted.fileno(), _READ)

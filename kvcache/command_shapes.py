@@ -1,0 +1,89 @@
+"""Arrays of one command that do not fit together: refused where messages are decoded.
+
+No receiver could read such a command, so nobody has to look for it again. Refuses to judge
+contents: whether a block exists is decided where a command is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import BlockTablePatch, Copy, Label, Load, Store, WriteExpected
+from kvcache.errors import MalformedMessageError
+from kvcache.labels import validate_label_command
+
+
+def _same_length(command: object, **arrays: Int32Array) -> int:
+    """Return the common length of `arrays`, or raise with all lengths."""
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise MalformedMessageError(f"{type(command).__name__} with unequal lengths {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _counts_match(command: object, what: str, counts: Int32Array, items: Int32Array) -> None:
+    if len(counts) and int(counts.min()) < 0:
+        raise MalformedMessageError(f"{type(command).__name__} with a negative count of {what}")
+    total = int(counts.sum(dtype=np.int64))
+    if total != len(items):
+        raise MalformedMessageError(
+            f"{type(command).__name__} announces {total} {what} and brings {len(items)}"
+        )
+
+
+def _validate_patch(patch: BlockTablePatch) -> None:
+    _same_length(
+        patch,
+        slots=patch.slots,
+        groups=patch.groups,
+        first_indices=patch.first_indices,
+        counts=patch.counts,
+    )
+    _counts_match(patch, "block ids", patch.counts, patch.block_ids)
+
+
+def _validate_copy(copy: Copy | Store | Load) -> None:
+    _same_length(copy, sources=copy.sources, destinations=copy.destinations)
+
+
+def _validate_label(label: Label) -> None:
+    count = len(label.block_ids)
+    validate_label_command(label, max(1, len(label.digests) // count) if count else 1)
+
+
+def _validate_forward(forward: WriteExpected) -> None:
+    _same_length(forward, verify_slots=forward.verify_slots, verify_lengths=forward.verify_lengths)
+    num_rows = _same_length(
+        forward,
+        slots=forward.slots,
+        is_new=forward.is_new,
+        starts=forward.starts,
+        counts=forward.counts,
+        token_starts=forward.token_starts,
+        token_counts=forward.token_counts,
+    )
+    if len(forward.content_keys) != num_rows:
+        raise MalformedMessageError(
+            f"WriteExpected of {num_rows} rows with {len(forward.content_keys)} content keys"
+        )
+    for name in ("external_counts", "draft_counts", "encoder_counts", "encoder_keys"):
+        if len(getattr(forward, name)) not in (0, num_rows):
+            raise MalformedMessageError(
+                f"WriteExpected of {num_rows} rows with {len(getattr(forward, name))} {name}"
+            )
+    _counts_match(forward, "tokens", forward.token_counts, forward.token_ids)
+
+
+SHAPE_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
+    BlockTablePatch: _validate_patch,
+    Copy: _validate_copy,
+    Store: _validate_copy,
+    Load: _validate_copy,
+    Label: _validate_label,
+    WriteExpected: _validate_forward,
+}
+"""By the class of a command: raises MalformedMessageError unless its arrays fit together."""

@@ -1,0 +1,161 @@
+"""The short ways: they take only what the long way would take, and leave everything else to it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from kvcache.commands import Reset
+from kvcache.delivery import CommandReceiver, PlainStep
+from kvcache.heads import Envelope, MessageHead
+from kvcache.messages import Applied, Grant, Granted, Heartbeat, Message, Progress, StepCommands
+from kvcache.step import StepRequest, StepResult
+from kvcache.wire import decode, encode
+from tests.protocol.scenario import Scenario, random_scenario
+from tests.protocol.simulation import simulate
+
+APPLIED = Applied("nonce", "process", 3, 7, 70_000)
+NUMBERS = (0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**63 - 1)
+
+
+def plain(seq: int, client_step: int = 5) -> StepCommands:
+    return StepCommands("n", "f", 1, seq, "client", client_step, ())
+
+
+def make_receiver() -> CommandReceiver:
+    receiver = CommandReceiver(0, "p", "f", 4)
+    assert isinstance(receiver.on_grant(Grant("n", "p", 1, "f"), False), Granted)
+    return receiver
+
+
+@pytest.mark.parametrize("seq", NUMBERS)
+def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
+    head = MessageHead(Applied, "nonce", "process", 3, 7)
+    payload = encode(replace(APPLIED, seq=seq))
+    assert head.number(payload) == seq
+    assert head.with_number(seq) == payload
+    assert MessageHead(Applied, "nonce", "process").rest(payload) == [3, 7, seq]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(APPLIED, nonce="another"),
+        replace(APPLIED, incarnation="another"),
+        replace(APPLIED, rank=2),
+        replace(APPLIED, epoch=8),
+        replace(APPLIED, epoch=70),
+        Heartbeat("nonce", "process", 3, 7, 70_000),
+    ],
+)
+def test_a_message_of_anything_else_has_another_head(other: Message) -> None:
+    assert MessageHead(Applied, "nonce", "process", 3, 7).number(encode(other)) is None
+
+
+def test_what_is_torn_or_has_something_else_in_place_of_the_number_is_not_read() -> None:
+    head = MessageHead(Applied, "nonce", "process", 3, 7)
+    payload = encode(APPLIED)
+    for end in range(len(payload)):
+        assert head.number(payload[:end]) is None
+        assert head.rest(payload[:end]) is None
+    for value in (True, 1.0, "1", None, [1], b"1"):
+        assert head.number(head.prefix + msgpack.packb(value)) is None
+    assert head.number(payload + b"\x00") is None
+
+
+def test_a_plain_step_is_taken_exactly_once_and_in_order() -> None:
+    receiver = make_receiver()
+    assert receiver.take_plain(encode(plain(2))) is None
+    assert receiver.take_plain(encode(plain(1))) == PlainStep(1, "client", 5)
+    assert receiver.take_plain(encode(plain(1))) is None
+    assert receiver.take_plain(encode(plain(2, 6))) == PlainStep(2, "client", 6)
+    assert (receiver.applied_seq, receiver.statistics().num_delivered) == (2, 2)
+    assert decode(receiver.applied_payload()) == Applied("n", "p", 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepCommands("m", "f", 1, 1, "client", 5, ()),
+        StepCommands("n", "g", 1, 1, "client", 5, ()),
+        StepCommands("n", "f", 2, 1, "client", 5, ()),
+        StepCommands("n", "f", 1, 1, "client", -1, ()),
+        StepCommands("n", "f", 1, 1, "client", 5, (Reset(0),)),
+        StepCommands("n", "f", 1, 0, "client", 5, ()),
+    ],
+)
+def test_no_other_message_is_a_plain_step(message: StepCommands) -> None:
+    assert make_receiver().take_plain(encode(message)) is None
+
+
+def test_nothing_is_taken_before_a_grant_or_while_one_is_put_off_or_over_a_gap() -> None:
+    assert CommandReceiver(0, "p", "f", 4).take_plain(encode(plain(1))) is None
+    receiver = make_receiver()
+    receiver.on_commands(plain(2))
+    assert receiver.take_plain(encode(plain(1))) is None
+    receiver = make_receiver()
+    receiver.on_commands(plain(1))  # handed out, not applied yet
+    assert receiver.take_plain(encode(plain(2))) is None
+    receiver = make_receiver()
+    assert receiver.on_grant(Grant("m", "p", 2, "f"), True) is None
+    assert receiver.take_plain(encode(plain(1))) is None
+    assert receiver.on_grant(Grant("m", "p", 2, "f"), False) is not None
+    assert receiver.take_plain(encode(plain(1))) is None
+    of_new_epoch = replace(plain(1), nonce="m", epoch=2)
+    assert receiver.take_plain(encode(of_new_epoch)) == PlainStep(1, "client", 5)
+
+
+USUAL = (
+    StepRequest("client", 70_000, 3, 69_999),
+    StepResult("client", 70_000, 3, 80_000),
+    StepCommands("n" * 32, "f" * 64, 3, 80_000, "client", 70_000, ()),
+    Progress("client", 3, 70_000, 69_999, 2**40),
+)
+
+
+@pytest.mark.parametrize("message", USUAL, ids=lambda message: type(message).__name__)
+def test_an_envelope_carries_what_the_codec_carries(message: Message) -> None:
+    payload = encode(message)
+    whole = msgpack.unpackb(payload)
+    assert msgpack.packb(whole) == payload
+    assert encode(decode(payload)) == payload
+    kind = type(message)
+    num_varying = {StepRequest: 4, StepResult: 4, StepCommands: 6, Progress: 5}[kind]
+    envelope = Envelope(message, num_varying, whole[2:])
+    assert envelope.pack(message) == payload
+    taken = envelope.unpack(payload)
+    assert type(taken) is kind and taken.__dict__ == message.__dict__
+    chance = random.Random(1)
+    for _ in range(300):
+        cut = chance.randrange(len(payload))
+        assert envelope.unpack(payload[:cut]) is None
+        broken = payload[:cut] + bytes([chance.randrange(256)]) + payload[cut + 1 :]
+        taken = envelope.unpack(broken)
+        if taken is not None:
+            assert msgpack.unpackb(encode(taken)) == msgpack.unpackb(broken)
+
+
+def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
+    envelope = Envelope(Progress("", 0, 0, 0), 5, ["", 0, 0, 0, 0, []])
+    progress = Progress("client", 1, 2, 3)
+    assert envelope.pack(progress) == encode(progress)
+    for unusual in (
+        replace(progress, applied_step=2**64),
+        replace(progress, applied_step=True),
+        replace(progress, failures=("x",)),  # type of a field that is looked at the long way
+    ):
+        assert envelope.pack(unusual) is None
+    too_large = msgpack.packb([1, "Progress", "client", 1, 2**63, 0, 0, []])
+    assert envelope.unpack(too_large) is None
+
+
+def test_the_schedules_take_the_short_ways() -> None:
+    taken: Counter[str] = Counter()
+    for seed in range(10):
+        taken += simulate(random_scenario(seed)).num_short_ways
+        taken += simulate(Scenario(seed, is_content_checking=False)).num_short_ways
+    assert min(taken["coordinator"], taken["worker"]) > 20, taken
