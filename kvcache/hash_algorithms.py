@@ -61,6 +61,10 @@ class HashFn(ABC):
         `token_bytes` holds at least `num_blocks * block_size` tokens; what follows is ignored.
         """
 
+    def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
+        """Digest of the one block whose tokens are `token_bytes`, without extra keys."""
+        return self.hash_block(BlockHash(parent), token_bytes)
+
     def hash_block(
         self, parent: BlockHash, token_bytes: bytes, extra_keys: ExtraKeys | None = None
     ) -> BlockHash:
@@ -100,6 +104,9 @@ class _Sha256(HashFn):
     def digest(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
 
+    def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
+        return hashlib.sha256(parent + token_bytes).digest()
+
     def chain(
         self,
         parent: BlockHash,
@@ -120,6 +127,9 @@ class _Xxh3(HashFn):
 
     def digest(self, data: bytes) -> bytes:
         return xxhash.xxh3_128_digest(data)
+
+    def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(parent + token_bytes)
 
     def chain(
         self,

@@ -4,7 +4,8 @@ Most messages of a running cluster differ from the one before in a number or two
 a message compares its first bytes with those of all of them, which checks format version, kind,
 coordinator, process, epoch and plan at once, and unpacks only what is left. Stands beside wire.py
 and knows no other format than that. Whatever does not begin so is not refused here: it is decoded
-the long way, which says what is wrong with it.
+the long way, which says what is wrong with it. Nothing that is unpacked here may be nested: what
+announces more items than are looked for is not unpacked.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ class MessageHead:
         self.prefix = b"".join(parts)
         self._length = len(self.prefix)
         self._packer = packer
-        self._rest: bytes = packer.pack_array_header(num_fields - len(first))
+        self._num_left = num_fields - len(first)
+        self._rest: bytes = packer.pack_array_header(self._num_left)
 
     def rest(self, payload: bytes) -> list[Any] | None:
         """Return the fields that follow, unchecked; None if `payload` is no whole message that
-        begins so."""
+        begins so, or brings a longer list than a message has fields."""
         if not payload.startswith(self.prefix):
             return None
+        data, longest = self._rest + payload[self._length :], self._num_left
         try:
-            values: list[Any] = msgpack.unpackb(self._rest + payload[self._length :])
+            values: list[Any] = msgpack.unpackb(data, max_array_len=longest, max_map_len=0)
         except _UNREADABLE:
             return None
         return values
@@ -57,7 +60,7 @@ class MessageHead:
         if not payload.startswith(self.prefix):
             return None
         try:
-            value = msgpack.unpackb(payload[self._length :])
+            value = msgpack.unpackb(payload[self._length :], max_array_len=0, max_map_len=0)
         except _UNREADABLE:
             return None
         return value if type(value) is int else None
@@ -113,8 +116,9 @@ class Envelope:
         """Return the message in `data`, or None as `pack` does, and for what is torn."""
         if not (data.startswith(self.begin) and data.endswith(self._end)):
             return None
+        varying, longest = data[self._begin_bytes : -self._end_bytes], self._num_varying
         try:
-            values = msgpack.unpackb(self._rest + data[self._begin_bytes : -self._end_bytes])
+            values = msgpack.unpackb(self._rest + varying, max_array_len=longest, max_map_len=0)
         except _UNREADABLE:
             return None
         if tuple(map(type, values)) != self._types:

@@ -64,7 +64,8 @@ class NodeServer:
             return self._near.receive(timeout_s)
         # The far end's descriptor tells of news only once: look before every wait.
         inbound = far.receive(0.0)
-        return inbound + self._near.receive(0.0 if inbound else timeout_s)
+        has_more = bool(inbound) or far.has_arrived()
+        return inbound + self._near.receive(0.0 if has_more else timeout_s)
 
     def wake(self) -> None:
         """See `ServerTransport.wake`."""

@@ -7,12 +7,13 @@ only, since an address is never used twice; another one has another address, for
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 import time
 
 from actors.transport.protocol import Endpoint, Peer, TransportStatistics
-from actors.transport.unix_channel import UnixChannel, framed, socket_name
+from actors.transport.unix_channel import ROOT, UnixChannel, framed, is_trusted, socket_name
 from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
 
@@ -34,7 +35,8 @@ class UnixPeer:
         self._name = socket_name(endpoint.address)
         self._identity = peer.identity
         self._num_sent = self._num_received = 0
-        self._num_oversized = self._num_undeliverable = self._num_disconnections = 0
+        self._num_oversized = self._num_undeliverable = 0
+        self._num_refused = self._num_disconnections = 0
         self._wake = WakePipe()
         # Readable when the connection is, whichever it is by then.
         self._readable = select.epoll()
@@ -91,6 +93,7 @@ class UnixPeer:
             received=self._num_received,
             oversized=self._num_oversized,
             undeliverable=self._num_undeliverable,
+            refused_connections=self._num_refused,
             disconnections=self._num_disconnections,
         )
 
@@ -136,6 +139,8 @@ class UnixPeer:
     def _receive_slowly(self, timeout_s: float) -> list[bytes]:
         """Receive while there is no connection, or the other end does not read what we send, or
         other threads may want this one to look up."""
+        if self._is_closed:
+            return []
         if self._channel is None:
             timeout_s = min(timeout_s, max(0.0, self._next_attempt_s - time.monotonic()))
         self._wait(timeout_s)
@@ -167,18 +172,33 @@ class UnixPeer:
         if self._is_closed or now_s < self._next_attempt_s:
             return None
         self._next_attempt_s = now_s + self._pause_s
-        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = self._open()
+        if channel is None:
+            self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
+        else:
+            self._channel, self._pause_s = channel, RECONNECT_S
+        return channel
+
+    def _open(self) -> UnixChannel | None:
+        """Return a new connection, over which is said already who this is; None if there is none
+        to be had now, or somebody else listens where our coordinator did."""
+        try:
+            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            return None  # no descriptor is free
         try:
             connecting.setblocking(False)
             connecting.connect(self._name)
+            if os.geteuid() != ROOT and not is_trusted(connecting):
+                self._num_refused += 1
+                connecting.close()
+                return None
             channel = UnixChannel(connecting, self._limits)
             channel.send(framed((self._identity,)))
+            self._readable.register(channel.fileno(), select.EPOLLIN)
         except OSError:
             connecting.close()
-            self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
             return None
-        self._channel, self._pause_s = channel, RECONNECT_S
-        self._readable.register(channel.fileno(), select.EPOLLIN)
         return channel
 
     def _disconnect(self) -> None:

@@ -2,28 +2,37 @@
 
 No thread stands between socket and coordinator, on either side: a message costs one send and one
 receive. Peers say who they are in their first frame; whoever does not is cut off, and so is who
-sends frames that no honest end sends. Processes of other users are not let in.
+sends frames that no honest end sends, and who says nothing while others come. Processes of other
+users are not let in.
 """
 
 from __future__ import annotations
 
-import os
+import errno
 import secrets
 import select
 import socket
-import struct
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.transport.protocol import (
+    MAX_IDENTITY_BYTES,
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
     TransportStatistics,
     parse_identity,
 )
-from actors.transport.unix_channel import CHUNK_BYTES, UNIX_SCHEME, UnixChannel, framed, socket_name
+from actors.transport.unix_channel import (
+    CHUNK_BYTES,
+    UNIX_SCHEME,
+    UnixChannel,
+    framed,
+    is_trusted,
+    socket_name,
+)
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
 from kvcache.errors import ClusterError, MalformedMessageError
 from kvcache.messages import Address
@@ -31,7 +40,13 @@ from kvcache.messages import Address
 EVENTS_AT_ONCE = 64
 BACKLOG = 1024
 
-_CREDENTIALS = struct.Struct("3i")
+MAX_STRANGERS = 64
+"""Connections that have not said who they are; honest ones say it at once."""
+
+ACCEPT_PAUSE_S = 0.5
+"""How long connections wait to be accepted when the process has no descriptor left for them."""
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 _READ, _WRITE = int(select.EPOLLIN), int(select.EPOLLOUT)
 
 
@@ -62,7 +77,9 @@ class UnixServer:
         self._watch(self._wake.fileno(), _READ)
         self._listeners: dict[int, socket.socket] = {}
         self._connections: dict[int, _Connection] = {}
+        self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._known: dict[Address, dict[bytes, _Connection]] = {}
+        self._accept_again_s: float | None = None
         self._counts: Counter[str] = Counter()
         self._num_sent = self._num_received = 0
         self._is_closed = False
@@ -111,6 +128,8 @@ class UnixServer:
     def receive(self, timeout_s: float) -> list[Inbound]:
         """See `ServerTransport.receive`."""
         inbound: list[Inbound] = []
+        if self._accept_again_s is not None:
+            self._accept_again(self._accept_again_s)
         for descriptor, events in self._epoll.poll(timeout_s, EVENTS_AT_ONCE):
             connection = self._connections.get(descriptor)
             if connection is None:
@@ -140,6 +159,7 @@ class UnixServer:
         for listener in self._listeners.values():
             listener.close()
         self._connections.clear()
+        self._strangers.clear()
         self._known.clear()
         self._epoll.close()
         self._wake.close()
@@ -206,6 +226,8 @@ class UnixServer:
         ends = self._known.setdefault(peer.address, {})
         before = ends.pop(identity, None)
         connection.peer = peer
+        connection.channel.trust()
+        del self._strangers[connection]
         ends[identity] = connection
         if before is not None:
             self._cut_off(before)
@@ -223,6 +245,7 @@ class UnixServer:
         connection.channel.close()
         peer = connection.peer
         if peer is None:
+            del self._strangers[connection]
             return
         ends = self._known.get(peer.address, {})
         if ends.get(peer.identity) is connection:
@@ -241,14 +264,36 @@ class UnixServer:
     def _accept(self, listener: socket.socket) -> None:
         try:
             accepted, _ = listener.accept()
-        except OSError:
-            return  # gone again
-        packed = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user_id, _ = _CREDENTIALS.unpack(packed)
-        if user_id not in (os.getuid(), 0) or len(self._connections) >= MAX_KNOWN_PEERS:
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                self._pause_accepting()
+            return  # otherwise it is gone again
+        if not is_trusted(accepted) or len(self._connections) >= MAX_KNOWN_PEERS:
             self._counts["refused_connections"] += 1
             accepted.close()
             return
-        connection = _Connection(UnixChannel(accepted, self._limits, self._chunk))
+        try:
+            self._watch(accepted.fileno(), _READ)
+        except OSError:
+            self._counts["refused_connections"] += 1
+            accepted.close()
+            return
+        channel = UnixChannel(accepted, self._limits, self._chunk, MAX_IDENTITY_BYTES)
+        connection = _Connection(channel)
         self._connections[accepted.fileno()] = connection
-        self._watch(accepted.fileno(), _READ)
+        self._strangers[connection] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            self._cut_off(next(iter(self._strangers)))
+
+    def _pause_accepting(self) -> None:
+        """Look at no listener for a while: it would be ready all the time, and serve nobody."""
+        self._counts["refused_connections"] += 1
+        self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
+        for descriptor in self._listeners:
+            self._epoll.modify(descriptor, 0)
+
+    def _accept_again(self, not_before_s: float) -> None:
+        if time.monotonic() >= not_before_s:
+            self._accept_again_s = None
+            for descriptor in self._listeners:
+                self._epoll.modify(descriptor, _READ)

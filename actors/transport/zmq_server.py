@@ -128,6 +128,7 @@ class WakePipe:
     """A pipe that another thread writes to when a waiting one should look up."""
 
     def __init__(self) -> None:
+        self._signalling = threading.Lock()  # a closed descriptor may be another file's by then
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
@@ -138,10 +139,11 @@ class WakePipe:
 
     def signal(self) -> None:
         """Make the pipe readable. Any thread; harmless when full or closed."""
-        try:
-            os.write(self._write_end, b"\0")
-        except (BlockingIOError, OSError):
-            return
+        with self._signalling:
+            try:
+                os.write(self._write_end, b"\0")
+            except OSError:
+                return
 
     def drain(self) -> None:
         """Make the pipe unreadable again."""
@@ -153,10 +155,11 @@ class WakePipe:
 
     def close(self) -> None:
         """Give both descriptors back. Repeatable."""
-        ends, self._read_end, self._write_end = (self._read_end, self._write_end), -1, -1
-        for end in ends:
-            if end >= 0:
-                os.close(end)
+        with self._signalling:
+            ends, self._read_end, self._write_end = (self._read_end, self._write_end), -1, -1
+            for end in ends:
+                if end >= 0:
+                    os.close(end)
 
 
 class ZmqServer:
@@ -236,6 +239,10 @@ class ZmqServer:
         """Return a descriptor that becomes readable when something *may* have arrived, once for
         all of it: after it, and before every wait for it, call `receive(0)`."""
         return int(self._socket.fd)
+
+    def has_arrived(self) -> bool:
+        """Whether `receive` has something to take, be it what it refuses."""
+        return has_message(self._socket)
 
     def is_connected(self, address: Address) -> bool:
         """Whether a worker process has been heard under `address`; clients are not kept."""

@@ -77,7 +77,7 @@ class CacheConfig(Section):
     hash_seed: Annotated[str, Field(min_length=1)] = "vllm-none-hash"
     enable_prefix_caching: bool = True
     eviction_policy: Annotated[str, Field(min_length=1)] = "lru"
-    core: Literal["blocks"] = "blocks"
+    core: Literal["blocks", "extents"] = "extents"
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_pin_share: Share = 0.5
     merge_duplicates: bool = False

@@ -133,10 +133,14 @@ class BlockStore:
         if seal != SEALED:
             self.num_unsealed[seal] = self.num_unsealed.get(seal, 0) + len(block_ids)
 
-    def seal(self, block_ids: IndexArray | Int32Array) -> None:
-        """These blocks, which all wait for one client, wait no more."""
-        self._count_unsealed(self.seals[block_ids], -1)
+    def seal(self, block_ids: IndexArray | Int32Array, client: int) -> None:
+        """These blocks, which all wait for the client of this number, wait no more."""
         self.seals[block_ids] = SEALED
+        left = self.num_unsealed[client] - len(block_ids)
+        if left:
+            self.num_unsealed[client] = left
+        else:
+            del self.num_unsealed[client]
 
     def _count_unsealed(self, seals: npt.NDArray[np.int16], change: int) -> None:
         waiting = seals[seals > SEALED]

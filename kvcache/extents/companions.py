@@ -41,9 +41,9 @@ class Companions:
     def of(self, row: Row, start: int, end: int) -> Company:
         """Say how many of a row's units `[start, end)` can be published, and who shares them."""
         blocks = [self._blocks(group, row, start, end) for group in self._shape.ordered]
-        references = [self._store.own_references(ids) for ids in blocks]
-        if all((counts <= 1).all() for counts in references):
+        if all(self._store.references[ids].max(initial=0) <= 1 for ids in blocks):
             return Company(end)
+        references = [self._store.own_references(ids) for ids in blocks]
         tokens = self._match_tokens.of(row.request, start, end)
         rows = []
         allowed = np.ones(end - start, dtype=np.int64)

@@ -147,7 +147,7 @@ class ExtentCore:
         self.pins = PinnedRuns(shape, self.store, self.tree)
         self.duplicates = DuplicateMerger(parts, self.pins, is_wanted=merge_duplicates)
         self.publisher = Publisher(parts, self.duplicates)
-        self.forks = RowForks(parts)
+        self.forks = RowForks(parts, self.pins)
         self.reserver = Reserver(parts, self.look_ups, self.publisher, self.forks)
         grower = LeafGrower(parts, self.publisher)
         self.row_server = RowServer(parts, self.reserver, grower)
@@ -273,7 +273,7 @@ class ExtentCore:
             return
         self.look_ups.forget()
         self.reserver.give_back(row)
-        self.tree.release(row.run)
+        self.forks.release_run(row)
         self.tables.close(row)
         self.duplicates.row_left(row)
         self.sweeper.sweep()
@@ -375,6 +375,7 @@ class ExtentCore:
 
     def take_commands(self) -> list[Command]:
         """Return label, unlabel, zero and copy commands since the last call, in order."""
+        self.look_ups.forget()
         commands = self.announcer.take_commands()
         self.forks.release_copied()
         return commands

@@ -16,11 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
+import numpy as np
+
 from kvcache.arrays import IndexArray, Int32Array, int32_array
 from kvcache.core import ForkOrigin, Reservation, TableChange
 from kvcache.errors import RequestError
 from kvcache.extents.block_store import NO_CONTENT
 from kvcache.extents.parts import CoreParts
+from kvcache.extents.pins import PinnedRuns
 from kvcache.extents.rows import Row
 from kvcache.extents.shape import GroupShape
 from kvcache.ids import NULL_BLOCK_ID
@@ -39,8 +42,9 @@ class RowForks:
     column), and behind how many tokens. `_held` are both ends of copies whose command waits.
     """
 
-    def __init__(self, parts: CoreParts) -> None:
+    def __init__(self, parts: CoreParts, pins: PinnedRuns) -> None:
         """Know no fork."""
+        self._pins = pins
         self._shape = parts.shape
         self._store = parts.store
         self._tree = parts.tree
@@ -140,12 +144,20 @@ class RowForks:
         """The row is about to give its blocks back."""
         self._shared.pop(row.index, None)
 
+    def release_run(self, row: Row) -> None:
+        """The row, which goes, holds its run no longer; copies that wait may need it still."""
+        if self._store.copy_holds and self._has_copied(row):
+            self._pins.keep_for_copies(row.run)
+        else:
+            self._tree.release(row.run)
+
     def release_copied(self) -> None:
         """The commands of all copies so far have been taken."""
         if self._store.copy_holds:
             held = list(self._store.copy_holds.elements())
             self._store.copy_holds.clear()
             self._store.give_back(int32_array(held))
+            self._pins.release_copied()
 
     def dump_state(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return what requests share, by request: group, column, and behind how many tokens."""
@@ -217,6 +229,17 @@ class RowForks:
         if group in self._lists.by_group:
             return self._lists.by_group[group].table(row.request.request_id)[column]
         return int(self._tables.tables[group][row.index, column])
+
+    def _has_copied(self, row: Row) -> bool:
+        """Say whether copies that wait begin or end in a block that the row shares by its run."""
+        copied = list(self._store.copy_holds)
+        published = int(self._tables.published[row.index])
+        return any(
+            np.isin(
+                self._tables.columns(group.index, row.index)[: published // group.num_units], copied
+            ).any()
+            for group in self._shape.ordered
+        )
 
     def _is_read_elsewhere(self, block_id: int) -> bool:
         """Say whether others hold a block too, or can find it by its content."""

@@ -31,7 +31,7 @@ class SingleBlocks:
 
     def get_new_blocks(self, num_blocks: int) -> list[int]:
         """Hand out blocks, each with one reference; raises OutOfBlocksError, unchanged."""
-        taken: list[int] = self._evictor.take(num_blocks).tolist() if num_blocks else []
+        taken: list[int] = self._evictor.take(num_blocks).tolist() if num_blocks > 0 else []
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:

@@ -110,6 +110,8 @@ class LookUp:
 
     def _leads_to(self, run: Run, hit: CacheHit, num_units: int) -> bool:
         """Say whether the way to unit `num_units` in `run` has the blocks of a hit."""
+        if len(hit.block_ids) != len(self._shape.groups):
+            return False
         path = [run]
         while (above := path[-1].parent) is not None and above.num_units:
             path.append(above)

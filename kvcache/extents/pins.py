@@ -1,7 +1,8 @@
 """Prefixes that pins hold: the run they end with, and the blocks beside it.
 
-For the core, which pins what a look-up found and later gives exactly that back. Refuses to know
-time limits, and to pin what is not in the tree.
+For the core, which pins what a look-up found and later gives exactly that back; and for copies,
+whose blocks must not be handed out before workers were told, though their row has gone: its run is
+held for them. Refuses to know time limits, and to pin what is not in the tree.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ class PinnedRuns:
         self._store = store
         self._tree = tree
         self._pins: dict[CacheHit, list[_Pin]] = {}
+        self._of_copies: list[Run] = []
+
+    def keep_for_copies(self, run: Run) -> None:
+        """Take over a hold of `run`, in which copies that nobody was told of begin or end."""
+        self._of_copies.append(run)
+
+    def release_copied(self) -> None:
+        """Workers have been told of all copies so far."""
+        runs, self._of_copies = self._of_copies, []
+        for run in runs:
+            self._tree.release(run)
 
     def pin(self, hit: CacheHit, run: Run) -> None:
         """Hold the blocks of a hit; `run` ends with it and has been held for this pin."""
@@ -80,10 +92,15 @@ class PinnedRuns:
                     pin.own = np.concatenate((pin.own, own))
                     self._tree.hold(stump)
                     pin.run = stump
+        for i, run in enumerate(self._of_copies):
+            if id(run) in gone:  # the copies have references to its blocks
+                self._tree.hold(stump)
+                self._of_copies[i] = stump
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces in which pins hold runs, in the order of `holders`."""
-        return [self._tree.namespace_of(run) for run, _ in self.holders()]
+        """Return the namespaces in which pins hold runs, in the order of `begin_anew`."""
+        pins = [pin for pins in self._pins.values() for pin in pins]
+        return [self._tree.namespace_of(pin.run) for pin in pins]
 
     def begin_anew(self, namespaces: Sequence[Namespace]) -> None:
         """Let pins, which hold no block, end at the roots of these namespaces."""
@@ -107,12 +124,13 @@ class PinnedRuns:
         return held
 
     def holders(self) -> list[tuple[Run, IndexArray]]:
-        """Return, per pin, the run and the single blocks it holds. For audits."""
-        return [
+        """Return, per pin, the run and the single blocks it holds; copies hold runs. For audits."""
+        of_pins = [
             (pin.run, np.concatenate((pin.beside, pin.own)))
             for pins in self._pins.values()
             for pin in pins
         ]
+        return of_pins + [(run, index_array(())) for run in self._of_copies]
 
     def _ordered_ids(self, hit: CacheHit) -> IndexArray:
         parts: list[Int32Array] = [hit.block_ids[group.index] for group in self._shape.ordered]

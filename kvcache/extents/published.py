@@ -8,7 +8,7 @@ themselves. Refuses to seal or to withdraw; it says what belongs to which step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -57,7 +57,7 @@ class Published:
     there already. Of `doubles_of` a row the units were there already too, and nothing was put.
     """
 
-    segments: list[Segment]
+    segments: Sequence[Segment]
     handles: HandleArray
     is_content: bool
     step: int = NO_STEP

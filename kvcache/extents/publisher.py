@@ -56,7 +56,8 @@ class Publisher:
         Its request has these tokens, and the row blocks for them.
         """
         start = int(self._tables.published[row.index])
-        end = num_tokens // self._shape.unit_tokens
+        # Where every block is longer than a unit, the last unit's tokens may not be there yet.
+        end = min(num_tokens, row.request.num_tokens) // self._shape.unit_tokens
         if end <= start:
             return
         tokens = self._match_tokens.of(row.request, start, end)
@@ -92,7 +93,8 @@ class Publisher:
             return b"".join(request.block_hashes[first_unit:end_unit])
         known = request.known_block_hashes
         if len(known) >= end_unit:
-            return b"".join(known[first_unit:end_unit])
+            is_all = first_unit == 0 and end_unit == len(known)
+            return b"".join(known if is_all else known[first_unit:end_unit])
         return b"".join(hasher.digests(request, first_unit, end_unit, BlockHash(parent)))
 
     # --- inside --------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class Publisher:
         beside = np.empty((len(shape.others), end - start), dtype=np.int32)
         for group in shape.others:
             beside[group.place] = self.beside_blocks(group, row, start, end)
-        handles = store.handles_of(beside)
+        handles = store.handles_of(beside) if shape.others else beside.astype(np.int64)
         new = ids.ravel() if shape.num_ordered_blocks(start, end) == ids.size else ids[ids != 0]
         store.references[new] -= 1
         store.fill(new, self.seal())
@@ -191,18 +193,24 @@ class Publisher:
     def segment(
         self, row: Row, start: int, num_units: int, digests: bytes, parent: bytes
     ) -> Segment:
-        """Return the row's units as a segment, with the units before that a long block needs."""
-        request, base = row.request, start
+        """Return units of the row as a segment; its run ends with them or behind."""
+        return self.segment_of(row.run, row.request, start, num_units, digests, parent)
+
+    def segment_of(  # noqa: PLR0917 - what a segment is
+        self, run: Run, request: Request, start: int, num_units: int, digests: bytes, parent: bytes
+    ) -> Segment:
+        """Return units of a request as a segment, with those before that a long block needs."""
+        base = start
         if self._longest > 1 and start:
             base = max(0, start - self._longest + 1)
-            base_parent, before = self._digests_before(row, base, start)
+            base_parent, before = self._digests_before(run, base, start)
             digests, parent = before + digests, base_parent
         tokens = b""
         if self._announcer.tells_contents:
             unit = self._shape.unit_tokens
             tokens = request.all_token_ids[base * unit : (start + num_units) * unit].tobytes()
         return Segment(
-            row.run,
+            run,
             start,
             num_units,
             request.request_id,
@@ -214,11 +222,10 @@ class Publisher:
             extra_keys_of(request),
         )
 
-    def _digests_before(self, row: Row, base: int, end: int) -> tuple[bytes, bytes]:
-        """Return the digest before unit `base` of the row, and those of units `[base, end)`."""
+    def _digests_before(self, run: Run, base: int, end: int) -> tuple[bytes, bytes]:
+        """Return the digest before unit `base` on the way to `run`, and those of `[base, end)`."""
         size = self._shape.digest_bytes
         parts: list[bytes] = []
-        run = row.run
         while run.start > base or run.start >= end:
             run.settle()
             parts.append(run.digests[: max(0, end - run.start) * size])

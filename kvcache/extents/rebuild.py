@@ -95,6 +95,8 @@ class TreeRebuilder:
         found: dict[bytes, _Namespace] = {}
         places: set[tuple[bytes, bytes, bytes]] = set()
         for label in sorted(labels, key=lambda label: label.block_id):
+            if min(label.token_ids) < 0:
+                continue  # negative match tokens are numbers that mean something else
             namespace = found.get(label.namespace)
             if namespace is None:
                 try:
@@ -228,21 +230,19 @@ class TreeRebuilder:
         def extra_keys(first: int, end: int) -> ExtraKeys | None:
             return keys[first // size - start] if end - first == size else None
 
-        published = Published([], self._store.handles_of(blocks), is_content=True)
-        published.segments.append(
-            Segment(
-                run,
-                start,
-                len(chain),
-                "",
-                namespace.name,
-                start,
-                np.array([t for label in chain for t in label.token_ids], np.int32).tobytes(),
-                b"".join([label.digest for label in chain]),
-                chain[0].parent_digest,
-                extra_keys if any(keys) else None,
-            )
+        segment = Segment(
+            run,
+            start,
+            len(chain),
+            "",
+            namespace.name,
+            start,
+            np.array([t for label in chain for t in label.token_ids], np.int32).tobytes(),
+            b"".join([label.digest for label in chain]),
+            chain[0].parent_digest,
+            extra_keys if any(keys) else None,
         )
+        published = Published([segment], self._store.handles_of(blocks), is_content=True)
         is_short = np.array([[group.num_units == 1] for group in self._shape.groups])
         self._announcer.sealed(
             published, index_array(blocks), (blocks != 0) & is_short, is_labelled=True

@@ -68,6 +68,8 @@ class Reserver:
             return self._admit(request, reservation, hit)
         row.request = request
         if self._needs_nothing(row, reservation):
+            if self._lists.states and self.may_publish(row):
+                self._lists.note_own_end(request.request_id, reservation)
             return []
         self.free_skipped(row, reservation.num_computed_tokens)
         due = self.forks.due_copies(row, reservation)

@@ -39,8 +39,9 @@ class Row:
 
     `run` ends where the row's published units end; the row holds it. `doubles[g]` are published
     columns of ordered group `g` whose block is not the tree's but one of the row's own, with the
-    same content. `is_mute`: no further block of it becomes hittable. `slot` is the slot by which
-    batches of rows name it, once one has.
+    same content. `has_images`: multimodal items are in the request; `is_plain`: no unit of it but
+    the first depends on more than tokens. `is_mute`: no further block of it becomes hittable.
+    `slot` is the slot by which batches of rows name it, once one has.
     """
 
     index: int
@@ -48,6 +49,8 @@ class Row:
     run: Run
     doubles: dict[int, list[int]] = field(default_factory=dict)
     is_mute: bool = False
+    has_images: bool = False
+    is_plain: bool = True
     slot: int = NO_ROW
 
 
@@ -83,6 +86,8 @@ class RowTables:
         if not self._free:
             self._add_rows(max(_FEW_ROWS, len(self.by_index)))
         row = Row(heapq.heappop(self._free), request, run)
+        row.has_images = bool(request.mm_positions)
+        row.is_plain = request.lora is None and not row.has_images
         self.by_id[request.request_id] = self.by_index[row.index] = row
         self.published[row.index] = run.end
         return row

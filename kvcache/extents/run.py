@@ -48,6 +48,7 @@ class Run:
         "_more_handles",
         "_more_ids",
         "_more_tokens",
+        "_units",
         "children",
         "digests",
         "entry",
@@ -87,6 +88,7 @@ class Run:
         self._more_ids: list[Int32Array] = []
         self._more_handles: list[HandleArray] = []
         self._more_digests: list[bytes] = []
+        self._units: list[tuple[bytes, list[int], list[int], bytes]] = []
 
     def __repr__(self) -> str:
         return f"Run([{self.start}, {self.end}), {self.num_holders} holders)"
@@ -98,6 +100,8 @@ class Run:
 
     def last_digest(self, digest_bytes: int) -> bytes:
         """Return the digest of the last unit; of a root, the one before every first unit."""
+        if self._units:
+            return self._units[-1][3]
         if self._more_digests:
             return self._more_digests[-1][-digest_bytes:]
         if not self.num_units:
@@ -105,10 +109,19 @@ class Run:
         end = self.num_units * digest_bytes
         return self.digests[end - digest_bytes : end]
 
+    def append_unit(self, tokens: bytes, ids: list[int], handles: list[int], digest: bytes) -> None:
+        """Take one unit at the end, which most appends of running requests are."""
+        if not self._units and (self._more_tokens or self.ids.shape[1] > self.num_units):
+            self.settle()
+        self._units.append((tokens, ids, handles, digest))
+        self.num_units += 1
+
     def append(
         self, tokens: bytes, ids: Int32Array, handles: HandleArray, digests: bytes, num_units: int
     ) -> None:
         """Take units at the end. Shapes: `(groups, num_units)`."""
+        if self._units:
+            self.settle()
         if not self._more_tokens and self.ids.shape[1] > self.num_units:
             self._compact()
         self._more_tokens.append(tokens)
@@ -128,7 +141,16 @@ class Run:
 
     def settle(self) -> None:
         """Make `tokens`, `ids`, `handles` and `digests` cover exactly the units there are."""
-        if self._more_tokens:
+        if self._units:
+            tokens, ids, handles, digests = zip(*self._units, strict=True)
+            self.tokens += b"".join(tokens)
+            self.digests += b"".join(digests)
+            self.ids = np.concatenate([self.ids, np.array(ids, dtype=np.int32).T], axis=1)
+            self.handles = np.concatenate(
+                [self.handles, np.array(handles, dtype=np.int64).T], axis=1
+            )
+            self._units = []
+        elif self._more_tokens:
             self.tokens = b"".join([self.tokens, *self._more_tokens])
             self.digests = b"".join([self.digests, *self._more_digests])
             self.ids = np.concatenate([self.ids, *self._more_ids], axis=1)

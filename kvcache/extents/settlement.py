@@ -52,7 +52,7 @@ class Settlement:
             is_new = store.are_valid(published.handles) & (store.seals[ids] > SEALED)
             new = ids[is_new]
             if len(new):
-                store.seal(new)
+                store.seal(new, int(store.seals[new[0]]))
                 self._announcer.sealed(published, ids, is_new)
         self._ledger.forget_if_idle(client_id, self._store.num_unsealed)
         return list(touched.values())
@@ -116,10 +116,13 @@ class Settlement:
             ids = index_array(np.unique(store.ids_of(handles[store.are_valid(handles)])))
             if len(ids):
                 self._evictor.forget_single(ids)
+        own: Row | None = None
         if not self._ordered:
             own = self._withdrawal.rewind(segment.request_id, segment.first_unit)
-            if own is not None:
-                touched[own.index] = own
+        elif published.doubles_of is not None:
+            own = self._withdrawal.rewind_doubles(published.doubles_of, segment.first_unit)
+        if own is not None:
+            touched[own.index] = own
 
 
 def _run_at(run: Run, unit: int) -> Run:

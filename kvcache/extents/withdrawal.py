@@ -73,21 +73,32 @@ class Withdrawal:
     def rewind(self, request_id: str, unit: int) -> Row | None:
         """Let a request's row end at `unit` if it ends behind it, and publish again from there.
 
-        For plans without ordered groups, whose units cost nothing: they stay in the tree.
+        For plans without ordered groups, whose units cost nothing, and for rows that hold only
+        doubles of the units behind: these stay in the tree.
         """
         row = self._tables.get(request_id)
         if row is None or int(self._tables.published[row.index]) <= unit:
             return row
-        run = row.run
-        while run.start >= unit and run.parent is not None:
-            run = run.parent
-        if unit < run.end:
-            run = self._tree.split(run, unit - run.start)
-        self._tree.hold(run)
-        self._tree.release(row.run)
-        row.run = run
-        self._tables.published[row.index] = unit
-        return row
+        return self._rewind(row, unit)
+
+    def rewind_doubles(self, row: Row, unit: int) -> Row | None:
+        """Let a row end at `unit` if all its blocks behind are doubles; return it then.
+
+        It has to compute them again, and need not hold those of the tree beside them meanwhile.
+        """
+        published = int(self._tables.published[row.index])
+        if self._tables.get(row.request.request_id) is not row or published <= unit:
+            return None
+        for group in self._shape.ordered:
+            columns = range(unit // group.num_units, published // group.num_units)
+            if not set(columns) <= set(row.doubles.get(group.index, ())):
+                return None
+        for group in self._shape.ordered:
+            first = unit // group.num_units
+            if group.index in row.doubles:
+                kept = [column for column in row.doubles[group.index] if column < first]
+                row.doubles[group.index] = kept
+        return self._rewind(row, unit)
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of what continues them.
@@ -113,6 +124,18 @@ class Withdrawal:
                     row.is_mute = True
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _rewind(self, row: Row, unit: int) -> Row:
+        run = row.run
+        while run.start >= unit and run.parent is not None:
+            run = run.parent
+        if unit < run.end:
+            run = self._tree.split(run, unit - run.start)
+        self._tree.hold(run)
+        self._tree.release(row.run)
+        row.run = run
+        self._tables.published[row.index] = unit
+        return row
 
     def _split_at(self, run: Run, unit: int) -> None:
         """Make `run` begin at `unit`; the part before it stays in its place in the policy."""

@@ -49,7 +49,7 @@ class KVCacheManager:
         enable_kv_cache_events: bool = False,
         watermark: float = 0.0,
         eviction_policy: str = "lru",
-        core: str = "blocks",
+        core: str = "extents",
         max_num_seqs: int = 256,
         max_pin_share: float = 0.5,
         hash_seed: str = DEFAULT_HASH_SEED,
@@ -75,7 +75,8 @@ class KVCacheManager:
             watermark: share of the blocks that must stay free when a request is let in while
                 another one runs, so that running ones can go on.
             eviction_policy: which cached block goes first.
-            core: name of the core, one of `core_factories`.
+            core: name of the core, one of `core_factories`: the fast one, or the reference,
+                `blocks`.
             max_num_seqs: slots, and so running requests.
             max_pin_share: largest share of the blocks that pins may hold.
             hash_seed: start of every digest chain.

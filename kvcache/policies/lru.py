@@ -11,8 +11,8 @@ from kvcache.arrays import IndexArray, index_array
 from kvcache.policies.entry_queue import Entries, EntryQueue
 from kvcache.policies.policy import EntryBook, Victims
 
-_ENTRIES_AT_ONCE = 256
-"""Entries whose weights are asked for in one go."""
+_MORE_ENTRIES = 4
+"""The weight of one entry is asked for first, each further time those of so many times more."""
 
 
 class LRUPolicy:
@@ -43,9 +43,12 @@ class LRUPolicy:
             return Victims(self._queue.pop_many(num_blocks))
         chosen: list[IndexArray] = []
         num_of_last = missing = num_blocks
+        num_at_once = 1
         while missing > 0 and len(self._queue):
-            # Every entry frees a block at least: no more of them than blocks are needed.
-            entries = self._queue.pop_many(min(missing, _ENTRIES_AT_ONCE))
+            # Every entry frees a block at least: no more of them than blocks are needed. A run
+            # frees many: so one is asked for first.
+            entries = self._queue.pop_many(min(missing, num_at_once))
+            num_at_once *= _MORE_ENTRIES
             freed = self._book.weights(entries).cumsum()
             if int(freed[-1]) > missing:
                 last = int(freed.searchsorted(missing))

@@ -89,6 +89,7 @@ def receive_one(peer: PeerTransport) -> bytes:
         (network_address("127.0.0.1"), False),
         (network_address("127.0.0.1"), True),
     ],
+    ids=["unix", "ipc", "ipc with keys", "tcp", "tcp with keys"],
 )
 def test_payloads_travel_both_ways_over_every_kind_of_endpoint(
     cleanup: ExitStack, address: str, is_guarded: bool

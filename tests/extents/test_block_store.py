@@ -98,7 +98,7 @@ def random_operation(store: BlockStore, model: Model, choose: random.Random) -> 
         case 5:
             sealed = [b for b, seal in model.seals.items() if seal == FIRST_CLIENT]
             if sealed:
-                store.seal(int32_array(sealed))
+                store.seal(int32_array(sealed), FIRST_CLIENT)
                 model.seals.update(dict.fromkeys(sealed, SEALED))
         case 6 if model.waiting:
             victims = np.array(store.policy.choose(1).entries, dtype=np.intp)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.core import CacheHit, Core, Reservation
+from kvcache.core import CacheHit, Core, NewestState, Reservation
 from kvcache.errors import BlockError, RequestError
 from kvcache.extents.extent_core import ExtentCore
 from kvcache.extents.published import MAX_CLIENTS
@@ -365,3 +365,45 @@ def test_a_digest_across_two_others_is_not_found() -> None:
     packed = b"".join(served.block_hashes)
     for at in range(1, 32):
         assert core.find_block(BlockHash(packed[at : at + 32]), NAMESPACE, 0) is None
+
+
+@BOTH_CORES
+def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them(
+    make: Callable[..., Core],
+) -> None:
+    core = make(40, full(8), full(12))
+    served = make_request("a", range(3))
+    assert core.reserve(served, Reservation(0, 5, 5)) is not None
+    core.check()
+    served.append_output_token_ids(list(range(3, 30)))
+    assert core.reserve(served, Reservation(5, 30, 30)) is not None
+    core.check()
+    core.free(served)
+    assert core.look_up(make_request("b", range(30))).num_tokens == 24
+
+
+@BOTH_CORES
+def test_a_state_is_found_though_its_forward_ended_with_caching_delayed(
+    make: Callable[..., Core],
+) -> None:
+    core = make(40, full(), mamba())
+    served = make_request("a", range(9))
+    for computed, end, cached in ((0, 6, 6), (6, 7, 7), (7, 8, 0)):
+        newest = NewestState(computed, 0) if computed else None
+        reservation = Reservation(computed, end, cached, num_own_tokens=end, newest_state=newest)
+        assert core.reserve(served, reservation) is not None
+    core.commit(served, 8)
+    core.check()
+    assert core.look_up(make_request("b", range(9))).num_tokens == 8
+
+
+def test_a_hit_of_another_plan_is_not_adopted() -> None:
+    core = make_core(40)
+    run_request(core, request("a", 1, 2, 3))
+    before = core.dump_state()
+    with pytest.raises(RequestError) as error:
+        core.reserve(request("b", 1, 2, 3), Reservation(8, 9, 9), CacheHit((), 8))
+    assert str(error.value) == (
+        "request b: its 8 computed tokens are not cached in these blocks any more: look it up again"
+    )
+    assert core.dump_state() == before

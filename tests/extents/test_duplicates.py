@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -144,3 +145,57 @@ def test_both_cores_merge_the_same_while_everybody_runs(name: str, seed: int) ->
         for (owner, group, column), block_id in table.items():
             assert core.block_ids(owner)[group][column] == block_id
     assert tables[0]
+
+
+@pytest.mark.parametrize("make", [make_block_core, make_core], ids=["blocks", "runs"])
+def test_a_lone_request_whose_step_failed_does_not_hold_each_content_twice(
+    make: Callable[..., Core],
+) -> None:
+    core = make(9)
+    one, other = request("a", 1, 2, 3, 4), request("b", 1, 2, 3, 4)
+    in_step(core, 1, one)
+    core.complete_steps("engine", 1)
+    in_step(core, 2, other)
+    core.free(one)
+    core.fail_steps("engine", 2)
+    core.check()
+    in_step(core, 3, other)
+    core.check()
+    core.complete_steps("engine", 3)
+    core.check()
+    assert core.num_free_blocks() == 4
+    other.append_output_token_ids([5] * 16)
+    assert core.reserve(other, Reservation(16, 32, 32)) is not None
+    core.check()
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("seed", range(3))
+def test_books_add_up_when_steps_that_computed_doubles_fail(name: str, seed: int) -> None:
+    print(f"seed {seed}")
+    choose, core = random.Random(seed), make_core(60, *PLANS[name])
+    running: list[Request] = []
+    num_complete = 0
+    for step in range(1, 60):
+        core.open_step("engine", step)
+        for one in running:
+            if choose.random() < 0.5:
+                compute(core, one)
+        fresh = request(f"r{step}", *(choose.randrange(2) for _ in range(choose.randrange(1, 5))))
+        end = fresh.num_tokens
+        if core.reserve(fresh, Reservation(0, end, end)) is not None:
+            running.append(fresh)
+        core.close_step()
+        while len(running) > 4 or (running and choose.random() < 0.3):
+            core.free(running.pop(choose.randrange(len(running))))
+        if choose.random() < 0.4:
+            core.fail_steps("engine", choose.randint(num_complete + 1, step))
+            num_complete = step
+        elif choose.random() < 0.5:
+            num_complete = step
+            core.complete_steps("engine", step)
+        core.check()
+    for one in running:
+        core.free(one)
+    core.check()
+    assert core.num_free_blocks() == 59

@@ -164,3 +164,14 @@ def test_a_core_in_use_is_not_restored() -> None:
         "cannot restore: 2 blocks are in use and 2 are cached: restore an empty pool"
     )
     core.check()
+
+
+def test_labels_with_negative_tokens_are_not_mistaken_for_images() -> None:
+    labels = sealed_labels()
+    tokens = labels.labels.token_ids.copy()
+    tokens[0] = -1
+    core = make_core(20)
+    assert core.restore([replace(labels, labels=replace(labels.labels, token_ids=tokens))]) == 0
+    seen = make_request("a", [1] * 5, mm_positions=[(0, 3)], mm_hashes=["cat"])
+    assert core.look_up(seen).num_tokens == 0
+    core.check()

@@ -64,7 +64,10 @@ MODELS: Mapping[str, tuple[KVCacheSpec, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens in a schedule, beside the faults of the network."""
+    """What happens in a schedule, beside the faults of the network.
+
+    `core` names the manager's core; without a name the seed says which one it is.
+    """
 
     seed: int
     num_blocks: int = 24
@@ -76,6 +79,7 @@ class Scenario:
     num_restarts: int = 0
     model: str = "full"
     is_content_checking: bool = True
+    core: str = ""
     faults: NetworkFaults = field(default_factory=NetworkFaults)
 
 

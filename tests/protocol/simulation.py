@@ -292,6 +292,7 @@ class Cluster:
             clock=self.clock,
             has_workers=True,
             model_epoch=model_epoch,
+            core=self.scenario.core or ("extents", "blocks")[self.scenario.seed % 4 == 3],
             use_eagle=self.scenario.seed % 3 == 0 and supports_eagle(self.config),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvcache.commands import Reset
 from kvcache.delivery import CommandReceiver, PlainStep
+from kvcache.errors import MalformedMessageError
 from kvcache.heads import Envelope, MessageHead
 from kvcache.messages import Applied, Grant, Granted, Heartbeat, Message, Progress, StepCommands
 from kvcache.step import StepRequest, StepResult
@@ -151,6 +153,23 @@ def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
         assert envelope.pack(unusual) is None
     too_large = msgpack.packb([1, "Progress", "client", 1, 2**63, 0, 0, []])
     assert envelope.unpack(too_large) is None
+
+
+def test_a_list_longer_than_any_message_has_is_not_unpacked() -> None:
+    head = MessageHead(Applied, "nonce", "process", 3, 7)
+    items = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc0" * 2**20
+    applied = head.prefix + items
+    progress = MessageHead(Progress).prefix + items + b"\x00\x00\x00\x00\x90"
+    tracemalloc.start()
+    try:
+        assert head.number(applied) is None
+        assert head.rest(applied) is None
+        with pytest.raises(MalformedMessageError):
+            decode(progress)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * len(applied), peak_bytes
 
 
 def test_the_schedules_take_the_short_ways() -> None:

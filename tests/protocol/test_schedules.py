@@ -14,9 +14,12 @@ import pytest
 from kvcache.coordinator.job_book import JobBook
 from kvcache.core import Reservation
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
+from kvcache.extents.look_up import LookUp
+from kvcache.extents.skips import ChunkSkips
 from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
-from kvcache.managers.cross_attention import CrossAttentionManager
+from kvcache.managers.encoder_tables import EncoderColumns
 from kvcache.managers.mamba import MambaManager
+from kvcache.managers.state_tables import StateColumns
 from kvcache.messages import Applied, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.step_delivery import StepReceiver
@@ -83,12 +86,15 @@ def test_the_schedules_of_every_model_reach_what_they_are_meant_to_reach(model: 
     assert (num_hit > 0) is can_hit
 
 
-def turns_red(num_seeds: int = 12, model: str = "full") -> bool:
-    """Say whether some schedule fails."""
+CORES = ["blocks", "extents"]
+
+
+def turns_red(num_seeds: int = 12, model: str = "full", core: str = "") -> bool:
+    """Say whether some schedule fails; on both cores by turns, or on `core`."""
     for seed in range(num_seeds):
         num_blocks = 24 * len(MODELS[model])
         scenario = Scenario(
-            seed, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model
+            seed, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model, core=core
         )
         try:
             simulate(replace(scenario, num_ranks=2 + seed % 2))
@@ -146,44 +152,60 @@ def test_commands_applied_as_they_come_turn_the_simulation_red(
     assert turns_red()
 
 
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("model", ["align", "full, short window, align"])
 def test_a_state_one_column_off_turns_the_simulation_red(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_off(self: MambaManager, num_tokens: int) -> int:
+    def one_off(self: StateColumns, num_tokens: int) -> int:
         return num_tokens // self.tokens_per_column
 
-    monkeypatch.setattr(MambaManager, "_column", one_off)
-    assert turns_red(model=model)
+    monkeypatch.setattr(StateColumns, "_column", one_off)
+    assert turns_red(model=model, core=core)
 
 
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("model", ["chunk", "mla, chunk, short window"])
 def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_early(self: ChunkedLocalAttentionManager, num_computed_tokens: int) -> int:
         return self.spec.num_skipped_tokens(num_computed_tokens + 1) // self.block_size
 
+    def rows_one_early(self: ChunkSkips, num_computed_tokens: Any) -> Any:
+        return skipped_of_rows(self, num_computed_tokens + 1)
+
+    def row_one_early(self: ChunkSkips, num_computed_tokens: int) -> int:
+        return num_skipped(self, num_computed_tokens + 1)
+
+    skipped_of_rows, num_skipped = ChunkSkips.skipped_of_rows, ChunkSkips.num_skipped
     monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
-    assert turns_red(40, model)
+    monkeypatch.setattr(ChunkSkips, "skipped_of_rows", rows_one_early)
+    monkeypatch.setattr(ChunkSkips, "num_skipped", row_one_early)
+    assert turns_red(60, model, core)
 
 
-def test_an_encoder_block_too_few_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = CrossAttentionManager.allocate_new_blocks
+@pytest.mark.parametrize("core", CORES)
+def test_an_encoder_block_too_few_turns_the_simulation_red(
+    core: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = EncoderColumns.allocate_new_blocks
 
-    def too_few(self: CrossAttentionManager, request_id: str, wanted: Reservation) -> list[int]:
+    def too_few(self: EncoderColumns, request_id: str, wanted: Reservation) -> list[int]:
         fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
         return allocate(self, request_id, fewer)
 
-    monkeypatch.setattr(CrossAttentionManager, "allocate_new_blocks", too_few)
-    assert turns_red(model="full, cross")
+    monkeypatch.setattr(EncoderColumns, "allocate_new_blocks", too_few)
+    assert turns_red(model="full, cross", core=core)
 
 
+@pytest.mark.parametrize("core", CORES)
 def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
-    monkeypatch: pytest.MonkeyPatch,
+    core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MambaManager, "hits_open_step", True)
-    assert turns_red(60, model="align")
+    monkeypatch.setattr(LookUp, "_states_of_open_step", lambda self: None)
+    assert turns_red(60, model="align", core=core)
 
 
 def test_without_repeating_commands_the_simulation_does_not_end(
