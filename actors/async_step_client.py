@@ -131,9 +131,9 @@ class AsyncStepClient(SessionView):
             return True
 
         await self._wait(try_to_make, limit_s, "be sent: the backlog is full")
-        self._connection.send(made[0].messages)
+        step = self._connection.send_step(made[0])
         self._drain_soon()
-        return made[0].step
+        return step
 
     async def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session

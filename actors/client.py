@@ -123,9 +123,9 @@ class KVCacheClient(StepClient):
 
     def _run(self, call: RemoteCall[T]) -> T:
         """Make a call, wait for its answer, read it."""
-        session = self._connection.session
+        session, send = self._connection.session, self._connection.send_step
         number = self._submit(
-            lambda: self._send(session.call(call.method, call.arguments, NO_STEP)), None
+            lambda: send(session.call(call.method, call.arguments, NO_STEP)), None
         )
         answer = self._wait_answer(number, None)
         require_served(answer)

@@ -14,7 +14,7 @@ from typing import Protocol, get_args
 
 from actors.transport import Endpoint, Peer, PeerTransport, client_peer
 from kvcache import errors
-from kvcache.client_session import ClientSession, SessionSettings, SessionState
+from kvcache.client_session import ClientSession, SessionSettings, SessionState, Submitted
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, ProtocolError, StaleEpochError, WorkerLostError
@@ -79,6 +79,19 @@ class ClientConnection:
         """Encode and send."""
         for message in messages:
             self.transport.send(encode(message))
+
+    def send_step(self, submitted: Submitted) -> int:
+        """Send what the session has just numbered and return its number.
+
+        Raises ProtocolError for what cannot travel, like a field of a wrong type or more than the
+        size limit; then nothing was submitted.
+        """
+        try:
+            self.send(submitted.messages)
+        except ProtocolError:
+            self.session.take_back(submitted.step)
+            raise
+        return submitted.step
 
     def take(self, payloads: Sequence[bytes]) -> None:
         """Hand what arrived to the session and send what it wants sent."""

@@ -23,7 +23,7 @@ from actors.calls import CallBook
 from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
 from actors.session_view import SessionView
 from actors.transport import Endpoint
-from kvcache.client_session import SessionState, Submitted
+from kvcache.client_session import SessionState
 from kvcache.errors import (
     BacklogFullError,
     ClusterError,
@@ -116,8 +116,8 @@ class StepClient(SessionView):
         the epoch is over, DeadlineError when the backlog does not shrink in time; then nothing was
         sent.
         """
-        session = self._connection.session
-        return self._submit(lambda: self._send(session.submit(request)), timeout_s)
+        session, send = self._connection.session, self._connection.send_step
+        return self._submit(lambda: send(session.submit(request)), timeout_s)
 
     def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
         """Return the answer to a step.
@@ -177,10 +177,6 @@ class StepClient(SessionView):
         self.close()
 
     # --- inside
-
-    def _send(self, submitted: Submitted) -> int:
-        self._connection.send(submitted.messages)
-        return submitted.step
 
     def _submit(self, send: Callable[[], int], timeout_s: float | None) -> int:
         """Run `send` as soon as the window has room; see `submit`."""
@@ -341,7 +337,7 @@ class StepClient(SessionView):
     def _keep_alive(self) -> None:
         """Say that this client lives, unless a thread that waits says it."""
         with self._changed:
-            if not self._is_closed.is_set():
+            if not (self._is_closed.is_set() or self._is_reading):
                 self._read_all()
                 self._connection.tick(self._connection.clock.now())
 

@@ -170,6 +170,12 @@ class ClientSession:
             Call(self.client_id, number, self._epoch, completed_step, method, arguments)
         )
 
+    def take_back(self, step: int) -> None:
+        """Forget the step or call submitted last: it cannot travel, so nothing of it was sent, and
+        it would be repeated for ever. Raises MalformedMessageError for any other step."""
+        self._window.take_back(step)
+        self._submitted_s.pop(step, None)
+
     def detach(self) -> list[FromClient]:
         """Go for good; what still runs is freed."""
         was_attached = self._state is SessionState.ATTACHED

@@ -4,8 +4,8 @@ Most messages of a running cluster differ from the one before in a number or two
 a message compares its first bytes with those of all of them, which checks format version, kind,
 coordinator, process, epoch and plan at once, and unpacks only what is left. Stands beside wire.py
 and knows no other format than that. Whatever does not begin so is not refused here: it is decoded
-the long way, which says what is wrong with it. Nothing that is unpacked here may be nested: what
-announces more items than are looked for is not unpacked.
+the long way, which says what is wrong with it; so is what brings more items than belong there,
+before any of them takes memory.
 """
 
 from __future__ import annotations

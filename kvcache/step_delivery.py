@@ -164,6 +164,19 @@ class StepWindow:
         self._pending[message.step] = message
         self._next_step += 1
 
+    def take_back(self, step: int) -> None:
+        """Forget the step appended last, which was not sent; its number is the next one again.
+
+        Raises MalformedMessageError for any other step.
+        """
+        if step != self._next_step - 1 or step not in self._pending:
+            raise MalformedMessageError(
+                f"step {step} taken back, the next one is {self._next_step}: only the last one can "
+                "be, before it is answered"
+            )
+        del self._pending[step]
+        self._next_step = step
+
     def on_answer(self, step: int, now_s: float) -> bool:
         """Note an answer; say whether it is the first one to that step."""
         if self._pending.pop(step, None) is None:

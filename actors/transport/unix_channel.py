@@ -137,8 +137,8 @@ class UnixChannel:
         Raises OSError when the connection has ended, MalformedMessageError for a frame that no
         honest end sends: then close it.
         """
-        # Waiting inside the call that receives is faster by 2 us, but Python begins it anew, with all
-        # of its time, after each signal: a profiler's timer would put off every deadline for ever.
+        # Waiting in the call that receives would save 2 us, but after each signal Python begins it
+        # anew, with all of its time: a profiler's timer would put off every deadline for ever.
         if timeout_s > 0.0 and not self._poller.poll(math.ceil(timeout_s * 1000)):
             return []
         try:

@@ -10,6 +10,7 @@ gets the blocks. Refuses to touch states, which stand where their request's forw
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -133,9 +134,12 @@ class DuplicateMerger:
             return
         self._left.pop(row, None)
         left, self._left = self._left, {}
-        for notes in left.values():
-            for note in notes:
-                self._take_place(note)
+        for each, notes in left.items():
+            # Towards the root a run is held by more and more: where one note waits, all before do.
+            while notes and self._is_alone(notes[-1]):
+                self._take_place(notes.pop())
+            if notes and any(each.doubles.values()):
+                self._left[each] = notes + self._left.get(each, [])
 
     def take_changes(self) -> list[tuple[str, TableChange]]:
         """Return the changes since the last call, by request."""
@@ -153,20 +157,43 @@ class DuplicateMerger:
         row, start = note.row, note.start
         if self._tables.get(row.request.request_id) is not row or not row.doubles:
             return
+        if not self._is_alone(note):
+            self._leave(note)
+            return
         handles = np.full((len(self._shape.groups), note.end - start), NULL_HANDLE, np.int64)
         run = row.run
         while run.parent is not None and run.num_holders == 1 and run.end > start:
-            run.settle()
-            for group in self._shape.ordered:
-                self._replace_in(run, group, note, handles)
+            if run.start < note.end:
+                run.settle()
+                for group in self._shape.ordered:
+                    self._replace_in(run, group, note, handles)
             run = run.parent
-        if any(row.doubles.values()):
-            self._left.setdefault(row, []).append(note)
+        if self._has_doubles(note):
+            self._leave(note)
         ids = self._store.ids_of(handles)
         if ids.any():
             self._announcer.replaced(
                 Published([note.segment], handles, is_content=True), ids, ids != 0
             )
+
+    def _leave(self, note: _Note) -> None:
+        """Let a note wait for rows to leave; those of one row in order of units."""
+        insort(self._left.setdefault(note.row, []), note, key=lambda each: each.start)
+
+    def _has_doubles(self, note: _Note) -> bool:
+        """Say whether some of the noted units are doubles still."""
+        return any(
+            note.start < (column + 1) * group.num_units <= note.end
+            for group in self._shape.ordered
+            for column in note.row.doubles.get(group.index, ())
+        )
+
+    def _is_alone(self, note: _Note) -> bool:
+        """Say whether nobody but its row holds the last of the noted units."""
+        run = note.row.run
+        while run.num_holders == 1 and run.start >= note.end and run.parent is not None:
+            run = run.parent
+        return run.num_holders == 1
 
     def _replace_in(self, run: Run, group: GroupShape, note: _Note, handles: HandleArray) -> None:
         """Let a row's doubles take the place of sealed blocks of one run; note their handles."""

@@ -54,6 +54,7 @@ class Run:
         "entry",
         "handles",
         "ids",
+        "is_unsettled",
         "merged_into",
         "num_holders",
         "num_units",
@@ -84,6 +85,7 @@ class Run:
         self.children: dict[bytes, Run] = {}
         self.entry = NO_ENTRY
         self.merged_into: Run | None = None
+        self.is_unsettled = False
         self._more_tokens: list[bytes] = []
         self._more_ids: list[Int32Array] = []
         self._more_handles: list[HandleArray] = []
@@ -115,6 +117,7 @@ class Run:
             self.settle()
         self._units.append((tokens, ids, handles, digest))
         self.num_units += 1
+        self.is_unsettled = True
 
     def append(
         self, tokens: bytes, ids: Int32Array, handles: HandleArray, digests: bytes, num_units: int
@@ -129,6 +132,7 @@ class Run:
         self._more_handles.append(handles)
         self._more_digests.append(digests)
         self.num_units += num_units
+        self.is_unsettled = True
         num_pieces = len(self._more_tokens)
         if num_pieces >= _MANY_PIECES and num_pieces * _SETTLED_PER_PIECE >= self.ids.shape[1]:
             self.settle()
@@ -136,11 +140,13 @@ class Run:
     def trim(self, num_units: int) -> None:
         """Lose units at the end. The run must be settled; some units remain."""
         self.num_units -= num_units
+        self.is_unsettled = True
         if self.num_units * 2 < self.ids.shape[1]:
             self._compact()
 
     def settle(self) -> None:
         """Make `tokens`, `ids`, `handles` and `digests` cover exactly the units there are."""
+        self.is_unsettled = False
         if self._units:
             tokens, ids, handles, digests = zip(*self._units, strict=True)
             self.tokens += b"".join(tokens)

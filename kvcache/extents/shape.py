@@ -90,11 +90,11 @@ class TreeShape:
 
     def num_ordered_blocks(self, start: int, end: int) -> int:
         """Return how many blocks of ordered groups end in the units `[start, end)`."""
-        if self._is_plain:
+        if self.is_plain:
             return end - start
         return sum(end // group.num_units - start // group.num_units for group in self.ordered)
 
     @cached_property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether every unit has exactly one block of an ordered group."""
         return len(self.ordered) == 1 and self.ordered[0].num_units == 1

@@ -14,7 +14,7 @@ tails before heads; and runs that lost their branches grow together again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,7 @@ class RunTree:
         self._none_hash = none_hash
         self._num_ordered = len(shape.ordered)
         self._num_others = len(shape.others)
+        self._is_plain = shape.is_plain
         self._bury = bury
         # Blocks of other groups are entries under their own ids.
         self.first_entry = store.num_blocks if shape.others else FIRST_ENTRY
@@ -102,7 +103,8 @@ class RunTree:
             child = run.children.get(tokens[offset : offset + unit_bytes])
             if child is None:
                 break
-            child.settle()
+            if child.is_unsettled:
+                child.settle()
             path.append(child)
             part = child.num_units
             if matched + part > max_units or not tokens.startswith(child.tokens, offset):
@@ -133,17 +135,17 @@ class RunTree:
 
     def hold(self, run: Run) -> None:
         """Hold a run, and with it everything above."""
-        taken: list[int] = []
+        taken: list[Run] = []
         standing: Run | None = run
         while standing is not None:
             standing.num_holders += 1
             if standing.num_holders > 1:
                 break
             if standing.entry:
-                taken.append(self._take_entry(standing))
+                taken.append(standing)
             standing = standing.parent
         if taken:
-            self._store.policy.remove(taken)
+            self._store.policy.remove(self._take_entries(taken))
 
     def release(self, run: Run) -> None:
         """Hold a run no longer. What nobody holds now can be evicted, its tail first."""
@@ -169,6 +171,8 @@ class RunTree:
 
     def num_blocks(self, run: Run) -> int:
         """Return how many blocks of ordered groups a run has."""
+        if self._is_plain:
+            return run.num_units
         return self.shape.num_ordered_blocks(run.start, run.end)
 
     # --- changing ------------------------------------------------------------------------------
@@ -256,9 +260,9 @@ class RunTree:
         Nobody holds them but each other. Entries leave the policy as forgotten.
         """
         gone = self.below(run)
-        entries = [self._take_entry(each) for each in gone if each.entry]
-        if entries:
-            self._store.policy.discard(entries)
+        known = [each for each in gone if each.entry]
+        if known:
+            self._store.policy.discard(self._take_entries(known))
         for each in gone:
             self.num_units -= each.num_units
         self.num_runs -= len(gone) - 1
@@ -294,32 +298,33 @@ class RunTree:
         first = int(differs.argmax())
         return first // self.shape.unit_tokens if differs[first] else max_units
 
-    def _put_unheld(self, unheld: Sequence[Run]) -> None:
+    def _put_unheld(self, unheld: list[Run]) -> None:
         """Let runs, each the parent of the one before, be evicted from now on."""
         entries: list[int] = []
-        for segment in self._segments(unheld):
-            run = segment[0]
-            if len(segment) > 1:
-                self._merge(segment)
-            if run.parent is None:
-                self.forget_root_if_empty(run)
-            elif self.num_blocks(run):
-                entries.append(self._give_entry(run))
-            elif self._num_ordered and not run.children:
-                self._drop_blockless(run)
+        first = 0
+        while first < len(unheld):
+            end = first + 1
+            while end < len(unheld) and len(unheld[end].children) == 1 and unheld[end].parent:
+                end += 1
+            if end - first == 1:
+                self._put_one(unheld[first], entries)
+            else:
+                for segment in self._worth_merging(unheld[first:end]):
+                    if len(segment) > 1:
+                        self._merge(segment)
+                    self._put_one(segment[0], entries)
+            first = end
         if entries:
             self._store.policy.insert(entries)
 
-    def _segments(self, unheld: Sequence[Run]) -> Iterator[list[Run]]:
-        """Cut a path upwards into parts that become one run each."""
-        segment = [unheld[0]]
-        for run in unheld[1:]:
-            if run.parent is not None and len(run.children) == 1:
-                segment.append(run)
-            else:
-                yield from self._worth_merging(segment)
-                segment = [run]
-        yield from self._worth_merging(segment)
+    def _put_one(self, run: Run, entries: list[int]) -> None:
+        """Give an unheld run an entry, unless it has no block to go by."""
+        if run.parent is None:
+            self.forget_root_if_empty(run)
+        elif self.num_blocks(run):
+            entries.append(self._give_entry(run))
+        elif self._num_ordered and not run.children:
+            self._drop_blockless(run)
 
     def _worth_merging(self, segment: list[Run]) -> Iterator[list[Run]]:
         short = sum(run.num_units for run in segment) <= _MERGED_UNITS
@@ -347,13 +352,20 @@ class RunTree:
         self._store.num_unheld_cached += self.num_blocks(run)
         return run.entry
 
+    def _take_entries(self, runs: list[Run]) -> list[int]:
+        """Take the entries of runs from them; the policy's are the caller's to take."""
+        entries = [run.entry for run in runs]
+        by_entry, num_blocks = self.run_by_entry, 0
+        for run in runs:
+            del by_entry[run.entry]
+            run.entry = NO_ENTRY
+            num_blocks += run.num_units if self._is_plain else self.num_blocks(run)
+        self._free_entries += entries
+        self._store.num_unheld_cached -= num_blocks
+        return entries
+
     def _take_entry(self, run: Run) -> int:
-        entry = run.entry
-        run.entry = NO_ENTRY
-        del self.run_by_entry[entry]
-        self._free_entries.append(entry)
-        self._store.num_unheld_cached -= self.num_blocks(run)
-        return entry
+        return self._take_entries([run])[0]
 
     def _unlink(self, run: Run) -> None:
         """Take a run out of its parent's children; a parent of no more use goes too."""

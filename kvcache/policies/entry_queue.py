@@ -26,6 +26,8 @@ Entries: TypeAlias = "Sequence[int] | IndexArray"
 
 _OUT = 0
 _SPARE_STALE = 64
+_LAST_STAMP = 2**31 - 1
+"""Stamps begin anew behind this one: four bytes an int are enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +48,7 @@ class EntryQueue:
 
     def __init__(self, capacity: int, members: Iterable[int] = ()) -> None:
         """Make a queue of `members`, in that order."""
-        self._stamps: npt.NDArray[np.int64] = np.full(capacity, _OUT, dtype=np.int64)
+        self._stamps: npt.NDArray[np.int32] = np.full(capacity, _OUT, dtype=np.int32)
         self._segments: deque[_Segment] = deque()
         self._last_stamp = _OUT
         self._length = 0
@@ -139,6 +141,8 @@ class EntryQueue:
             )
 
     def _enter(self, entries: Entries) -> _Segment:
+        if self._last_stamp == _LAST_STAMP:
+            self._compact()
         self._last_stamp += 1
         members = np.array(entries, dtype=np.intp)
         self._stamps[members] = self._last_stamp
@@ -148,7 +152,7 @@ class EntryQueue:
     def _compact(self) -> None:
         members = self.to_list()
         self._segments.clear()
-        self._num_stale = self._length = 0
+        self._num_stale = self._length = self._last_stamp = 0
         self.append_many(members)
 
     def _require_known(self, entries: Sequence[int]) -> None:

@@ -60,6 +60,7 @@ class CountingOptions:
     block_size: int | None = None
     eviction_policy: str = "lru"
     hash_algorithm: str = "sha256"
+    core: str = "extents"
 
 
 def count_prefill_hits(
@@ -128,4 +129,5 @@ def _make_manager(options: CountingOptions, block_size: int, num_blocks: int) ->
         _NO_LIMIT_TOKENS,
         caching_hash_algo=options.hash_algorithm,
         eviction_policy=options.eviction_policy,
+        core=options.core,
     )

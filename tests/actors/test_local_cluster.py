@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from actors import LocalCluster
 from kvcache.config import ClusterConfig
-from kvcache.errors import BacklogFullError, ConfigurationError, NotRunningError, RequestError
+from kvcache.errors import (
+    BacklogFullError,
+    ConfigurationError,
+    MalformedMessageError,
+    NotRunningError,
+    RequestError,
+)
 from kvcache.request import Request
 from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
 
@@ -45,6 +52,19 @@ def test_a_request_is_computed_decoded_finished_and_hit_again(make_config: MakeC
         assert again.num_hit_tokens.tolist() == [32]
         assert client.failures == ()
         assert client.bytes_checked > 0
+
+
+def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
+    make_config: MakeConfig,
+) -> None:
+    wrong: tuple[Any, ...] = (3,)
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        before = client.step(EMPTY).step
+        with pytest.raises(MalformedMessageError, match=r"StepRequest\.finished is not text"):
+            client.step(StepRequest("", 0, 0, finished=wrong))
+        after = client.step(StepRequest("", 0, 0, new=(prompt("a", 40),)))
+        client.wait_finished(after.step)
+        assert (after.step, client.num_resent) == (before + 1, 0)
 
 
 def test_a_draft_head_gets_the_last_block_of_a_hit_computed_again(make_config: MakeConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import threading
 import time
@@ -206,6 +207,9 @@ class Trickle:
     def settimeout(self, timeout_s: float | None) -> None:
         pass
 
+    def fileno(self) -> int:
+        return 0
+
     def send(self, data: Any, flags: int) -> int:
         self.taken.append(data)
         if len(self.taken) % 2 == 0:
@@ -290,3 +294,16 @@ def test_a_stalled_reader_does_not_make_the_server_turn_in_vain(
         num_turns += 1
     assert num_turns < 20
     assert hear(server, other)[0].payload == b"hello"
+
+
+def test_signals_do_not_put_off_the_end_of_a_wait(cleanup: ExitStack, server: NodeServer) -> None:
+    peer = make_peer(cleanup, server.bind(unix_address(), False))
+    hear(server, peer)
+    give_up = threading.Timer(2.0, server.send, ([ClientAddress("friend")], b"too late"))
+    cleanup.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, lambda *_: None))
+    cleanup.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    give_up.start()
+    arrived = peer.receive(0.05)
+    give_up.cancel()
+    assert arrived == []

@@ -199,3 +199,24 @@ def test_books_add_up_when_steps_that_computed_doubles_fail(name: str, seed: int
         core.free(one)
     core.check()
     assert core.num_free_blocks() == 59
+
+
+def test_of_requests_with_one_content_the_last_one_keeps_each_block_once() -> None:
+    core = make_core(200)
+    together = [request(name, 1, 2) for name in "abcdef"]
+    for step in range(1, 9):
+        in_step(core, step, *together)
+        core.complete_steps("engine", step)
+        core.check()
+        for one in together:
+            one.append_output_token_ids([step] * 4)
+    free = []
+    while len(together) > 1:
+        core.free(together.pop(0))
+        core.check()
+        free.append(core.num_free_blocks())
+    # The tree's nine blocks, and nine of each request; the last one's are the tree's.
+    assert free == [199 - 9 * 6, 199 - 9 * 5, 199 - 9 * 4, 199 - 9 * 3, 199 - 9]
+    core.free(together[0])
+    core.check()
+    assert core.num_free_blocks() == 199

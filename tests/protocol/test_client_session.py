@@ -6,7 +6,13 @@ import pytest
 
 from kvcache.client_session import ClientSession, SessionSettings, SessionState
 from kvcache.clock import VirtualClock
-from kvcache.errors import BacklogFullError, DeadlineError, RequestError, StaleEpochError
+from kvcache.errors import (
+    BacklogFullError,
+    DeadlineError,
+    MalformedMessageError,
+    RequestError,
+    StaleEpochError,
+)
 from kvcache.messages import (
     Acknowledge,
     Attach,
@@ -96,6 +102,24 @@ def test_the_window_limits_unanswered_steps() -> None:
         bench.submit()
     bench.answer(1)
     assert bench.submit() == 5
+
+
+def test_a_step_that_cannot_be_sent_is_taken_back_and_its_number_given_again() -> None:
+    bench = Bench()
+    first, second = bench.submit(), bench.submit()
+    message = (
+        "step 1 taken back, the next one is 3: only the last one can be, before it is answered"
+    )
+    with pytest.raises(MalformedMessageError, match=message):
+        bench.session.take_back(first)
+    bench.session.take_back(second)
+    with pytest.raises(MalformedMessageError):
+        bench.session.take_back(second)
+    bench.clock.advance(SETTINGS.resend_s)
+    assert [m.step for m in bench.session.on_tick() if isinstance(m, StepRequest)] == [first]
+    with pytest.raises(RequestError, match="step 2 of c was not submitted"):
+        bench.session.result(second)
+    assert bench.submit() == second
 
 
 def test_unanswered_steps_are_repeated_by_the_clock_and_on_request() -> None:

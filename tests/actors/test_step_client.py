@@ -1,0 +1,90 @@
+"""Threads of one client and its one socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from actors.client import KVCacheClient
+from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
+from kvcache.config import ClusterConfig
+from kvcache.errors import DeadlineError
+from kvcache.messages import Attach, Attached
+from kvcache.step import StepRequest
+from kvcache.wire import decode, encode
+
+MakeConfig = Callable[..., ClusterConfig]
+
+LONG_S = 0.5
+"""Many times the interval in which a client wants to say something."""
+
+
+class Listener:
+    """A `PeerTransport` that answers nothing but `Attach`, and notices who else uses it."""
+
+    def __init__(self) -> None:
+        self.is_disturbed = threading.Event()
+        self.is_reading = threading.Event()
+        self._answers: list[bytes] = []
+
+    def send(self, payload: bytes) -> None:
+        if self.is_reading.is_set():
+            self.is_disturbed.set()
+        message = decode(payload)
+        if isinstance(message, Attach):
+            self._answers.append(encode(Attached(message.client_id, 1, 0, "plan", 1, True, "n")))
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        answers, self._answers = self._answers, []
+        if not answers and timeout_s > 0:
+            self.is_reading.set()
+            self.is_disturbed.wait(LONG_S)
+            self.is_reading.clear()
+        return answers
+
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        return self.receive(timeout_s)
+
+    def fileno(self) -> int:
+        return 0
+
+    def wake(self) -> None:
+        pass
+
+    def statistics(self) -> TransportStatistics:
+        return TransportStatistics()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        pass
+
+
+class Dialer:
+    """Leads to a `Listener`."""
+
+    needs_keeping_alive = True
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self.listener = Listener()
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint("nowhere")
+
+    def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
+        return self.listener
+
+    def lost_workers(self) -> str:
+        return ""
+
+
+def test_who_keeps_an_idle_client_alive_leaves_the_socket_to_who_reads_it(
+    make_config: MakeConfig,
+) -> None:
+    dialer = Dialer(make_config(transport={"resend_s": 0.02, "heartbeat_s": 0.04}))
+    with KVCacheClient(dialer) as client:
+        number = client.submit(StepRequest())
+        with pytest.raises(DeadlineError):
+            client.wait_result(number, timeout_s=LONG_S)
+        assert not dialer.listener.is_disturbed.is_set()

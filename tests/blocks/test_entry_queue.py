@@ -1,0 +1,42 @@
+"""The queue under free lists and orders, against a plain list."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcache.policies import entry_queue
+from kvcache.policies.entry_queue import EntryQueue
+
+
+@pytest.mark.parametrize("last_stamp", [3, 40, 2**31 - 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_queue_does_what_a_list_does_also_when_its_stamps_begin_anew(
+    seed: int, last_stamp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"seed {seed}")
+    monkeypatch.setattr(entry_queue, "_LAST_STAMP", last_stamp)
+    rng = random.Random(seed)
+    queue, model = EntryQueue(40), []
+    for _ in range(400):
+        outside = [entry for entry in range(40) if entry not in model]
+        some = rng.sample(outside, rng.randint(0, min(6, len(outside))))
+        match rng.randrange(4):
+            case 0:
+                queue.append_many(some)
+                model += some
+            case 1:
+                queue.prepend_many(some)
+                model[:0] = some
+            case 2:
+                count = rng.randint(0, 5)
+                assert queue.pop_many(count).tolist() == model[:count]
+                del model[:count]
+            case _:
+                gone = rng.sample(model, rng.randint(0, len(model)))
+                queue.remove_many(gone)
+                model = [entry for entry in model if entry not in gone]
+        queue.check()
+        assert queue.to_list() == model
+        assert len(queue) == len(model)
