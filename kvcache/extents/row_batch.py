@@ -2,8 +2,8 @@
 
 Inside the core, for `reserve_rows`. Rows for which nothing is to be done are told from the others
 by comparing whole columns, and never looked at one by one; a row that fills a unit, as one in
-`unit_tokens` does, costs its digest and little else. Refuses to choose: where room is short, rows
-are served singly, in their order.
+`unit_tokens` does, costs its digest and little else. Refuses to choose: where room is short, the
+first ones that fit get theirs. Rows that keep states or share blocks are served singly.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvcache.core import NewestState, Reservation, RowBatch, RowsReserved, Table
 from kvcache.errors import RequestError
 from kvcache.extents.leaf_growth import LeafGrower
 from kvcache.extents.parts import CoreParts
+from kvcache.extents.pins import BoolArray
 from kvcache.extents.reserver import Reserver
 from kvcache.ids import NULL_BLOCK_ID
 
@@ -34,6 +35,16 @@ class _Busy:
     computed: Int32Array
     slot_tokens: Int32Array
     cached: Int32Array
+
+    def select(self, is_chosen: BoolArray) -> _Busy:
+        """Return some of the rows."""
+        return _Busy(
+            self.places[is_chosen],
+            self.rows[is_chosen],
+            self.computed[is_chosen],
+            self.slot_tokens[is_chosen],
+            self.cached[is_chosen],
+        )
 
 
 class RowServer:
@@ -80,10 +91,14 @@ class RowServer:
             self._free_skipped_singly(batch, busy)
         else:
             self._free_skipped(busy)
-        missing = self._missing(busy)
-        if not self._can_serve_together(batch, busy, missing):
+        if not self._can_serve_together(busy):
             is_reserved[busy.places], patch = self._serve_singly(batch, busy)
             return RowsReserved(is_reserved, patch)
+        missing = self._missing(busy)
+        if int(missing.sum()) > self._store.num_free:
+            has_room = self._find_room(missing)
+            is_reserved[busy.places[~has_room]] = 0
+            busy, missing = busy.select(has_room), missing[:, has_room]
         patch = self._take_blocks(batch, busy, missing)
         self._publish(batch, busy)
         return RowsReserved(is_reserved, patch)
@@ -209,13 +224,20 @@ class RowServer:
             missing[group] = 0
         return missing
 
-    def _can_serve_together(self, batch: RowBatch, busy: _Busy, missing: Int64Array) -> bool:
-        """Say whether there is room for all, and no row begins behind its slots or shares."""
-        if self._lists.states or int(missing.sum()) > self._store.num_free:
+    def _can_serve_together(self, busy: _Busy) -> bool:
+        """Say whether no row keeps states, shares blocks or begins behind its slots."""
+        if self._lists.states or self._forks.any_sharing(busy.rows):
             return False
-        if (busy.computed > self._tables.capacity_tokens.take(busy.rows)).any():
-            return False
-        return not self._forks.any_sharing(busy.rows)
+        return not (busy.computed > self._tables.capacity_tokens.take(busy.rows)).any()
+
+    def _find_room(self, missing: Int64Array) -> BoolArray:
+        """Say which rows get their blocks where not all can: in order, all they lack or none."""
+        num_free = self._store.num_free
+        has_room = []
+        for needed in missing.sum(axis=0).tolist():
+            has_room.append(needed <= num_free)
+            num_free -= needed if needed <= num_free else 0
+        return np.array(has_room, dtype=np.bool_)
 
     def _take_blocks(self, batch: RowBatch, busy: _Busy, missing: Int64Array) -> BlockTablePatch:
         """Extend all tables; row by row, group by group, as `missing` says."""

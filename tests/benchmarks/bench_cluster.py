@@ -67,7 +67,7 @@ def make_config(core: str, num_workers: int) -> ClusterConfig:
                 "max_model_len": 2048,
                 "layers": [{"kind": "full", "count": 4, "num_kv_heads": 8, "head_size": 8}],
             },
-            "cache": {"memory_per_rank": "32MiB", "core": core},
+            "cache": {"memory_per_rank": "128MiB", "core": core},
             "scheduler": {"max_num_seqs": NUM_DECODES},
             "parallel": {"tensor_parallel_size": num_workers},
             "workers": {"num_cpus_per_rank": 0.1},
