@@ -88,6 +88,8 @@ class Configuration:
         left_out: set[Operation] = set()
         if self.keeps_states and family in (Family.EXACT_PRESSURE, Family.DUPLICATES):
             left_out.add(Operation.FAILURES)
+        if family is Family.DUPLICATES:  # of a content in two blocks the tree knows one
+            left_out.add(Operation.EVICTIONS)
         is_mixed = len(self.specs) > 1 and any(spec.reads_whole_prefix for spec in self.specs)
         if is_mixed and family is not Family.DUPLICATES_PRESSURE:
             left_out.add(Operation.EVICTIONS)

@@ -15,7 +15,7 @@ SHORT = {
 }
 """Seeds and operations of each family in every run."""
 
-LONG_SEEDS, LONG_OPERATIONS = 40, 250
+LONG_SEEDS, LONG_OPERATIONS = 4, 150
 
 EVERY_WALK = [(c, family) for c in CONFIGURATIONS for family in c.families]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
