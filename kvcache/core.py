@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, Int32Array
-from kvcache.commands import BlockTablePatch, Command
+from kvcache.arrays import IndexArray, Int32Array, int32_array
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.request import Namespace, Request
@@ -262,6 +263,37 @@ class RowBatch:
     num_cached_tokens: Int32Array
     tokens: RowTokens
     states: RowStates | None = None
+
+    def require_columns(self) -> None:
+        """Raise RequestError if a column has not one entry per request."""
+        columns = [
+            self.slots,
+            self.num_computed_tokens,
+            self.num_slot_tokens,
+            self.num_cached_tokens,
+        ]
+        if (states := self.states) is not None:
+            columns.append(states.num_own_tokens)
+            columns += (states.num_last_own_tokens, states.num_accepted_drafts)
+        lengths = [len(column) for column in columns]
+        if any(length != len(self.requests) for length in lengths):
+            raise RequestError(
+                f"a batch of {len(self.requests)} rows has columns of {lengths} entries: give one "
+                "per row"
+            )
+
+
+def patch_of(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
+    """Return the changes of rows (slot, change) as one command."""
+    if not changes:
+        return EMPTY_PATCH
+    return BlockTablePatch(
+        slots=int32_array([slot for slot, _ in changes]),
+        groups=int32_array([change.group for _, change in changes]),
+        first_indices=int32_array([change.first_index for _, change in changes]),
+        counts=int32_array([len(change.block_ids) for _, change in changes]),
+        block_ids=np.concatenate([change.block_ids for _, change in changes]),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,7 +77,7 @@ class Announcer:
         self.published_groups = frozenset() if type(sink) is NullEventSink else published_groups
         self.offload = offload
         self.copies = PendingCopies()
-        self._shape = shape
+        self.shape = shape
         self._sink = sink
         self._medium = medium
         self._none_hash = none_hash
@@ -111,7 +111,7 @@ class Announcer:
                 if stretch.group.index in self.published_groups:
                     self._emit_stored(stretch)
         if self.offload is not None:
-            for group in self._shape.groups:
+            for group in self.shape.groups:
                 ids = block_ids[group.index][is_new[group.index]]
                 if len(ids):
                     self.offload.on_sealed(group.index, int32_array(ids))
@@ -131,7 +131,7 @@ class Announcer:
     def removed(self, group: int, digests: bytes) -> None:
         """These sealed contents of a group are in no block any more."""
         if digests and group in self.published_groups:
-            packed = PackedDigests(digests, self._shape.digest_bytes)
+            packed = PackedDigests(digests, self.shape.digest_bytes)
             self._sink.emit(BlocksRemoved(group, self._medium, packed))
 
     def cleared(self) -> None:
@@ -173,7 +173,7 @@ class Announcer:
         start = 0
         for segment in published.segments:
             end = start + segment.num_units
-            for group in self._shape.groups:
+            for group in self.shape.groups:
                 new = is_new[group.index, start:end]
                 units = np.flatnonzero(new)
                 if len(units):
@@ -186,7 +186,7 @@ class Announcer:
         self, group: GroupShape, segment: Segment, block_ids: Int32Array, first: int
     ) -> _Stretch:
         """Return what is told of blocks whose first one ends with unit `first` of the segment."""
-        size, unit_bytes, length = self._shape.digest_bytes, self._shape.unit_bytes, group.num_units
+        size, unit_bytes, length = self.shape.digest_bytes, self.shape.unit_bytes, group.num_units
         lead = segment.first_unit - segment.base_unit
         last = lead + first  # the unit, counted from the base, with which the first block ends
         count = len(block_ids)
@@ -196,7 +196,7 @@ class Announcer:
         before = segment.parent if begin == 0 else digests[begin - 1].tobytes()
         keys: tuple[ExtraKeys | None, ...] = ()
         if segment.extra_keys is not None:
-            start = (segment.base_unit + begin) * self._shape.unit_tokens
+            start = (segment.base_unit + begin) * self.shape.unit_tokens
             keys = tuple(
                 segment.extra_keys(at, at + group.block_size)
                 for at in range(start, start + count * group.block_size, group.block_size)
@@ -212,7 +212,7 @@ class Announcer:
         )
 
     def _emit_stored(self, stretch: _Stretch) -> None:
-        size = self._shape.digest_bytes
+        size = self.shape.digest_bytes
         parent = BlockHash(stretch.parents[:size])
         self._sink.emit(
             BlocksStored(

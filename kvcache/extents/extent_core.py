@@ -34,32 +34,25 @@ from kvcache.extents.audit import check_core, dump_core
 from kvcache.extents.block_store import SEALED, BlockStore
 from kvcache.extents.digest_look_up import find_block
 from kvcache.extents.duplicates import DuplicateMerger
-from kvcache.extents.evictor import Evictor
 from kvcache.extents.figures import block_bytes_of, shared_prefix_blocks, statistics_of
 from kvcache.extents.forks import RowForks
 from kvcache.extents.hits import HitFinder
 from kvcache.extents.leaf_growth import LeafGrower
-from kvcache.extents.list_tables import ListTables
 from kvcache.extents.look_up import LookUp
-from kvcache.extents.match_tokens import MatchTokens
-from kvcache.extents.parts import CoreParts
+from kvcache.extents.parts import PoolHabits, make_parts
 from kvcache.extents.pins import PinnedRuns
-from kvcache.extents.published import StepLedger
 from kvcache.extents.publisher import Publisher
 from kvcache.extents.rebuild import TreeRebuilder
 from kvcache.extents.reserver import Reserver
 from kvcache.extents.row_batch import RowServer
-from kvcache.extents.rows import RowTables
 from kvcache.extents.settlement import Settlement
 from kvcache.extents.shape import TreeShape
 from kvcache.extents.sweeper import Sweeper
-from kvcache.extents.tree import RunTree
 from kvcache.extents.withdrawal import Withdrawal
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.managers.coordinators import can_cache_prefixes, require_eagle_support
-from kvcache.policies import make_eviction_policy
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig
 
@@ -109,9 +102,7 @@ class ExtentCore:
         self.can_hit = enable_caching and can_cache_prefixes(specs)
         every = frozenset(group.index for group in shape.groups)
         ordered = frozenset(group.index for group in shape.ordered)
-        self.shape = shape
-        self.store = BlockStore(num_blocks, has_single=bool(shape.others))
-        self.announcer = Announcer(
+        announcer = Announcer(
             shape,
             events or NullEventSink(),
             medium,
@@ -121,28 +112,16 @@ class ExtentCore:
             offload=None if type(offload) is NullOffloadHooks else offload,
             slots={} if slots is None else slots,
         )
-        self.evictor = Evictor(shape, self.store, self.announcer)
-        self.tree = RunTree(shape, self.store, none_hash, self.evictor.bury)
-        self.evictor.use(
-            self.tree,
-            lambda capacity: make_eviction_policy(policy_name, capacity, self.evictor),
-            zeroes=zero_new_blocks,
-        )
-        self.tables = RowTables(shape)
-        self.ledger = StepLedger()
-        self.parts = parts = CoreParts(
-            shape,
-            self.store,
-            self.tree,
-            self.tables,
-            self.ledger,
-            ListTables(shape, self.store, self.evictor),
-            self.evictor,
-            self.announcer,
-            MatchTokens(shape.unit_tokens),
+        self.parts = parts = make_parts(
+            BlockStore(num_blocks, has_single=bool(shape.others)),
+            announcer,
             hash_fn,
             none_hash,
+            PoolHabits(policy_name, zeroes=zero_new_blocks),
         )
+        self.shape, self.store, self.tree = shape, parts.store, parts.tree
+        self.tables, self.ledger = parts.tables, parts.ledger
+        self.evictor, self.announcer = parts.evictor, announcer
         self.look_ups = LookUp(parts, HitFinder(shape, use_eagle=use_eagle))
         self.pins = PinnedRuns(shape, self.store, self.tree)
         self.duplicates = DuplicateMerger(parts, self.pins, is_wanted=merge_duplicates)

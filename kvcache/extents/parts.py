@@ -20,6 +20,15 @@ from kvcache.extents.shape import TreeShape
 from kvcache.extents.tree import RunTree
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
+from kvcache.policies import make_eviction_policy
+
+
+@dataclass(frozen=True)
+class PoolHabits:
+    """How blocks are handed out: which policy evicts, and whether they are cleared first."""
+
+    policy_name: str
+    zeroes: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,3 +52,38 @@ class CoreParts:
         if group in self.lists.by_group:
             return self.lists.table(group, row.request.request_id)
         return self.tables.columns(group, row.index)
+
+
+def make_parts(
+    store: BlockStore,
+    announcer: Announcer,
+    hash_fn: HashFn,
+    none_hash: BlockHash,
+    habits: PoolHabits,
+) -> CoreParts:
+    """Return the parts of a new core over empty blocks.
+
+    Raises:
+        ConfigurationError: an unknown policy.
+    """
+    shape = announcer.shape
+    evictor = Evictor(shape, store, announcer)
+    tree = RunTree(shape, store, none_hash, evictor.bury)
+    evictor.use(
+        tree,
+        lambda capacity: make_eviction_policy(habits.policy_name, capacity, evictor),
+        zeroes=habits.zeroes,
+    )
+    return CoreParts(
+        shape,
+        store,
+        tree,
+        RowTables(shape),
+        StepLedger(),
+        ListTables(shape, store, evictor),
+        evictor,
+        announcer,
+        MatchTokens(shape.unit_tokens),
+        hash_fn,
+        none_hash,
+    )

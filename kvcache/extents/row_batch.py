@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.core import NewestState, Reservation, RowBatch, RowsReserved, TableChange
+from kvcache.core import NewestState, Reservation, RowBatch, RowsReserved, TableChange, patch_of
 from kvcache.errors import RequestError
 from kvcache.extents.leaf_growth import LeafGrower
 from kvcache.extents.parts import CoreParts
@@ -78,7 +78,7 @@ class RowServer:
             RequestError: a row cannot mean what it asks for; nothing was changed.
         """
         count = len(batch.slots)
-        _require_columns(batch, count)
+        batch.require_columns()
         is_reserved = np.ones(count, dtype=np.int32)
         if not count or not self._shape.groups:
             return RowsReserved(is_reserved, EMPTY_PATCH)
@@ -329,7 +329,7 @@ class RowServer:
             changed = self._reserver.reserve(batch.requests[place], reservation, None)
             is_reserved.append(changed is not None)
             changes += [(int(batch.slots[place]), change) for change in changed or ()]
-        return int32_array(is_reserved), _patch(changes)
+        return int32_array(is_reserved), patch_of(changes)
 
 
 def _state(batch: RowBatch, place: int) -> tuple[int | None, NewestState | None]:
@@ -339,33 +339,4 @@ def _state(batch: RowBatch, place: int) -> tuple[int | None, NewestState | None]
         return None, None
     return int(states.num_own_tokens[place]), NewestState(
         int(states.num_last_own_tokens[place]), int(states.num_accepted_drafts[place])
-    )
-
-
-def _require_columns(batch: RowBatch, count: int) -> None:
-    columns = [
-        batch.requests,
-        batch.num_computed_tokens,
-        batch.num_slot_tokens,
-        batch.num_cached_tokens,
-    ]
-    if (states := batch.states) is not None:
-        columns += [states.num_own_tokens, states.num_last_own_tokens, states.num_accepted_drafts]
-    lengths = [len(column) for column in columns]
-    if any(length != count for length in lengths):
-        raise RequestError(
-            f"a batch of {count} rows has columns of {lengths} entries: give one per row"
-        )
-
-
-def _patch(changes: list[tuple[int, TableChange]]) -> BlockTablePatch:
-    """Return the changes of rows (slot, change) as one command."""
-    if not changes:
-        return EMPTY_PATCH
-    return BlockTablePatch(
-        slots=int32_array([slot for slot, _ in changes]),
-        groups=int32_array([change.group for _, change in changes]),
-        first_indices=int32_array([change.first_index for _, change in changes]),
-        counts=int32_array([len(change.block_ids) for _, change in changes]),
-        block_ids=np.concatenate([change.block_ids for _, change in changes]),
     )

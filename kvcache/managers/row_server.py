@@ -30,6 +30,7 @@ from kvcache.core import (
     RowStates,
     RowTokens,
     TableChange,
+    patch_of,
 )
 from kvcache.errors import RequestError
 from kvcache.managers.block_tables import NEVER
@@ -87,7 +88,7 @@ class RowServer:
         Raises:
             RequestError: a row cannot mean what it asks for; nothing was changed.
         """
-        _require_columns(rows)
+        rows.require_columns()
         is_reserved = np.ones(len(rows.requests), dtype=np.int32)
         if not self._coordinator.managers:
             return RowsReserved(is_reserved, EMPTY_PATCH)
@@ -240,25 +241,7 @@ class RowServer:
             changed = self._reserve_one(request, reservation)
             is_reserved.append(changed is not None)
             changes += [(slot, change) for change in changed or ()]
-        return int32_array(is_reserved), _patch(changes)
-
-
-def _require_columns(rows: RowBatch) -> None:
-    columns = [
-        rows.slots,
-        rows.num_computed_tokens,
-        rows.num_slot_tokens,
-        rows.num_cached_tokens,
-    ]
-    if (states := rows.states) is not None:
-        columns.append(states.num_own_tokens)
-        columns += (states.num_last_own_tokens, states.num_accepted_drafts)
-    lengths = [len(column) for column in columns]
-    if any(length != len(rows.requests) for length in lengths):
-        raise RequestError(
-            f"a batch of {len(rows.requests)} rows has columns of {lengths} entries: give one per "
-            "row"
-        )
+        return int32_array(is_reserved), patch_of(changes)
 
 
 def _select(rows: RowBatch, indices: IndexArray) -> RowBatch:
@@ -299,17 +282,4 @@ def _joined(one: BlockTablePatch, other: BlockTablePatch) -> BlockTablePatch:
         first_indices=np.concatenate((one.first_indices, other.first_indices)),
         counts=np.concatenate((one.counts, other.counts)),
         block_ids=np.concatenate((one.block_ids, other.block_ids)),
-    )
-
-
-def _patch(changes: list[tuple[int, TableChange]]) -> BlockTablePatch:
-    """Return the changes of rows (slot, change) as one command."""
-    if not changes:
-        return EMPTY_PATCH
-    return BlockTablePatch(
-        slots=int32_array([slot for slot, _ in changes]),
-        groups=int32_array([change.group for _, change in changes]),
-        first_indices=int32_array([change.first_index for _, change in changes]),
-        counts=int32_array([len(change.block_ids) for _, change in changes]),
-        block_ids=np.concatenate([change.block_ids for _, change in changes]),
     )
