@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.errors import BlockError
+from kvcache.errors import BlockError, ConfigurationError
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.policies import EvictionPolicy
@@ -54,7 +54,14 @@ class BlockStore:
 
         `has_single`: there are groups whose blocks with content can go one by one; `is_single`
         marks these blocks.
+
+        Raises:
+            ConfigurationError: no block at all.
         """
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
+            )
         self.num_blocks = num_blocks
         num_single = num_blocks if has_single else 0
         self.is_single: npt.NDArray[np.bool_] = np.zeros(num_single, dtype=np.bool_)

@@ -28,7 +28,7 @@ from kvcache.core import (
     RowsReserved,
     TableChange,
 )
-from kvcache.errors import ConfigurationError, RequestError
+from kvcache.errors import RequestError
 from kvcache.extents.announcer import Announcer
 from kvcache.extents.audit import check_core, dump_core
 from kvcache.extents.block_store import SEALED, BlockStore
@@ -89,31 +89,24 @@ class ExtentCore:
         Raises:
             ConfigurationError: no block at all, an unknown policy, a kind that nobody serves.
         """
-        num_blocks = kv_cache_config.num_blocks
-        if num_blocks < 1:
-            raise ConfigurationError(
-                f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
-            )
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         if use_eagle:
             require_eagle_support(specs)
         shape = TreeShape.of(kv_cache_config, hash_fn.digest_bytes)
         self.hash_block_size = shape.unit_tokens
         self.can_hit = enable_caching and can_cache_prefixes(specs)
-        every = frozenset(group.index for group in shape.groups)
-        ordered = frozenset(group.index for group in shape.ordered)
         announcer = Announcer(
             shape,
             events or NullEventSink(),
             medium,
-            published_groups=ordered if ordered and not publish_all_groups else every,
+            published_groups=shape.told_groups(tells_all=publish_all_groups),
             has_workers=has_workers,
             none_hash=none_hash,
             offload=None if type(offload) is NullOffloadHooks else offload,
             slots={} if slots is None else slots,
         )
         self.parts = parts = make_parts(
-            BlockStore(num_blocks, has_single=bool(shape.others)),
+            BlockStore(kv_cache_config.num_blocks, has_single=bool(shape.others)),
             announcer,
             hash_fn,
             none_hash,

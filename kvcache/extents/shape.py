@@ -74,6 +74,11 @@ class TreeShape:
         """The groups whose blocks can go one by one."""
         return tuple(group for group in self.groups if not group.is_ordered)
 
+    def told_groups(self, *, tells_all: bool) -> frozenset[int]:
+        """Return the groups whose contents listeners hear of: the ordered ones, where there are."""
+        told = self.groups if tells_all or not self.ordered else self.ordered
+        return frozenset(group.index for group in told)
+
     @cached_property
     def in_rows(self) -> tuple[GroupShape, ...]:
         """The groups whose tables are rows of arrays: all that keep a request's own tokens."""
