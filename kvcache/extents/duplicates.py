@@ -78,6 +78,7 @@ class DuplicateMerger:
         self._waiting: dict[str, deque[_Note]] = {}
         self._changes: list[tuple[str, TableChange]] = []
         self._left: dict[Row, list[_Note]] = {}
+        self._replaced: list[Published] = []
 
     @property
     def num_waiting(self) -> int:
@@ -99,6 +100,7 @@ class DuplicateMerger:
             self.take_over(row, segment)
             if not self._is_wanted:
                 self._take_place(note)
+                self._tell_replaced()
 
     def take_over(self, row: Row, segment: Segment) -> None:
         """Where the tree's blocks still wait for another client, let the row's own, which are
@@ -114,6 +116,7 @@ class DuplicateMerger:
                 self._merge(waiting.popleft())
             else:
                 self._take_place(waiting.popleft())
+        self._tell_replaced()
         self._forget_if_idle(client_id)
 
     def fail(self, client_id: str, from_step: int) -> None:
@@ -140,6 +143,7 @@ class DuplicateMerger:
                 self._take_place(notes.pop())
             if notes and any(each.doubles.values()):
                 self._left[each] = notes + self._left.get(each, [])
+        self._tell_replaced()
 
     def take_changes(self) -> list[tuple[str, TableChange]]:
         """Return the changes since the last call, by request."""
@@ -170,11 +174,16 @@ class DuplicateMerger:
             run = run.parent
         if self._has_doubles(note):
             self._leave(note)
-        ids = self._store.ids_of(handles)
-        if ids.any():
-            self._announcer.replaced(
-                Published([note.segment], handles, is_content=True), ids, ids != 0
-            )
+        if (handles != NULL_HANDLE).any():
+            self._replaced.append(Published([note.segment], handles, is_content=True))
+
+    def _tell_replaced(self) -> None:
+        """Have the blocks labelled that took the place of others, after those lost their labels."""
+        replaced, self._replaced = self._replaced, []
+        for published in replaced:
+            handles = published.handles
+            is_new = self._store.are_valid(handles) & (handles != NULL_HANDLE)
+            self._announcer.replaced(published, self._store.ids_of(handles), is_new)
 
     def _leave(self, note: _Note) -> None:
         """Let a note wait for rows to leave; those of one row in order of units."""
@@ -215,8 +224,15 @@ class DuplicateMerger:
         columns = columns[self._are_doubles_only(group, note.row, columns)]
         units = (columns + 1) * group.num_units - 1
         ours = self._tables.tables[g][note.row.index, columns]
+        is_of_one = self._is_of_one(ours)
         self._evictor.replace(run, group, units - run.start, ours)
         handles[g, units - note.start] = self._store.handles_of(ours)
+        if is_of_one:
+            self._store.references[ours] -= 1
+            taken = set(columns.tolist())
+            left = [column for column in note.row.doubles[g] if column not in taken]
+            note.row.doubles[g] = left
+            return
         for row in self._tables.by_id.values():
             doubles = row.doubles.get(g)
             if not doubles:
@@ -232,6 +248,8 @@ class DuplicateMerger:
         """Say which of a row's doubles nobody has a reference to but as a double."""
         table = self._tables.tables[group.index]
         ours = table[row.index, columns]
+        if self._is_of_one(ours):
+            return np.ones(len(columns), dtype=np.bool_)
         known = np.zeros(len(columns), dtype=np.int64)
         for other in self._tables.by_id.values():
             doubles = other.doubles.get(group.index)
@@ -239,6 +257,10 @@ class DuplicateMerger:
                 known += np.isin(ours, table[other.index, doubles])
         only: BoolArray = self._store.own_references(ours) == known
         return only
+
+    def _is_of_one(self, doubles: Int32Array) -> bool:
+        """Say whether each of a row's doubles is referred to by that row alone."""
+        return bool((self._store.references[doubles] == 1).all())
 
     def _take_over(self, note: _Note) -> None:
         """Let doubles take the place of blocks that wait for others, whose rows keep theirs."""

@@ -146,10 +146,10 @@ def our_pipeline(client: KVCacheClient, num_steps: int) -> None:
 class Decodes:
     """Steps of `NUM_DECODES` requests that decode a token each. A context manager."""
 
-    def __init__(self, client: KVCacheClient) -> None:
+    def __init__(self, client: KVCacheClient, seed: int) -> None:
         self._client = client
         self._last_step = -1
-        random = np.random.default_rng(1)
+        random = np.random.default_rng(seed)
         self._new = tuple(
             # Staggered lengths: one request in sixteen fills a block in each step.
             NewRequest(f"decode-{i}", random.integers(0, 1000, 16 + i % 16, np.int32), 32)
@@ -238,7 +238,7 @@ def measure(
             say(f"{num_workers} workers, round {number + 1} of {counts.rounds}")
             for row, by_side in taken.items():
                 for core, client in clients.items():
-                    by_side.setdefault(core, []).append(our_sample(row, client, counts))
+                    by_side.setdefault(core, []).append(our_sample(row, client, counts, number))
                 if row != "C1 decodes":
                     by_side.setdefault(PEER, []).append(their_sample(row, peer, counts))
         peer.close()
@@ -248,13 +248,13 @@ def measure(
     ]
 
 
-def our_sample(row: str, client: KVCacheClient, counts: Counts) -> float:
-    """Return microseconds a step of one round on our side."""
+def our_sample(row: str, client: KVCacheClient, counts: Counts, number: int) -> float:
+    """Return microseconds a step of round `number` on our side, whose prompts are its own."""
     if row == "C1":
         return per_step_us(lambda: repeat(our_step, client, counts.ours), counts.ours)
     if row == "C2":
         return per_step_us(lambda: our_pipeline(client, 4 * counts.ours), 4 * counts.ours)
-    with Decodes(client) as decodes:
+    with Decodes(client, number) as decodes:
         return per_step_us(lambda: repeat(Decodes.step, decodes, counts.decodes), counts.decodes)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvcache.commands import Label, Unlabel
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
@@ -106,6 +107,24 @@ def test_of_a_request_that_has_gone_nothing_is_merged() -> None:
     core.complete_steps("engine", 1)
     core.check()
     assert core.take_merges() == []
+
+
+def test_the_doubles_of_many_requests_are_labelled_by_one_command() -> None:
+    core = make_core(40, has_workers=True)
+    for name, number in (("a", 1), ("b", 2), ("c", 3)):
+        compute(core, first := request(name, number))
+        core.free(first)
+    core.take_commands()
+    doubles = [request(name, number) for name, number in (("d", 1), ("e", 2), ("f", 3))]
+    in_step(core, 1, *doubles)
+    core.complete_steps("engine", 1)
+    core.check()
+    unlabel, label = core.take_commands()
+    assert isinstance(unlabel, Unlabel)
+    assert isinstance(label, Label)
+    own = [core.block_ids(one.request_id)[0][0] for one in doubles]
+    assert label.block_ids.tolist() == own
+    assert len(set(unlabel.block_ids.tolist()) - set(own)) == 3
 
 
 def test_a_state_stays_where_its_request_looks_for_it() -> None:
