@@ -3,6 +3,7 @@
     cluster.py      launch, connect, status, stop          client.py, async_client.py  for engines
     coordinator.py  the coordinator actor                  worker.py     the worker actor
     embedding.py    a rank inside an actor of yours        local.py      all of it in one process
+    embedded_cluster.py  the coordinator inside a process of yours
     transport/      sockets, or Ray calls as fallback      health.py     who is dead
 
 Thin: everything that decides is in `kvcache`, which never imports Ray. Names are imported when they
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from actors.cluster import KVCacheCluster
     from actors.connect import connect_peer
     from actors.coordinator import CoordinatorActor
+    from actors.embedded_cluster import EmbeddedCluster
     from actors.embedding import EmbeddedWorker
     from actors.local import LocalCluster
     from actors.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor, WorkerMethods
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncKVCacheClient": "actors.async_client",
     "CoordinatorActor": "actors.coordinator",
+    "EmbeddedCluster": "actors.embedded_cluster",
     "EmbeddedWorker": "actors.embedding",
     "KVCacheClient": "actors.client",
     "KVCacheCluster": "actors.cluster",
@@ -41,6 +44,7 @@ __all__ = [
     "WORKER_CONCURRENCY_GROUPS",
     "AsyncKVCacheClient",
     "CoordinatorActor",
+    "EmbeddedCluster",
     "EmbeddedWorker",
     "KVCacheClient",
     "KVCacheCluster",

@@ -7,14 +7,17 @@ side; embedding.py does the same for workers.
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.manager import KVCacheManager
 from kvcache.managers.coordinators import require_eagle_support
-from kvcache.planner import Plan
+from kvcache.planner import Plan, rank_layout_fingerprint
+from kvcache.recorder import FileStepRecorder, ManagerRecipe, RecorderLimits, RecordingOrigin
+from kvcache.recorder.segments import SegmentLimits
 from kvcache.state_store import StateStore
 
 
@@ -30,6 +33,11 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
         heartbeat_s=config.transport.heartbeat_s,
         worker_silence_s=config.deadlines.worker_silence_s,
         client_silence_s=config.deadlines.client_silence_s,
+        reattach_s=config.deadlines.reattach_s,
+        audit=AuditSettings(config.audit.mode, config.audit.interval_s),
+        layout_fingerprints=tuple(
+            rank_layout_fingerprint(config, plan, rank) for rank in range(config.parallel.num_ranks)
+        ),
     )
 
 
@@ -37,8 +45,13 @@ def make_manager(
     config: ClusterConfig, plan: Plan, clock: Clock, model_epoch: int = 0
 ) -> KVCacheManager:
     """Return an empty manager for the whole model."""
+    return manager_recipe(config, plan).make(clock, model_epoch)
+
+
+def manager_recipe(config: ClusterConfig, plan: Plan) -> ManagerRecipe:
+    """Return what every manager of the cluster is made from."""
     cache = config.cache
-    return KVCacheManager(
+    return ManagerRecipe(
         plan.model_config,
         plan.max_model_len,
         enable_caching=cache.enable_prefix_caching and plan.can_prefix_cache,
@@ -51,12 +64,28 @@ def make_manager(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_pin_share=cache.max_pin_share,
         hash_seed=cache.hash_seed,
-        clock=clock,
-        has_workers=True,
-        model_epoch=model_epoch,
         merge_duplicates=cache.merge_duplicates,
         use_eagle=cache.use_eagle,
     )
+
+
+def make_recorder(config: ClusterConfig, plan: Plan, clock: Clock) -> FileStepRecorder | None:
+    """Return the recorder that the configuration asks for, None for none.
+
+    Managers that are recorded are made with its clock.
+    """
+    recorder = config.recorder
+    if recorder.directory is None:
+        return None
+    directory = Path(recorder.directory) / config.name
+    limits = SegmentLimits(directory, recorder.segment_bytes, recorder.max_bytes)
+    origin = RecordingOrigin(
+        recording_id=secrets.token_hex(8),
+        fingerprint=plan.fingerprint,
+        configuration=config.model_dump_json(),
+        recipe=manager_recipe(config, plan),
+    )
+    return FileStepRecorder(RecorderLimits(limits, recorder.flush_s, recorder.sync), origin, clock)
 
 
 def make_coordinator(
@@ -68,11 +97,13 @@ def make_coordinator(
     """
     if config.cache.use_eagle:
         require_eagle_support(g.kv_cache_spec for g in plan.model_config.kv_cache_groups)
-
+    recorder = make_recorder(config, plan, clock)
+    manager_clock = clock if recorder is None else recorder.clock
     return Coordinator(
         coordinator_settings(config, plan),
-        manager_factory=lambda model_epoch: make_manager(config, plan, clock, model_epoch),
+        manager_factory=lambda model_epoch: make_manager(config, plan, manager_clock, model_epoch),
         clock=clock,
         nonce=secrets.token_hex(16),
         state_store=state_store,
+        recorder=recorder,
     )

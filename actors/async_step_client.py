@@ -21,6 +21,7 @@ from kvcache.errors import (
     NotRunningError,
     RequestError,
     StaleEpochError,
+    SupersededError,
 )
 from kvcache.messages import CallResult
 from kvcache.step import StepRequest, StepResult
@@ -179,6 +180,8 @@ class AsyncStepClient(SessionView):
     async def _lost_workers(self) -> str:
         try:
             return await asyncio.to_thread(self._connection.dialer.lost_workers)
+        except SupersededError:
+            raise
         except ClusterError:
             return ""
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
 from actors.assembly import make_coordinator
+from actors.caretaker import Caretaker, CoordinatorLink
 from actors.connect import this_node
 from actors.endpoints import EndpointBook
-from actors.health import DeathWatch
 from actors.loop import ServiceLoop, calm_garbage_collector
-from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
-from actors.reports import ClusterStatus, NodeAddress, RankStatus, WorkerReport
+from actors.names import coordinator_name
+from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from actors.reports import ClusterStatus, LastWorkers, NodeAddress
 from actors.service import CoordinatorService, ServiceStatistics
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
@@ -31,13 +30,15 @@ from actors.transport.curve import CurveKeys
 from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
+from actors.worker_making import WorkerRecipe
+from actors.workforce import Workforce, look_for_workforce
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.coordinator import Phase
+from kvcache.coordinator.phase import Phase
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import StartupError
-from kvcache.planner import Plan
+from kvcache.coordinator.watchdog import PendingWork
+from kvcache.errors import NotRunningError, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +55,22 @@ CALL_TIMEOUT_S = 10.0
 READY_POLL_S = 0.002
 
 
-@dataclass(frozen=True)
-class Workforce:
-    """The workers of a cluster in rank order: actors, and where each of them runs."""
-
-    plan: Plan
-    actors: tuple[Any, ...]
-    reports: tuple[WorkerReport, ...]
-
-
 class CoordinatorActor:
     """One cluster's coordinator. Named, restarted by Ray for ever, its calls never retried."""
 
-    def __init__(self, config: ClusterConfig, keys: CurveKeys) -> None:
-        """Start the loop's thread; after a crash also the one that finds the workers again."""
+    def __init__(self, config: ClusterConfig, keys: CurveKeys, recipe: WorkerRecipe) -> None:
+        """Start the loop's thread; after a crash also the one that finds the workers again.
+
+        `recipe`: how other workers are made for ranks that are lost.
+        """
         self._config = config
+        self._recipe = recipe
         self._node = this_node()
         self._clock = SystemClock()
-        self._workforce: Workforce | None = None
         self._coordinator: Coordinator | None = None
-        self._watch: DeathWatch | None = None
+        self._caretaker: Caretaker | None = None
         self._problem = ""
-        self._deaths: dict[int, str] = {}
+        self._is_hopeless = False
         self._closed = threading.Event()
         self._endpoints: EndpointBook | None = None
         self._transport = transport = self._open_transport(keys)
@@ -90,23 +85,16 @@ class CoordinatorActor:
     # --- start-up
 
     @ray.method(concurrency_group=CONTROL)
-    def begin(
-        self,
-        plan: Plan,
-        workers: Sequence[Any],
-        reports: Sequence[WorkerReport],
-        timeout_s: float,
-    ) -> Endpoint:
-        """Take over `workers`, given in rank order, and return when all of them obey.
+    def begin(self, workforce: Workforce, timeout_s: float) -> Endpoint:
+        """Take over the workers and return when all of them obey.
 
         Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
         that cannot be used.
         """
-        self._begin(Workforce(plan, tuple(workers), tuple(reports)))
+        caretaker = self._begin(workforce, {})
         give_up_s = self._clock.now() + timeout_s
         while not self._is_running():
-            if self._deaths:
-                rank, cause = next(iter(self._deaths.items()))
+            for rank, cause in caretaker.losses.items():
                 raise StartupError(f"rank {rank} died before it was taken over: {cause}")
             if self._clock.now() > give_up_s:
                 raise StartupError(
@@ -114,6 +102,7 @@ class CoordinatorActor:
                     f"{self._describe_missing()}"
                 )
             self._closed.wait(READY_POLL_S)
+        caretaker.take_care()
         calm_garbage_collector()
         return self._endpoint_for(self._node)
 
@@ -145,7 +134,22 @@ class CoordinatorActor:
     @ray.method(concurrency_group=CONTROL)
     def workers(self) -> tuple[Any, ...]:
         """Return the worker actors in rank order; empty before `begin`."""
-        return () if self._workforce is None else self._workforce.actors
+        return self._actors()
+
+    @ray.method(concurrency_group=CONTROL)
+    def pending(self) -> tuple[PendingWork, ...]:
+        """Return everything that is waited for, as of some moment in the last second."""
+        return () if self._caretaker is None else self._caretaker.pending()
+
+    @ray.method(concurrency_group=CONTROL)
+    def replace_worker(self, rank: int, actor: Any) -> None:
+        """Begin to put an engine's own actor in a rank's place, or, with None, to try again.
+
+        Raises NotRunningError before `begin`, RequestError where this cannot be done.
+        """
+        if self._caretaker is None:
+            raise NotRunningError(f"{self._config.name} has not taken its workers over yet: wait")
+        self._caretaker.replace_worker(rank, actor)
 
     # --- fallback transport
 
@@ -165,15 +169,20 @@ class CoordinatorActor:
     # --- the end
 
     @ray.method(concurrency_group=CONTROL)
-    def close(self) -> None:
-        """Let sentinels go and close the sockets. Repeatable."""
+    def close(self) -> LastWorkers:
+        """Replace nobody any more, let sentinels go, close the sockets; return who worked last.
+        Repeatable."""
         self._closed.set()
-        if self._watch is not None:
-            self._watch.stop()
+        caretaker = self._caretaker
+        if caretaker is not None:
+            caretaker.stop()
         if self._loop.stop(CALL_TIMEOUT_S):
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()
+        reports = () if caretaker is None else caretaker.workforce.reports
+        process_ids = tuple(report.process_id for report in reports)
+        return LastWorkers(process_ids, self._actors() if self._recipe.is_foreign else ())
 
     # --- inside
 
@@ -191,42 +200,62 @@ class CoordinatorActor:
             return Endpoint(RAY_SCHEME + coordinator_name(self._config.name))
         return self._call(lambda: book.endpoint_for(node))
 
-    def _worker_of(self, rank: int) -> Any | None:
-        workforce = self._workforce
-        if workforce is None or not 0 <= rank < len(workforce.actors):
-            return None
-        return workforce.actors[rank]
+    def _actors(self) -> tuple[Any, ...]:
+        return () if self._caretaker is None else self._caretaker.workforce.actors
 
-    def _begin(self, workforce: Workforce) -> None:
+    def _worker_of(self, rank: int) -> Any | None:
+        actors = self._actors()
+        return actors[rank] if 0 <= rank < len(actors) else None
+
+    def _begin(self, workforce: Workforce, lost: Mapping[int, str]) -> Caretaker:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
-        self._workforce = workforce
         coordinator = make_coordinator(
             self._config, workforce.plan, self._clock, RayStateStore(self._config.name)
         )
-        incarnations = {rank: r.incarnation for rank, r in enumerate(workforce.reports)}
-        self._coordinator = coordinator
+        incarnations = {
+            rank: report.incarnation
+            for rank, report in enumerate(workforce.reports)
+            if report.incarnation and rank not in lost
+        }
         self._call(lambda: self._service.open(coordinator, coordinator.start(incarnations)))
-        for actor, report in zip(workforce.actors, workforce.reports, strict=True):
-            actor.kvcache_attach.remote(self._endpoint_for(report.node))
-        self._watch = DeathWatch(
-            dict(enumerate(workforce.actors)), coordinator.epoch, self._on_death
+        self._coordinator = coordinator
+        link = CoordinatorLink(coordinator, self._call, self._service.send, self._endpoint_for)
+        caretaker = Caretaker(
+            self._config, self._recipe, workforce, link, clock=self._clock, lost=lost
         )
-
-    def _on_death(self, rank: int, cause: str) -> None:
-        coordinator, workforce = self._coordinator, self._workforce
-        if coordinator is None or workforce is None:
-            return
-        self._deaths[rank] = cause
-        incarnation = workforce.reports[rank].incarnation
-        self._call(lambda: self._service.send(coordinator.on_worker_lost(rank, incarnation, cause)))
+        self._caretaker = caretaker
+        return caretaker
 
     def _recover(self) -> None:
-        """After a restart: ask the workers for the plan they obey, and take over again, cold."""
-        try:
-            self._begin(find_workforce(self._config))
-        except Exception as error:
-            self._problem = f"the restarted coordinator could not take over: {error}"
-            logger.exception("recovery failed")
+        """After a restart: ask the workers for the plan they obey, and take over again.
+
+        Who does not answer is looked for again, as long as nobody says what the plan is.
+        """
+        deadlines, pause_s = self._config.deadlines, FIRST_PAUSE_S
+        give_up_s = self._clock.now() + max(deadlines.startup_s, deadlines.replacement_s)
+        while not self._closed.is_set():
+            try:
+                sighting = look_for_workforce(self._config)
+                if sighting.workforce is not None:
+                    caretaker = self._begin(sighting.workforce, sighting.lost)
+                    self._problem = ""
+                    if self._closed.is_set():
+                        caretaker.stop()
+                    else:
+                        caretaker.take_care()
+                    return
+                causes = "; ".join(f"rank {r}: {why}" for r, why in sorted(sighting.lost.items()))
+                self._problem = f"the restarted coordinator finds no worker: {causes or 'silence'}"
+                self._is_hopeless = sighting.is_hopeless
+            except Exception as error:
+                self._problem = f"the restarted coordinator could not take over: {error}"
+                logger.exception("recovery failed")
+            self._is_hopeless |= self._clock.now() + pause_s > give_up_s
+            if self._is_hopeless:
+                self._problem += ": stop the cluster and launch it again"
+                return
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _describe_missing(self) -> str:
         """Name the ranks that have not obeyed yet."""
@@ -243,14 +272,16 @@ class CoordinatorActor:
         return self._loop.call(action, CALL_TIMEOUT_S)
 
     def _status(self) -> ClusterStatus:
-        figures = self._statistics_of_coordinator()
-        workforce, plan = self._workforce, None
-        if workforce is not None:
-            plan = workforce.plan
-        problem = self._problem or figures.problem
+        figures, caretaker = self._statistics_of_coordinator(), self._caretaker
+        plan = None if caretaker is None else caretaker.workforce.plan
+        ranks = () if caretaker is None else caretaker.describe_ranks()
+        lost = "; ".join(f"rank {r.rank}: {r.describe()}" for r in ranks if r.problem)
+        problem = self._problem or "; ".join(filter(None, (lost, figures.problem)))
         state = "ready" if self._is_running() and not problem else "degraded"
         if self._loop.failure is not None:
             state, problem = "failed", f"the coordinator has ended: {self._loop.failure!r}"
+        elif self._is_hopeless:
+            state = "failed"
         elif self._coordinator is None:
             state = "degraded" if problem else "starting"
         return ClusterStatus(
@@ -265,22 +296,8 @@ class CoordinatorActor:
             transport=self._config.transport.kind,
             coordinator_process_id=os.getpid(),
             coordinator_node=self._node,
-            ranks=() if workforce is None else self._rank_statuses(workforce),
+            ranks=ranks,
             warnings=() if plan is None else plan.warnings,
-        )
-
-    def _rank_statuses(self, workforce: Workforce) -> tuple[RankStatus, ...]:
-        return tuple(
-            RankStatus(
-                rank=rank,
-                place=report.place,
-                node_id=report.node.node_id,
-                host=report.node.host,
-                process_id=report.process_id,
-                gpu_ids=report.gpu_ids,
-                problem=self._deaths.get(rank, ""),
-            )
-            for rank, report in enumerate(workforce.reports)
         )
 
     def _statistics_of_coordinator(self) -> CoordinatorStatistics:
@@ -288,28 +305,6 @@ class CoordinatorActor:
         if coordinator is None or not self._loop.is_running:
             return CoordinatorStatistics()
         return self._call(coordinator.statistics)
-
-
-def find_workforce(config: ClusterConfig) -> Workforce:
-    """Return the cluster's workers as their names and their own words have them.
-
-    Raises StartupError when one of them cannot be found or has no plan.
-    """
-    actors: dict[int, Any] = {}
-    reports: dict[int, WorkerReport] = {}
-    plan: Plan | None = None
-    for place in range(config.parallel.num_ranks):
-        name = worker_name(config.name, place)
-        try:
-            actor = ray.get_actor(name, namespace=RAY_NAMESPACE)
-            rank, plan, report = ray.get(actor.kvcache_assignment.remote(), timeout=CALL_TIMEOUT_S)
-        except (ValueError, RayError) as error:
-            raise StartupError(f"worker {name} does not answer: {error}") from error
-        actors[rank], reports[rank] = actor, report
-    if plan is None or sorted(actors) != list(range(config.parallel.num_ranks)):
-        raise StartupError(f"the workers of {config.name} serve ranks {sorted(actors)}")
-    ranks = sorted(actors)
-    return Workforce(plan, tuple(actors[r] for r in ranks), tuple(reports[r] for r in ranks))
 
 
 def tick_s(config: ClusterConfig) -> float:

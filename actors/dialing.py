@@ -62,7 +62,5 @@ class Dialer:
             raise DeadlineError(
                 f"the coordinator of {self.config.name} cannot be asked how it does: {error}"
             ) from error
-        lost = [
-            f"rank {rank.rank} is lost: {rank.problem}" for rank in status.ranks if rank.problem
-        ]
+        lost = [f"rank {rank.rank} is {rank.describe()}" for rank in status.ranks if rank.problem]
         return "; ".join(lost) or (status.problem if "rank" in status.problem else "")

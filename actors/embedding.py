@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
-from actors.memory import free_memory_bytes
+from actors.memory import free_memory_bytes, plannable_bytes
+from actors.process_start import started_ticks
 from actors.reports import HostStatistics, NodeAddress, WorkerReport
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
 from actors.transport.mailbox import Mailbox
@@ -27,9 +28,8 @@ from kvcache.messages import Message, ToWorker
 from kvcache.planner import (
     Plan,
     RankMemory,
-    layout_fingerprint,
     plan_fingerprint,
-    rank_coordinates,
+    rank_layout_fingerprint,
 )
 from kvcache.specs import KVCacheSpec
 from kvcache.wire import decode, encode
@@ -103,6 +103,7 @@ class EmbeddedWorker:
 
     def report(self, node: NodeAddress, gpu_ids: Sequence[str], num_sharing: int) -> WorkerReport:
         """Say what this rank keeps and how much memory it may use. Changes nothing."""
+        free_bytes = free_memory_bytes(self._config)
         self._report = WorkerReport(
             place=self._place,
             incarnation=self.incarnation,
@@ -110,7 +111,9 @@ class EmbeddedWorker:
             node=node,
             gpu_ids=tuple(gpu_ids),
             specs=self._specs,
-            memory=RankMemory(free_memory_bytes(self._config, num_sharing)),
+            memory=RankMemory(plannable_bytes(self._config, free_bytes, num_sharing)),
+            free_bytes=free_bytes,
+            started_ticks=started_ticks(os.getpid()),
         )
         return self._report
 
@@ -120,23 +123,16 @@ class EmbeddedWorker:
         The fingerprint is computed here, from what arrived. Raises what `KVCacheWorker` raises.
         """
         config = self._config
-        algorithm = config.cache.hash_algorithm
         settings = WorkerSettings(
             rank=rank,
             kv_cache_config=plan.configs[rank],
             fingerprint=plan_fingerprint(plan.configs),
-            layout_fingerprint=layout_fingerprint(
-                plan.configs[rank],
-                model=config.model.name,
-                seed=config.cache.hash_seed,
-                algorithm=algorithm,
-                coordinates=rank_coordinates(config, rank),
-            ),
+            layout_fingerprint=rank_layout_fingerprint(config, plan, rank),
             incarnation=self.incarnation,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=plan.max_model_len,
             device=config.workers.device,
-            digest_bytes=get_hash_fn(algorithm).digest_bytes,
+            digest_bytes=get_hash_fn(config.cache.hash_algorithm).digest_bytes,
             is_content_checking=config.content_check.enabled,
             repeat_interval_s=config.transport.resend_s,
             heartbeat_interval_s=config.transport.heartbeat_s,

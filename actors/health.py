@@ -1,8 +1,9 @@
-"""Who is dead: sentinel calls that end when a worker's process does.
+"""Who is dead, and who hangs: sentinel calls that end with a worker's process, and its silence.
 
-Ray says within milliseconds that a process has died, and nothing about one that hangs: silence is
-the Coordinator's matter, which hears heartbeats. A sentinel is a call that the worker answers only
-when a newer epoch sends its own, or when it closes, so that calls do not pile up over restarts.
+Ray says within milliseconds that a process has died, and nothing about one that hangs. A sentinel
+is a call that the worker answers only when a newer epoch sends its own, or when it closes, so that
+calls do not pile up over epochs and restarts. Silence is what the Coordinator has not heard.
+Refuses to take one for the other: a silent process is not dead before Ray says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,55 +20,105 @@ from ray.exceptions import ActorDiedError, RayError
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5
-"""How often the thread looks whether it is to stop. It sleeps inside Ray meanwhile."""
+"""How often the thread looks whether there is more to watch. It sleeps inside Ray meanwhile."""
 
-OnDeath = Callable[[int, str], None]
-"""Told once of each dead worker: rank and cause. Called from the watching thread."""
+OnDeath = Callable[[int, str, str], None]
+"""Told once of each dead process: rank, incarnation, cause. Called from the watching thread."""
+
+
+@dataclass(frozen=True)
+class _Sentinel:
+    """A call under way, or one that has ended as it should: whom it watches, since which epoch."""
+
+    rank: int
+    incarnation: str
+    epoch: int
 
 
 class DeathWatch:
-    """Watches the worker actors of one epoch from a thread that sleeps inside Ray."""
+    """Watches one worker actor for each rank from a thread that sleeps inside Ray.
 
-    def __init__(self, workers: Mapping[int, Any], epoch: int, on_death: OnDeath) -> None:
-        """Watch `workers`, rank to actor handle, from now on."""
-        self._workers = dict(workers)
+    Every epoch of the coordinator sends sentinels of its own: those of an older one may have been
+    let go by another coordinator that ruled in between.
+    """
+
+    def __init__(self, epoch: Callable[[], int], on_death: OnDeath) -> None:
+        """Watch nobody yet. `epoch` says which one holds now; any thread may call it."""
         self._epoch = epoch
         self._on_death = on_death
+        self._lock = threading.Lock()
+        self._workers: dict[int, tuple[str, Any]] = {}
+        self._sent: dict[int, _Sentinel] = {}
+        self._calls: dict[Any, _Sentinel] = {}
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-sentinels", daemon=True)
         self._thread.start()
+
+    def watch(self, rank: int, incarnation: str, actor: Any) -> None:
+        """Watch the process that serves `rank`, instead of the one before."""
+        with self._lock:
+            self._workers[rank] = (incarnation, actor)
 
     def stop(self) -> None:
         """Watch no longer. Whoever dies afterwards is not reported."""
         self._is_stopping.set()
 
     def _run(self) -> None:
-        calls = {self._call(rank): rank for rank in self._workers}
-        while calls and not self._is_stopping.is_set():
-            ended, _ = ray.wait(list(calls), num_returns=1, timeout=WAIT_S)
+        while not self._is_stopping.is_set():
+            self._send_missing()
+            if not self._calls:
+                self._is_stopping.wait(WAIT_S)
+                continue
+            ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
             for call in ended:
-                rank = calls.pop(call)
+                sentinel = self._calls.pop(call)
                 if self._is_stopping.is_set():
                     return
-                if self._is_still_to_watch(call, rank):
+                if self._is_to_be_sent_again(call, sentinel):
                     # Not more often than this: the node, not the process, may be out of reach.
                     self._is_stopping.wait(WAIT_S)
-                    calls[self._call(rank)] = rank
+                    if self._sent.get(sentinel.rank) == sentinel:
+                        del self._sent[sentinel.rank]
 
-    def _call(self, rank: int) -> Any:
-        return self._workers[rank].kvcache_watch.remote(self._epoch)
+    def _send_missing(self) -> None:
+        """Send the sentinels of processes and of an epoch that have none yet."""
+        epoch = self._epoch()
+        with self._lock:
+            workers = dict(self._workers)
+        for rank, (incarnation, actor) in workers.items():
+            sentinel = _Sentinel(rank, incarnation, epoch)
+            if self._sent.get(rank) != sentinel:
+                self._sent[rank] = sentinel
+                self._calls[actor.kvcache_watch.remote(epoch)] = sentinel
 
-    def _is_still_to_watch(self, call: Any, rank: int) -> bool:
-        """Look at an ended sentinel; report a death; say whether to send another one."""
+    def _is_to_be_sent_again(self, call: Any, sentinel: _Sentinel) -> bool:
+        """Look at an ended sentinel; report a death; say whether another one has to be sent."""
         try:
             ray.get(call)
         except ActorDiedError as error:
-            self._on_death(rank, describe_death(error))
+            self._forget(sentinel)
+            self._tell(sentinel, describe_death(error))
             return False
         except RayError as error:
-            logger.warning("the sentinel of rank %d ended without proof of death: %s", rank, error)
+            logger.warning(
+                "the sentinel of rank %d ended without proof of death: %s", sentinel.rank, error
+            )
             return True
         return False  # superseded by a newer epoch, or the worker was closed
+
+    def _tell(self, sentinel: _Sentinel, cause: str) -> None:
+        """Report a death; whatever goes wrong there, the others are still watched."""
+        try:
+            self._on_death(sentinel.rank, sentinel.incarnation, cause)
+        except Exception:
+            logger.exception("the death of rank %d could not be dealt with", sentinel.rank)
+
+    def _forget(self, sentinel: _Sentinel) -> None:
+        """Send no more sentinels to a process that is dead."""
+        with self._lock:
+            incarnation, _ = self._workers.get(sentinel.rank, ("", None))
+            if incarnation == sentinel.incarnation:
+                del self._workers[sentinel.rank]
 
 
 def describe_death(error: Exception) -> str:
@@ -74,3 +126,31 @@ def describe_death(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
     return (causes or lines or [type(error).__name__])[0][:300]
+
+
+class SilenceWatch:
+    """For how long each process has been silent, as far as somebody was there to hear it.
+
+    A coordinator that stood still itself has heard nobody: of a long pause between two looks only
+    what is usual counts.
+    """
+
+    def __init__(self, look_s: float) -> None:
+        """Expect a look every `look_s`."""
+        self._longest_s = 2 * look_s
+        self._looked_s: float | None = None
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._silent_s: dict[int, float] = {}
+
+    def look(self, heard: Mapping[int, tuple[str, float]], now_s: float) -> dict[int, float]:
+        """Return how long each rank has been silent. `heard`: by rank, which process serves it, and
+        when it was heard last."""
+        looked_s = now_s if self._looked_s is None else self._looked_s
+        passed_s = min(now_s - looked_s, self._longest_s)
+        self._looked_s = now_s
+        self._silent_s = {
+            rank: self._silent_s.get(rank, 0.0) + passed_s if self._heard.get(rank) == sign else 0.0
+            for rank, sign in heard.items()
+        }
+        self._heard = dict(heard)
+        return dict(self._silent_s)

@@ -13,19 +13,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
-from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
+from actors.embedded_record import refuse_if_embedded
+from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
 from actors.transport.curve import generate_curve_keys
+from actors.worker_making import WorkerRecipe, make_worker
+from actors.workforce import Workforce
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
     AlreadyRunningError,
@@ -71,6 +72,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         self.parts = ClusterParts(self.config.name, self.config.deadlines.shutdown_s)
+        self._recipe = WorkerRecipe.of(
+            self.options.worker_class, is_foreign=bool(self.options.worker_actors)
+        )
         self._give_up_s = time.monotonic() + self.config.deadlines.startup_s
 
     def run(self) -> ClusterParts:
@@ -105,15 +109,17 @@ class Launch:
         coordinator: Any = self.parts.coordinator
         # First wait until it is there: its own time limit begins to count when it takes the call.
         self._await([coordinator.__ray_ready__.remote()], "start", who="the coordinator")
-        ready = coordinator.begin.remote(
-            plan, ranked, [reports[place] for place in order], BEGIN_SHARE * self._remaining_s()
+        workforce = Workforce(
+            plan, tuple(ranked), tuple(reports[place] for place in order), self.parts.placement
         )
+        ready = coordinator.begin.remote(workforce, BEGIN_SHARE * self._remaining_s())
         # What it says names the ranks that do not obey: worth waiting for a little longer.
         self._await([ready], "connect to the workers", who="the coordinator", grace_s=GRACE_S)
         self._say("ready")
 
     def _create_coordinator(self) -> Any:
         name = coordinator_name(self.config.name)
+        refuse_if_embedded(self.config.name)
         actor = _remote(CoordinatorActor, COORDINATOR_CONCURRENCY_GROUPS)
         try:
             return actor.options(
@@ -123,7 +129,7 @@ class Launch:
                 max_restarts=-1,
                 max_task_retries=0,
                 num_cpus=0,
-            ).remote(self.config, generate_curve_keys())
+            ).remote(self.config, generate_curve_keys(), self._recipe)
         except ValueError as error:
             if not is_actor_known(name):
                 raise
@@ -145,29 +151,14 @@ class Launch:
             return given
         self._say("reserving room for the workers")
         group = create_placement(self.config, self.options.is_detached, self._remaining_s())
-        self.parts.placement = group
-        workers = [self._create_worker(group, place) for place in range(num_ranks)]
+        self.parts.placement, self.parts.num_places = group, num_ranks
+        lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
+        workers = [
+            make_worker(self.config, self._recipe, place, group, lifetime)
+            for place in range(num_ranks)
+        ]
         self.parts.workers = workers
         return workers
-
-    def _create_worker(self, group: PlacementGroup, place: int) -> Any:
-        from actors.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor
-
-        worker_class = self.options.worker_class or WorkerActor
-        actor = _remote(worker_class, WORKER_CONCURRENCY_GROUPS)
-        stage = place // self.config.parallel.tensor_parallel_size
-        return actor.options(
-            name=worker_name(self.config.name, place),
-            namespace=RAY_NAMESPACE,
-            lifetime="detached" if self.options.is_detached else None,
-            max_restarts=0,
-            max_task_retries=0,
-            num_cpus=self.config.workers.num_cpus_per_rank,
-            num_gpus=self.config.workers.num_gpus_per_rank,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=stage
-            ),
-        ).remote(self.config, place)
 
     def _reports(self, workers: Sequence[Any]) -> list[WorkerReport]:
         num_sharing = len(workers)

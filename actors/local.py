@@ -23,13 +23,15 @@ from actors.transport.mailbox import Mailbox
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.coordinator import Phase
+from kvcache.coordinator.phase import Phase
 from kvcache.errors import StartupError
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 from kvcache.state_store import MemoryStateStore, StateStore
 
 LOCAL_ENDPOINT = Endpoint("local")
 MAX_STARTUP_ROUNDS = 10_000
+
+_HERE = NodeAddress("local", "127.0.0.1")
 
 
 class LocalCluster:
@@ -53,17 +55,15 @@ class LocalCluster:
         self._server = LocalServer()
         self._clients: list[KVCacheClient] = []
         num_ranks = config.parallel.num_ranks
-        self.workers = tuple(
-            EmbeddedWorker(config, rank, self._connect_worker, clock=self._clock)
-            for rank in range(num_ranks)
-        )
-        here = NodeAddress("local", "127.0.0.1")
-        reports = [worker.report(here, (), num_ranks) for worker in self.workers]
+        self.workers = [self._make_worker(rank) for rank in range(num_ranks)]
+        reports = [worker.report(_HERE, (), num_ranks) for worker in self.workers]
         self.plan: Plan = plan_kv_cache(
             plan_options(config), [r.specs for r in reports], [r.memory for r in reports]
         )
-        store = MemoryStateStore() if state_store is None else state_store
-        self.coordinator: Coordinator = make_coordinator(config, self.plan, self._clock, store)
+        self._store = MemoryStateStore() if state_store is None else state_store
+        self.coordinator: Coordinator = make_coordinator(
+            config, self.plan, self._clock, self._store
+        )
         self._service = CoordinatorService(
             self._server, self._clock, config.transport.max_message_bytes, tick_s=0.05
         )
@@ -78,6 +78,32 @@ class LocalCluster:
         made = KVCacheClient(self, client_name)
         self._clients.append(made)
         return made
+
+    def restart_coordinator(self) -> None:
+        """Lose the coordinator without a word, and start another one over the live workers.
+
+        What all ranks hold is kept; clients attach again. Returns when it runs.
+        """
+        self.coordinator = make_coordinator(self.config, self.plan, self._clock, self._store)
+        for worker in self.workers:
+            worker.worker.introduce()
+        self._service.open(self.coordinator, self.coordinator.start())
+        self._start()
+
+    def restart_worker(self, rank: int) -> None:
+        """Lose the worker of a rank with its memory, and start another one with the same plan.
+
+        Clients attach again. Returns when it obeys.
+        """
+        lost, self.workers[rank] = self.workers[rank], self._make_worker(rank)
+        lost.close()
+        self.workers[rank].report(_HERE, (), len(self.workers))
+        self.workers[rank].allocate(rank, self.plan)
+        self.workers[rank].attach(LOCAL_ENDPOINT)
+        self._service.send(
+            self.coordinator.on_worker_lost(rank, lost.incarnation, "it was restarted")
+        )
+        self._start()
 
     def pump(self) -> bool:
         """Give coordinator and workers a turn each; say whether any of them had work."""
@@ -122,6 +148,9 @@ class LocalCluster:
     def lost_workers(self) -> str:
         """Say which ranks do not answer; none can be lost alone."""
         return self.coordinator.problem()
+
+    def _make_worker(self, rank: int) -> EmbeddedWorker:
+        return EmbeddedWorker(self.config, rank, self._connect_worker, clock=self._clock)
 
     def _connect_worker(
         self, endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox

@@ -21,18 +21,21 @@ CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 MEMORY_INFO = Path("/proc/meminfo")
 
 
-def free_memory_bytes(config: ClusterConfig, num_sharing: int) -> int:
-    """Return the bytes that one of `num_sharing` ranks on the same device may use for blocks.
-
-    The configured amount if there is one. Raises ConfigurationError if nothing can be found out.
-    """
+def free_memory_bytes(config: ClusterConfig) -> int:
+    """Return the bytes of this rank's device that nobody uses, or the configured amount if there is
+    one. Raises ConfigurationError if nothing can be found out."""
     configured = config.cache.memory_per_rank
     if configured is not None:
         return configured
     if config.workers.device == "cuda":
-        free_bytes = int(torch.cuda.mem_get_info()[0])
-    else:
-        free_bytes = _free_host_bytes()
+        return int(torch.cuda.mem_get_info()[0])
+    return _free_host_bytes()
+
+
+def plannable_bytes(config: ClusterConfig, free_bytes: int, num_sharing: int) -> int:
+    """Return the bytes that one of `num_sharing` ranks on the same device may plan with."""
+    if config.cache.memory_per_rank is not None:
+        return free_bytes
     return int(free_bytes * USABLE_SHARE) // max(1, num_sharing)
 
 

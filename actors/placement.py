@@ -56,7 +56,7 @@ def create_placement(config: ClusterConfig, is_detached: bool, timeout_s: float)
     remove_placement(group, timeout_s=timeout_s)
     raise StartupError(
         f"no room for {num_stages} pipeline stage(s) of {bundle} each after {timeout_s:g} s "
-        f"(placement is {state}; nodes have {_describe_nodes()}): free resources, add nodes, or "
+        f"(placement is {state}; nodes have {describe_nodes()}): free resources, add nodes, or "
         "lower workers.num_cpus_per_rank or parallel; the ranks of one stage need one node"
     )
 
@@ -77,7 +77,7 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _describe_nodes() -> str:
+def describe_nodes() -> str:
     """Return CPUs and GPUs of every living node."""
     list_nodes: Any = ray.nodes
     nodes = [node for node in list_nodes() if node["Alive"]]

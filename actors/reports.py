@@ -24,7 +24,11 @@ class NodeAddress:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker says before there is a plan. `place` is where the launcher put it."""
+    """What a worker says before there is a plan. `place` is where the launcher put it.
+
+    `memory` is what it may plan with, `free_bytes` what its device has. `started_ticks` says when
+    its process started, so that no other one is taken for it.
+    """
 
     place: int
     incarnation: str
@@ -33,6 +37,8 @@ class WorkerReport:
     gpu_ids: tuple[str, ...]
     specs: Mapping[str, KVCacheSpec]
     memory: RankMemory
+    free_bytes: int = 0
+    started_ticks: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,18 @@ class HostStatistics:
 
 
 @dataclass(frozen=True)
+class LastWorkers:
+    """Who served the ranks when the coordinator was closed: process ids, and the actors of an
+    engine's own."""
+
+    process_ids: tuple[int, ...]
+    foreign_workers: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class RankStatus:
-    """One rank as the coordinator sees it. `problem` is empty while all is well."""
+    """One rank as the coordinator sees it. `problem` is empty while all is well, or says how its
+    process was lost; `replacement` how far another one has come."""
 
     rank: int
     place: int
@@ -58,6 +74,14 @@ class RankStatus:
     process_id: int
     gpu_ids: tuple[str, ...]
     problem: str
+    replacement: str = ""
+
+    def describe(self) -> str:
+        """Return how the rank does, in words."""
+        if not self.problem:
+            return "ready"
+        replacement = f", replacement: {self.replacement}" if self.replacement else ""
+        return f"lost ({self.problem}){replacement}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +89,8 @@ class ClusterStatus:
     """What a running cluster is and how it does, for people and programs.
 
     `state`: "starting", "ready", "degraded" (a rank is lost: clients get errors that name it),
-    "failed" (the coordinator itself has ended by an error, see `problem`).
+    "failed" (the coordinator itself has ended by an error, see `problem`). `is_embedded`: the
+    coordinator is no actor, but in a process of the engine.
     """
 
     name: str
@@ -81,6 +106,7 @@ class ClusterStatus:
     coordinator_node: NodeAddress
     ranks: tuple[RankStatus, ...]
     warnings: tuple[str, ...]
+    is_embedded: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

@@ -83,14 +83,21 @@ class CoordinatorService:
 
     def turn(self) -> None:
         """Wait for messages until the next tick, and serve them. Called again and again."""
+        self.tick()
+        self.serve(self.transport.receive(self._tick_s))
+
+    def tick(self) -> None:
+        """Do what is due by the clock."""
         now_s = self._clock.now()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
             if self._decider is not None:
                 self.send(self._decider.on_tick())
+
+    def serve(self, arrived: Sequence[Inbound]) -> None:
+        """Serve messages that arrived together, in order."""
         decider, has_plain = self._decider, False
         outgoing: list[Outgoing] = []
-        arrived = self.transport.receive(self._tick_s)
         for inbound in arrived:
             address = inbound.peer.address
             if (

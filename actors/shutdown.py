@@ -1,8 +1,10 @@
 """Taking a cluster down, whatever state it is in.
 
-Order: the coordinator lets its sentinels go and closes its sockets, workers close theirs, then each
-actor is asked to end, killed if it does not, and the placement group goes last. Every wait has a
-deadline; whoever is dead already is no error.
+Order: the coordinator replaces nobody any more, lets its sentinels go and closes its sockets,
+workers close theirs, then each actor is asked to end, killed if it does not, and the placement
+group goes last. Who serves a rank now may not be who was launched: workers are looked up by name,
+when the coordinator is closed and again when it is dead. Every wait has a deadline; whoever is dead
+already is no error.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, get_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.placement import remove_placement, wait_until
@@ -25,7 +27,8 @@ from actors.state import RayStateStore
 @dataclass
 class ClusterParts:
     """What a cluster is made of; filled in as it comes up. `foreign_workers` are the engine's own
-    actors: they are closed, never ended. `process_ids` are those of all workers."""
+    actors: they are closed, never ended. `process_ids` are those of all workers, `num_places` how
+    many of them have names of ours."""
 
     name: str
     shutdown_s: float
@@ -34,38 +37,62 @@ class ClusterParts:
     foreign_workers: list[Any] = field(default_factory=list)
     placement: PlacementGroup | None = None
     process_ids: tuple[int, ...] = ()
+    num_places: int = 0
 
     def find_workers(self, num_ranks: int) -> None:
-        """Look up the worker actors of a cluster that somebody else launched; not an engine's."""
+        """Look up the worker actors as they are now, instead of those known; not an engine's."""
+        self.num_places = num_ranks
+        self.workers = []
         for place in range(num_ranks):
             with contextlib.suppress(ValueError):
                 name = worker_name(self.name, place)
                 self.workers.append(ray.get_actor(name, namespace=RAY_NAMESPACE))
 
     def find_placement(self, group_name: str) -> None:
-        """Look up the placement group of a cluster that somebody else launched."""
-        with contextlib.suppress(ValueError):
-            self.placement = get_placement_group(group_name)
+        """Look up the placement group of a cluster that somebody else launched: among all, since
+        Ray looks for a name in the namespace of this very driver only."""
+        for group_id, group in placement_group_table().items():
+            if group["name"] == group_name and group["state"] != "REMOVED":
+                self.placement = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
 
 
 def take_down(parts: ClusterParts) -> None:
     """End everything in `parts` and return when it is gone, or after twice `shutdown_s`."""
     give_up_s = time.monotonic() + parts.shutdown_s
     coordinators = [] if parts.coordinator is None else [parts.coordinator]
-    _settle([actor.close.remote() for actor in coordinators], give_up_s)
+    closed = [actor.close.remote() for actor in coordinators]
+    _settle(closed, give_up_s)
+    _look_again(parts, closed)
     closing = [w.kvcache_close.remote() for w in [*parts.workers, *parts.foreign_workers]]
     # A worker that hangs in its constructor never answers: a third of the time is for asking.
     _settle(closing, min(give_up_s, time.monotonic() + parts.shutdown_s / 3))
     actors = [*parts.workers, *coordinators]
     ending = [actor.__ray_terminate__.remote() for actor in actors]
     _settle(ending, min(give_up_s, time.monotonic() + parts.shutdown_s / 3))
-    for actor in actors:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(actor, no_restart=True)
+    _kill(actors)
+    _look_again(parts, [])
+    _kill(parts.workers)
     _await_gone(parts, give_up_s + parts.shutdown_s)
     if parts.placement is not None:
         remove_placement(parts.placement, parts.shutdown_s)
     RayStateStore(parts.name).clear()
+
+
+def _look_again(parts: ClusterParts, closed: Sequence[Any]) -> None:
+    """Look who the workers are now. `closed`: the coordinator's answer names an engine's own."""
+    if parts.num_places:
+        parts.find_workers(parts.num_places)
+    for call in closed:
+        with contextlib.suppress(RayError):
+            end = ray.get(call, timeout=0)
+            parts.foreign_workers += end.foreign_workers
+            parts.process_ids = end.process_ids or parts.process_ids
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    for actor in actors:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)
 
 
 def _settle(calls: Sequence[Any], give_up_s: float) -> None:
@@ -79,7 +106,7 @@ def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
     """Wait until no name of the cluster is known any more and no worker process is left here."""
     names = [coordinator_name(parts.name)]
     names += [worker_name(parts.name, place) for place in range(len(parts.process_ids))]
-    own = parts.process_ids if parts.workers else ()
+    own = () if parts.foreign_workers else parts.process_ids
 
     def is_gone() -> bool:
         return not any(map(_is_known, names)) and not any(map(_is_process, own))

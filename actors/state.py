@@ -12,9 +12,14 @@ from ray.experimental import internal_kv
 
 from actors.names import state_prefix
 from kvcache.errors import ClusterError
-from kvcache.state_store import SmallState
+from kvcache.state_store import SmallState, require_saved
 
 KV_NAMESPACE = b"kvcache"
+
+_RECORD = "embedded"
+
+_NUM_KEPT = 4
+"""So many numbers below the last one are looked for when old states are removed."""
 
 _kv: Any = internal_kv
 
@@ -25,24 +30,92 @@ class RayStateStore:
     def __init__(self, cluster: str) -> None:
         """Use the keys of the cluster named `cluster`."""
         self._prefix = state_prefix(cluster)
-        self._key = f"{self._prefix}state".encode()
+        self._versions = f"{self._prefix}state/".encode()
 
     def load(self) -> SmallState | None:
         """Return what was saved last. Raises as `SmallState.from_bytes`; ClusterError for Ray's."""
-        try:
-            data = _kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
-        except Exception as error:
-            raise ClusterError(f"Ray's key-value store cannot be read: {error!r}") from error
-        return None if data is None else SmallState.from_bytes(data, f"Ray key {self._key!r}")
+        return self._load()[1]
 
-    def save(self, state: SmallState) -> None:
-        """Replace what is saved. Raises ClusterError when Ray does not take it."""
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        """Replace what is saved; see `StateStore`. Every state has a key of its own, with the next
+        number, which only one of several coordinators can write."""
+        number, saved = self._load()
+        require_saved(saved, replaces, "Ray's key-value store")
         try:
-            _kv._internal_kv_put(self._key, state.to_bytes(), namespace=KV_NAMESPACE)
+            was_there = _kv._internal_kv_put(
+                self._key(number + 1), state.to_bytes(), overwrite=False, namespace=KV_NAMESPACE
+            )
+            for old in range(max(0, number - _NUM_KEPT), number):
+                _kv._internal_kv_del(self._key(old), namespace=KV_NAMESPACE)
         except Exception as error:
             raise ClusterError(f"Ray's key-value store cannot be written: {error!r}") from error
+        if was_there:
+            require_saved(self._load()[1], replaces, "Ray's key-value store")
+
+    def _load(self) -> tuple[int, SmallState | None]:
+        """Return the highest number and what it has; 0 and None where there is none."""
+        try:
+            keys: list[bytes] = _kv._internal_kv_list(self._versions, namespace=KV_NAMESPACE)
+            if not keys:
+                return 0, None
+            key = max(keys)
+            data = _kv._internal_kv_get(key, namespace=KV_NAMESPACE)
+        except Exception as error:
+            raise ClusterError(f"Ray's key-value store cannot be read: {error!r}") from error
+        if data is None:
+            raise ClusterError(f"Ray's key-value store has lost {key!r}: ask again")
+        return int(key.rpartition(b"/")[2]), SmallState.from_bytes(data, f"Ray key {key!r}")
+
+    def _key(self, number: int) -> bytes:
+        return self._versions + b"%012d" % number
 
     def clear(self) -> None:
         """Forget everything of the cluster. Harmless when there is nothing, or no Ray any more."""
         if _kv._internal_kv_initialized():
             _kv._internal_kv_del(self._prefix, del_by_prefix=True, namespace=KV_NAMESPACE)
+
+
+class RayRecordStore:
+    """One record of one cluster: that of an embedded coordinator (see embedded_record.py), or the
+    one that is named."""
+
+    def __init__(self, cluster: str, record: str = _RECORD) -> None:
+        """Use the key of the cluster named `cluster`, which `RayStateStore.clear` removes too."""
+        self._key = f"{state_prefix(cluster)}{record}".encode()
+
+    def claim(self, record: bytes) -> bool:
+        """Write `record` where there is none; say whether it was. Of several at once, one wins."""
+        return not self._put(record, overwrite=False)
+
+    def save(self, record: bytes) -> None:
+        """Replace what is written."""
+        self._put(record, overwrite=True)
+
+    def load(self) -> bytes | None:
+        """Return what was written last, None if there is nothing."""
+        try:
+            data: bytes | None = _kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
+        except Exception as error:
+            raise ClusterError(f"Ray's key-value store cannot be read: {error!r}") from error
+        return data
+
+    def remove(self) -> None:
+        """Forget it. Harmless when there is nothing."""
+        _kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
+
+    def _put(self, record: bytes, overwrite: bool) -> bool:
+        """Write; say whether something was written there before."""
+        try:
+            return bool(
+                _kv._internal_kv_put(self._key, record, overwrite=overwrite, namespace=KV_NAMESPACE)
+            )
+        except Exception as error:
+            raise ClusterError(f"Ray's key-value store cannot be written: {error!r}") from error
+
+
+def recorded_clusters() -> list[str]:
+    """Return the names of the clusters that have a record."""
+    prefix, suffix = state_prefix("")[:-1].encode(), f"/{_RECORD}".encode()
+    keys: list[bytes] = _kv._internal_kv_list(prefix, namespace=KV_NAMESPACE)
+    names = [key.removeprefix(prefix).removesuffix(suffix) for key in keys if key.endswith(suffix)]
+    return sorted(name.decode() for name in names)

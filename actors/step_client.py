@@ -32,6 +32,7 @@ from kvcache.errors import (
     NotRunningError,
     RequestError,
     StaleEpochError,
+    SupersededError,
 )
 from kvcache.messages import CallResult
 from kvcache.step import StepRequest, StepResult
@@ -262,6 +263,8 @@ class StepClient(SessionView):
     def _lost_workers(self) -> str:
         try:
             return self._connection.dialer.lost_workers()
+        except SupersededError:
+            raise
         except ClusterError:
             return ""
 

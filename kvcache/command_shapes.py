@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.arrays import Int32Array
-from kvcache.commands import BlockTablePatch, Copy, Label, Load, Store, WriteExpected
+from kvcache.commands import Audit, BlockTablePatch, Copy, Label, Load, Store, WriteExpected
 from kvcache.errors import MalformedMessageError
 from kvcache.labels import validate_label_command
 
@@ -78,6 +78,14 @@ def _validate_forward(forward: WriteExpected) -> None:
     _counts_match(forward, "tokens", forward.token_counts, forward.token_ids)
 
 
+def _validate_audit(audit: Audit) -> None:
+    count = _same_length(audit, block_ids=audit.block_ids, groups=audit.groups)
+    if len(audit.digests) % count if count else audit.digests:
+        raise MalformedMessageError(
+            f"Audit of {count} blocks with {len(audit.digests)} bytes of digests"
+        )
+
+
 SHAPE_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
     BlockTablePatch: _validate_patch,
     Copy: _validate_copy,
@@ -85,5 +93,6 @@ SHAPE_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
     Load: _validate_copy,
     Label: _validate_label,
     WriteExpected: _validate_forward,
+    Audit: _validate_audit,
 }
 """By the class of a command: raises MalformedMessageError unless its arrays fit together."""

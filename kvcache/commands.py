@@ -8,6 +8,7 @@ by forwards and not by commands:
     --------------------------------        ------------------------------------------------
     Unlabel, Label, Reset, Fence            BlockTablePatch, Zero, Copy
     Store, Load (start; finish later)       WriteExpected (the forward itself, content checking)
+    Audit
 
 So *applied* never includes bytes. Refuses nothing itself: sizes are checked where messages are
 decoded, block ids where commands are applied.
@@ -167,8 +168,34 @@ class WriteExpected:
     encoder_keys: tuple[bytes, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """Compare the labels of the blocks `[first_block, end_block)` with what is said here.
+
+    At apply time, after every other command of the message; reported as a job. Shapes as in
+    `SealedContents`: `block_ids` are all blocks there that have a label, in rising order.
+    """
+
+    job_id: int
+    first_block: int
+    end_block: int
+    block_ids: Int32Array
+    groups: Int32Array
+    digests: bytes
+
+
 Command: TypeAlias = (
-    Zero | Copy | BlockTablePatch | Label | Unlabel | Store | Load | Reset | Fence | WriteExpected
+    Zero
+    | Copy
+    | BlockTablePatch
+    | Label
+    | Unlabel
+    | Store
+    | Load
+    | Reset
+    | Fence
+    | WriteExpected
+    | Audit
 )
 """Whatever one message may hold. A kind that a worker does not know is refused, not skipped."""
 

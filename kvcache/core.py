@@ -22,6 +22,7 @@ from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.request import Namespace, Request
+from kvcache.sealed_contents import SealedContents
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,6 +395,9 @@ class Core(Protocol):
 
     def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
         """Return, per group, how many leading blocks every running request shares."""
+
+    def sealed_contents(self) -> SealedContents:
+        """Return what the labels of all sealed blocks say. For audits: reads all there is."""
 
     def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return a sealed block of a group that holds `digest`, None if none does. No mutation.

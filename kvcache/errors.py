@@ -9,7 +9,8 @@ the values, and the remedy.
     │   ├── RequestError                    a request or step that contradicts what is known
     │   ├── BlockError                      a block id, or an operation on it, that makes no sense
     │   ├── PlanMismatchError               ranks that do not agree (rank, layer or group, field)
-    │   └── TraceError                      a workload that cannot be read (file, line)
+    │   ├── TraceError                      a workload that cannot be read (file, line)
+    │   └── RecordingError                  a recording that cannot be read (file, byte)
     ├── ExhaustedError                      a resource is used up; nothing was changed
     │   ├── NotEnoughMemoryError            the model does not fit (needed, available, what would)
     │   ├── OutOfBlocksError                fewer free blocks than asked for
@@ -24,6 +25,7 @@ the values, and the remedy.
     │   ├── StartupError                    start-up failed (rank, cause); nothing is left running
     │   ├── AlreadyRunningError             a cluster of that name exists
     │   ├── NotRunningError                 no cluster of that name exists
+    │   ├── SupersededError                 another process has taken the cluster over
     │   ├── WorkerLostError                 a worker died or hangs
     │   └── DeadlineError                   a wait ended without an answer; the outcome is unknown
     ├── WrongBytesError                     a block's bytes are not what its tokens demand
@@ -61,6 +63,10 @@ class PlanMismatchError(InvalidInputError):
 
 class TraceError(InvalidInputError):
     """A workload file that cannot be read. The message names the file and the line."""
+
+
+class RecordingError(InvalidInputError):
+    """A recording that cannot be read. The message names the file and the byte."""
 
 
 class ExhaustedError(KVCacheError):
@@ -117,6 +123,10 @@ class AlreadyRunningError(ClusterError):
 
 class NotRunningError(ClusterError):
     """No cluster of that name exists."""
+
+
+class SupersededError(ClusterError):
+    """Another process has taken the cluster over, or ended it: this one serves it no more."""
 
 
 class WorkerLostError(ClusterError):

@@ -8,14 +8,15 @@ seal anything by itself and to guess: an unknown version or a wrong size is an e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.commands import Label
 from kvcache.errors import BlockError, InvariantError, MalformedMessageError, VersionMismatchError
+from kvcache.sealed_contents import SealedContents
 
 LABEL_VERSION = 1
 UNLABELLED = -1
@@ -116,8 +117,53 @@ def validate_label_command(label: Label, digest_bytes: int) -> None:
         raise MalformedMessageError("label names a namespace it does not bring")
     if any(not 0 <= index < count for index in label.extra_keys):
         raise MalformedMessageError(f"label of {count} blocks has extra keys for other ones")
-    if count > 1 and len(np.unique(label.block_ids)) != count:
+    is_rising = count < 2 or bool((np.diff(label.block_ids) > 0).all())  # told apart at little cost
+    if not is_rising and len(np.unique(label.block_ids)) != count:
         raise MalformedMessageError("label names a block twice")
+
+
+def join_label_sets(pieces: Sequence[LabelSet]) -> LabelSet:
+    """Return the labels of one rank that came in pieces, in order of blocks, as one set.
+
+    Raises MalformedMessageError for no piece, or for pieces that are not of one rank and plan.
+    """
+    if not pieces:
+        raise MalformedMessageError("no labels to join")
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    for piece in pieces:
+        for name in ("rank", "epoch", "layout_fingerprint", "digest_bytes"):
+            if getattr(piece, name) != getattr(first, name):
+                raise MalformedMessageError(
+                    f"labels of rank {first.rank}: {name} is {getattr(first, name)!r} in one piece "
+                    f"and {getattr(piece, name)!r} in another"
+                )
+    names: dict[bytes, int] = {}
+    namespaces: list[Int32Array] = []
+    extra_keys: dict[int, bytes] = {}
+    offset = 0
+    for piece in pieces:
+        labels = piece.labels
+        places = [names.setdefault(name, len(names)) for name in labels.namespace_names]
+        namespaces.append(int32_array(places)[labels.namespaces])
+        extra_keys.update({offset + i: keys for i, keys in labels.extra_keys.items()})
+        offset += len(labels.block_ids)
+    parts = [piece.labels for piece in pieces]
+    joined = Label(
+        block_ids=np.concatenate([part.block_ids for part in parts]),
+        groups=np.concatenate([part.groups for part in parts]),
+        slots=np.concatenate([part.slots for part in parts]),
+        digests=b"".join([part.digests for part in parts]),
+        parent_digests=b"".join([part.parent_digests for part in parts]),
+        token_counts=np.concatenate([part.token_counts for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        namespaces=np.concatenate(namespaces),
+        namespace_names=tuple(names),
+        extra_keys=extra_keys,
+    )
+    checksums = b"".join([piece.checksums for piece in pieces])
+    return replace(first, labels=joined, checksums=checksums)
 
 
 class LabelTable:
@@ -200,12 +246,53 @@ class LabelTable:
         """Return the digest the block is labelled with, or None."""
         return self._digest[block_id].tobytes() if self.is_labelled(block_id) else None
 
-    def collect(self, rank: int, epoch: int, applied_seq: int, layout_fingerprint: str) -> LabelSet:
-        """Return all labels, packed, by block id; a copy that later commands leave alone."""
-        ids = int32_array(np.flatnonzero(self._group != UNLABELLED))
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks this rank has, the null block included."""
+        return len(self._group)
+
+    @property
+    def digest_bytes(self) -> int:
+        """Length of a digest."""
+        return self._digest_bytes
+
+    def contents(self, first_block: int, end_block: int) -> SealedContents:
+        """Return which blocks of `[first_block, end_block)` have a label, and their digests."""
+        ids = int32_array(np.flatnonzero(self._group[first_block:end_block] != UNLABELLED))
+        ids += first_block
+        return SealedContents(ids, self._group[ids], self._digest[ids].tobytes())
+
+    @property
+    def label_bytes(self) -> int:
+        """Bytes that one label takes at most, without its extra keys."""
+        return 2 * self._digest_bytes + 4 * (self._max_block_tokens + 5) + 8
+
+    def collect(
+        self,
+        rank: int,
+        epoch: int,
+        applied_seq: int,
+        layout_fingerprint: str,
+        *,
+        first_block: int = 0,
+        end_block: int | None = None,
+    ) -> LabelSet:
+        """Return the labels of blocks `[first_block, end_block)`, packed, by block id.
+
+        A copy that later commands leave alone. Without an end: of all blocks behind.
+        """
+        ids = int32_array(np.flatnonzero(self._group[first_block:end_block] != UNLABELLED))
+        ids += first_block
         counts = self._token_count[ids]
         columns = np.arange(self._max_block_tokens)[None, :] < counts[:, None]
-        position = {int(block_id): i for i, block_id in enumerate(ids.tolist())}
+        used, namespaces = np.unique(self._namespace[ids], return_inverse=True)
+        extra_keys = {}
+        if self._extra_keys:
+            extra_keys = {
+                i: self._extra_keys[block_id]
+                for i, block_id in enumerate(ids.tolist())
+                if block_id in self._extra_keys
+            }
         labels = Label(
             block_ids=ids,
             groups=self._group[ids],
@@ -214,9 +301,9 @@ class LabelTable:
             parent_digests=self._parent[ids].tobytes(),
             token_counts=counts,
             token_ids=self._tokens[ids][columns],
-            namespaces=self._namespace[ids],
-            namespace_names=tuple(self._namespace_names),
-            extra_keys={position[b]: keys for b, keys in self._extra_keys.items()},
+            namespaces=int32_array(namespaces),
+            namespace_names=tuple(self._namespace_names[index] for index in used.tolist()),
+            extra_keys=extra_keys,
         )
         return LabelSet(
             version=LABEL_VERSION,

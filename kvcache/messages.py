@@ -4,12 +4,14 @@
                 ──StepCommands───▶             numbered commands; one message per worker per step
                 ──FinishedAck────▶             these reports arrived, stop repeating them
                 ──Ping───────────▶             no step ran for a while: say that you live
+                ──CollectLabels──▶             say what your blocks hold, from this one on
     worker      ──Hello──────────▶ coordinator a process asks to be taken, or taken over
                 ──Granted / Refused ▶          answer to a Grant
                 ──Applied────────▶             answer to StepCommands, stored for repeats
                 ──Missing────────▶             a gap: send again from this number on
                 ──Finished───────▶             jobs that have ended; repeated until acknowledged
                 ──Heartbeat──────▶             answer to a Ping; also sent when idle
+                ──LabelReport────▶             answer to CollectLabels, as much as fits
     client      ──Attach─────────▶ coordinator answered by Attached
                 ──StepRequest────▶             answered by StepResult
                 ──Call───────────▶             a per-request call; answered by CallResult
@@ -29,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from kvcache.commands import Command
+from kvcache.commands import Command, Label
 from kvcache.step import StepRequest, StepResult
 
 WIRE_VERSION = 1
@@ -40,7 +42,8 @@ class JobReport:
     """One job of one rank that has ended.
 
     `ok` is False when it failed, and then `detail` says how. `checksum` is of the bytes moved, 0
-    where none was taken. `num_bytes` were moved or, for a forward, compared.
+    where none was taken. `num_bytes` were moved or, for a forward, compared. `block_ids` are those
+    of which an audit found something else than was expected.
     """
 
     job_id: int
@@ -48,6 +51,7 @@ class JobReport:
     checksum: int = 0
     num_bytes: int = 0
     detail: str = ""
+    block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,47 @@ class Ping:
 
 
 @dataclass(frozen=True)
+class CollectLabels:
+    """Say what the blocks from `first_block` on are labelled with, and whose steps were applied."""
+
+    nonce: str
+    epoch: int
+    first_block: int
+
+
+@dataclass(frozen=True)
+class ClientStep:
+    """The last step of a client that a rank has applied, in whatever epoch."""
+
+    client_id: str
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class LabelReport:
+    """The labels of the blocks `first_block` to `end_block - 1` of `rank`, which has `num_blocks`.
+
+    Asked again, it says the same: labels change by commands only. `model_epoch` is that of the last
+    reset. What labels are, `version` included, is in labels.py.
+    """
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+    first_block: int
+    end_block: int
+    num_blocks: int
+    model_epoch: int
+    version: int
+    layout_fingerprint: str
+    digest_bytes: int
+    labels: Label
+    checksums: bytes
+    client_steps: tuple[ClientStep, ...]
+
+
+@dataclass(frozen=True)
 class Applied:
     """Everything up to `seq` of `epoch` is applied on `rank`. Bytes and copies are not included."""
 
@@ -181,7 +226,8 @@ class Attach:
 @dataclass(frozen=True)
 class Attached:
     """The client may send steps of `epoch` to coordinator `nonce`. `next_step` is the number
-    expected next."""
+    expected next. Every rank had applied the client's steps up to `applied_step`, 0 if none, before
+    the epoch began: what came of a step that got no answer can be told by it."""
 
     client_id: str
     epoch: int
@@ -190,6 +236,7 @@ class Attached:
     next_step: int
     is_content_checking: bool
     nonce: str
+    applied_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -278,8 +325,10 @@ class Unattached:
     reason: str
 
 
-ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping
-FromWorker: TypeAlias = Hello | Granted | Refused | Applied | Missing | Finished | Heartbeat
+ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping | CollectLabels
+FromWorker: TypeAlias = (
+    Hello | Granted | Refused | Applied | Missing | Finished | Heartbeat | LabelReport
+)
 FromClient: TypeAlias = Attach | StepRequest | Call | Acknowledge | Detach
 ToClient: TypeAlias = Attached | StepResult | CallResult | Progress | MissingSteps | Unattached
 Message: TypeAlias = ToWorker | FromWorker | FromClient | ToClient

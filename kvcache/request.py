@@ -42,6 +42,9 @@ __all__ = [
 _FEW_TOKENS = 16
 _SPARE_TOKENS = 64
 
+_PLAIN_NAMESPACE = Namespace(0, None, None, None)
+"""Where most requests are: one object for all of them is compared by identity."""
+
 
 class BlockHasher(Protocol):
     """Computes a request's digests, one per full block of `block_size` tokens."""
@@ -133,20 +136,29 @@ class Request:
             check_text(f"request {request_id}: cache salt", cache_salt)
         if tenant is not None:
             check_text(f"request {request_id}: tenant", tenant)
-        items = sorted_items(request_id, mm_positions, mm_hashes, tokens.size)
+        items: list[tuple[MultiModalPosition, str]] = []
+        if not (_is_nothing(mm_positions) and _is_nothing(mm_hashes)):
+            items = sorted_items(request_id, mm_positions, mm_hashes, tokens.size)
 
         self.request_id: Final = request_id
         self.lora: Final = lora
-        self.mm_positions: Final = tuple(position for position, _ in items)
-        self.mm_hashes: Final = tuple(mm_hash for _, mm_hash in items)
+        self.mm_positions: Final = tuple([position for position, _ in items])
+        self.mm_hashes: Final = tuple([mm_hash for _, mm_hash in items])
         self.cache_salt: Final = cache_salt
         self.skip_reading_prefix_cache: Final = skip_reading_prefix_cache
-        self.namespace: Final = Namespace(model_epoch, lora_label(lora), cache_salt, tenant)
+        is_plain = lora is None and cache_salt is None and tenant is None and not model_epoch
+        self.namespace: Final = (
+            _PLAIN_NAMESPACE
+            if is_plain
+            else Namespace(model_epoch, lora_label(lora), cache_salt, tenant)
+        )
         self.num_prompt_tokens: Final[int] = tokens.size
         self.num_preemptions = 0
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
-        self._tokens: NDArray[np.int32] = tokens.copy()
+        # A copy that nobody else has is kept as it is.
+        is_own = tokens is not prompt_token_ids and tokens.base is None
+        self._tokens: NDArray[np.int32] = tokens if is_own else tokens.copy()
         self._num_tokens: int = self.num_prompt_tokens
         self._num_computed_tokens = 0
         self._block_hasher = block_hasher
@@ -251,6 +263,8 @@ class Request:
         Raises:
             RequestError: a different one is attached already.
         """
+        if self._block_hasher is block_hasher:
+            return
         if self._block_hasher is not None and self._block_hasher != block_hasher:
             raise RequestError(
                 f"request {self.request_id} has the block hasher {self._block_hasher}, not "
@@ -285,3 +299,8 @@ class Request:
         if (len(hashes) + 1) * hasher.block_size <= self._num_tokens:
             hashes.extend(hasher(self, hashes))
         return hashes
+
+
+def _is_nothing(given: object) -> bool:
+    """Say whether no multimodal items are given, in the usual way: nothing to look at then."""
+    return isinstance(given, tuple) and not given

@@ -1,20 +1,29 @@
 """The little that outlives a coordinator, and where it is kept.
 
 Written before it is used: an epoch, a model epoch or a range of event numbers counts only once it
-is saved, so that a restarted coordinator never hands one out again. Everything larger is where the
-bytes are, in the workers' labels. Refuses to guess: a state that cannot be read is an error.
+is saved, so that a restarted coordinator never hands one out again. A coordinator that was
+superseded saves nothing: it would undo what its successor has promised. Everything larger is where
+the bytes are, in the workers' labels. Refuses to guess: a state that cannot be read is an error.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 import msgpack
 
-from kvcache.errors import ClusterError, MalformedMessageError, VersionMismatchError
+from kvcache.errors import (
+    ClusterError,
+    MalformedMessageError,
+    SupersededError,
+    VersionMismatchError,
+)
 
 STATE_VERSION = 1
 MAX_STATE_BYTES = 4096
@@ -23,12 +32,17 @@ MAX_STATE_BYTES = 4096
 
 @dataclass(frozen=True)
 class SmallState:
-    """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved."""
+    """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved.
+
+    Without `knows_model_epoch` nothing had been saved when the first epoch was taken: a model epoch
+    that the ranks know may be over.
+    """
 
     epoch: int = 0
     model_epoch: int = 0
     next_event_chunk: int = 0
     hash_seed: str = ""
+    knows_model_epoch: bool = True
 
     def to_bytes(self) -> bytes:
         """Return the state as versioned msgpack; raises ClusterError if it is too long to be read
@@ -69,16 +83,26 @@ class SmallState:
         return cls(*values[1:])
 
 
+def require_saved(saved: SmallState | None, expected: SmallState | None, where: str) -> None:
+    """Raise `SupersededError` unless what is saved is what was expected."""
+    if saved != expected:
+        raise SupersededError(
+            f"{where} is {saved}, and not {expected}: another coordinator has begun, this one "
+            "saves nothing any more"
+        )
+
+
 class StateStore(Protocol):
     """A place for one `SmallState` that survives the coordinator's process."""
 
     def load(self) -> SmallState | None:
         """Return what was saved last, None if nothing ever was. Changes nothing."""
 
-    def save(self, state: SmallState) -> None:
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
         """Replace what is saved; when this returns, `load` finds it after any crash.
 
-        Raises ClusterError when it cannot be written; the old state is kept then.
+        Raises SupersededError, and saves nothing, when something else is saved than `replaces`;
+        ClusterError when it cannot be written: the old state is kept then.
         """
 
 
@@ -93,8 +117,9 @@ class MemoryStateStore:
         """Return what was saved last."""
         return self._state
 
-    def save(self, state: SmallState) -> None:
-        """Keep `state`."""
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        """Keep `state`; raises SupersededError."""
+        require_saved(self._state, replaces, "the state in memory")
         self._state = state
 
 
@@ -116,19 +141,31 @@ class FileStateStore:
             raise ClusterError(f"state file {self.path} cannot be read: {error}") from error
         return SmallState.from_bytes(data, f"state file {self.path}")
 
-    def save(self, state: SmallState) -> None:
-        """Replace the file atomically and durably."""
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        """Replace the file atomically and durably, one process at a time; see `StateStore`."""
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            self._write(beside, state.to_bytes())
-            os.replace(beside, self.path)
-            self._sync_directory()
+            with self._locked():
+                require_saved(self.load(), replaces, f"state file {self.path}")
+                self._write(beside, state.to_bytes())
+                os.replace(beside, self.path)
+                self._sync_directory()
         except OSError as error:
             beside.unlink(missing_ok=True)
             raise ClusterError(
                 f"state file {self.path} cannot be written: {error}: free space or choose another "
                 "directory"
             ) from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the directory's lock: the file itself is replaced, not changed."""
+        descriptor = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     @staticmethod
     def _write(path: Path, data: bytes) -> None:

@@ -93,6 +93,11 @@ class StepReceiver:
         is_gap = self._next_step not in self._buffered
         return ReceivedStep(missing_from=self._next_step if is_gap else None)
 
+    @property
+    def ready_step(self) -> StepMessage | None:
+        """What `take_ready` would take if answers were claimed."""
+        return self._buffered.get(self._next_step)
+
     def take_ready(self) -> StepMessage | None:
         """Return the next step in order, or None: not there, or too many answers unclaimed."""
         if len(self._answers) >= self._max_stored:

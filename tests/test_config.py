@@ -283,6 +283,16 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         ({"deadlines": {"step_s": 0}}, "deadlines.step_s: 0: must be more than 0.0"),
         ({"deadlines": {"step_s": float("inf")}}, "deadlines.step_s: inf: write a finite number"),
         (
+            {"deadlines": {"worker_kill_s": -1.0}},
+            "deadlines.worker_kill_s: -1.0: must be at least 0.0",
+        ),
+        (
+            {"deadlines": {"worker_silence_s": 20.0, "worker_kill_s": 20.0}},
+            "deadlines: worker_kill_s is 20.0, not more than worker_silence_s (20.0), so that a "
+            "worker would be ended before anybody hears that it is silent: raise it, or set it to "
+            "0 to end none",
+        ),
+        (
             {"cache": {"memory_per_rank": "3Mb"}},
             "cache.memory_per_rank: '3Mb' is no amount of memory: write a number and one of B, "
             "KiB, MiB, GiB, TiB",
@@ -294,6 +304,16 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         (
             {"name": "two words"},
             "name: 'two words': use letters, digits, '.', '_' and '-', a letter or digit first",
+        ),
+        (
+            {"recorder": {"directory": "records"}},
+            "recorder: directory 'records' is relative, and the coordinator may run anywhere: "
+            "write it from / on",
+        ),
+        (
+            {"recorder": {"directory": "/var/records", "max_bytes": "100MiB"}},
+            "recorder: max_bytes is 104857600, less than two segments of segment_bytes "
+            "(67108864): raise it, or lower segment_bytes",
         ),
         ({"parallel": 2}, "parallel: 2: write a section of keys and values"),
         (

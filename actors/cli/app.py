@@ -1,8 +1,8 @@
 """What can be typed: commands, arguments, options, and what becomes of errors.
 
 Imports nothing but typer, so that `--help` is there at once; every command imports its work when it
-runs. Exit codes: 0 done, 1 wrong bytes, 2 an error of ours (one line on stderr;
-`--verbose` shows the traceback), 130 interrupted.
+runs. Exit codes: 0 done, 1 wrong bytes, a recording that does not replay to the same, or something
+stuck, 2 an error of ours (one line on stderr; `--verbose` shows the traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Annotated
 import typer
 
 EXIT_WRONG_BYTES = 1
+EXIT_DIFFERENT = 1
+EXIT_STUCK = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -35,6 +37,7 @@ NameOption = Annotated[
     typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Show no progress bar.")]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")
 ]
@@ -127,11 +130,24 @@ def launch(
 
 @app.command()
 def status(
-    name: NameOption = None, as_json: JsonOption = False, verbose: VerboseOption = False
+    name: NameOption = None,
+    *,
+    stuck: Annotated[
+        bool,
+        typer.Option("--stuck", help="Instead: what is waited for; exit code 1 if for too long."),
+    ] = False,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Show a running cluster: ranks, epoch, blocks, steps, clients."""
 
     def work() -> None:
+        if stuck:
+            from actors.cli.watching import show_pending
+
+            if show_pending(name, as_json):
+                raise typer.Exit(EXIT_STUCK)
+            return
         from actors.cli.launching import show_status
 
         show_status(name, as_json)
@@ -189,9 +205,7 @@ def replay(
         int, typer.Option(help="Steps that may run while the next is scheduled.", min=1)
     ] = 1,
     as_json: JsonOption = False,
-    no_progress: Annotated[
-        bool, typer.Option("--no-progress", help="Show no progress bar.")
-    ] = False,
+    no_progress: NoProgressOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Play a workload on a cluster, checking every byte, and show what the cache made of it."""
@@ -216,6 +230,27 @@ def replay(
             count_prefills(choices)
         else:
             replay_workload(choices)
+
+    _run(work, verbose)
+
+
+@app.command()
+def replay_record(
+    file: Annotated[
+        Path, typer.Argument(help="A recording: a directory, or one segment (.kvrec) of it.")
+    ],
+    *,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Do all that a recorder wrote down again, and compare what comes of it."""
+
+    def work() -> None:
+        from actors.cli.record_replaying import replay_recording
+
+        if not replay_recording(file, as_json=as_json, has_progress=not no_progress):
+            raise typer.Exit(EXIT_DIFFERENT)
 
     _run(work, verbose)
 

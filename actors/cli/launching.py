@@ -18,10 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.sessions import ray_session
-from actors.cli.tables import print_facts, print_json, print_table
+from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cluster import KVCacheCluster
+from actors.embedded_site import find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.reports import ClusterStatus
+from actors.state import recorded_clusters
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, NotRunningError
@@ -71,9 +73,9 @@ def _watch(cluster: KVCacheCluster) -> str:
 def show_status(name: str | None, as_json: bool) -> None:
     """Print what a running cluster is and how it does; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        cluster = KVCacheCluster.connect(name or only_cluster())
+        cluster = find_cluster(name or only_cluster())
         status = cluster.status()
-        statistics = cluster.statistics().coordinator
+        statistics = cluster.coordinator_statistics()
     if as_json:
         figures = None if statistics is None else asdict(statistics)
         print_json(json.dumps({**status.to_dict(), "statistics": figures}, indent=2))
@@ -88,7 +90,7 @@ def show_status(name: str | None, as_json: bool) -> None:
 def stop_cluster(name: str | None) -> None:
     """Stop a running cluster; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        cluster = KVCacheCluster.connect(name or only_cluster())
+        cluster = find_cluster(name or only_cluster())
         cluster.stop()
     say(f"{cluster.name} has stopped")
 
@@ -97,11 +99,12 @@ def only_cluster() -> str:
     """Return the name of the one cluster that runs; raises NotRunningError unless there is one."""
     suffix = coordinator_name("")
     actors: Any = ray.util.list_named_actors(all_namespaces=True)
-    names = sorted(
+    named = {
         actor["name"].removesuffix(suffix)
         for actor in actors
         if actor["namespace"] == RAY_NAMESPACE and actor["name"].endswith(suffix)
-    )
+    }
+    names = sorted(named.union(recorded_clusters()))
     if len(names) == 1:
         return str(names[0])
     if not names:
@@ -149,7 +152,10 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
         "model": f"{status.model}, up to {status.max_model_len:,} tokens",
         "epoch": str(status.epoch),
         "transport": status.transport,
-        "coordinator": f"process {status.coordinator_process_id} on {status.coordinator_node.host}",
+        "coordinator": (
+            f"{'embedded in ' if status.is_embedded else ''}process "
+            f"{status.coordinator_process_id} on {status.coordinator_node.host}"
+        ),
         "blocks": f"{status.num_blocks:,}",
         "fingerprint": status.fingerprint[:16],
     }
@@ -167,6 +173,11 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
             "clients": f"{statistics.num_clients:,}",
             "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} refused)",
         }
+    recorder = None if statistics is None else statistics.recorder
+    if recorder is not None:
+        written = f"{recorder.num_records:,} records, {bytes_text(recorder.written_bytes)}"
+        lost = f"; {recorder.num_lost_records:,} lost: {recorder.problem}"
+        facts["recording"] = f"{written} in {recorder.directory}{lost if recorder.problem else ''}"
     return facts
 
 
@@ -180,6 +191,6 @@ def _ranks(status: ClusterStatus) -> Table:
             rank.host,
             str(rank.process_id),
             ", ".join(rank.gpu_ids) or "-",
-            rank.problem or "ready",
+            rank.describe(),
         )
     return table

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from actors.step_client import StepClient
 from kvcache.config import ClusterConfig, layer_specs, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import ConfigurationError
+from kvcache.errors import (
+    ConfigurationError,
+    DeadlineError,
+    NotRunningError,
+    WorkerLostError,
+)
+from kvcache.messages import FailedForward
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.replay.limits import EngineLimits
 from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper
@@ -47,6 +53,8 @@ class ClientStepper:
         self._client = client
         self._look = look
         self._figures = CacheFigures(0, 0, 0, 0.0)
+        self._bytes_checked_before = 0
+        self._failures_before: tuple[FailedForward, ...] = ()
 
     def submit(self, step: StepRequest) -> int:
         """Send the step."""
@@ -60,18 +68,29 @@ class ClientStepper:
         """Wait until every rank has run the step's forward."""
         self._client.wait_finished(step)
 
+    def attach(self) -> None:
+        """Attach again. What was checked before still counts."""
+        client = self._client
+        checked, failures = client.bytes_checked, client.failures
+        client.attach()
+        self._bytes_checked_before += checked
+        self._failures_before += failures
+
     def progress(self) -> ForwardProgress:
         """Say what the client has heard."""
         client = self._client
         return ForwardProgress(
             finished_step=client.finished_step,
-            bytes_checked=client.bytes_checked,
-            failures=client.failures,
+            bytes_checked=self._bytes_checked_before + client.bytes_checked,
+            failures=(*self._failures_before, *client.failures),
         )
 
     def figures(self) -> CacheFigures:
-        """Ask the cluster; the last known figures where the coordinator has none."""
-        statistics, workers = self._look()
+        """Ask the cluster; the last known figures where the coordinator has none, or is away."""
+        try:
+            statistics, workers = self._look()
+        except (DeadlineError, NotRunningError, WorkerLostError):
+            return self._figures
         # Every rank executes the same copies; one that was replaced knows of fewer.
         copies = max((w.num_blocks_copied for w in workers if w is not None), default=0)
         if statistics is not None and statistics.manager is not None:

@@ -128,6 +128,7 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
             "evictions": f"{report.num_evictions:,} blocks",
             "preemptions": f"{report.num_preemptions:,} ({again})",
             "copies": f"{report.num_copies:,} blocks",
+            "returns after a loss": f"{report.num_returns:,}",
             "peak usage, sampled": f"{report.peak_usage:.1%} of blocks",
             "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
             "time": f"{report.wall_time_s:.1f} s",

@@ -67,6 +67,20 @@ class NodeServer:
         has_more = bool(inbound) or far.has_arrived()
         return inbound + self._near.receive(0.0 if has_more else timeout_s)
 
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when something may have arrived. Where
+        `has_arrived`, it may not: look before every wait for it, and after every `send`."""
+        return self._near.fileno()
+
+    def has_arrived(self) -> bool:
+        """Whether there is something to take of which the descriptor may have told already."""
+        return self._far is not None and self._far.has_arrived()
+
+    @property
+    def num_disconnections(self) -> int:
+        """How many connections of this node have ended, as far as has been seen."""
+        return self._near.num_disconnections
+
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
         self._near.wake()

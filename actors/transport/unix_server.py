@@ -104,6 +104,15 @@ class UnixServer:
         """Have a waiting `receive` return when `descriptor` becomes readable, too."""
         self._watch(descriptor, _READ | int(select.EPOLLET))
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `receive` has something to take."""
+        return self._epoll.fileno()
+
+    @property
+    def num_disconnections(self) -> int:
+        """How many connections have ended, as far as `receive` and `send` have seen."""
+        return self._counts["disconnections"]
+
     def is_connected(self, address: Address) -> bool:
         """Whether a process is known under `address`."""
         return address in self._known

@@ -214,16 +214,20 @@ class BlockPool(ReferencedBlocks):
         self._require_known(wanted)
         self._release_forgotten(self.contents.forget(wanted))
 
-    def adopt(self, runs: Sequence[CachedRun]) -> None:
+    def adopt(self, runs: Sequence[CachedRun], victims: IndexArray) -> None:
         """Enter contents that workers hold already, into free empty blocks; all are evictable.
 
-        Of each run the tail goes first; a run that continues another goes before it.
+        A run comes behind the one it continues. `victims` are the blocks of all runs, the first one
+        to be evicted first.
         """
+        self._blank.remove_n(victims.tolist())
+        by_table: dict[int, list[CachedRun]] = {}
         for run in runs:
-            self._blank.remove_n(run.block_ids)
-            self.contents.add([run], index_array(run.block_ids), is_labelled=True)
-        for run in reversed(runs):
-            self._policy.insert(run.block_ids[::-1])
+            by_table.setdefault(run.table.number, []).append(run)
+        for same in by_table.values():
+            block_ids = list(chain.from_iterable([run.block_ids for run in same]))
+            self.contents.add(same, index_array(block_ids), is_labelled=True)
+        self._policy.insert(victims)
 
     def seal(self, runs: Sequence[CachedRun]) -> None:
         """The bytes of what is left of unsealed runs are there."""

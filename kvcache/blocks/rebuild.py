@@ -7,17 +7,33 @@ guess: whatever does not fit is dropped, cold is correct.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from kvcache.arrays import int32_array
-from kvcache.blocks.extra_keys import parse_extra_keys
+import numpy as np
+
+from kvcache.arrays import IndexArray, index_array, int32_array
+from kvcache.blocks.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
+from kvcache.blocks.label_chains import NO_CHAIN, Chains, chains_of, depths_of
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import PrefixTable, parse_namespace_name
-from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
-from kvcache.errors import BlockError, MalformedMessageError
+from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
-from kvcache.labels import BlockLabel, LabelSet
+from kvcache.label_agreement import agreed_labels, labelled_blocks
+from kvcache.labels import LabelSet
+
+_GONE_FIRST = np.iinfo(np.intp).max
+"""The rank of blocks beside which the leading group has none: they are evicted before others."""
+
+
+@dataclass(frozen=True, eq=False)
+class _GroupChains:
+    """What is kept of one group."""
+
+    group: int
+    depths: IndexArray
+    chains: Chains
 
 
 def rebuild(
@@ -36,120 +52,78 @@ def rebuild(
             f"cannot restore: {pool.num_blocks_in_use()} blocks are in use and "
             f"{pool.contents.num_cached} are cached: restore an empty pool"
         )
-    agreed = agreed_labels(labels, pool.num_blocks, block_sizes)
-    chains = _chains(pool, agreed, none_hash)
-    kept = {label.block_id for _, chain in chains for label in chain}
-    labelled = {label.block_id for label_set in labels for label in label_set}
+    fitting = fitting_labels(agreed_labels(labels), pool.num_blocks, block_sizes, none_hash)
+    found = [_chains(pool, fitting, group, none_hash) for group in range(len(block_sizes))]
+    victims = _victims(pool, fitting, found)
     pool.contents.outbox.cleared()
-    pool.contents.outbox.unlabel(sorted(labelled - kept))
-    pool.adopt([_run(table, chain) for table, chain in chains])
-    return len(kept)
-
-
-def agreed_labels(
-    labels: Sequence[LabelSet], num_blocks: int, block_sizes: Sequence[int]
-) -> list[BlockLabel]:
-    """Return the sealed labels that all ranks agree on and that fit the plan."""
-    return [
-        label
-        for label in _agreed(labels)
-        if NULL_ID < label.block_id < num_blocks
-        and 0 <= label.group < len(block_sizes)
-        and len(label.token_ids) == block_sizes[label.group]
-        and label.is_sealed
-        and _has_readable_keys(label)
-    ]
-
-
-def _agreed(labels: Sequence[LabelSet]) -> list[BlockLabel]:
-    """Return the labels that are the same on every rank, owner slots and checksums left aside."""
-    if not labels:
-        return []
-    others = [{label.block_id: _content(label) for label in label_set} for label_set in labels[1:]]
-    return [
-        label
-        for label in labels[0]
-        if all(other.get(label.block_id) == _content(label) for other in others)
-    ]
-
-
-def _content(label: BlockLabel) -> tuple[object, ...]:
-    return (
-        label.group,
-        label.digest,
-        label.parent_digest,
-        label.token_ids,
-        label.namespace,
-        label.extra_keys,
-        label.is_sealed,
-    )
-
-
-def _has_readable_keys(label: BlockLabel) -> bool:
-    try:
-        parse_extra_keys(label.extra_keys)
-    except MalformedMessageError:
-        return False
-    return True
+    labelled = labelled_blocks(labels, pool.num_blocks)
+    pool.contents.outbox.unlabel(np.setdiff1d(labelled, victims, assume_unique=True).tolist())
+    pool.adopt([run for each in found for run in _runs(pool, fitting, each)], victims)
+    return len(victims)
 
 
 def _chains(
-    pool: BlockPool, labels: Iterable[BlockLabel], none_hash: BlockHash
-) -> list[tuple[PrefixTable, list[BlockLabel]]]:
-    """Return unbroken chains of labels by table, each after the one it continues."""
-    by_table: dict[tuple[bytes, int], dict[bytes, BlockLabel]] = {}
-    for label in sorted(labels, key=lambda label: label.block_id):
-        by_table.setdefault((label.namespace, label.group), {}).setdefault(label.digest, label)
-    chains: list[tuple[PrefixTable, list[BlockLabel]]] = []
-    for (name, group), unique in sorted(by_table.items()):
-        try:
-            namespace = parse_namespace_name(name)
-        except MalformedMessageError:
-            continue
-        children: dict[bytes, list[BlockLabel]] = {}
-        for label in unique.values():
-            children.setdefault(label.parent_digest, []).append(label)
-        roots = [label for label in unique.values() if label.parent_digest == none_hash]
-        if not pool.contents.is_ordered(group):
-            roots = [label for label in unique.values() if label.parent_digest not in unique]
-        found = _walk(roots, children)
-        if found:
-            table = pool.contents.table(namespace, group)
-            chains += [(table, chain) for chain in found]
-    return chains
+    pool: BlockPool, fitting: FittingLabels, group: int, none_hash: BlockHash
+) -> _GroupChains:
+    """Return the chains of a group; where it is not ordered they may begin anywhere."""
+    above = fitting.groups[group].parent_rows(none_hash)
+    if not pool.contents.is_ordered(group):
+        above[above == NO_ROW] = FIRST_BLOCK
+    depths = depths_of(above)
+    return _GroupChains(group, depths, chains_of(above, depths))
 
 
-def _walk(
-    roots: Sequence[BlockLabel], children: dict[bytes, list[BlockLabel]]
-) -> list[list[BlockLabel]]:
-    """Follow each root to its end; further children on the way start chains of their own."""
-    chains = []
-    pending = list(reversed(roots))
-    seen: set[bytes] = set()
-    while pending:
-        chain: list[BlockLabel] = []
-        following: BlockLabel | None = pending.pop()
-        while following is not None and following.digest not in seen:
-            chain.append(following)
-            seen.add(following.digest)
-            below = children.get(following.digest, [])
-            pending += below[1:]
-            following = below[0] if below else None
-        if chain:
-            chains.append(chain)
-    return chains
+def _victims(pool: BlockPool, fitting: FittingLabels, found: Sequence[_GroupChains]) -> IndexArray:
+    """Return all kept blocks in the order in which they are to be evicted.
+
+    As if the leading group's chains had been freed one by one, the last one first, and with each of
+    them what other groups have beside it: blocks that can go one by one before those of ordered
+    groups, tails before heads. Leading is the ordered group of the shortest blocks.
+    """
+    if not found:
+        return index_array(())
+    contents, sizes = pool.contents, [labels.tokens.shape[1] for labels in fitting.groups]
+    leading = min(found, key=lambda each: (not contents.is_ordered(each.group), sizes[each.group]))
+    leading_labels = fitting.groups[leading.group]
+    chain_of = leading.chains.of_rows(len(leading_labels))
+    blocks, ranks, kinds, depths = [], [], [], []
+    for each in found:
+        labels, rows = fitting.groups[each.group], each.chains.rows
+        places = rows
+        if each is not leading:
+            places = leading_labels.rows_of([labels.names[row] for row in rows.tolist()])
+        # The last ones stand for rows that are not there.
+        chain = np.append(chain_of, NO_CHAIN)[places]
+        blocks.append(labels.block_ids[rows])
+        ranks.append(np.where(chain == NO_CHAIN, _GONE_FIRST, chain))
+        kind = len(found) if contents.is_ordered(each.group) else each.group
+        kinds.append(np.full(len(rows), kind))
+        depths.append(np.append(leading.depths, NO_ROW)[places])
+    order = np.lexsort((-np.concatenate(depths), np.concatenate(kinds), -np.concatenate(ranks)))
+    victims: IndexArray = np.concatenate(blocks)[order]
+    return victims
 
 
-def _run(table: PrefixTable, chain: Sequence[BlockLabel]) -> CachedRun:
-    has_keys = any(label.extra_keys for label in chain)
-    return CachedRun(
-        table=table,
-        block_ids=[label.block_id for label in chain],
-        digests=[BlockHash(label.digest) for label in chain],
-        parent=BlockHash(chain[0].parent_digest),
-        token_ids=int32_array([token for label in chain for token in label.token_ids]),
-        block_size=len(chain[0].token_ids),
-        extra_keys=tuple(parse_extra_keys(label.extra_keys) for label in chain) if has_keys else (),
-        request_id="",
-        first_index=0,
-    )
+def _runs(pool: BlockPool, fitting: FittingLabels, found: _GroupChains) -> Iterator[CachedRun]:
+    """Yield a run for each chain of a group, each after the one it continues."""
+    labels, rows = fitting.groups[found.group], found.chains.rows
+    size, digest_bytes = labels.tokens.shape[1], labels.digests.shape[1]
+    block_ids = labels.block_ids[rows].tolist()
+    digests = labels.digests[rows].view(f"V{digest_bytes}").ravel().tolist()
+    tokens = labels.tokens[rows].ravel()
+    keys = labels.keys[rows]
+    starts = found.chains.starts.tolist()
+    for start, end in pairwise(starts):
+        namespace = fitting.namespaces[int(labels.namespaces[rows[start]])]
+        extra_keys = [fitting.extra_keys[key] for key in keys[start:end].tolist()]
+        yield CachedRun(
+            table=pool.contents.table(namespace, found.group),
+            block_ids=block_ids[start:end],
+            digests=digests[start:end],
+            parent=BlockHash(labels.parents[rows[start]].tobytes()),
+            token_ids=int32_array(tokens[start * size : end * size]),
+            block_size=size,
+            extra_keys=tuple(extra_keys) if any(extra_keys) else (),
+            request_id="",
+            first_index=0,
+        )

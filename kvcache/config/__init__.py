@@ -20,12 +20,14 @@ from kvcache.config.layer_kinds import (
 from kvcache.config.layers import layer_specs
 from kvcache.config.loading import load_config, parse_config
 from kvcache.config.models import (
+    AuditConfig,
     CacheConfig,
     ClusterConfig,
     ContentCheckConfig,
     DeadlinesConfig,
     ModelConfig,
     ParallelConfig,
+    RecorderConfig,
     SchedulerConfig,
     TransportConfig,
     WorkersConfig,
@@ -33,6 +35,7 @@ from kvcache.config.models import (
 from kvcache.config.sections import parse_bytes
 
 __all__ = [
+    "AuditConfig",
     "CacheConfig",
     "ChunkedLocalLayer",
     "ClusterConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "MambaLayer",
     "ModelConfig",
     "ParallelConfig",
+    "RecorderConfig",
     "SchedulerConfig",
     "SlidingWindowLayer",
     "StatelessLayer",

@@ -19,6 +19,7 @@ from kvcache.config.sections import (
     Count,
     FewThousand,
     Seconds,
+    SecondsOrNever,
     Section,
     Share,
     require_model_len,
@@ -139,7 +140,12 @@ class TransportConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """How long each wait may last before it is an error."""
+    """How long each wait may last before it is an error.
+
+    A rank that is silent for `worker_silence_s` is reported, for `worker_kill_s` its process is
+    ended and counts as lost (0: never). Another process for a lost rank is tried for
+    `replacement_s` (0: not at all).
+    """
 
     startup_s: Seconds = 60.0
     step_s: Seconds = 30.0
@@ -147,6 +153,19 @@ class DeadlinesConfig(Section):
     forward_s: Seconds = 30.0
     shutdown_s: Seconds = 10.0
     client_silence_s: Seconds = 60.0
+    reattach_s: Seconds = 5.0
+    worker_kill_s: SecondsOrNever = 30.0
+    replacement_s: SecondsOrNever = 600.0
+
+    @model_validator(mode="after")
+    def _says_who_hangs_before_it_kills(self) -> DeadlinesConfig:
+        if 0 < self.worker_kill_s <= self.worker_silence_s:
+            raise ConfigurationError(
+                f"worker_kill_s is {self.worker_kill_s}, not more than worker_silence_s "
+                f"({self.worker_silence_s}), so that a worker would be ended before anybody hears "
+                "that it is silent: raise it, or set it to 0 to end none"
+            )
+        return self
 
 
 class SchedulerConfig(Section):
@@ -171,6 +190,47 @@ class ContentCheckConfig(Section):
     enabled: bool = False
 
 
+class AuditConfig(Section):
+    """Whether the labels of all ranks are compared with the coordinator's books while it runs.
+
+    `sample` compares some blocks every `interval_s`, `on` all blocks with every step: for tests.
+    """
+
+    mode: Literal["off", "sample", "on"] = "off"
+    interval_s: Seconds = 1.0
+
+
+class RecorderConfig(Section):
+    """Whether all that happens to the cache is written down, for `kvcache replay-record`.
+
+    `directory`: of the coordinator's node, below which each cluster has one of its name; None:
+    nothing is recorded. Segments of `segment_bytes` are removed, the oldest first, so that all
+    together stay within `max_bytes`; the present epoch's are kept, and when they fill it, recording
+    stops until the next epoch. A record is on its way to disk after `flush_s`; with `sync` each
+    write waits until it has arrived.
+    """
+
+    directory: Annotated[str, Field(min_length=1)] | None = None
+    segment_bytes: Bytes = 64 * MIB
+    max_bytes: Bytes = 1024 * MIB
+    flush_s: Seconds = 1.0
+    sync: bool = False
+
+    @model_validator(mode="after")
+    def _can_be_written(self) -> RecorderConfig:
+        if self.directory is not None and not self.directory.startswith("/"):
+            raise ConfigurationError(
+                f"directory {self.directory!r} is relative, and the coordinator may run anywhere: "
+                "write it from / on"
+            )
+        if self.max_bytes < 2 * self.segment_bytes:
+            raise ConfigurationError(
+                f"max_bytes is {self.max_bytes}, less than two segments of segment_bytes "
+                f"({self.segment_bytes}): raise it, or lower segment_bytes"
+            )
+        return self
+
+
 class ClusterConfig(Section):
     """Everything about one cluster. `name` finds it again; two of a name cannot run at once."""
 
@@ -183,6 +243,8 @@ class ClusterConfig(Section):
     deadlines: DeadlinesConfig = DeadlinesConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     content_check: ContentCheckConfig = ContentCheckConfig()
+    audit: AuditConfig = AuditConfig()
+    recorder: RecorderConfig = RecorderConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -46,6 +46,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewThousand = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsOrNever = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

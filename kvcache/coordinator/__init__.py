@@ -5,10 +5,15 @@
     clients.py       who is attached                        client_ledger.py  one client's steps
     serving.py       a step or call, answered               remote_calls.py   calls by name
     forward_plan.py  content-checked forwards               job_book.py       who has reported
+    label_collection.py  what ranks hold, when asked        recovery.py       kept from before
+    reattachment.py  clients of before                      auditor.py        labels against books
+    phase.py         how far it is                          watchdog.py       what is overdue
+    step_recorder.py who hears of all that happens
 
 Returns what must be sent and sends nothing itself.
 """
 
-from kvcache.coordinator.coordinator import Coordinator, Phase
+from kvcache.coordinator.coordinator import Coordinator
+from kvcache.coordinator.phase import Phase
 
 __all__ = ["Coordinator", "Phase"]

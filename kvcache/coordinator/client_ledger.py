@@ -34,6 +34,7 @@ class ClientLedger:
     """The steps of one client in one epoch.
 
     `is_leaving`: it is served no more. `fence_seq`: number of the message that fences it, or 0.
+    `has_acknowledged`: it has said, after it attached, that it has nothing to ask just now.
     Invariant: `acknowledged_step, finished_step <= applied_step < receiver.next_step`, and the
     steps under way are those above `finished_step` that were executed.
     """
@@ -45,6 +46,7 @@ class ClientLedger:
         self.heard_s = now_s
         self.progress_sent_s = now_s
         self.is_leaving = False
+        self.has_acknowledged = False
         self.fence_seq = 0
         self._first_step = next_step
         self._under_way: deque[_Executed] = deque()
@@ -118,6 +120,7 @@ class ClientLedger:
 
     def on_acknowledge(self, step: int) -> None:
         """The client knows everything about its steps up to `step`."""
+        self.has_acknowledged = True
         self.receiver.on_acknowledge(step)
         self._acknowledged_step = max(self._acknowledged_step, min(step, self._finished_step))
 

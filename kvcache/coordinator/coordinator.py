@@ -1,11 +1,13 @@
 """The plain Coordinator: takes messages, returns messages, decides through the manager.
 
-Two phases. *Fencing*: an epoch above every known one is saved, and every rank is asked to grant it.
-*Running*: all have granted, a `Reign` serves steps. Another process for a rank, or the loss of
-one, ends the epoch; the next one begins cold and clients attach again.
+Three phases. *Fencing*: an epoch above every known one is saved, and every rank is asked to grant
+it. *Collecting*: all have granted, nothing of an older epoch runs, and each says what its blocks
+hold. *Running*: a `Reign` serves steps from the cache that all agree on. Another process for a
+rank, or the loss of one, ends the epoch; clients attach again. A coordinator that begins after a
+crash and one that has lost a worker go the same way.
 
-    start ──▶ FENCING ──every rank has granted──▶ RUNNING ──another coordinator──▶ SUPERSEDED
-                 ◀──another process, or a loss──────┘
+    start ──▶ FENCING ──all granted──▶ COLLECTING ──all told──▶ RUNNING ──another one──▶ SUPERSEDED
+                 ◀──another process, or a loss──┴──────────────────┘
 
 A state machine without threads, sockets or Ray, with one owner. It sends nothing itself, waits for
 nothing, and refuses whatever is not of its epoch.
@@ -16,15 +18,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from enum import Enum
 
 from kvcache.clock import Clock
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.membership import Membership
+from kvcache.coordinator.phase import OBEYED, Phase
+from kvcache.coordinator.recovery import Recovery, recover
 from kvcache.coordinator.reign import Reign, ReignIdentity
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
-from kvcache.errors import ClusterError, InvariantError, ProtocolError, RequestError
+from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.errors import (
+    ClusterError,
+    InvariantError,
+    ProtocolError,
+    RequestError,
+    SupersededError,
+)
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Applied,
@@ -36,6 +47,7 @@ from kvcache.messages import (
     Granted,
     Heartbeat,
     Hello,
+    LabelReport,
     Missing,
     Outgoing,
     Ping,
@@ -49,16 +61,6 @@ logger = logging.getLogger(__name__)
 
 ManagerFactory = Callable[[int], KVCacheManager]
 """Makes a cold manager for a new epoch; the argument is the model epoch."""
-
-
-class Phase(Enum):
-    """How far the coordinator is."""
-
-    NEW = "new"
-    FENCING = "fencing"
-    RUNNING = "running"
-    SUPERSEDED = "superseded"
-    CLOSED = "closed"
 
 
 class Coordinator:
@@ -75,6 +77,7 @@ class Coordinator:
         clock: Clock,
         nonce: str,
         state_store: StateStore,
+        recorder: StepRecorder | None = None,
     ) -> None:
         """Take no epoch yet. `nonce` tells this coordinator from all others, for ever.
 
@@ -82,6 +85,7 @@ class Coordinator:
         """
         self.settings = settings
         self._make_manager = manager_factory
+        self._recorder = NullStepRecorder() if recorder is None else recorder
         self._clock = clock
         self._members = Membership(
             settings.num_ranks,
@@ -94,6 +98,9 @@ class Coordinator:
         self._clients = Clients(settings)
         self._phase = Phase.NEW
         self._reign: Reign | None = None
+        self._collection: LabelCollection | None = None
+        self._recovery = Recovery()
+        self._returning: frozenset[str] = frozenset()
         self._reason = "the coordinator has not started"
         self._counts = CoordinatorStatistics()
 
@@ -112,20 +119,19 @@ class Coordinator:
         """The manager of the present epoch, None unless running. For looking, not for changing."""
         return None if self._reign is None else self._reign.manager
 
-    @property
-    def is_degraded(self) -> bool:
-        """Whether a rank does not answer, so that steps are refused."""
-        return bool(self.problem())
-
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not granted the present epoch."""
         return self._members.missing()
 
     def problem(self) -> str:
         """Say which ranks do not answer, and since when; empty when all do."""
-        if self._phase not in (Phase.FENCING, Phase.RUNNING):
+        if self._phase not in OBEYED:
             return ""
-        return self._members.problem(self._clock.now(), self.settings.worker_silence_s)
+        now_s, silence_s = self._clock.now(), self.settings.worker_silence_s
+        problem = self._members.problem(now_s, silence_s)
+        return problem or (
+            self._collection.problem_at(now_s, silence_s) if self._collection else ""
+        )
 
     def start(self, incarnations: Mapping[int, str] | None = None) -> list[Outgoing]:
         """Take an epoch and ask the worker processes known already to grant it.
@@ -148,7 +154,7 @@ class Coordinator:
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """Take a message that came from the worker of `rank`. Counts and drops what is foreign."""
-        if self._phase not in (Phase.FENCING, Phase.RUNNING):
+        if self._phase not in OBEYED:
             return []
         if message.rank != rank:
             self._drop(f"rank {rank} speaks for rank {message.rank}")
@@ -163,6 +169,8 @@ class Coordinator:
                     return self._on_granted(granted)
                 case Refused() as refused:
                     return self._on_refused(refused)
+                case LabelReport() as labels:
+                    return self._on_labels(labels)
                 case Applied() | Missing() | Finished() | Heartbeat() as report:
                     return self._on_report(report)
         except ProtocolError as error:
@@ -185,12 +193,7 @@ class Coordinator:
 
     def settle(self) -> list[Outgoing]:
         """Return what has become possible by what `on_plain_applied` took."""
-        if self._reign is None:
-            return []
-        try:
-            return self._reign.settle()
-        except ClusterError as error:
-            return self._begin_epoch(str(error))
+        return [] if self._reign is None else self._guarded(self._reign.settle)
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """Take a message of the client it names. Counts and drops what is foreign."""
@@ -207,17 +210,14 @@ class Coordinator:
         ledger = self._clients.get(client_id)
         if message.epoch != self.epoch or ledger is None or ledger.is_leaving:
             return self._part_from([client_id])
-        try:
-            return reign.on_client_message(ledger, message)
-        except ClusterError as error:
-            return self._begin_epoch(str(error))
+        return self._guarded(lambda: reign.on_client_message(ledger, message))
 
     def on_worker_lost(self, rank: int, incarnation: str, reason: str) -> list[Outgoing]:
         """A process is proven dead: begin a new epoch, which runs when the rank is served again.
 
         No effect for a process that does not serve the rank.
         """
-        if self._phase not in (Phase.FENCING, Phase.RUNNING):
+        if self._phase not in OBEYED:
             return []
         if self._members.incarnations.get(rank) != incarnation:
             return []
@@ -228,6 +228,8 @@ class Coordinator:
         """Repeat what is not acknowledged, ping who is silent, serve what had to wait."""
         if self._phase is Phase.FENCING:
             return self._grants()
+        if self._collection is not None:
+            return self._collection.on_tick(self._clock.now())
         if self._reign is None:
             return []
         out: list[Outgoing] = []
@@ -235,19 +237,16 @@ class Coordinator:
         if silent:
             ping = Ping(self._members.nonce, self.epoch)
             out.append(Outgoing(tuple(WorkerAddress(rank) for rank in silent), ping))
-        try:
-            return out + self._reign.on_tick()
-        except ClusterError as error:
-            return self._begin_epoch(str(error))
+        return out + self._guarded(self._reign.on_tick)
 
     def close(self) -> None:
         """Serve nobody any more. May be called again."""
+        self._recorder.close()
         self._end_reign()
         self._phase = Phase.CLOSED
 
     def statistics(self) -> CoordinatorStatistics:
         """Return figures, frozen."""
-        reign = self._reign
         counts = replace(
             self._counts,
             phase=self._phase.value,
@@ -255,21 +254,17 @@ class Coordinator:
             problem=self.problem(),
             num_clients=len(self._clients),
             num_open_jobs=len(self._jobs),
+            recorder=self._recorder.statistics(),
+            num_kept_blocks=self._recovery.num_kept_blocks,
+            cold_reason=self._recovery.reason,
         )
-        if reign is None:
-            return counts
-        return replace(
-            counts.with_reign(reign.counts, reign.window.num_resent),
-            last_seq=reign.window.next_seq - 1,
-            applied_seq=reign.window.applied_by_all,
-            num_unacknowledged=len(reign.window),
-            manager=reign.manager.statistics(),
-        )
+        return counts if self._reign is None else self._reign.add_figures(counts)
 
     def check(self) -> None:
         """Raise `InvariantError` if the books do not add up. Changes nothing."""
-        if (self._phase is Phase.RUNNING) != (self._reign is not None):
-            raise InvariantError(f"phase {self._phase.value} with the wrong books")
+        for phase, books in ((Phase.RUNNING, self._reign), (Phase.COLLECTING, self._collection)):
+            if (self._phase is phase) != (books is not None):
+                raise InvariantError(f"phase {self._phase.value} with the wrong books")
         self._jobs.check()
         self._clients.check()
         if self._reign is not None:
@@ -308,19 +303,56 @@ class Coordinator:
         self._members.on_granted(granted, self._clock.now())
         if self._phase is not Phase.FENCING or not self._members.is_complete:
             return []
+        self._collection = LabelCollection(
+            self.settings.num_ranks,
+            ExpectedLabels(self._members.model_epoch, self.settings.layout_fingerprints),
+            self._members.nonce,
+            self.epoch,
+            resend_s=self.settings.resend_s,
+        )
+        self._phase = Phase.COLLECTING
+        return self._collection.begin(self._clock.now())
+
+    def _on_labels(self, report: LabelReport) -> list[Outgoing]:
+        """Take a rank's labels; begin to run when all are there."""
+        who, now_s = (report.rank, report.incarnation, report.nonce), self._clock.now()
+        self._members.heard(*who, report.epoch, now_s)
+        collection = self._collection
+        if collection is None:
+            return []
+        out = collection.on_report(report, now_s)
+        if not collection.is_over:
+            return out
+        return out + self._guarded(lambda: self._run(collection))
+
+    def _run(self, collection: LabelCollection) -> list[Outgoing]:
+        """Serve steps from now on, with what the ranks still hold."""
+        members = self._members
+        if not members.knows_model_epoch:
+            members.save_model_epoch(collection.settle_model_epoch())
+        manager, self._recovery = recover(self._make_manager, members.model_epoch, collection)
+        returning = self._returning | collection.clients
         self._reign = Reign(
             self.settings,
-            ReignIdentity(self.epoch, self._members.nonce, self._members.incarnations),
-            self._make_manager(self._members.model_epoch),
+            ReignIdentity(
+                self.epoch,
+                members.nonce,
+                members.incarnations,
+                collection.applied_steps(),
+                frozenset() if self._recovery.is_cold else returning,
+            ),
+            manager,
             self._clients,
             self._jobs,
             clock=self._clock,
             problem=self.problem,
-            save_model_epoch=self._members.save_model_epoch,
+            save_model_epoch=members.save_model_epoch,
+            recorder=self._recorder,
         )
+        self._collection, self._returning = None, frozenset()
         self._phase, self._reason = Phase.RUNNING, ""
         self._counts = self._counts.plus(epochs_run=1)
-        return self._reign.begin()
+        return self._reign.begin(self._recovery, collection)
 
     def _on_refused(self, refused: Refused) -> list[Outgoing]:
         if self._members.on_refused(refused, self._clock.now()):
@@ -328,9 +360,22 @@ class Coordinator:
         return []
 
     def _on_higher_epoch(self, reason: str) -> list[Outgoing]:
-        """While fencing, take a higher one. While running, somebody else has taken over."""
+        """While fencing, take a higher one. Afterwards, somebody else has taken over."""
         if self._phase is Phase.FENCING:
             return self._begin_epoch(reason)
+        return self._give_way(reason)
+
+    def _guarded(self, act: Callable[[], list[Outgoing]]) -> list[Outgoing]:
+        """Return what `act` does; where the epoch cannot go on, begin another one, or give way."""
+        try:
+            return act()
+        except SupersededError as error:
+            return self._give_way(str(error))
+        except ClusterError as error:
+            return self._begin_epoch(str(error))
+
+    def _give_way(self, reason: str) -> list[Outgoing]:
+        """Another coordinator has taken over: send all clients away, for good."""
         logger.error("epoch %d was superseded: %s", self.epoch, reason)
         clients = self._end_reign()
         self._phase = Phase.SUPERSEDED
@@ -344,12 +389,8 @@ class Coordinator:
             self._members.serve(message.rank, message.incarnation, now_s)
             return self._grants()
         self._members.heard(*who, message.epoch, now_s)
-        if self._reign is None:
-            return []
-        try:
-            return self._reign.on_report(message)
-        except ClusterError as error:
-            return self._begin_epoch(str(error))
+        reign = self._reign
+        return [] if reign is None else self._guarded(lambda: reign.on_report(message))
 
     # --- epochs
 
@@ -368,6 +409,8 @@ class Coordinator:
         if self._members.is_epoch_doubted:
             try:
                 self._members.take_epoch(now_s)
+            except SupersededError as error:
+                return self._give_way(str(error))
             except ClusterError as error:
                 self._drop(str(error))
                 return []
@@ -377,16 +420,22 @@ class Coordinator:
     def _end_reign(self) -> list[str]:
         """Drop all books of the present epoch; return the clients that were attached."""
         reign, self._reign = self._reign, None
+        self._recorder.end_epoch()
+        self._collection = None
         if reign is not None:
             self._counts = self._counts.with_reign(reign.counts, reign.window.num_resent)
         self._jobs.clear()
-        return self._clients.clear()
+        clients = self._clients.clear()
+        self._returning |= frozenset(clients)
+        return clients
 
     def _part_from(self, client_ids: Iterable[str]) -> list[Outgoing]:
         """Send clients away; they attach again."""
         missing = ""
         if self._phase is Phase.FENCING:
             missing = f"waiting for ranks {self._members.missing()}"
+        elif self._collection:
+            missing = f"waiting for the labels of ranks {self._collection.missing()}"
         parts = [part for part in (self._reason, missing, self.problem()) if part]
         reason = "; ".join(parts) or "attach first"
         away = [Unattached(client_id, self.epoch, reason) for client_id in client_ids]

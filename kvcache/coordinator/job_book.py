@@ -22,17 +22,20 @@ class _Job:
     reported: set[int] = field(default_factory=set)
     num_bytes: int = 0
     failures: list[FailedForward] = field(default_factory=list)
+    block_ids: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class EndedJob:
-    """A job that every rank has reported. `failures` is empty when it was good everywhere."""
+    """A job that every rank has reported. `failures` is empty when it was good everywhere;
+    `block_ids` are those that an audit found wrong on some rank."""
 
     job_id: int
     client_id: str
     step: int
     num_bytes: int
     failures: tuple[FailedForward, ...]
+    block_ids: tuple[int, ...] = ()
 
 
 class JobBook:
@@ -71,11 +74,19 @@ class JobBook:
         job.num_bytes += report.num_bytes
         if not report.ok:
             job.failures.append(FailedForward(job.step, rank, report.detail))
+            job.block_ids.update(report.block_ids)
         if len(job.reported) < self._num_ranks:
             return None
         del self._open[report.job_id]
         failures = tuple(sorted(job.failures, key=lambda failure: failure.rank))
-        return EndedJob(report.job_id, job.client_id, job.step, job.num_bytes, failures)
+        return EndedJob(
+            report.job_id,
+            job.client_id,
+            job.step,
+            job.num_bytes,
+            failures,
+            tuple(sorted(job.block_ids)),
+        )
 
     def clear(self) -> None:
         """Forget all open jobs: their epoch is over."""

@@ -14,11 +14,12 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvcache.delivery import MAX_EPOCH
-from kvcache.errors import MalformedMessageError, StaleEpochError
+from kvcache.errors import MalformedMessageError, StaleEpochError, SupersededError
 from kvcache.messages import Grant, Granted, Hello, Refused
 from kvcache.state_store import SmallState, StateStore
 
 _MAX_RETIRED = 64
+_MAX_ATTEMPTS = 16
 
 
 @dataclass
@@ -54,7 +55,8 @@ class Membership:
         self.fingerprint = fingerprint
         self.nonce = nonce
         self._store = store
-        self._state = store.load() or SmallState()
+        self._saved = store.load()
+        self._state = self._saved or SmallState(knows_model_epoch=False)
         self._members = {rank: _Member() for rank in range(num_ranks)}
         self._highest_seen = 0
         self.epoch = 0
@@ -64,6 +66,11 @@ class Membership:
     def model_epoch(self) -> int:
         """The saved model epoch."""
         return self._state.model_epoch
+
+    @property
+    def knows_model_epoch(self) -> bool:
+        """Whether the saved model epoch is the one that holds. If not, it has to be settled."""
+        return self._state.knows_model_epoch
 
     @property
     def is_complete(self) -> bool:
@@ -79,10 +86,20 @@ class Membership:
     def take_epoch(self, now_s: float) -> None:
         """Take an epoch above every one known, save it, and ask all ranks anew.
 
-        Raises ClusterError when it cannot be saved; the old epoch is kept then.
+        Raises ClusterError when it cannot be saved; the old epoch is kept then. SupersededError
+        when another coordinator has saved one since this one took its own.
         """
-        epoch = 1 + max(self._state.epoch, self._highest_seen, self.epoch)
-        self._save(replace(self._state, epoch=epoch))
+        for attempt in range(_MAX_ATTEMPTS):
+            epoch = 1 + max(self._state.epoch, self._highest_seen, self.epoch)
+            try:
+                self._save(replace(self._state, epoch=epoch))
+                break
+            except SupersededError:
+                if self.epoch or attempt + 1 == _MAX_ATTEMPTS:
+                    raise
+                # Two begin at once: the later one begins above the other.
+                self._saved = self._store.load()
+                self._state = self._saved or SmallState(knows_model_epoch=False)
         self.epoch = epoch
         self.is_epoch_doubted = False
         for member in self._members.values():
@@ -98,9 +115,10 @@ class Membership:
             member.is_granted = False
 
     def save_model_epoch(self, model_epoch: int) -> None:
-        """Save another model epoch."""
-        if model_epoch != self._state.model_epoch:
-            self._save(replace(self._state, model_epoch=model_epoch))
+        """Save another model epoch. Raises ClusterError; SupersededError when it is for another
+        coordinator to say which one holds."""
+        if model_epoch != self._state.model_epoch or not self.knows_model_epoch:
+            self._save(replace(self._state, model_epoch=model_epoch, knows_model_epoch=True))
 
     def serve(self, rank: int, incarnation: str, now_s: float) -> bool:
         """Note which process serves `rank`; say whether it replaces one that granted the epoch.
@@ -241,8 +259,8 @@ class Membership:
         return [rank for rank, member in self._members.items() if not member.is_granted]
 
     def _save(self, state: SmallState) -> None:
-        self._store.save(state)
-        self._state = state
+        self._store.save(state, self._saved)
+        self._state = self._saved = state
 
     def _member(self, rank: int) -> _Member:
         member = self._members.get(rank)

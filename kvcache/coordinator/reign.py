@@ -1,8 +1,9 @@
 """One epoch in which all ranks obey: steps in, commands out, progress back.
 
 What the Coordinator does while it runs: it makes a `Reign` when every rank granted the epoch, and
-drops it, with everything in it, when the epoch ends. Begins cold. Refuses nothing by epoch, sender
-or process: the coordinator has checked all that before it hands a message over.
+drops it, with everything in it, when the epoch ends. Begins with what was kept of the cache, and
+then waits for the clients that were there before. Refuses nothing by epoch, sender or process: the
+coordinator has checked all that before it hands a message over.
 
     client ──StepRequest / Call──▶ ClientLedger ─▶ StepServer ─▶ commands ─▶ CommandWindow ──▶ ranks
            ◀──answer, Progress────                                        ◀──Applied, Finished──
@@ -10,18 +11,24 @@ or process: the coordinator has checked all that before it hands a message over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
+from kvcache.arrays import int32_array
 from kvcache.clock import Clock
-from kvcache.commands import Command, Fence, Reset
+from kvcache.commands import Command, Fence, Reset, Unlabel
+from kvcache.coordinator.auditor import Auditor
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.label_collection import LabelCollection
+from kvcache.coordinator.reattachment import Reattachment
+from kvcache.coordinator.recovery import Recovery
 from kvcache.coordinator.serving import StepServer
-from kvcache.coordinator.settings import CoordinatorSettings, ReignCounts
+from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, ReignCounts
+from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.delivery import CommandWindow
-from kvcache.errors import ProtocolError
+from kvcache.errors import ClusterError, InvariantError, ProtocolError
 from kvcache.heads import MessageHead
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
@@ -53,11 +60,17 @@ MAX_STEPS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class ReignIdentity:
-    """What every command message of an epoch carries, and which processes granted it."""
+    """What every command message of an epoch carries, and which processes granted it.
+
+    `applied_steps` says, by client, how far every rank had come before; `returning` are the clients
+    that ran something then.
+    """
 
     epoch: int
     nonce: str
     incarnations: dict[int, str]
+    applied_steps: Mapping[str, int] = field(default_factory=dict)
+    returning: frozenset[str] = frozenset()
 
 
 class Reign:
@@ -77,13 +90,17 @@ class Reign:
         clock: Clock,
         problem: Callable[[], str],
         save_model_epoch: Callable[[int], None],
+        recorder: StepRecorder,
     ) -> None:
-        """Rule with a cold `manager`. `problem` says why steps are refused now, if they are."""
+        """Rule with a `manager` that nobody has asked for anything yet. `problem` says why steps
+        are refused now, if they are."""
         self.manager = manager
+        self._applied_steps = identity.applied_steps
         self.window = CommandWindow(
             identity.epoch, identity.incarnations, settings.max_unacknowledged, settings.resend_s
         )
         self.counts = ReignCounts()
+        self._auditor = Auditor(settings.audit, manager, jobs, clock.now(), self.counts.audits)
         self._settings = settings
         self._epoch = identity.epoch
         self._nonce = identity.nonce
@@ -92,18 +109,30 @@ class Reign:
             rank: MessageHead(Applied, identity.nonce, incarnation, rank, identity.epoch)
             for rank, incarnation in identity.incarnations.items()
         }
+        self._wrong_blocks: set[int] = set()
         self._settled_seq = 0
         self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
         self._clients = clients
         self._jobs = jobs
-        self._server = StepServer(settings, manager, jobs)
+        self._recorder = recorder
+        self._server = StepServer(settings, manager, jobs, recorder)
+        self.reattachment = Reattachment(
+            clients, self._server, identity.returning, clock.now() + settings.reattach_s
+        )
         self._clock = clock
         self._problem = problem
         self._save_model_epoch = save_model_epoch
 
-    def begin(self) -> list[Outgoing]:
-        """Make every rank forget what it held."""
-        _, sent = self._send_commands("", 0, (Reset(self.manager.model_epoch),))
+    def begin(self, recovery: Recovery, collection: LabelCollection) -> list[Outgoing]:
+        """Make every rank forget what was not kept: one message, the first of the epoch."""
+        commands: tuple[Command, ...] = (Reset(self.manager.model_epoch),)
+        if recovery.is_cold:
+            self._recorder.begin_epoch(self._epoch, self.manager)
+        else:
+            commands = tuple(self.manager.take_commands())
+            labels = collection.label_sets
+            self._recorder.begin_epoch(self._epoch, self.manager, labels, commands)
+        _, sent = self._send_commands("", 0, commands)
         return [sent]
 
     # --- clients
@@ -126,6 +155,7 @@ class Reign:
             ledger.receiver.next_step,
             self._settings.is_content_checking,
             self._nonce,
+            self._applied_steps.get(client_id, 0),
         )
 
     def on_client_message(
@@ -141,6 +171,7 @@ class Reign:
                 ledger.on_acknowledge(message.step)
             case Detach():
                 self._clients.let_go(message.client_id)
+                self.reattachment.forget(message.client_id)
         return out + self.work()
 
     def _on_step(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
@@ -203,6 +234,9 @@ class Reign:
                 continue
             if ended is None:
                 continue
+            if self._auditor.on_ended(ended):
+                self._wrong_blocks.update(ended.block_ids)
+                continue
             if ended.failures:
                 self.counts.num_failed_forwards += 1
             ledger = self._clients.get(ended.client_id)
@@ -216,6 +250,7 @@ class Reign:
 
     def on_tick(self) -> list[Outgoing]:
         """Repeat what is not acknowledged, give up silent clients, serve what had to wait."""
+        self._recorder.on_tick()
         now_s = self._clock.now()
         out = [
             Outgoing((WorkerAddress(rank),), message)
@@ -225,13 +260,23 @@ class Reign:
         for ledger in self._clients.attached():
             if now_s - ledger.heard_s > self._settings.client_silence_s:
                 self._clients.let_go(ledger.client_id)
+                self.reattachment.forget(ledger.client_id)
             elif ledger.has_news() and now_s - ledger.progress_sent_s >= self._settings.resend_s:
                 out.append(self._progress(ledger))
+        if self._auditor.is_due(now_s) and not self.window.is_full:
+            out.append(self._send_audited("", 0, self._server.withdraw())[1])
         return out + self.work()
 
     def work(self) -> list[Outgoing]:
         """Execute what is ready, client by client in turn, while the command window has room."""
         out = self._let_clients_go() if self._clients.has_leaving else []
+        if self._wrong_blocks and not self.window.is_full:
+            block_ids = sorted(self._wrong_blocks)
+            self._wrong_blocks.clear()
+            commands = (*self._server.withdraw(block_ids), Unlabel(int32_array(block_ids)))
+            out.append(self._send_commands("", 0, commands)[1])
+        if self.reattachment.is_waiting and not self.reattachment.look(self._clock.now()):
+            return out
         num_left = MAX_STEPS_AT_ONCE
         # Steps that are refused need no room.
         while num_left > 0 and (not self.window.is_full or self._problem()):
@@ -251,11 +296,12 @@ class Reign:
         seq = 0
         if served.is_executed:
             self._save_model_epoch(self.manager.model_epoch)
-            seq, sent = self._send_commands(message.client_id, message.step, served.commands)
+            seq, sent = self._send_audited(message.client_id, message.step, served.commands)
             out.append(sent)
         answer: StepResult | CallResult = stamped(served.answer, epoch=self._epoch, seq=seq)
         ledger.receiver.store_answer(answer)
         ledger.add_executed(message.step, seq, served.has_forward)
+        self.reattachment.on_executed(message.client_id, message.step)
         self.counts.num_steps += 1
         self.counts.num_refused_steps += not served.is_executed
         out.append(_to_client(answer))
@@ -279,6 +325,19 @@ class Reign:
     def _progress(self, ledger: ClientLedger) -> Outgoing:
         return _to_client(ledger.progress(self._epoch, self._clock.now()))
 
+    def _send_audited(
+        self, client_id: str, step: int, commands: tuple[Command, ...]
+    ) -> tuple[int, Outgoing]:
+        """Send commands behind which none waits, and an audit with them if one is due.
+
+        Raises ClusterError where the audit finds that the books here do not add up.
+        """
+        try:
+            audit = self._auditor.audit(self._clock.now())
+        except InvariantError as error:
+            raise ClusterError(f"the books do not add up, they are made anew: {error}") from error
+        return self._send_commands(client_id, step, commands + audit)
+
     def _send_commands(
         self, client_id: str, step: int, commands: tuple[Command, ...]
     ) -> tuple[int, Outgoing]:
@@ -294,6 +353,17 @@ class Reign:
         )
         self.window.append(message, self._clock.now())
         return message.seq, Outgoing(self._ranks, message)
+
+    def add_figures(self, counts: CoordinatorStatistics) -> CoordinatorStatistics:
+        """Return the coordinator's figures with those of this epoch."""
+        return replace(
+            counts.with_reign(self.counts, self.window.num_resent),
+            last_seq=self.window.next_seq - 1,
+            applied_seq=self.window.applied_by_all,
+            num_unacknowledged=len(self.window),
+            waiting_for_clients=tuple(self.reattachment.missing()),
+            manager=self.manager.statistics(),
+        )
 
     def _drop(self, reason: str) -> None:
         self.counts.num_dropped += 1

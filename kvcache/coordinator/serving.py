@@ -2,10 +2,12 @@
 
 Between the reign, which numbers and sends, and the manager, which decides. Refuses steps that call
 complete what a rank may still write; what the manager refuses becomes an answer with its error.
+Whatever reaches the manager, a recorder hears of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +18,11 @@ from kvcache.coordinator.forward_plan import ForwardPlanner
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.remote_calls import RemoteCalls
 from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.errors import ExhaustedError, InvalidInputError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import Call, CallResult
-from kvcache.step import StepRequest, StepResult
+from kvcache.step import NewRequest, StepRequest, StepResult
 from kvcache.step_delivery import StepAnswer, StepMessage
 
 
@@ -38,14 +41,19 @@ class StepServer:
     """Executes steps and calls of one epoch on its manager."""
 
     def __init__(
-        self, settings: CoordinatorSettings, manager: KVCacheManager, jobs: JobBook
+        self,
+        settings: CoordinatorSettings,
+        manager: KVCacheManager,
+        jobs: JobBook,
+        recorder: StepRecorder | None = None,
     ) -> None:
-        """Serve from `manager`; forwards are opened as jobs in `jobs`."""
+        """Serve from `manager`; forwards are opened as jobs in `jobs`; `recorder` hears of all."""
         self.manager = manager
         self._is_content_checking = settings.is_content_checking
         self._jobs = jobs
         self._forwards = ForwardPlanner(manager.get_request)
         self._calls = RemoteCalls(manager)
+        self._recorder = NullStepRecorder() if recorder is None else recorder
 
     def serve(self, ledger: ClientLedger, message: StepMessage) -> Served:
         """Execute the message, or refuse it and leave everything as it was."""
@@ -70,15 +78,42 @@ class StepServer:
 
     def release(self, client_id: str) -> None:
         """Free everything a client had. Call it when no rank can run a step of it any more."""
-        self._calls.release_client(client_id)
-        self.manager.release_client(client_id)
+        try:
+            self._calls.release_client(client_id)
+            self.manager.release_client(client_id)
+        finally:
+            self._recorder.released(client_id)
         self._forwards.forget_client(client_id)
+
+    def hold(self, client_id: str, requests: Sequence[NewRequest]) -> None:
+        """Hold what is cached of `requests` until `let_go`, so that nobody evicts it."""
+        num_tokens = self.manager.holds.hold(client_id, requests)
+        self._recorder.held(client_id, requests, num_tokens)
+
+    def let_go(self, client_id: str) -> None:
+        """Hold nothing for a client any more."""
+        self.manager.holds.let_go(client_id)
+        self._recorder.let_go(client_id)
+
+    def withdraw(self, block_ids: Sequence[int] = ()) -> tuple[Command, ...]:
+        """Have these blocks forgotten; return all commands that wait to be sent, beside a step."""
+        if block_ids:
+            self.manager.evict_blocks(block_ids)
+        commands = tuple(self.manager.take_commands())
+        if block_ids or commands:
+            self._recorder.withdrawn(block_ids, commands)
+        return commands
 
     def _serve_step(self, request: StepRequest) -> Served:
         if self._is_content_checking:
             _require_draft_ids(request)
-        result = self.manager.step(request)
-        commands = self.manager.take_commands()
+        try:
+            result = self.manager.step(request)
+            commands = self.manager.take_commands()
+        except Exception as error:
+            self._recorder.refused(request, error)
+            raise
+        self._recorder.executed(request, result, commands)
         if len(result.patches.slots):
             commands.append(result.patches)
         if self._is_content_checking:
@@ -87,9 +122,15 @@ class StepServer:
         return Served(result, tuple(commands), True, self._is_content_checking)
 
     def _serve_call(self, call: Call) -> Served:
-        packed = self._calls.call(call)
+        try:
+            packed = self._calls.call(call)
+            commands = self.manager.take_commands()
+        except Exception as error:
+            self._recorder.refused(call, error)
+            raise
         answer = CallResult(call.client_id, call.step, 0, 0, packed)
-        return Served(answer, tuple(self.manager.take_commands()), True)
+        self._recorder.executed(call, answer, commands)
+        return Served(answer, tuple(commands), True)
 
 
 def _require_draft_ids(request: StepRequest) -> None:

@@ -5,11 +5,42 @@ Stands before coordinator.py. Every queue has its limit here, every wait its tim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from kvcache.coordinator.step_recorder import RecorderStatistics
 from kvcache.errors import ConfigurationError
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.specs import require_count
+
+AUDIT_MODES = ("off", "sample", "on")
+
+
+@dataclass(frozen=True)
+class AuditSettings:
+    """`sample`: some blocks every `interval_s`. `on`: all blocks and all books with every message.
+
+    Raises ConfigurationError for an unknown mode, or an interval that is none.
+    """
+
+    mode: str = "off"
+    interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in AUDIT_MODES:
+            raise ConfigurationError(
+                f"audit mode {self.mode!r} is not known: choose {', '.join(AUDIT_MODES)}"
+            )
+        if not self.interval_s > 0:
+            raise ConfigurationError(f"audit interval_s is {self.interval_s!r}: set it above 0")
+
+
+@dataclass
+class AuditCounts:
+    """What audits came to: how many have ended, the blocks found wrong, and what was last said."""
+
+    num_audits: int = 0
+    num_wrong_blocks: int = 0
+    last_finding: str = ""
 
 
 @dataclass(frozen=True)
@@ -21,6 +52,8 @@ class CoordinatorSettings:
     A rank that is silent for `worker_silence_s` makes steps fail with an error that names it; a
     client that is silent for `client_silence_s` is given up. `resend_s`: how long a message goes
     unanswered before it is repeated; `heartbeat_s`: how long a rank is silent before it is asked.
+    After a warm start steps wait `reattach_s` at most for the clients of the epoch before.
+    `layout_fingerprints`, by rank, are what labels must be about to be kept; empty: not compared.
     """
 
     num_ranks: int
@@ -33,6 +66,9 @@ class CoordinatorSettings:
     heartbeat_s: float = 1.0
     worker_silence_s: float = 10.0
     client_silence_s: float = 60.0
+    reattach_s: float = 5.0
+    layout_fingerprints: tuple[str, ...] = ()
+    audit: AuditSettings = AuditSettings()
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_unacknowledged", "max_client_steps", "max_clients"):
@@ -40,6 +76,8 @@ class CoordinatorSettings:
         for name in ("resend_s", "heartbeat_s", "worker_silence_s", "client_silence_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
+        if not self.reattach_s >= 0:
+            raise ConfigurationError(f"reattach_s is {self.reattach_s!r}: set it to 0 or above")
         if not self.fingerprint:
             raise ConfigurationError("fingerprint is empty: pass that of the plan of all ranks")
 
@@ -53,6 +91,7 @@ class ReignCounts:
     num_failed_forwards: int = 0
     num_dropped: int = 0
     last_dropped: str = ""
+    audits: AuditCounts = field(default_factory=AuditCounts)
 
 
 @dataclass(frozen=True)
@@ -60,7 +99,10 @@ class CoordinatorStatistics:
     """Figures at one moment; the counters are since the coordinator was made.
 
     `num_dropped` messages were foreign, stale or impossible, `last_dropped` says why the last one
-    was; `num_unattached` were sent back to clients that must attach first.
+    was; `num_unattached` were sent back to clients that must attach first. `num_kept_blocks` were
+    cached when the epoch began, and `cold_reason` says why none was; `waiting_for_clients` are back
+    before the first step of a warm epoch is executed. `num_audits` have compared labels with the
+    coordinator's books, and found `num_wrong_blocks`; `last_finding` says what they were.
     """
 
     phase: str = "new"
@@ -79,7 +121,14 @@ class CoordinatorStatistics:
     num_unattached: int = 0
     num_dropped: int = 0
     last_dropped: str = ""
+    num_kept_blocks: int = 0
+    cold_reason: str = ""
+    waiting_for_clients: tuple[str, ...] = ()
+    num_audits: int = 0
+    num_wrong_blocks: int = 0
+    last_finding: str = ""
     manager: ManagerStatistics | None = None
+    recorder: RecorderStatistics | None = None
 
     def plus(self, *, epochs_run: int = 0, unattached: int = 0) -> CoordinatorStatistics:
         """Return these figures with counters moved on."""
@@ -103,4 +152,7 @@ class CoordinatorStatistics:
             num_resent=self.num_resent + num_resent,
             num_dropped=self.num_dropped + counts.num_dropped,
             last_dropped=counts.last_dropped or self.last_dropped,
+            num_audits=self.num_audits + counts.audits.num_audits,
+            num_wrong_blocks=self.num_wrong_blocks + counts.audits.num_wrong_blocks,
+            last_finding=counts.audits.last_finding or self.last_finding,
         )

@@ -33,8 +33,11 @@ FIRST_CLIENT = 2
 NULL_HANDLE = -(1 << 32)
 """The handle of no block: it is never valid."""
 
-_LIFE_BITS = 32
-_ID_MASK = (1 << _LIFE_BITS) - 1
+_FEW_BLOCKS = 8
+"""Fewer blocks than this are quicker given back one by one: numpy's fixed costs are higher."""
+
+_LIFE = 1 << 32
+_ID_MASK = _LIFE - 1
 
 
 class BlockStore:
@@ -42,6 +45,8 @@ class BlockStore:
 
     A *handle* is `life << 32 | block id`. A block's life ends when its content is forgotten, so
     that every handle to it becomes invalid at once, wherever it is written down.
+
+    Block ids come as int32 or as indices; the latter are what arrays are quickest indexed with.
 
     Invariants: `fresh[:num_fresh]` are the blocks without references and content; the policy holds
     exactly the unheld blocks with content of unordered groups, and the entries of unheld runs;
@@ -73,7 +78,8 @@ class BlockStore:
         self.num_unsealed: dict[int, int] = {}
         self.copy_holds: Counter[int] = Counter()
         self.policy: EvictionPolicy
-        self._lives: Int32Array = np.zeros(num_blocks, dtype=np.int32)
+        # Of each block its handle in its present life.
+        self._handles: HandleArray = np.arange(num_blocks, dtype=np.int64)
         self._fresh: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_fresh = max(0, num_blocks - 1)
 
@@ -106,10 +112,9 @@ class BlockStore:
 
     def handles_of(self, block_ids: IndexArray | Int32Array) -> HandleArray:
         """Return the handles of these blocks in their present lives; null where there is none."""
-        handles = self._lives[block_ids].astype(np.int64)
-        handles <<= _LIFE_BITS
-        handles |= block_ids
-        handles[block_ids == NULL_BLOCK_ID] = NULL_HANDLE
+        handles: HandleArray = self._handles[block_ids]
+        if np.count_nonzero(block_ids) < block_ids.size:
+            handles[block_ids == NULL_BLOCK_ID] = NULL_HANDLE
         return handles
 
     def ids_of(self, handles: HandleArray) -> IndexArray:
@@ -118,12 +123,18 @@ class BlockStore:
 
     def are_valid(self, handles: HandleArray) -> npt.NDArray[np.bool_]:
         """Say which handles mean a block in its present life."""
-        valid: npt.NDArray[np.bool_] = self._lives[handles & _ID_MASK] == handles >> _LIFE_BITS
+        valid: npt.NDArray[np.bool_] = self._handles[handles & _ID_MASK] == handles
         return valid
+
+    def are_waiting(self, handles: HandleArray, block_ids: IndexArray) -> npt.NDArray[np.bool_]:
+        """Say which handles, of these blocks, mean one whose present content is not sealed yet."""
+        waiting: npt.NDArray[np.bool_] = self.seals[block_ids] > SEALED
+        waiting &= self._handles[block_ids] == handles
+        return waiting
 
     def end_lives(self, block_ids: IndexArray) -> None:
         """The contents of these blocks are forgotten: no handle to them is valid any more."""
-        self._lives[block_ids] += 1
+        self._handles[block_ids] += _LIFE
         self.num_cached -= len(block_ids)
         if len(self.is_single):
             self.is_single[block_ids] = False
@@ -151,6 +162,8 @@ class BlockStore:
 
     def _count_unsealed(self, seals: npt.NDArray[np.int16], change: int) -> None:
         waiting = seals[seals > SEALED]
+        if not len(waiting):
+            return
         for client, count in zip(*np.unique(waiting, return_counts=True), strict=True):
             left = self.num_unsealed[int(client)] + change * int(count)
             if left:
@@ -165,7 +178,7 @@ class BlockStore:
         end = self._num_fresh
         self._num_fresh = end - count
         taken: Int32Array = self._fresh[end - count : end][::-1].copy()
-        self.references[taken] = 1
+        self.references[index_array(taken)] = 1
         return taken
 
     def put_fresh(self, block_ids: IndexArray | Int32Array) -> None:
@@ -187,15 +200,16 @@ class BlockStore:
         Raises:
             BlockError: one of them is fresh; nothing was changed.
         """
+        block_ids = index_array(block_ids)
         counts = self.references[block_ids]
         unheld = block_ids[counts == 0]
         if len(unheld):
-            if (self.seals[unheld] == NO_CONTENT).any():
+            if np.count_nonzero(self.seals[unheld]) < len(unheld):  # NO_CONTENT is 0
                 empty = unheld[self.seals[unheld] == NO_CONTENT]
                 raise BlockError(
                     f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
                 )
-            self.policy.remove(index_array(unheld))
+            self.policy.remove(unheld)
             self.num_unheld_cached -= len(unheld)
         self.references[block_ids] = counts + 1
 
@@ -204,11 +218,15 @@ class BlockStore:
 
         Blocks with content wait in the policy, others are fresh.
         """
+        if len(block_ids) < _FEW_BLOCKS:
+            self._give_few_back(block_ids.tolist())
+            return
         references = self.references
+        block_ids = index_array(block_ids)
         counts = references[block_ids]
-        if (counts == 1).all():
+        if np.count_nonzero(counts == 1) == len(counts):
             references[block_ids] = 0
-            unheld = index_array(block_ids)
+            unheld = block_ids
         else:
             np.subtract.at(references, block_ids, 1)
             left = block_ids[references[block_ids] == 0]
@@ -217,8 +235,12 @@ class BlockStore:
         if not len(unheld):
             return
         has_content = self.seals[unheld] != NO_CONTENT
-        if has_content.all():
+        num_with_content = np.count_nonzero(has_content)
+        if num_with_content == len(unheld):
             cached = unheld
+        elif not num_with_content:
+            self.put_fresh(unheld)
+            return
         else:
             cached = unheld[has_content]
             self.put_fresh(unheld[~has_content])
@@ -227,6 +249,29 @@ class BlockStore:
         elif len(cached):
             return  # a copy held a block that has become a run's meanwhile
         if len(cached):
+            self.policy.insert(cached)
+            self.num_unheld_cached += len(cached)
+
+    def _give_few_back(self, block_ids: list[int]) -> None:
+        """Do `give_back` in plain Python."""
+        references, seals = self.references, self.seals
+        cached: list[int] = []
+        fresh: list[int] = []
+        for block_id in block_ids:
+            left = references[block_id] - 1
+            references[block_id] = left
+            if left:
+                continue
+            if seals[block_id] == NO_CONTENT:
+                fresh.append(block_id)
+            elif len(self.is_single) and self.is_single[block_id]:
+                cached.append(block_id)
+            # else: a copy held a block that has become a run's meanwhile
+        start = self._num_fresh
+        self._num_fresh = start + len(fresh)
+        if fresh:
+            self._fresh[start : self._num_fresh] = fresh[::-1]
+        if cached:
             self.policy.insert(cached)
             self.num_unheld_cached += len(cached)
 
@@ -239,8 +284,9 @@ class BlockStore:
 
     def num_unheld(self, block_ids: IndexArray | Int32Array) -> int:
         """Return how many of these distinct blocks nobody holds, null blocks left out."""
-        held = self.references[block_ids] > 0
-        return int(np.count_nonzero(~held & (block_ids != NULL_BLOCK_ID)))
+        indices = index_array(block_ids)
+        num_held = np.count_nonzero(self.references[indices[indices != NULL_BLOCK_ID]])
+        return int(np.count_nonzero(indices) - num_held)
 
     def drop_victims(self, block_ids: IndexArray) -> None:
         """Forget single blocks that the policy has just given out; they are fresh now."""

@@ -8,7 +8,7 @@ ends before that block until he has gone. Refuses to guess: tokens and blocks mu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Company:
+class Company(NamedTuple):
     """Units up to `end` can be published; each of `rows` shares so many of them."""
 
     end: int
@@ -78,8 +77,10 @@ class Companions:
             self._tree.release(above)
             other.run = run
             self._tables.published[other.index] = end
+            capacity = int(self._tables.capacity_tokens[other.index])
             limit = int(self._tables.full_tokens[other.index])
-            self._tables.full_tokens[other.index] = max((end + 1) * self._shape.unit_tokens, limit)
+            full = max((end + 1) * self._shape.unit_tokens, limit)
+            self._tables.note_limits(other.index, capacity, full)
 
     def _num_shared(
         self, tokens: bytes, blocks: list[Int32Array], other: Row, start: int, end: int

@@ -114,25 +114,28 @@ class Evictor:
                 store.policy.put_back(kept)
                 kept = []
                 continue
-            is_run = entries >= first_run
-            singles = entries[~is_run]
-            if len(singles):
-                self._tell_going(singles, is_eviction=True)
-                store.drop_victims(singles)
-            runs = entries[is_run].tolist()
-            for entry in runs:
+            last = int(entries[-1])
+            if self._shape.others:
+                is_run = entries >= first_run
+                singles = entries[~is_run]
+                if len(singles):
+                    self._tell_going(singles, is_eviction=True)
+                    store.drop_victims(singles)
+                entries = entries[is_run]
+            for entry in entries.tolist():
                 run = self._tree.run_by_entry[entry]
                 if run.children:
                     kept.append(entry)
                     continue
-                is_last = entry == int(entries[-1])
-                self._evict_tail(run, victims.num_blocks_of_last if is_last else None)
-        store.policy.put_back(kept)
+                self._evict_tail(run, victims.num_blocks_of_last if entry == last else None)
+        if kept:
+            store.policy.put_back(kept)
 
     def _evict_tail(self, run: Run, num_blocks: int | None) -> None:
         """Evict the last units of an unheld leaf with so many blocks; all of it for None."""
         store = self._store
-        run.settle()
+        if run.is_unsettled:
+            run.settle()
         num_units = run.num_units
         if num_blocks is not None:
             num_units = self._units_with(run, num_blocks)
@@ -157,7 +160,7 @@ class Evictor:
 
     # --- forgetting ----------------------------------------------------------------------------
 
-    def forget_units(self, run: Run, first: int, *, is_eviction: bool = False) -> Int32Array:
+    def forget_units(self, run: Run, first: int, *, is_eviction: bool = False) -> IndexArray:
         """Forget a settled run's contents from its unit `first` on, and all that is beside them.
 
         Returns the blocks of ordered groups, tail first; who holds them is the caller's to know.
@@ -165,7 +168,7 @@ class Evictor:
         store = self._store
         gone = self._tree.blocks_of(run, first)
         self._tell_units_going(run, first, gone, is_eviction=is_eviction)
-        store.end_lives(index_array(gone))
+        store.end_lives(gone)
         if len(run.handles):
             beside = run.handles[:, first : run.num_units]
             valid = store.ids_of(beside[store.are_valid(beside)])
@@ -200,7 +203,7 @@ class Evictor:
         self.forget_units(run, 0)
 
     def _tell_units_going(
-        self, run: Run, first: int, gone: Int32Array, *, is_eviction: bool
+        self, run: Run, first: int, gone: IndexArray, *, is_eviction: bool
     ) -> None:
         announcer, size = self._announcer, self._shape.digest_bytes
         if not (announcer.tells_contents or announcer.offload):

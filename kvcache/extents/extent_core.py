@@ -45,6 +45,7 @@ from kvcache.extents.publisher import Publisher
 from kvcache.extents.rebuild import TreeRebuilder
 from kvcache.extents.reserver import Reserver
 from kvcache.extents.row_batch import RowServer
+from kvcache.extents.sealed import sealed_contents
 from kvcache.extents.settlement import Settlement
 from kvcache.extents.shape import TreeShape
 from kvcache.extents.sweeper import Sweeper
@@ -54,6 +55,7 @@ from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.managers.coordinators import can_cache_prefixes, require_eagle_support
 from kvcache.request import Namespace, Request
+from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
 
 
@@ -275,6 +277,10 @@ class ExtentCore:
         ]
 
     # --- contents ------------------------------------------------------------------------------
+
+    def sealed_contents(self) -> SealedContents:
+        """Return what the label of every sealed block says. O(units)."""
+        return sealed_contents(self.parts)
 
     def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return the sealed block of a group that holds `digest`, None if none does. O(units).

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +35,7 @@ Presence: TypeAlias = Callable[[int, int, int], BoolArray]
 """Says which blocks `[start, end)` of a group can be adopted: `(group, start, end)`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """The blocks `[start, end)` of a group are adopted; positions before `start` are null."""
 
     start: int
@@ -67,7 +65,8 @@ class WindowRule(HitRule):
         needed = max(1, ceil_div(window_tokens(self.spec) - 1, size)) + limits.num_extra_blocks
         end = limits.max_blocks - limits.max_blocks % limits.alignment_blocks
         start = max(0, end - needed)
-        if is_there(start, end).all():  # the common case looks at one window only
+        there = is_there(start, end)
+        if np.count_nonzero(there) == len(there):  # the common case looks at one window only
             return Kept(start, end)
         missing = np.flatnonzero(~is_there(0, end))
         while end > 0:
@@ -117,8 +116,7 @@ RULES: Mapping[str, type[HitRule]] = MappingProxyType(
 """Rule by kind of spec, for kinds that need not have the whole prefix."""
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """What a request starts from: `num_tokens`, and which blocks of each group."""
 
     num_tokens: int
@@ -143,6 +141,12 @@ class HitFinder:
         # Of a single group the last block is dropped, of several the last common multiple.
         self._step_tokens = shape.step_tokens
 
+    def fit_ordered(self, max_tokens: int) -> int:
+        """Return what `fit` does where every group reads the whole prefix: how many tokens."""
+        step = self._step_tokens
+        length = max_tokens - max_tokens % step
+        return max(0, length - step) if self._use_eagle else length
+
     def fit(self, max_tokens: int, is_there: Presence) -> Fit:
         """Return the longest hit of at most `max_tokens` tokens, all of which the tree has."""
         step = self._step_tokens
@@ -162,8 +166,10 @@ class HitFinder:
         return Fit(
             length,
             tuple(
-                self._cut(kept.get(group.index), length // group.block_size)
-                for group in self._shape.groups
+                [
+                    self._cut(kept.get(group.index), length // group.block_size)
+                    for group in self._shape.groups
+                ]
             ),
         )
 

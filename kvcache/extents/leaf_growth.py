@@ -8,20 +8,22 @@ follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import overload
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowTokens
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.pins import BoolArray
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.publisher import Publisher, extra_keys_of
 from kvcache.extents.rows import Int64Array, Row
-from kvcache.extents.run import HandleArray
+from kvcache.extents.run import HandleArray, Run
 from kvcache.extents.shape import GroupShape
 from kvcache.hashing import BlockHash
+from kvcache.request import Request
 
 
 class GrownSegments(Sequence[Segment]):
@@ -33,18 +35,18 @@ class GrownSegments(Sequence[Segment]):
     def __init__(
         self,
         rows: list[Row],
+        units: Int64Array,
         tokens: bytes,
         digests: list[bytes],
         parents: list[bytes],
-        unit_bytes: int,
     ) -> None:
-        """Note where the rows stand now: their last unit is the one."""
+        """Note where the rows stand now: `units[i]` is the last one of row `i`."""
         self.digests = digests
         self._parents = parents
         self._tokens = tokens
-        self._unit_bytes = unit_bytes
-        self._requests = [row.request for row in rows]
-        self._places = [(row.run, row.run.end - 1) for row in rows]
+        self._rows = rows
+        self._runs = [row.run for row in rows]
+        self._units = units
 
     def __len__(self) -> int:
         return len(self.digests)
@@ -58,8 +60,9 @@ class GrownSegments(Sequence[Segment]):
     def __getitem__(self, index: int | slice) -> Segment | list[Segment]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        (run, unit), request = self._places[index], self._requests[index]
-        start = range(len(self))[index] * self._unit_bytes
+        run, unit, request = self._place(index)
+        unit_bytes = len(self._tokens) // len(self)
+        start = range(len(self))[index] * unit_bytes
         return Segment(
             run,
             unit,
@@ -67,7 +70,7 @@ class GrownSegments(Sequence[Segment]):
             request.request_id,
             request.namespace,
             unit,
-            self._tokens[start : start + self._unit_bytes],
+            self._tokens[start : start + unit_bytes],
             self.digests[index],
             self._parents[index],
             extra_keys_of(request),
@@ -75,10 +78,13 @@ class GrownSegments(Sequence[Segment]):
 
     def with_lead(self, index: int, publisher: Publisher) -> Segment:
         """Return a segment with the units before it that longer blocks need."""
-        (run, unit), request = self._places[index], self._requests[index]
+        run, unit, request = self._place(index)
         return publisher.segment_of(
             run, request, unit, 1, self.digests[index], self._parents[index]
         )
+
+    def _place(self, index: int) -> tuple[Run, int, Request]:
+        return self._runs[index], int(self._units[index]), self._rows[index].request
 
 
 class LeafGrower:
@@ -101,62 +107,74 @@ class LeafGrower:
         self._others = [group.index for group in parts.shape.others]
 
     def publish_units(
-        self,
-        rows: IndexArray,
-        published: Int64Array,
-        ends: Int64Array,
-        tokens: RowTokens,
-        places: IndexArray,
-    ) -> IndexArray | None:
-        """Publish one unit of each row, for all rows whose own leaf grows by it.
+        self, rows: IndexArray, cached: Int32Array, tokens: RowTokens, places: IndexArray
+    ) -> IndexArray:
+        """Publish the unit that each row's `cached` tokens fill, where its own leaf grows by it.
 
         `places` are the rows' places in the batch whose `tokens` these are. Returns the indices of
-        the rows that must be published one by one, None if there are none.
+        the rows that must be published one by one.
         """
-        by_index = self._tables.by_index
-        is_growing = ends - published == 1
-        growing = is_growing.tolist()
+        tables, by_index = self._tables, self._tables.by_index
+        unit_tokens = self._shape.unit_tokens
+        published = tables.published.take(rows)
         members: list[Row] = []
+        single: list[int] = []
+        ends, starts = cached.tolist(), published.tolist()
         for i, index in enumerate(rows.tolist()):
             row = by_index[index]
-            if row is None or not growing[i]:
+            if row is None:
+                single.append(i)
                 continue
             run = row.run
-            if run.children or run.num_holders > 1 or run.parent is None or row.has_images:
-                is_growing[i] = False
-            else:
+            if (  # its own leaf grows by one plain unit
+                run.num_holders == 1
+                and not run.children
+                and run.parent is not None
+                and not row.has_images
+                and ends[i] < (starts[i] + 2) * unit_tokens
+            ):
                 members.append(row)
-        chosen = is_growing.nonzero()[0]
-        blocks = self._blocks(rows.take(chosen), published.take(chosen))
-        is_own = self._are_own(blocks)
-        if not is_own.all():  # others have references to some of these blocks
-            is_growing[chosen[~is_own]] = False
+            else:
+                single.append(i)
+        others = index_array(single)
+        if single:
+            chosen = np.delete(np.arange(len(rows)), others)
+            rows, published, places = rows[chosen], published[chosen], places[chosen]
+        blocks = index_array(self._blocks(rows, published))
+        ordered = blocks[self._ordered] if self._others else blocks
+        if members and int(self._store.references[ordered].max(initial=0)) > 1:
+            # Others have references to some of these blocks.
+            is_own = self._are_own(blocks)
+            shared = (~is_own).nonzero()[0]
+            others = np.sort(np.concatenate((others, chosen[shared] if single else shared)))
             members = [row for row, own in zip(members, is_own.tolist(), strict=True) if own]
-            chosen, blocks = chosen[is_own], blocks[:, is_own]
+            rows, published, places = rows[is_own], published[is_own], places[is_own]
+            blocks = blocks[:, is_own]
         if members:
             if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
-                tokens.sync(places.take(chosen))
-            units = tokens.newest_units(places.take(chosen), published.take(chosen))
-            self._grow_leaves(members, blocks, units.tobytes())
-            self._tables.published[rows.take(chosen)] += 1
-        return None if len(members) == len(rows) else (~is_growing).nonzero()[0]
+                tokens.sync(places)
+            self._grow_leaves(members, published, blocks, tokens.newest_units(places, published))
+            tables.published[rows] = published + 1
+        return others
 
     def _blocks(self, rows: IndexArray, units: Int64Array) -> Int32Array:
         """Return each row's block of each group that ends with its unit, shape `(groups, n)`."""
         blocks = [self._unit_blocks(group, rows, units) for group in self._shape.groups]
         return blocks[0].reshape(1, -1) if len(blocks) == 1 else np.array(blocks)
 
-    def _are_own(self, blocks: Int32Array) -> BoolArray:
+    def _are_own(self, blocks: IndexArray) -> BoolArray:
         """Say which rows' blocks of ordered groups nobody else has a reference to."""
         is_own: BoolArray = self._store.references[blocks[self._ordered]] <= 1
         own: BoolArray = is_own[0] if self._is_plain else np.logical_and.reduce(is_own)
         return own
 
-    def _grow_leaves(self, rows: list[Row], blocks: Int32Array, tokens: bytes) -> None:
-        """Append one unit to the run of each row; `tokens` are theirs, one unit after the other."""
+    def _grow_leaves(
+        self, rows: list[Row], units: Int64Array, blocks: IndexArray, tokens: Int32Array
+    ) -> None:
+        """Append `units[i]` to the run of row `i`, with its blocks and `tokens`: one row each."""
         store, publisher = self._store, self._publisher
         handles = store.handles_of(blocks)
-        ids = blocks[self._ordered]
+        ids = blocks[self._ordered] if self._others else blocks
         new = ids[0] if self._is_plain else ids[ids != 0]
         store.references[new] = 0
         store.fill(new, publisher.seal())
@@ -164,7 +182,10 @@ class LeafGrower:
             filled = blocks[group.index]
             publisher.fill_single(group, filled[filled != 0])
         self._tree.num_units += len(rows)
-        grown = self._append_units(rows, ids, handles[self._others], tokens)
+        beside = handles[self._others] if self._others else handles[:0]
+        packed = tokens.tobytes()
+        digests, parents = self._append_units(rows, ids, beside, packed)
+        grown = GrownSegments(rows, units, packed, digests, parents)
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
             if self._evictor.digest_of.size:
                 publisher.note_digests(handles, b"".join(grown.digests))
@@ -174,24 +195,23 @@ class LeafGrower:
             publisher.conclude(Published(segments, handles, is_content=True))
 
     def _append_units(
-        self, rows: list[Row], ids: Int32Array, handles: HandleArray, tokens: bytes
-    ) -> GrownSegments:
-        size, unit_bytes = self._shape.digest_bytes, self._shape.unit_bytes
+        self, rows: list[Row], ids: IndexArray, handles: HandleArray, tokens: bytes
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Append one unit to the run of each row; return the digests, and those before them."""
+        unit_bytes = self._shape.unit_bytes
         hash_plain = self._hash_fn.hash_plain
         digests: list[bytes] = []
         parents: list[bytes] = []
         columns, others = ids.T.tolist(), handles.T.tolist()
         at = 0
         for i, row in enumerate(rows):
-            run = row.run
-            unit = tokens[at : at + unit_bytes]
-            at += unit_bytes
-            parent = run.last_digest(size)
-            digest = hash_plain(parent, unit) if row.is_plain else self._digest(row, unit, parent)
-            run.append_unit(unit, columns[i], others[i], digest)
+            end = at + unit_bytes
+            digest_of = hash_plain if row.is_plain else partial(self._digest, row)
+            parent, digest = row.run.append_unit(tokens[at:end], columns[i], others[i], digest_of)
             digests.append(digest)
             parents.append(parent)
-        return GrownSegments(rows, tokens, digests, parents, unit_bytes)
+            at = end
+        return digests, parents
 
     def _unit_blocks(self, group: GroupShape, rows: IndexArray, units: Int64Array) -> Int32Array:
         """Return, per row, the block that ends with its unit `units[i]`; 0 where none does."""
@@ -203,7 +223,7 @@ class LeafGrower:
         ids[ends] = table[rows[ends], units[ends] // length]
         return ids
 
-    def _digest(self, row: Row, tokens: bytes, parent: bytes) -> bytes:
+    def _digest(self, row: Row, parent: bytes, tokens: bytes) -> bytes:
         """Return the digest of one unit behind others, in which no multimodal item lies."""
         lora = row.request.lora
         keys = None if lora is None else (("lora", lora.name, lora.path),)

@@ -6,7 +6,9 @@ remembered until something changes, so that adopting it does not search again. R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +27,7 @@ from kvcache.request import Request
 BoolArray = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
-class Match:
+class Match(NamedTuple):
     """A hit and where it lies: unit `num_units` ends in the run `last`, maybe in its middle.
 
     Where no group reads the whole prefix, a hit may end behind what the tree has of it: behind unit
@@ -76,7 +77,7 @@ class LookUp:
             RequestError: it is not there any more, or is not a prefix of this request.
         """
         match = self.find(request)
-        if match is not None and match.hit == hit:
+        if match is not None and (_are_same(match.hit, hit) or match.hit == hit):
             return match
         root = self._tree.roots.get(request.namespace)
         num_units = hit.num_tokens // self._shape.unit_tokens
@@ -144,22 +145,28 @@ class LookUp:
         num_units = self._usable_units(walk) if self._shape.ordered else max_units
         if not num_units:
             return None
+        if not self._shape.others:
+            num_tokens = self._finder.fit_ordered(num_units * self._shape.unit_tokens)
+            kept = [Kept(0, num_tokens // group.block_size) for group in self._shape.groups]
+            return self._match(walk, root, num_tokens, kept) if num_tokens else None
         barred = self._states_of_open_step()
 
         def is_there(group: int, start: int, end: int) -> BoolArray:
             return self._are_there(walk, self._shape.groups[group], start, end, barred)
 
         fit = self._finder.fit(num_units * self._shape.unit_tokens, is_there)
-        if not fit.num_tokens:
-            return None
-        ids = tuple(
-            self._adopted(walk, group, kept)
-            for group, kept in zip(self._shape.groups, fit.kept, strict=True)
-        )
-        num_units = fit.num_tokens // self._shape.unit_tokens
+        return self._match(walk, root, fit.num_tokens, fit.kept) if fit.num_tokens else None
+
+    def _match(self, walk: Walk, root: Run | None, num_tokens: int, kept: Sequence[Kept]) -> Match:
+        """Return a hit of so many tokens on the way of a walk, with what is kept of each group."""
+        ids = [
+            self._adopted(walk, group, of_group)
+            for group, of_group in zip(self._shape.groups, kept, strict=True)
+        ]
+        num_units = num_tokens // self._shape.unit_tokens
         matched = min(num_units, walk.num_units)
         last = next((run for run in reversed(walk.path) if run.start < matched), root)
-        return Match(CacheHit(ids, fit.num_tokens), last, num_units, matched)
+        return Match(CacheHit(tuple(ids), num_tokens), last, num_units, matched)
 
     def _usable_units(self, walk: Walk) -> int:
         """Return how many of the units are sealed, or wait for a step of the same client."""
@@ -174,8 +181,10 @@ class LookUp:
 
     def _waits_for_others(self) -> bool:
         waiting = self._store.num_unsealed
+        if not waiting:
+            return False
         own = self._ledger.known_number() if self._ledger.is_open else None
-        return bool(waiting) and not (len(waiting) == 1 and own in waiting)
+        return len(waiting) > 1 or own not in waiting
 
     def _are_usable(self, block_ids: IndexArray | Int32Array) -> BoolArray:
         seals = self._store.seals[block_ids]
@@ -233,7 +242,20 @@ class LookUp:
         parts = [run.ids[group.place] for run in walk.path]
         units = parts[0] if len(parts) == 1 else np.concatenate(parts)
         length = group.num_units
-        return units[: kept.end] if length == 1 else units[length - 1 :: length][: kept.end]
+        if length == 1:
+            return units if len(units) == kept.end else units[: kept.end]
+        return units[length - 1 :: length][: kept.end]
+
+
+def _are_same(hit: CacheHit, other: CacheHit) -> bool:
+    """Say whether a hit has come back as it was given out; equal ones may be others."""
+    return hit.num_tokens == other.num_tokens and (
+        hit.block_ids is other.block_ids
+        or (
+            len(hit.block_ids) == len(other.block_ids)
+            and all(map(is_, hit.block_ids, other.block_ids))
+        )
+    )
 
 
 def _no_ids() -> Int32Array:

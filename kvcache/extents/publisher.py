@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.extents.block_store import NO_CONTENT, NULL_HANDLE, SEALED
-from kvcache.extents.companions import Companions
+from kvcache.extents.companions import Companions, Company
 from kvcache.extents.duplicates import DuplicateMerger
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.published import ExtraKeysOf, Published, Segment
@@ -29,6 +29,8 @@ from kvcache.hashing import (
     need_extra_keys,
 )
 from kvcache.request import Request
+
+_NO_BLOCKS: Int32Array = np.empty((0, 0), dtype=np.int32)
 
 
 class Publisher:
@@ -46,14 +48,16 @@ class Publisher:
         self._evictor = parts.evictor
         self._announcer = parts.announcer
         self._match_tokens = parts.match_tokens
+        self._hash_fn = parts.hash_fn
         self._longest = max((group.num_units for group in parts.shape.groups), default=1)
         self._lists = parts.lists
         self._companions = Companions(parts)
 
-    def publish(self, row: Row, num_tokens: int) -> None:
+    def publish(self, row: Row, num_tokens: int, *, are_new: bool = False) -> None:
         """Make the row's full units up to `num_tokens` hittable, in the open step if there is one.
 
-        Its request has these tokens, and the row blocks for them.
+        Its request has these tokens, and the row blocks for them; where they `are_new`, nobody else
+        has references to them.
         """
         start = int(self._tables.published[row.index])
         # Where every block is longer than a unit, the last unit's tokens may not be there yet.
@@ -66,14 +70,17 @@ class Publisher:
             self._follow(row, walk)
         middle = start + walk.num_units
         if middle < end:
-            company = self._companions.of(row, middle, end)
+            company = Company(end) if are_new else self._companions.of(row, middle, end)
             end = company.end
             if middle < end:
-                offset = walk.num_units * self._shape.unit_bytes
-                length = (end - middle) * self._shape.unit_bytes
                 above = row.run
-                self._add(row, tokens[offset : offset + length], middle, end)
-                self._companions.take_along(company, row, above, middle)
+                if walk.num_units or end < start + len(tokens) // self._shape.unit_bytes:
+                    offset = walk.num_units * self._shape.unit_bytes
+                    length = (end - middle) * self._shape.unit_bytes
+                    tokens = tokens[offset : offset + length]
+                self._add(row, tokens, middle, are_new=are_new)
+                if company.rows:
+                    self._companions.take_along(company, row, above, middle)
         self._tables.published[row.index] = end
 
     def beside_blocks(self, group: GroupShape, row: Row, start: int, end: int) -> Int32Array:
@@ -98,6 +105,19 @@ class Publisher:
         return b"".join(hasher.digests(request, first_unit, end_unit, BlockHash(parent)))
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _digests_of(self, row: Row, tokens: bytes, first_unit: int, parent: bytes) -> bytes:
+        """Do `digest` for units of a row of which these are the match tokens."""
+        request = row.request
+        num_units = len(tokens) // self._shape.unit_bytes
+        end_unit = first_unit + num_units
+        is_plain = row.is_plain and not (request.cache_salt and not first_unit)
+        is_known = len(request.known_block_hashes) >= end_unit
+        if not is_plain or is_known or request.block_hasher is None:
+            return self.digest(request, first_unit, end_unit, parent)
+        # What it is matched by are the request's own tokens, and nothing else is digested.
+        size = self._shape.unit_tokens
+        return b"".join(self._hash_fn.chain(BlockHash(parent), tokens, size, num_units))
 
     def _follow(self, row: Row, walk: Walk) -> None:
         """Let the row end where the tree has its next units already; its own are doubles."""
@@ -160,35 +180,61 @@ class Publisher:
         parent = b"" if first.parent is None else first.parent.last_digest(self._digest_bytes)
         return self.segment(row, first.start, path[-1].end - first.start, digests, parent)
 
-    def _add(self, row: Row, tokens: bytes, start: int, end: int) -> None:
-        """Let the row's units `[start, end)` become the tree's."""
+    def _add(self, row: Row, tokens: bytes, start: int, *, are_new: bool) -> None:
+        """Let the row's units from `start` on, of these match tokens, become the tree's."""
         store, shape = self._store, self._shape
+        end = start + len(tokens) // shape.unit_bytes
         parent = row.run.last_digest(shape.digest_bytes)
-        digests = self.digest(row.request, start, end, parent)
+        digests = self._digests_of(row, tokens, start, parent)
+        ids, beside = self._blocks(row, start, end)
+        has_all = shape.num_ordered_blocks(start, end) == ids.size
+        new = index_array(ids.ravel() if has_all else ids[ids != 0])
+        if are_new:
+            store.references[new] = 0
+        else:
+            store.references[new] -= 1
+        store.fill(new, self.seal())
+        handles = self._no_handles(end - start)
+        if shape.others:
+            handles = store.handles_of(beside)
+            for group in shape.others:
+                filled = beside[group.place]
+                self.fill_single(group, filled[filled != 0])
+        row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
+        if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
+            ordered = store.handles_of(new.reshape(ids.shape) if has_all else ids)
+            of_groups = self._in_order_of_groups(ordered, handles)
+            if self._evictor.digest_of.size:
+                self.note_digests(of_groups, digests)
+            segment = self.segment(row, start, end - start, digests, parent)
+            self.conclude(Published([segment], of_groups, is_content=True))
+
+    def _blocks(self, row: Row, start: int, end: int) -> tuple[Int32Array, Int32Array]:
+        """Return copies of a row's blocks of ordered and of other groups, a row for each group."""
+        shape = self._shape
+        if shape.is_plain and not shape.others:
+            g, index = shape.ordered[0].index, row.index
+            return self._tables.tables[g][index : index + 1, start:end].copy(), _NO_BLOCKS
         ids = np.empty((len(shape.ordered), end - start), dtype=np.int32)
         for group in shape.ordered:
             ids[group.place] = self.table_blocks(group, row, start, end)
         beside = np.empty((len(shape.others), end - start), dtype=np.int32)
         for group in shape.others:
             beside[group.place] = self.beside_blocks(group, row, start, end)
-        handles = store.handles_of(beside) if shape.others else beside.astype(np.int64)
-        new = ids.ravel() if shape.num_ordered_blocks(start, end) == ids.size else ids[ids != 0]
-        store.references[new] -= 1
-        store.fill(new, self.seal())
-        for group in shape.others:
-            filled = beside[group.place]
-            self.fill_single(group, filled[filled != 0])
-        row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
-        if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            of_groups: HandleArray = np.empty((len(shape.groups), end - start), dtype=np.int64)
-            for group in shape.groups:
-                of_groups[group.index] = (
-                    store.handles_of(ids[group.place]) if group.is_ordered else handles[group.place]
-                )
-            if self._evictor.digest_of.size:
-                self.note_digests(of_groups, digests)
-            segment = self.segment(row, start, end - start, digests, parent)
-            self.conclude(Published([segment], of_groups, is_content=True))
+        return ids, beside
+
+    def _no_handles(self, num_units: int) -> HandleArray:
+        return np.empty((0, num_units), dtype=np.int64)
+
+    def _in_order_of_groups(self, ordered: HandleArray, others: HandleArray) -> HandleArray:
+        """Return the handles of all groups, a row for each."""
+        shape = self._shape
+        if not shape.others:
+            return ordered
+        handles: HandleArray = np.empty((len(shape.groups), ordered.shape[1]), dtype=np.int64)
+        for group in shape.groups:
+            handles[group.index] = (ordered if group.is_ordered else others)[group.place]
+        return handles
 
     def segment(
         self, row: Row, start: int, num_units: int, digests: bytes, parent: bytes
@@ -241,8 +287,9 @@ class Publisher:
             before = b"" if run.parent is None else run.parent.last_digest(size)
         return before, b"".join(reversed(parts))
 
-    def fill_single(self, group: GroupShape, block_ids: Int32Array) -> None:
+    def fill_single(self, group: GroupShape, block_ids: IndexArray | Int32Array) -> None:
         if len(block_ids):
+            block_ids = index_array(block_ids)
             self._store.fill(block_ids, self.seal())
             self._evictor.group_of[block_ids] = group.index
             self._store.is_single[block_ids] = True

@@ -1,58 +1,66 @@
 """A tree from labels: what a restarted coordinator may keep of what workers still hold.
 
 Stands between the label sets of all ranks and an empty core. Kept is what every rank agrees on;
-one block of duplicate contents; no unit without all units before it. Refuses to guess: whatever
-does not fit is dropped, cold is correct.
+one block of duplicate contents; no unit without all units before it. Chooses with whole arrays;
+only runs are made one by one. Refuses to guess: whatever does not fit is dropped, cold is correct.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, index_array
-from kvcache.blocks.extra_keys import parse_extra_keys
-from kvcache.blocks.prefix_table import parse_namespace_name
-from kvcache.blocks.rebuild import agreed_labels
-from kvcache.errors import BlockError, MalformedMessageError
+from kvcache.arrays import IndexArray, index_array, int32_array
+from kvcache.blocks.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
+from kvcache.blocks.label_chains import NO_CHAIN, Chains, chains_of, depths_of
+from kvcache.errors import BlockError
 from kvcache.extents.block_store import SEALED
+from kvcache.extents.label_units import LabelUnits, UnitLinks, blocks_beside, units_of
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.run import Run
 from kvcache.hashing import ExtraKeys
-from kvcache.labels import BlockLabel, LabelSet
-from kvcache.request import Namespace
+from kvcache.label_agreement import agreed_labels, labelled_blocks
+from kvcache.labels import LabelSet
+
+BlockTable = npt.NDArray[np.intp]
+"""Blocks, a row per group and a column per unit; 0 where there is none."""
 
 
-@dataclass(eq=False)
-class _Namespace:
-    """The labels of one namespace: of each group by digest, and of the leading group by parent."""
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """What is kept: units in chains. `rows` are the chains' units, `blocks` are theirs."""
 
-    name: Namespace
-    by_digest: list[dict[bytes, BlockLabel]]
-    following: dict[bytes, list[BlockLabel]]
+    units: LabelUnits
+    above: IndexArray
+    chains: Chains
+    blocks: BlockTable
+
+    @property
+    def rows(self) -> IndexArray:
+        return self.chains.rows
 
 
 class TreeRebuilder:
     """Fills one empty core.
 
-    The *leading* group has a block for every unit; its labels make the runs. Where no group's
-    blocks are one unit long, or only a group that drops blocks leads, less can be kept.
+    Units are those of the ordered group of one unit's block size, where there is one. Otherwise
+    they are put together from what all groups have: then less may be kept, where blocks of groups
+    that drop some are missing, or blocks of several units overlap multimodal items.
     """
 
     def __init__(self, parts: CoreParts) -> None:
         """Work on the parts of a core in which nothing is held or cached."""
+        self._parts = parts
         self._shape = parts.shape
         self._store = parts.store
         self._tree = parts.tree
         self._evictor = parts.evictor
         self._announcer = parts.announcer
-        self._match_tokens = parts.match_tokens
-        self._none_hash = parts.none_hash
-        short = [group for group in parts.shape.groups if group.num_units == 1]
-        self._leading = next((g for g in short if g.is_ordered), short[0] if short else None)
 
     def rebuild(self, labels: Sequence[LabelSet], *, can_hit: bool) -> int:
         """Fill the core; return how many blocks were kept, all of them evictable.
@@ -70,187 +78,204 @@ class TreeRebuilder:
                 "restore an empty pool"
             )
         sizes = [group.block_size for group in self._shape.groups] if can_hit else []
-        chosen: list[tuple[_Namespace, list[BlockLabel], int, int]] = []
-        kept: list[int] = []
-        for namespace in self._namespaces(agreed_labels(labels, store.num_blocks, sizes)):
-            before = len(chosen)
-            chosen += [
-                (name, chain, start, above if above < 0 else above + before)
-                for name, chain, start, above in self._chains(namespace)
-            ]
-        for namespace, chain, start, _ in chosen:
-            kept += [b for column in self._blocks(namespace, chain, start) for b in column if b]
-        labelled = {label.block_id for label_set in labels for label in label_set}
+        none_hash = self._parts.none_hash
+        fitting = fitting_labels(agreed_labels(labels), store.num_blocks, sizes, none_hash)
+        chosen = self._choose(fitting) if sizes else None
+        kept = index_array(()) if chosen is None else chosen.blocks[chosen.blocks != 0]
+        labelled = labelled_blocks(labels, store.num_blocks)
         self._announcer.cleared()
-        self._announcer.forgotten(index_array(sorted(labelled - set(kept))))
-        store.leave_fresh(index_array(kept))
-        self._plant(chosen)
+        self._announcer.forgotten(np.setdiff1d(labelled, kept, assume_unique=True))
+        if chosen is not None:
+            store.leave_fresh(kept)
+            store.fill(kept, SEALED)
+            self._note_singles(chosen)
+            runs = self._plant(chosen)
+            self._tell(fitting, chosen, runs)
+            self._release(chosen, runs)
         return len(kept)
 
     # --- choosing ------------------------------------------------------------------------------
 
-    def _namespaces(self, labels: Sequence[BlockLabel]) -> list[_Namespace]:
-        if self._leading is None:
-            return []
-        found: dict[bytes, _Namespace] = {}
-        places: set[tuple[bytes, bytes, bytes]] = set()
-        for label in sorted(labels, key=lambda label: label.block_id):
-            if min(label.token_ids) < 0:
-                continue  # negative match tokens are numbers that mean something else
-            namespace = found.get(label.namespace)
-            if namespace is None:
-                try:
-                    name = parse_namespace_name(label.namespace)
-                except MalformedMessageError:
-                    continue
-                by_digest: list[dict[bytes, BlockLabel]] = [{} for _ in self._shape.groups]
-                namespace = found[label.namespace] = _Namespace(name, by_digest, {})
-            is_leading = label.group == self._leading.index
-            if is_leading and label.digest not in namespace.by_digest[label.group]:
-                place = label.namespace, label.parent_digest, self._match_bytes(label)
-                if place in places:
-                    continue  # another digest for the same tokens: one of them is wrong
-                places.add(place)
-            known = namespace.by_digest[label.group].setdefault(label.digest, label)
-            if known is label and is_leading:
-                namespace.following.setdefault(label.parent_digest, []).append(label)
-        return [namespace for _, namespace in sorted(found.items())]
+    def _choose(self, fitting: FittingLabels) -> _Chosen:
+        """Find the units that are whole, and whole before. Changes nothing."""
+        shape, parts = self._shape, self._parts
+        units = units_of(fitting, shape, parts.hash_fn, parts.none_hash)
+        above = units.labels.parent_rows(parts.none_hash)
+        above[self._second_in_place(units, above)] = NO_ROW
+        depths = depths_of(above)
+        links = UnitLinks(above, depths, parts.none_hash)
+        found = blocks_beside(fitting, shape, units, links)
+        lacks = np.zeros(len(depths), dtype=np.bool_)
+        for group in shape.ordered:
+            lacks |= ((depths + 1) % group.num_units == 0) & (found[group.index] == 0)
+        if lacks.any():
+            above[lacks] = NO_ROW
+            depths = depths_of(above)
+        if shape.ordered and not units.is_of_ordered_group:
+            self._drop_useless(found, above, depths)
+        chains = chains_of(above, depths)
+        return _Chosen(units, above, chains, found[:, chains.rows])
 
-    def _chains(self, namespace: _Namespace) -> list[tuple[_Namespace, list[BlockLabel], int, int]]:
-        """Return unbroken chains: labels, first unit, and the place of the chain it continues."""
-        chains: list[tuple[_Namespace, list[BlockLabel], int, int]] = []
-        pending = [
-            (label, 0, -1) for label in reversed(namespace.following.get(self._none_hash, []))
-        ]
-        seen: set[bytes] = set()
-        while pending:
-            label, start, above = pending.pop()
-            chain: list[BlockLabel] = []
-            following = [label]
-            while len(following) == 1:
-                (label,) = following
-                unit = start + len(chain)
-                if label.digest in seen or not self._is_whole(namespace, label, unit):
-                    following = []
-                    break
-                seen.add(label.digest)
-                chain.append(label)
-                following = namespace.following.get(label.digest, [])
-            if chain:
-                place = len(chains)
-                chains.append((namespace, chain, start, above))
-                pending += [(each, start + len(chain), place) for each in reversed(following)]
-        return chains
+    def _second_in_place(self, units: LabelUnits, above: IndexArray) -> IndexArray:
+        """Return units that have another digest than one before them for the same content.
 
-    def _is_whole(self, namespace: _Namespace, label: BlockLabel, unit: int) -> bool:
-        """Say whether every ordered group has its block at a unit."""
-        return all(
-            label.digest in namespace.by_digest[group.index]
-            for group in self._shape.ordered
-            if (unit + 1) % group.num_units == 0
-        )
+        One of the two is wrong, and the tree has one place for both.
+        """
+        labels = units.labels
+        linked = np.flatnonzero(above != NO_ROW)
+        places = above[linked] - FIRST_BLOCK
+        is_shared = np.bincount(places, minlength=1)[places] > 1
+        rows = linked[is_shared]
+        width = labels.tokens.shape[1]
+        tokens = labels.tokens[rows].view(f"V{4 * width}").ravel().tolist()
+        items = [units.items[key] for key in labels.keys[rows].tolist()]
+        namespaces = labels.namespaces[rows].tolist()
+        seen: dict[tuple[int, int, bytes, ExtraKeys], int] = {}
+        keys = zip(above[rows].tolist(), namespaces, tokens, items, strict=True)
+        firsts = [seen.setdefault(key, row) for key, row in zip(keys, rows.tolist(), strict=True)]
+        seconds: IndexArray = rows[rows != index_array(firsts)]
+        return seconds
 
-    def _blocks(
-        self, namespace: _Namespace, chain: Sequence[BlockLabel], start: int
-    ) -> list[list[int]]:
-        """Return the blocks of each group at the units of a chain; 0 where there is none."""
-        columns = []
-        for group in self._shape.groups:
-            known = namespace.by_digest[group.index]
-            column = []
-            for unit, label in enumerate(chain, start):
-                found = known.get(label.digest) if (unit + 1) % group.num_units == 0 else None
-                column.append(0 if found is None else found.block_id)
-            columns.append(column)
-        return columns
+    def _drop_useless(self, found: BlockTable, above: IndexArray, depths: IndexArray) -> None:
+        """Leave out units behind which no block of an ordered group ends."""
+        is_needed = np.zeros(len(depths), dtype=np.bool_)
+        for group in self._shape.ordered:
+            rows = np.flatnonzero((found[group.index] != 0) & (depths != NO_ROW))
+            for _ in range(group.num_units):
+                is_needed[rows] = True
+                rows = above[rows]
+        depths[~is_needed] = NO_ROW
 
     # --- planting ------------------------------------------------------------------------------
 
-    def _plant(self, chosen: Sequence[tuple[_Namespace, list[BlockLabel], int, int]]) -> None:
-        """Make runs of the chains, hold them all, and let go of them leaves first."""
+    def _note_singles(self, chosen: _Chosen) -> None:
+        """Note of blocks that can go one by one what the evictor must know of them."""
+        evictor = self._evictor
+        for group in self._shape.others:
+            here = chosen.blocks[group.index]
+            ids = here[here != 0]
+            evictor.group_of[ids] = group.index
+            self._store.is_single[ids] = True
+            if evictor.digest_of.size:
+                evictor.digest_of[ids] = chosen.units.labels.digests[chosen.rows[here != 0]]
+
+    def _plant(self, chosen: _Chosen) -> list[Run]:
+        """Make a run of each chain, and hold it."""
+        shape, tree = self._shape, self._tree
+        unit_bytes, digest_bytes = shape.unit_bytes, shape.digest_bytes
+        tokens = self._match_tokens(chosen)
+        digests = chosen.units.labels.digests[chosen.rows].tobytes()
+        ids = int32_array(chosen.blocks[[group.index for group in shape.ordered]])
+        handles = self._store.handles_of(chosen.blocks[[group.index for group in shape.others]])
         runs: list[Run] = []
-        roots: list[Run] = []
-        singles: list[IndexArray] = []
-        for namespace, chain, start, above in chosen:
-            parent = self._tree.root(namespace.name) if above < 0 else runs[above]
-            self._tree.hold(parent)
-            if above < 0:
-                self._tree.hold(parent)
-                roots.append(parent)
-            run, beside = self._plant_chain(namespace, chain, start, parent)
+        above = chosen.chains.above.tolist()
+        for chain, (start, end) in enumerate(pairwise(chosen.chains.starts.tolist())):
+            if above[chain] == NO_CHAIN:
+                parent = tree.root(chosen.units.namespace(int(chosen.rows[start])))
+            else:
+                parent = runs[above[chain]]
+            tree.hold(parent)
+            run = tree.extend(
+                parent,
+                tokens[start * unit_bytes : end * unit_bytes],
+                ids[:, start:end].copy(),
+                handles[:, start:end].copy(),
+                digests[start * digest_bytes : end * digest_bytes],
+            )
             runs.append(run)
-            singles.append(beside)
-        for run in reversed(runs):
-            self._tree.release(run)
-        for root in roots:
-            self._tree.release(root)
-        unheld = index_array(np.concatenate(singles)) if singles else index_array(())
-        if len(unheld):
-            self._store.policy.insert(unheld)
-            self._store.num_unheld_cached += len(unheld)
+        return runs
 
-    def _plant_chain(
-        self, namespace: _Namespace, chain: list[BlockLabel], start: int, parent: Run
-    ) -> tuple[Run, IndexArray]:
-        shape, store = self._shape, self._store
-        blocks = np.array(self._blocks(namespace, chain, start), dtype=np.int32)
-        store.fill(blocks[blocks != 0], SEALED)
-        ids = blocks[[group.index for group in shape.ordered]]
-        beside = blocks[[group.index for group in shape.others]]
-        for group in shape.others:
-            here = blocks[group.index]
-            self._evictor.group_of[here[here != 0]] = group.index
-            store.is_single[here[here != 0]] = True
-            if self._evictor.digest_of.size:
-                for block_id, label in zip(here.tolist(), chain, strict=True):
-                    if block_id:
-                        self._evictor.digest_of[block_id] = np.frombuffer(label.digest, np.uint8)
-        digests = b"".join([label.digest for label in chain])
-        run = self._tree.extend(
-            parent,
-            b"".join([self._match_bytes(label) for label in chain]),
-            ids,
-            store.handles_of(beside),
-            digests,
+    def _match_tokens(self, chosen: _Chosen) -> bytes:
+        """Return the match tokens of all units."""
+        labels, extra_keys = chosen.units.labels, chosen.units.extra_keys
+        tokens, keys = labels.tokens[chosen.rows], labels.keys[chosen.rows]
+        for place in np.flatnonzero(keys).tolist():
+            first = int(tokens[place, 0])
+            tokens[place, 0] = self._parts.match_tokens.numbered(
+                first, extra_keys[int(keys[place])] or ()
+            )
+        matched: bytes = tokens.tobytes()
+        return matched
+
+    def _release(self, chosen: _Chosen, runs: Sequence[Run]) -> None:
+        """Let go of all runs, the last one first, before each what stands beside it."""
+        tree, store = self._tree, self._store
+        beside = chosen.blocks[[group.index for group in self._shape.others]]
+        starts = chosen.chains.starts.tolist()
+        for chain in range(len(runs) - 1, -1, -1):
+            singles = beside[:, starts[chain] : starts[chain + 1]][:, ::-1].ravel()
+            singles = singles[singles != 0]
+            if len(singles):
+                store.policy.insert(singles)
+                store.num_unheld_cached += len(singles)
+            tree.release(runs[chain])
+
+    # --- telling -------------------------------------------------------------------------------
+
+    def _tell(self, fitting: FittingLabels, chosen: _Chosen, runs: Sequence[Run]) -> None:
+        """Tell listeners and the tiers below what is there; workers know."""
+        announcer = self._announcer
+        if not (announcer.published_groups or announcer.offload):
+            return
+        starts = chosen.chains.starts.tolist()
+        segments = [
+            self._segment(fitting, chosen, runs[chain], start, end)
+            for chain, (start, end) in enumerate(pairwise(starts))
+        ]
+        handles = self._store.handles_of(chosen.blocks)
+        announcer.sealed(
+            Published(segments, handles, is_content=True),
+            chosen.blocks,
+            chosen.blocks != 0,
+            is_labelled=True,
         )
-        self._tell(namespace, chain, start, run, blocks)
-        return run, index_array(beside[beside != 0])
 
-    def _tell(
-        self,
-        namespace: _Namespace,
-        chain: list[BlockLabel],
-        start: int,
-        run: Run,
-        blocks: np.ndarray[tuple[int, int], np.dtype[np.int32]],
-    ) -> None:
-        size = self._shape.unit_tokens
-        keys = [parse_extra_keys(label.extra_keys) for label in chain]
-
-        def extra_keys(first: int, end: int) -> ExtraKeys | None:
-            return keys[first // size - start] if end - first == size else None
-
-        segment = Segment(
+    def _segment(
+        self, fitting: FittingLabels, chosen: _Chosen, run: Run, start: int, end: int
+    ) -> Segment:
+        """Return a chain as it is told of, and units before it that its first blocks reach to."""
+        labels, first = chosen.units.labels, run.start
+        rows = chosen.rows[start:end].tolist()
+        lead = min(first, max(group.num_units for group in self._shape.groups) - 1)
+        for _ in range(lead):
+            rows.insert(0, int(chosen.above[rows[0]]))
+        told = index_array(rows)
+        return Segment(
             run,
-            start,
-            len(chain),
+            first,
+            end - start,
             "",
-            namespace.name,
-            start,
-            np.array([t for label in chain for t in label.token_ids], np.int32).tobytes(),
-            b"".join([label.digest for label in chain]),
-            chain[0].parent_digest,
-            extra_keys if any(keys) else None,
-        )
-        published = Published([segment], self._store.handles_of(blocks), is_content=True)
-        is_short = np.array([[group.num_units == 1] for group in self._shape.groups])
-        self._announcer.sealed(
-            published, index_array(blocks), (blocks != 0) & is_short, is_labelled=True
+            chosen.units.namespace(rows[0]),
+            first - lead,
+            labels.tokens[told].tobytes(),
+            labels.digests[told].tobytes(),
+            labels.parents[told[0]].tobytes(),
+            self._keys_of(fitting, chosen, start, first),
         )
 
-    def _match_bytes(self, label: BlockLabel) -> bytes:
-        tokens = np.array(label.token_ids, dtype=np.int32)
-        keys = parse_extra_keys(label.extra_keys)
-        if keys:
-            tokens[0] = self._match_tokens.numbered(int(tokens[0]), keys)
-        return tokens.tobytes()
+    def _keys_of(
+        self, fitting: FittingLabels, chosen: _Chosen, start: int, first_unit: int
+    ) -> Callable[[int, int], ExtraKeys | None] | None:
+        """Return what finds the extra keys of blocks that end in a chain, by their tokens.
+
+        The chain begins with column `start` of the blocks, which is unit `first_unit`.
+        """
+        if len(fitting.extra_keys) == 1:
+            return None
+        units, size = chosen.units, self._shape.unit_tokens
+
+        def extra_keys(first_token: int, end_token: int) -> ExtraKeys | None:
+            column = start + end_token // size - 1 - first_unit
+            row = int(chosen.rows[column])
+            if end_token - first_token == size:
+                return units.extra_keys[int(units.labels.keys[row])]
+            group = next(
+                group.index
+                for group in self._shape.groups
+                if group.block_size == end_token - first_token
+                and chosen.blocks[group.index, column]
+            )
+            labels = fitting.groups[group]
+            return fitting.extra_keys[int(labels.keys[labels.rows[units.labels.names[row]]])]
+
+        return extra_keys

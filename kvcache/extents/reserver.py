@@ -7,7 +7,7 @@ where there is no room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ from kvcache.request import Request
 from kvcache.specs import ceil_div
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """How a row grows in one group: so many null columns, then so many blocks."""
 
     num_null: int
@@ -122,7 +121,9 @@ class Reserver:
                 self._lists.by_group[g].forget_request(row.request.request_id)
             else:
                 kept = kept[int(tables.first_kept[g, index]) :]
-            store.give_back(kept[kept != NULL_BLOCK_ID][::-1])
+            if np.count_nonzero(kept) < len(kept):
+                kept = kept[kept != NULL_BLOCK_ID]
+            store.give_back(kept[::-1])
         published = int(tables.published[index])
         for group in self._shape.ordered:
             columns = tables.columns(group.index, index)
@@ -144,13 +145,13 @@ class Reserver:
             g, rule = group.index, self.skips[group.index]
             capacity = min(capacity, int(tables.num_columns[g, index]) * group.block_size)
             if rule.is_skipping:
-                next_skip = rule.next_skip_tokens(tables.first_kept[g, index : index + 1])
-                skip = min(skip, int(next_skip[0]))
+                skip = min(skip, rule.next_skip(int(tables.first_kept[g, index])))
         # A row that shares what it may write must be looked at before every write.
-        tables.capacity_tokens[index] = 0 if self.forks.is_sharing(row) else capacity
-        tables.skip_tokens[index] = skip
+        if self.forks.is_sharing(row):
+            capacity = 0
         full = (int(tables.published[index]) + 1) * shape.unit_tokens
-        tables.full_tokens[index] = full if self.may_publish(row) else NEVER
+        tables.note_limits(index, capacity, full if self.may_publish(row) else NEVER)
+        tables.skip_tokens[index] = skip
 
     def may_publish(self, row: Row) -> bool:
         """Say whether further blocks of a row become hittable."""
@@ -184,9 +185,9 @@ class Reserver:
         self.look_up.forget()
         row = self._adopt(request, reservation, match)
         changes = self._grow(row, reservation, wanted)
-        if hit is not None:
+        if match is not None or (hit is not None and self._lists.by_group):
             changes = self._whole_tables(row)
-        self._publish(row, reservation)
+        self._publish(row, reservation, are_new=True)
         return changes
 
     def _num_unheld(self, match: Match, reservation: Reservation) -> int:
@@ -222,7 +223,7 @@ class Reserver:
                 rule = self.skips[group.index]
                 ids = ids.copy()
                 ids[: rule.num_skipped(reservation.num_computed_tokens)] = NULL_BLOCK_ID
-                kept = np.flatnonzero(ids)
+                kept = ids.nonzero()[0]
                 first = int(kept[0]) if len(kept) else len(ids)
                 tables.first_kept[group.index, row.index] = first
                 self._store.touch(index_array(ids[kept]))
@@ -298,14 +299,16 @@ class Reserver:
         return changes
 
     def _whole_tables(self, row: Row) -> list[TableChange]:
-        tables = (self._parts.table_of(row, g.index).copy() for g in self._shape.groups)
+        tables = [self._parts.table_of(row, g.index).copy() for g in self._shape.groups]
         return [TableChange(g, 0, table) for g, table in enumerate(tables) if len(table)]
 
-    def _publish(self, row: Row, reservation: Reservation) -> None:
+    def _publish(self, row: Row, reservation: Reservation, *, are_new: bool = False) -> None:
+        """Publish what is to be cached; `are_new`: nobody shares the blocks behind its run."""
         if self.may_publish(row):
-            self._lists.note_own_end(row.request.request_id, reservation)
+            if self._lists.states:
+                self._lists.note_own_end(row.request.request_id, reservation)
             if reservation.num_cached_tokens:
-                self.publisher.publish(row, reservation.num_cached_tokens)
+                self.publisher.publish(row, reservation.num_cached_tokens, are_new=are_new)
         self.note_limits(row)
 
 

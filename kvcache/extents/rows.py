@@ -58,8 +58,9 @@ class RowTables:
     """The rows of one core.
 
     Invariants: `by_id` and `by_index` agree; a free row has no columns. A row needs nothing before
-    its slots reach `capacity_tokens`, its cached tokens `full_tokens` or its computed tokens
-    `skip_tokens`.
+    its slots pass `capacity_tokens`, its cached tokens reach `full_tokens` or its computed tokens
+    `skip_tokens`. `next_tokens` is the lesser of the first two: where neither slots nor cached
+    tokens have reached it, one comparison says so.
     """
 
     def __init__(self, shape: TreeShape) -> None:
@@ -74,7 +75,10 @@ class RowTables:
         self.capacity_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self.full_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self.skip_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self.next_tokens: Int64Array = np.zeros(0, dtype=np.int64)
         self._row_of_slot: IndexArray = index_array(())
+        self._last_slots: bytes | None = None
+        self._last_rows: IndexArray = index_array(())
         self._free: list[int] = []
 
     def get(self, request_id: str) -> Row | None:
@@ -97,10 +101,12 @@ class RowTables:
         index = row.index
         if row.slot != NO_ROW:
             self._row_of_slot[row.slot] = NO_ROW
+            self._last_slots = None
         self.num_columns[:, index] = 0
         self.first_kept[:, index] = 0
         self.published[index] = 0
-        self.capacity_tokens[index] = self.full_tokens[index] = self.skip_tokens[index] = 0
+        self.note_limits(index, 0, 0)
+        self.skip_tokens[index] = 0
         self.by_index[index] = None
         del self.by_id[row.request.request_id]
         heapq.heappush(self._free, index)
@@ -137,12 +143,37 @@ class RowTables:
             wider[:, : table.shape[1]] = table
             self.tables[group] = wider
 
+    def note_limits(self, index: int, capacity_tokens: int, full_tokens: int) -> None:
+        """Note up to where a row has slots, and which number of cached tokens fills a unit."""
+        self.capacity_tokens[index] = capacity_tokens
+        self.full_tokens[index] = full_tokens
+        self.next_tokens[index] = min(capacity_tokens + 1, full_tokens)
+
+    def note_capacity(self, rows: IndexArray, capacity_tokens: Int64Array) -> None:
+        """Note up to where many rows have slots."""
+        self.capacity_tokens[rows] = capacity_tokens
+        self.next_tokens[rows] = np.minimum(capacity_tokens + 1, self.full_tokens.take(rows))
+
+    def note_full(self, rows: IndexArray, full_tokens: Int64Array) -> None:
+        """Note which number of cached tokens fills the next unit of many rows."""
+        self.full_tokens[rows] = full_tokens
+        self.next_tokens[rows] = np.minimum(self.capacity_tokens.take(rows) + 1, full_tokens)
+
     def rows_of(self, slots: Int32Array) -> IndexArray | None:
-        """Return the rows that batches name by `slots`; None if one of them is not known yet."""
-        if not len(slots) or int(slots.max()) >= len(self._row_of_slot) or int(slots.min()) < 0:
+        """Return the rows that batches name by `slots`, `NO_ROW` for those that none is named by;
+        None if a slot is beyond all that rows have been named by. Do not change them.
+
+        Batches name the same slots again and again: those of the last one are found at once.
+        """
+        key = slots.tobytes()
+        if key == self._last_slots:
+            return self._last_rows
+        if int(slots.view(np.uint32).max()) >= len(self._row_of_slot):
             return None
         rows = self._row_of_slot.take(slots)
-        return None if int(rows.min()) < 0 else rows
+        if int(rows.min()) >= 0:
+            self._last_slots, self._last_rows = key, rows
+        return rows
 
     def name(self, row: Row, slot: int) -> None:
         """Let batches name a row by `slot` from now on."""
@@ -157,6 +188,7 @@ class RowTables:
             self._row_of_slot[row.slot] = NO_ROW
         row.slot = slot
         self._row_of_slot[slot] = row.index
+        self._last_slots = None
 
     def _add_rows(self, count: int) -> None:
         start, end = len(self.by_index), len(self.by_index) + count
@@ -173,3 +205,4 @@ class RowTables:
         self.capacity_tokens = np.pad(self.capacity_tokens, (0, count))
         self.full_tokens = np.pad(self.full_tokens, (0, count))
         self.skip_tokens = np.pad(self.skip_tokens, (0, count))
+        self.next_tokens = np.pad(self.next_tokens, (0, count))

@@ -15,6 +15,7 @@ Where a group's blocks are several units long, a block stands at its last unit, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -33,21 +34,43 @@ _MANY_PIECES = 128
 _SETTLED_PER_PIECE = 8
 """Appended pieces, each with arrays of its own, become one when there are many for so few units."""
 
+_NO_HANDLES: HandleArray = np.empty((0, 0), dtype=np.int64)
+_Piece: TypeAlias = "tuple[bytes, Int32Array, HandleArray, bytes]"
+
+
+class _Units:
+    """Units that came one by one: `ids` and `handles` of one unit after the other."""
+
+    __slots__ = ("digests", "handles", "ids", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[bytes] = []
+        self.ids: list[int] = []
+        self.handles: list[int] = []
+        self.digests: list[bytes] = []
+
+    def piece(self) -> _Piece:
+        """Return them as arrays."""
+        shape = len(self.tokens), -1
+        ids = np.array(self.ids, dtype=np.int32).reshape(shape).T
+        handles = _NO_HANDLES
+        if self.handles:
+            handles = np.array(self.handles, dtype=np.int64).reshape(shape).T
+        return b"".join(self.tokens), ids, handles, b"".join(self.digests)
+
 
 class Run:
     """Units `[start, start + num_units)` of every sequence that goes through it.
 
     Invariants: `children` are keyed by the token bytes of their first unit; `num_holders` counts
-    direct holders and held children. Appended units wait in lists, and trimmed ones stay behind
-    the end, until `settle` makes arrays of exactly `num_units` units. `entry` is the number by
-    which the eviction policy knows the run while nobody holds it, else `NO_ENTRY`.
+    direct holders and held children. Appended units wait, first `_pieces`, then `_units`, and
+    trimmed ones stay behind the end, until `settle` makes arrays of exactly `num_units` units.
+    `entry` is the number by which the eviction policy knows the run while nobody holds it, else
+    `NO_ENTRY`.
     """
 
     __slots__ = (
-        "_more_digests",
-        "_more_handles",
-        "_more_ids",
-        "_more_tokens",
+        "_pieces",
         "_units",
         "children",
         "digests",
@@ -86,11 +109,8 @@ class Run:
         self.entry = NO_ENTRY
         self.merged_into: Run | None = None
         self.is_unsettled = False
-        self._more_tokens: list[bytes] = []
-        self._more_ids: list[Int32Array] = []
-        self._more_handles: list[HandleArray] = []
-        self._more_digests: list[bytes] = []
-        self._units: list[tuple[bytes, list[int], list[int], bytes]] = []
+        self._pieces: list[_Piece] | None = None
+        self._units: _Units | None = None
 
     def __repr__(self) -> str:
         return f"Run([{self.start}, {self.end}), {self.num_holders} holders)"
@@ -102,38 +122,56 @@ class Run:
 
     def last_digest(self, digest_bytes: int) -> bytes:
         """Return the digest of the last unit; of a root, the one before every first unit."""
-        if self._units:
-            return self._units[-1][3]
-        if self._more_digests:
-            return self._more_digests[-1][-digest_bytes:]
+        if self._units is not None:
+            return self._units.digests[-1]
+        if self._pieces:
+            return self._pieces[-1][3][-digest_bytes:]
         if not self.num_units:
             return self.digests
         end = self.num_units * digest_bytes
         return self.digests[end - digest_bytes : end]
 
-    def append_unit(self, tokens: bytes, ids: list[int], handles: list[int], digest: bytes) -> None:
-        """Take one unit at the end, which most appends of running requests are."""
-        if not self._units and (self._more_tokens or self.ids.shape[1] > self.num_units):
-            self.settle()
-        self._units.append((tokens, ids, handles, digest))
+    def append_unit(
+        self,
+        tokens: bytes,
+        ids: Sequence[int],
+        handles: Sequence[int],
+        digest_of: Callable[[bytes, bytes], bytes],
+    ) -> tuple[bytes, bytes]:
+        """Take one unit at the end, which most appends of running requests are.
+
+        `digest_of` digests the unit's tokens behind the digest before it; returns both digests.
+        """
+        units = self._units
+        if units is None:
+            if self._pieces is None and self.ids.shape[1] > self.num_units:
+                self._compact()
+            digest_bytes = len(self.digests) // self.ids.shape[1]
+            digest = digest_of(parent := self.last_digest(digest_bytes), tokens)
+            units = self._units = _Units()
+            self.is_unsettled = True
+        else:
+            digest = digest_of(parent := units.digests[-1], tokens)
+        units.tokens.append(tokens)
+        units.ids += ids
+        units.handles += handles
+        units.digests.append(digest)
         self.num_units += 1
-        self.is_unsettled = True
+        return parent, digest
 
     def append(
         self, tokens: bytes, ids: Int32Array, handles: HandleArray, digests: bytes, num_units: int
     ) -> None:
         """Take units at the end. Shapes: `(groups, num_units)`."""
-        if self._units:
-            self.settle()
-        if not self._more_tokens and self.ids.shape[1] > self.num_units:
-            self._compact()
-        self._more_tokens.append(tokens)
-        self._more_ids.append(ids)
-        self._more_handles.append(handles)
-        self._more_digests.append(digests)
+        if self._pieces is None:
+            if self._units is None and self.ids.shape[1] > self.num_units:
+                self._compact()
+            self._pieces = []
+        self._end_units(self._pieces)
+        self._pieces.append((tokens, ids, handles, digests))
         self.num_units += num_units
         self.is_unsettled = True
-        num_pieces = len(self._more_tokens)
+        num_pieces = len(self._pieces)
         if num_pieces >= _MANY_PIECES and num_pieces * _SETTLED_PER_PIECE >= self.ids.shape[1]:
             self.settle()
 
@@ -147,22 +185,18 @@ class Run:
     def settle(self) -> None:
         """Make `tokens`, `ids`, `handles` and `digests` cover exactly the units there are."""
         self.is_unsettled = False
-        if self._units:
-            tokens, ids, handles, digests = zip(*self._units, strict=True)
-            self.tokens += b"".join(tokens)
-            self.digests += b"".join(digests)
-            self.ids = np.concatenate([self.ids, np.array(ids, dtype=np.int32).T], axis=1)
-            self.handles = np.concatenate(
-                [self.handles, np.array(handles, dtype=np.int64).T], axis=1
-            )
-            self._units = []
-        elif self._more_tokens:
-            self.tokens = b"".join([self.tokens, *self._more_tokens])
-            self.digests = b"".join([self.digests, *self._more_digests])
-            self.ids = np.concatenate([self.ids, *self._more_ids], axis=1)
-            self.handles = np.concatenate([self.handles, *self._more_handles], axis=1)
-            self._more_tokens, self._more_ids = [], []
-            self._more_handles, self._more_digests = [], []
+        if self._units is not None or self._pieces is not None:
+            pieces = self._pieces or []
+            self._end_units(pieces)
+            self._pieces = None
+            self.tokens = b"".join([self.tokens, *[piece[0] for piece in pieces]])
+            self.digests = b"".join([self.digests, *[piece[3] for piece in pieces]])
+            self.ids = np.concatenate([self.ids, *[piece[1] for piece in pieces]], axis=1)
+            if len(self.handles):
+                more = [piece[2] for piece in pieces]
+                self.handles = np.concatenate([self.handles, *more], axis=1)
+            else:
+                self.handles = np.empty((0, self.num_units), dtype=np.int64)
         elif self.ids.shape[1] > self.num_units:
             self._compact()
 
@@ -222,6 +256,12 @@ class Run:
         while run.merged_into is not None:
             run = run.merged_into
         return run
+
+    def _end_units(self, pieces: list[_Piece]) -> None:
+        """Let units that came one by one be one piece more."""
+        if self._units is not None:
+            pieces.append(self._units.piece())
+            self._units = None
 
     def _compact(self) -> None:
         count = self.num_units

@@ -40,20 +40,21 @@ class Settlement:
 
         Returns the rows whose content could not be sealed: it is withdrawn.
         """
-        store = self._store
         touched: dict[int, Row] = {}
+        is_told = self._announcer.tells_contents or self._announcer.offload is not None
+        ready: list[Published] = []
         for published in self._ledger.take_through(client_id, through_step):
+            has_others = len(self._store.num_unsealed) > 1 or published.doubles_of is not None
+            if is_told or has_others:  # one after the other
+                self._seal(ready)
+                ready = []
             if published.doubles_of is not None:
                 self._duplicates.take_over(published.doubles_of, published.segments[0])
                 continue
-            if len(store.num_unsealed) > 1 and published.is_content and self._ordered:
+            if has_others and published.is_content and self._ordered:
                 self._withdraw_orphans(published, touched)
-            ids = store.ids_of(published.handles)
-            is_new = store.are_valid(published.handles) & (store.seals[ids] > SEALED)
-            new = ids[is_new]
-            if len(new):
-                store.seal(new, int(store.seals[new[0]]))
-                self._announcer.sealed(published, ids, is_new)
+            ready.append(published)
+        self._seal(ready)
         self._ledger.forget_if_idle(client_id, self._store.num_unsealed)
         return list(touched.values())
 
@@ -73,6 +74,21 @@ class Settlement:
         return list(touched.values())
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _seal(self, ready: list[Published]) -> None:
+        """Seal what of these blocks still stands; only of a single one anybody is told."""
+        if not ready:
+            return
+        store, handles = self._store, ready[0].handles
+        if len(ready) > 1:
+            handles = np.concatenate([published.handles.ravel() for published in ready])
+        ids = store.ids_of(handles)
+        is_new = store.are_waiting(handles, ids)
+        new = ids.ravel() if np.count_nonzero(is_new) == ids.size else ids[is_new]
+        if len(new):
+            store.seal(new, int(store.seals[new[0]]))
+            if len(ready) == 1:
+                self._announcer.sealed(ready[0], ids, is_new)
 
     def _withdraw_orphans(self, published: Published, touched: dict[int, Row]) -> None:
         """Withdraw segments behind content that still waits for another client.

@@ -38,8 +38,12 @@ class SkipRule:
         """Do `num_skipped` for many rows."""
         return np.zeros(len(num_computed_tokens), dtype=np.int64)
 
+    def next_skip(self, first_kept: int) -> int:
+        """Return the computed tokens from which on one block more is skipped."""
+        return NEVER
+
     def next_skip_tokens(self, first_kept: Int64Array) -> Int64Array:
-        """Return the computed tokens from which on one block more is skipped, for many rows."""
+        """Do `next_skip` for many rows."""
         return np.full(len(first_kept), NEVER, dtype=np.int64)
 
 
@@ -54,6 +58,9 @@ class WindowSkips(SkipRule):
 
     def skipped_of_rows(self, num_computed_tokens: Int64Array) -> Int64Array:
         return np.maximum(num_computed_tokens - (self._window - 1), 0) // self.block_size
+
+    def next_skip(self, first_kept: int) -> int:
+        return (first_kept + 1) * self.block_size + (self._window - 1)
 
     def next_skip_tokens(self, first_kept: Int64Array) -> Int64Array:
         return (first_kept + 1) * self.block_size + (self._window - 1)
@@ -70,6 +77,9 @@ class ChunkSkips(SkipRule):
 
     def skipped_of_rows(self, num_computed_tokens: Int64Array) -> Int64Array:
         return num_computed_tokens // self._chunk * self._chunk // self.block_size
+
+    def next_skip(self, first_kept: int) -> int:
+        return (first_kept * self.block_size // self._chunk + 1) * self._chunk
 
     def next_skip_tokens(self, first_kept: Int64Array) -> Int64Array:
         return (first_kept * self.block_size // self._chunk + 1) * self._chunk

@@ -15,11 +15,11 @@ tails before heads; and runs that lost their branches grow together again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.extents.block_store import BlockStore
 from kvcache.extents.run import FIRST_ENTRY, NO_ENTRY, HandleArray, Run
 from kvcache.extents.shape import TreeShape
@@ -31,8 +31,7 @@ _MANY_RUNS = 8
 """Runs given back together become one if they are short together, or if they are many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """Where tokens lead: the runs on the way, how many units match, how many of the last run."""
 
     path: list[Run]
@@ -387,11 +386,12 @@ class RunTree:
         self.num_units -= run.num_units
         self._unlink(run)
 
-    @staticmethod
-    def blocks_of(run: Run, first_unit: int) -> Int32Array:
+    def blocks_of(self, run: Run, first_unit: int) -> IndexArray:
         """Return the ordered groups' blocks of a settled run from its unit `first_unit` on.
 
         Tail first; of one unit in order of groups.
         """
-        ids: Int32Array = run.ids[:, first_unit : run.num_units].T[::-1].ravel()
+        if self._is_plain:
+            return index_array(run.ids[0, first_unit : run.num_units][::-1])
+        ids = index_array(run.ids[:, first_unit : run.num_units].T[::-1].ravel())
         return ids if ids.all() else ids[ids != NULL_BLOCK_ID]

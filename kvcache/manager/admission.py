@@ -44,8 +44,7 @@ class Demand(NamedTuple):
     newest_state: NewestState | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Admitted:
+class Admitted(NamedTuple):
     """A seated request and the blocks that entered its tables."""
 
     known: KnownRequest

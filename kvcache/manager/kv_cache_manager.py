@@ -30,6 +30,7 @@ from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_calls import Wanted
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.request import LoRARequest, Request, TokenIds
+from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
 from kvcache.step import StepRequest, StepResult
 
@@ -126,6 +127,7 @@ class KVCacheManager:
         self._ledger = parts.ledger
         self._admission = parts.admission
         self._control = parts.control
+        self.holds = parts.holds
         self._calls = parts.calls
         self._planner = parts.planner
         self._executor = parts.executor
@@ -361,12 +363,9 @@ class KVCacheManager:
             PinLimitError: pins would hold more than `max_pin_share` of the blocks.
         """
         self._control.refresh()
+        epoch = self._control.model_epoch
         request = prefix_request(
-            tokens,
-            lora=lora,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            model_epoch=self._control.model_epoch,
+            tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=epoch
         )
         request.attach_block_hasher(self._hasher)
         return self._control.pin(request, ttl_s, request.num_tokens - 1)
@@ -420,6 +419,10 @@ class KVCacheManager:
         self._book.check()
         self._control.check()
         self._core.check()
+
+    def sealed_contents(self) -> SealedContents:
+        """Return what the label of every sealed block says. Reads all that is cached."""
+        return self._core.sealed_contents()
 
     def dump_state(self) -> dict[str, object]:
         """Return the whole state as plain values, for comparison."""

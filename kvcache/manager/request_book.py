@@ -102,9 +102,14 @@ class RequestBook:
         known.request.num_computed_tokens = 0
 
     def forget(self, known: KnownRequest) -> None:
-        """Take slot and blocks, if it has any, and know the request no more."""
+        """Take slot and blocks, if it has any, and know the request no more.
+
+        Its object is not brought up to date for that: nobody reads tokens to free blocks.
+        """
         if known.is_running:
-            self._leave(known)
+            self._core.free(known.request)
+            self.slots.vacate(known.slot)
+            self._unseat(known)
         del self._known[known.request.request_id]
 
     def require_caller_owned(self, request: Request) -> KnownRequest | None:
@@ -184,5 +189,8 @@ class RequestBook:
         self.slots.sync(known.slot)
         self._core.free(known.request)
         self.slots.release(known.slot)
+        self._unseat(known)
+
+    def _unseat(self, known: KnownRequest) -> None:
         del self._slot_by_request[known.request.request_id]
         known.slot = NO_SLOT

@@ -7,7 +7,7 @@ nothing: what a failed step takes back is worked out on copies.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,13 @@ _INT32 = np.dtype(np.int32)
 _MAX_INT32 = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class RowPlan:
+class RowPlan(NamedTuple):
     """The running rows of a step, checked and settled on paper. Shapes `(n,)`.
 
     `num_computed` and `num_tokens` are the rows' figures before the step, `settled_computed`
     after rejected drafts are taken back; from there a row's forward ends at `own_ends` with its own
-    tokens, at `ends` with its drafts. `counts[i]` of `token_ids` are appended to row `i`.
+    tokens, at `ends` with its drafts. `counts[i]` of `token_ids` are appended to row `i`; with
+    `is_one_each` it is one token for each row, for which the slot table has room.
     """
 
     seated: SeatedRows
@@ -43,11 +43,26 @@ class RowPlan:
     ends: Int32Array
     counts: Int32Array
     token_ids: Int32Array
+    is_one_each: bool = False
+
+
+class _Columns(NamedTuple):
+    """What the columns of a step say by themselves, whatever the figures of its rows are.
+
+    `is_strange` where one deserves a closer look; `is_decode` where each row appends a token and
+    computes one, as most steps do.
+    """
+
+    counts: Int32Array
+    has_drafts: bool
+    is_strange: bool
+    is_decode: bool
 
 
 _NOBODY = SeatedRows(
     EMPTY_INT32, index_array(()), np.empty(0, dtype=np.int64), np.empty(0, dtype=object)
 )
+_NO_COLUMNS = _Columns(EMPTY_INT32, has_drafts=False, is_strange=False, is_decode=False)
 NO_ROWS = RowPlan(_NOBODY, *(EMPTY_INT32,) * 7)
 
 
@@ -55,8 +70,10 @@ class RowPlanner:
     """Checks the rows of steps against a slot table. Changes nothing there.
 
     First come a few tests of all rows at once, which sound rows pass. Where one fails, each rule is
-    checked on its own, to say what is wrong. Rows that ran in the last step, while nobody came or
-    left since, are known to be the client's.
+    checked on its own, to say what is wrong. Steps of decoding differ little from each other, and
+    what they have in common with the last one is not checked again: rows that ran in it, while
+    nobody came or left since, are the client's; equal columns are as sound as they were; and rows
+    that decode alone have room for as many tokens as were counted once.
     """
 
     def __init__(self, slots: SlotTable, limits: ModelLimits) -> None:
@@ -69,6 +86,10 @@ class RowPlanner:
         self._most_new = min(limits.max_model_len, max(0, _MAX_INT32 - limits.max_model_len))
         self._last_seated = _NOBODY
         self._last_key: tuple[int, int, bytes] | None = None
+        self._last_columns = _NO_COLUMNS
+        self._last_columns_key: tuple[object, ...] = ()
+        # So many tokens more fit the rows of the last step, if they decode on.
+        self._num_fitting = 0
 
     def plan(
         self,
@@ -83,10 +104,14 @@ class RowPlanner:
         Raises:
             RequestError: they contradict each other or what is known.
         """
+        if rollback is not None:
+            self._last_key = None
         running = request.running
         if running is EMPTY_RUNNING:
             return NO_ROWS
-        counts = _token_counts(where, running)
+        columns_before, seated_before = self._last_columns, self._last_seated
+        columns = self._columns(where, running)
+        _require_token_ids(where, running)
         if not len(running.slots):
             return NO_ROWS
         client_index, computed, tokens = self._figures_after(rollback)
@@ -96,23 +121,70 @@ class RowPlanner:
             seated = self._find_seated(where, running.slots, client_index, client)
         self._check_not_leaving(where, seated.slots, leaving)
         row_computed, row_tokens = computed[seated.indices], tokens[seated.indices]
-        settled = row_computed
-        num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
-        has_drafts = np.count_nonzero(num_draft) > 0
-        has_rejected = np.count_nonzero(running.num_rejected_tokens) > 0
-        is_strange = np.count_nonzero(num_new.view(np.uint32) > self._most_new) > 0
-        if has_drafts or has_rejected or is_strange:
+        settled, counts = row_computed, columns.counts
+        if columns.is_strange:
             self._check_counts(where, running, row_computed, row_tokens)
             settled = row_computed - running.num_rejected_tokens
-        ends = settled + num_new
-        own_ends = ends - num_draft if has_drafts else ends
-        after = row_tokens + counts
-        is_strange |= np.count_nonzero(own_ends > after) > 0
-        is_strange |= np.count_nonzero(after > self._max_model_len) > 0
-        if is_strange or (has_drafts and int(ends.max()) > self._max_model_len):
-            self._check_lengths(where, running, settled, after)
-        token_ids = int32_array(running.token_ids)
-        return RowPlan(seated, row_computed, row_tokens, settled, own_ends, ends, counts, token_ids)
+        ends = settled + running.num_new_tokens
+        own_ends = ends - running.num_draft_tokens if columns.has_drafts else ends
+        is_known = columns is columns_before and seated is seated_before
+        num_fitting = self._num_fitting if is_known else 0
+        if not num_fitting:
+            after = row_tokens + counts
+            if (
+                columns.is_strange
+                or np.count_nonzero(own_ends > after)
+                or np.count_nonzero(after > self._max_model_len)
+            ):
+                self._check_lengths(where, running, settled, after)
+            if is_known and columns.is_decode:
+                num_fitting = self._count_fitting(seated, row_tokens)
+        self._num_fitting = max(0, num_fitting - 1)
+        return RowPlan(
+            seated,
+            row_computed,
+            row_tokens,
+            settled,
+            own_ends,
+            ends,
+            counts,
+            int32_array(running.token_ids),
+            is_one_each=num_fitting > 0,
+        )
+
+    def _columns(self, where: str, running: RunningRequests) -> _Columns:
+        """Check what columns say by themselves; equal ones as the last time are known."""
+        if not _fit(running):
+            _check_shapes(where, running)
+        num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
+        key = (
+            len(running.token_ids),
+            len(running.draft_token_ids),
+            num_new.tobytes(),
+            num_draft.tobytes(),
+            running.num_rejected_tokens.tobytes(),
+            running.token_offsets.tobytes(),
+        )
+        if key == self._last_columns_key:
+            return self._last_columns
+        counts = _token_counts(where, running)
+        has_drafts = bool(np.count_nonzero(num_draft))
+        is_strange = (
+            has_drafts
+            or bool(np.count_nonzero(running.num_rejected_tokens))
+            or bool(np.count_nonzero(num_new.view(np.uint32) > self._most_new))
+        )
+        is_decode = not is_strange and np.count_nonzero(num_new == 1) == len(
+            counts
+        ) == np.count_nonzero(counts == 1)
+        self._last_columns = _Columns(counts, has_drafts, is_strange, is_decode)
+        self._last_columns_key = key
+        return self._last_columns
+
+    def _count_fitting(self, seated: SeatedRows, num_tokens: Int32Array) -> int:
+        """Return how many tokens each of these rows can append, one a step, without a check."""
+        longest = self._max_model_len - int(num_tokens.max())
+        return min(longest, self._slots.num_spare(seated.indices))
 
     def _figures_after(
         self, rollback: Rollback | None
@@ -146,19 +218,20 @@ class RowPlanner:
     ) -> SeatedRows:
         """Return who sits in the slots; refuse those that this client does not run, once each."""
         num_slots = self._slots.num_slots
-        if int(slots.view(np.uint32).max()) >= num_slots:
+        indices = index_array(slots)
+        if int(indices.view(np.uintp).max()) >= num_slots:
             bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
             raise RequestError(
                 f"{where}: slot {bad} does not exist: slots are 0 to {num_slots - 1}"
             )
-        times = np.bincount(slots)
+        times = np.bincount(indices)
         if int(times.max()) > 1:
             raise RequestError(
                 f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
                 "slot once"
             )
-        strange = client_index[slots] != client.index
-        if strange.any():
+        strange = client_index[indices] != client.index
+        if np.count_nonzero(strange):
             raise RequestError(
                 f"{where}: slot {int(slots[strange][0])} does not run a request of this client: "
                 "name slots of its running requests only"
@@ -169,14 +242,12 @@ class RowPlanner:
         self, where: str, slots: Int32Array, leaving: Iterable[KnownRequest]
     ) -> None:
         left = {known.slot: known for known in leaving if known.is_running}
-        if left:
-            both = np.isin(slots, np.fromiter(left, dtype=np.int32))
-            if both.any():
-                known = left[int(slots[both][0])]
-                raise RequestError(
-                    f"{where}: request {known.request.request_id} is finished or preempted and "
-                    f"also runs on in slot {known.slot}: leave its row out"
-                )
+        if left and not left.keys().isdisjoint(rows := slots.tolist()):
+            known = left[next(slot for slot in rows if slot in left)]
+            raise RequestError(
+                f"{where}: request {known.request.request_id} is finished or preempted and "
+                f"also runs on in slot {known.slot}: leave its row out"
+            )
 
     def _check_counts(
         self,
@@ -224,9 +295,7 @@ class RowPlanner:
 
 
 def _token_counts(where: str, running: RunningRequests) -> Int32Array:
-    """Return how many tokens each row appends; refuse arrays that do not fit each other."""
-    if not _fit(running):
-        _check_shapes(where, running)
+    """Return how many tokens each row appends; refuse counts that do not fit each other."""
     offsets, token_ids = running.token_offsets, running.token_ids
     counts = offsets[1:] - offsets[:-1]
     first, last = int(offsets[0]), int(offsets[-1])
@@ -244,13 +313,18 @@ def _token_counts(where: str, running: RunningRequests) -> Int32Array:
                 f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} "
                 "drafts: pass one per draft or none"
             )
-    for name, ids in (("token_ids", token_ids), ("draft_token_ids", running.draft_token_ids)):
+    return counts
+
+
+def _require_token_ids(where: str, running: RunningRequests) -> None:
+    """Refuse what is no token id."""
+    for name in ("token_ids", "draft_token_ids"):
+        ids = running.token_ids if name == "token_ids" else running.draft_token_ids
         if len(ids) and np.count_nonzero(ids < 0):
             i = int(ids.argmin())
             raise RequestError(
                 f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
             )
-    return counts
 
 
 def _fit(running: RunningRequests) -> bool:

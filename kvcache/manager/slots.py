@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,7 @@ _MAX_RING_BYTES = 32 << 20
 _TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, eq=False)
-class SeatedRows:
+class SeatedRows(NamedTuple):
     """Who sits in some slots. Shapes `(n,)`; `indices` are the slots once more, to index with."""
 
     slots: Int32Array
@@ -112,6 +111,10 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Bring the request up to date and free its slot."""
         self.sync(slot)
+        self.vacate(slot)
+
+    def vacate(self, slot: int) -> None:
+        """Free the slot of a request whose tokens nobody wants any more."""
         self.num_changes += 1
         self._requests[slot] = None
         self.generation[slot] = FREE
@@ -129,7 +132,7 @@ class SlotTable:
     def seated(self, slots: Int32Array) -> SeatedRows:
         """Return who sits in these slots, all of which exist. The requests stay as they are."""
         indices = index_array(slots)
-        return SeatedRows(slots, indices, self.generation[indices], self._requests[indices])
+        return SeatedRows(slots, indices, self.generation[indices], self._requests.take(indices))
 
     def adopt(self, slot: int, num_computed: int) -> None:
         """Take the row's figures from its request, which has all its tokens."""
@@ -165,6 +168,19 @@ class SlotTable:
         self._ring_places[places] = token_ids
         self.num_tokens[slots] = num_after
 
+    def num_spare(self, slots: IndexArray) -> int:
+        """Return how many tokens can be appended to each of these rows before one is synced."""
+        return self._width - int((self.num_tokens[slots] - self._num_synced[slots]).max())
+
+    def append_one_each(
+        self, slots: IndexArray, num_tokens: Int32Array, token_ids: Int32Array
+    ) -> None:
+        """Append a token to each of these rows, which have `num_tokens` and can spare one."""
+        places = slots * self._width
+        places += num_tokens % self._width
+        self._ring_places[places] = token_ids
+        self.num_tokens[slots] = num_tokens + 1
+
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and how many are computed."""
         if self.client_index[slot] == CALLER:
@@ -189,7 +205,7 @@ class SlotTable:
         is_in_ring = starts >= self._first_in_ring[slots]
         is_in_ring &= starts >= self.num_tokens[slots] - self._width
         tokens = self._ring_units[slots, units % self._ring_units.shape[1]]
-        if not is_in_ring.all():
+        if np.count_nonzero(is_in_ring) < len(slots):
             for row in np.flatnonzero(~is_in_ring).tolist():
                 slot, start = int(slots[row]), int(starts[row])
                 self.sync(slot)

@@ -10,6 +10,7 @@ what finds no room is said in the result. Refuses to look at time, clients' epoc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import (
     CacheHit,
     Core,
+    NullOffloadHooks,
     OffloadAnswer,
     OffloadHooks,
     RowBatch,
@@ -57,8 +59,7 @@ class _Answer:
         self.num_scheduled.append(0)
 
 
-@dataclass(frozen=True)
-class _Applicant:
+class _Applicant(NamedTuple):
     """A request that wants in, new or resumed."""
 
     request: Request
@@ -86,6 +87,7 @@ class StepExecutor:
         self._core = core
         self._admission = admission
         self._hooks = hooks
+        self._has_tiers = type(hooks) is not NullOffloadHooks
         self._forks = Forks(book, core)
         self._max_model_len = limits.max_model_len
         self._keeps_states = limits.keeps_states
@@ -173,9 +175,14 @@ class StepExecutor:
         record.slots, record.generations = slots, rows.seated.generations
         record.num_computed, record.num_tokens = rows.num_computed, rows.num_tokens
         # If this step fails, so does what it settles: accepted drafts are drafts again.
-        settled = np.minimum(rows.settled_computed, rows.num_tokens)
+        settled = rows.settled_computed
+        if not rows.is_one_each:  # no row of those is ahead of its tokens
+            settled = np.minimum(settled, rows.num_tokens)
         confirmed = plan.client.confirmed_tokens(record, settled, table)
-        table.append(indices, rows.counts, rows.token_ids)
+        if rows.is_one_each:
+            table.append_one_each(indices, rows.num_tokens, rows.token_ids)
+        else:
+            table.append(indices, rows.counts, rows.token_ids)
         states = self._row_states(rows) if self._keeps_states else None
         reserved = self._core.reserve_rows(
             RowBatch(
@@ -188,13 +195,13 @@ class StepExecutor:
                 states,
             )
         )
-        has_run = reserved.is_reserved > 0
-        if states is not None:
-            table.num_own[indices[has_run]] = states.num_own_tokens[has_run]
-        ran_all = np.count_nonzero(has_run) == len(slots)
-        table.num_computed[indices] = (
-            rows.ends if ran_all else np.where(has_run, rows.ends, rows.settled_computed)
-        )
+        computed = rows.ends
+        if states is not None or np.count_nonzero(reserved.is_reserved) < len(slots):
+            has_run = reserved.is_reserved > 0
+            computed = np.where(has_run, rows.ends, rows.settled_computed)
+            if states is not None:
+                table.num_own[indices[has_run]] = states.num_own_tokens[has_run]
+        table.num_computed[indices] = computed
         return reserved.is_reserved, reserved.patches
 
     def _row_states(self, rows: RowPlan) -> RowStates:
@@ -259,12 +266,12 @@ class StepExecutor:
         answer.slots.append(known.slot)
         answer.num_hit.append(hit.num_tokens)
         answer.num_scheduled.append(num_scheduled)
-        answer.changes.extend((known.slot, change) for change in admitted.changes)
+        answer.changes += [(known.slot, change) for change in admitted.changes]
         return Seating(known, known.generation, num_tokens)
 
     def _is_ready(self, request: Request, hit: CacheHit, answer: _Answer) -> bool:
         """Ask the tiers below. What they could load is computed unless they are loading it."""
-        if request.skip_reading_prefix_cache:
+        if not self._has_tiers or request.skip_reading_prefix_cache:
             return True
         below = self._hooks.look_up(request, hit.num_tokens).answer
         if below is OffloadAnswer.RETRY:
@@ -311,23 +318,27 @@ def join_patches(patch: BlockTablePatch, changes: list[tuple[int, TableChange]])
     """Return `patch` followed by the changes of the tables in the given slots."""
     if not changes:
         return patch
-    ids = [patch.block_ids]
-    ids += [change.block_ids for _, change in changes]
-    return BlockTablePatch(
-        slots=_extended(patch.slots, [slot for slot, _ in changes]),
-        groups=_extended(patch.groups, [change.group for _, change in changes]),
-        first_indices=_extended(patch.first_indices, [change.first_index for _, change in changes]),
-        counts=_extended(patch.counts, [len(change.block_ids) for _, change in changes]),
-        block_ids=np.concatenate(ids),
-    )
+    num_before = len(patch.slots)
+    columns = np.empty((4, num_before + len(changes)), dtype=np.int32)
+    if num_before:
+        columns[0, :num_before] = patch.slots
+        columns[1, :num_before] = patch.groups
+        columns[2, :num_before] = patch.first_indices
+        columns[3, :num_before] = patch.counts
+    columns[:, num_before:] = np.array(
+        [
+            (slot, change.group, change.first_index, len(change.block_ids))
+            for slot, change in changes
+        ],
+        dtype=np.int32,
+    ).T
+    ids = [patch.block_ids, *[change.block_ids for _, change in changes]]
+    slots, groups, first_indices, counts = columns
+    return BlockTablePatch(slots, groups, first_indices, counts, np.concatenate(ids))
 
 
 def _column(values: list[int]) -> Int32Array:
     return int32_array(values) if values else EMPTY_INT32
-
-
-def _extended(values: Int32Array, more: list[int]) -> Int32Array:
-    return np.concatenate((values, int32_array(more)))
 
 
 def _take_back_tokens(request: Request, num_tokens: int) -> None:

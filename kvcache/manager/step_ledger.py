@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ _NO_GENERATIONS: Int64Array = np.empty(0, dtype=np.int64)
 _NO_GENERATIONS.flags.writeable = False
 
 
-@dataclass(frozen=True)
-class Seating:
+class Seating(NamedTuple):
     """A request and the occupancy a step began or ended, with its tokens at that moment."""
 
     known: KnownRequest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcache.errors import BacklogFullError, RequestError
 from kvcache.manager.model_limits import ModelLimits
@@ -21,8 +21,7 @@ from kvcache.request_content import check_text
 from kvcache.step import NO_STEP, Fork, NewRequest, ResumedRequest, StepRequest
 
 
-@dataclass(frozen=True, eq=False)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What a checked step will do, in the order in which it will do it."""
 
     request: StepRequest
@@ -218,12 +217,15 @@ def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher) -> Requ
             f"{len(new.mm_lengths)} mm_lengths: pass one of each per item"
         )
     lora = None if new.lora_name is None else LoRARequest(new.lora_name, new.lora_path or "")
-    offsets, lengths = new.mm_offsets.tolist(), new.mm_lengths.tolist()
+    positions: tuple[tuple[int, int], ...] = ()
+    if len(new.mm_offsets):
+        offsets, lengths = new.mm_offsets.tolist(), new.mm_lengths.tolist()
+        positions = tuple(zip(offsets, lengths, strict=True))
     return Request(
         new.request_id,
         new.token_ids,
         lora=lora,
-        mm_positions=list(zip(offsets, lengths, strict=True)),
+        mm_positions=positions,
         mm_hashes=new.mm_hashes,
         cache_salt=new.cache_salt,
         skip_reading_prefix_cache=new.skip_reading_prefix_cache,
@@ -284,8 +286,11 @@ def _check_lookahead(where: str, request: StepRequest) -> None:
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
-    resumed = tuple(item.request_id for item in request.resumed)
-    new = tuple(item.request_id for item in request.new)
+    resumed = tuple([item.request_id for item in request.resumed])
+    new = tuple([item.request_id for item in request.new])
+    named = (*leaving, *resumed, *new, *[fork.child_id for fork in request.forks])
+    if len(set(named)) == len(named):
+        return
     for what, ids in (
         ("finished or preempted", leaving),
         ("resumed or new", (*resumed, *new, *(f.child_id for f in request.forks))),

@@ -16,6 +16,7 @@ from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.rebuild import rebuild
 from kvcache.blocks.references import KINDS_APART
 from kvcache.blocks.run import NO_STEP
+from kvcache.blocks.sealed import sealed_contents
 from kvcache.commands import Command
 from kvcache.core import (
     CacheHit,
@@ -46,6 +47,7 @@ from kvcache.managers.forks import TableForks
 from kvcache.managers.row_board import RowBoard
 from kvcache.managers.row_server import RowServer
 from kvcache.request import Namespace, Request
+from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
 
 
@@ -248,6 +250,10 @@ class BlockCore:
         return self.coordinator.get_num_common_prefix_blocks(request_id, num_running_requests)
 
     # --- contents ------------------------------------------------------------------------------
+
+    def sealed_contents(self) -> SealedContents:
+        """Return what the label of every sealed block says. O(blocks)."""
+        return sealed_contents(self.pool.contents)
 
     def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return a sealed block of a group that holds `digest`, None if none does. No mutation.

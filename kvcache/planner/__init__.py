@@ -8,7 +8,12 @@ figures for people. hf_config/ makes a configuration from the config.json of a p
 
 from __future__ import annotations
 
-from kvcache.planner.cluster import plan_cluster, plan_options, rank_coordinates
+from kvcache.planner.cluster import (
+    plan_cluster,
+    plan_options,
+    rank_coordinates,
+    rank_layout_fingerprint,
+)
 from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint, plan_fingerprint
 from kvcache.planner.grouping import (
     LayerSpecs,
@@ -75,6 +80,7 @@ __all__ = [
     "plan_options",
     "project_groups",
     "rank_coordinates",
+    "rank_layout_fingerprint",
     "report_plan",
     "unify_hybrid_kv_cache_specs",
     "unify_kv_cache_configs",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.errors import ConfigurationError
-from kvcache.planner.fingerprint import RankCoordinates
+from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint
 from kvcache.planner.options import PlanOptions, RankMemory
 from kvcache.planner.plan import Plan, plan_kv_cache
 
@@ -36,6 +36,18 @@ def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
         )
     return RankCoordinates.of_rank(
         rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    )
+
+
+def rank_layout_fingerprint(config: ClusterConfig, plan: Plan, rank: int) -> str:
+    """Return what the bytes of `rank` mean: two ranks, or two lives of one, with equal fingerprints
+    understand each other's labels and files. Raises ConfigurationError for no such rank."""
+    return layout_fingerprint(
+        plan.configs[rank],
+        model=config.model.name,
+        seed=config.cache.hash_seed,
+        algorithm=config.cache.hash_algorithm,
+        coordinates=rank_coordinates(config, rank),
     )
 
 

@@ -11,9 +11,6 @@ from kvcache.arrays import IndexArray, index_array
 from kvcache.policies.entry_queue import Entries, EntryQueue
 from kvcache.policies.policy import EntryBook, Victims
 
-_MORE_ENTRIES = 4
-"""The weight of one entry is asked for first, each further time those of so many times more."""
-
 
 class LRUPolicy:
     """An `EvictionPolicy` that keeps entries in the order in which they came out of use."""
@@ -46,9 +43,8 @@ class LRUPolicy:
         num_at_once = 1
         while missing > 0 and len(self._queue):
             # Every entry frees a block at least: no more of them than blocks are needed. A run
-            # frees many: so one is asked for first.
+            # frees many: so one is asked for first, then as many as would do if all were like it.
             entries = self._queue.pop_many(min(missing, num_at_once))
-            num_at_once *= _MORE_ENTRIES
             freed = self._book.weights(entries).cumsum()
             if int(freed[-1]) > missing:
                 last = int(freed.searchsorted(missing))
@@ -59,6 +55,7 @@ class LRUPolicy:
             else:
                 num_of_last = int(freed[-1]) - (int(freed[-2]) if len(freed) > 1 else 0)
                 missing -= int(freed[-1])
+                num_at_once = -(-missing * len(entries) // int(freed[-1]))
             chosen.append(entries)
         if len(chosen) == 1:
             return Victims(chosen[0], num_of_last)

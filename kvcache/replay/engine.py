@@ -21,6 +21,8 @@ from kvcache.errors import (
     InvariantError,
     OutOfBlocksError,
     RequestError,
+    StaleEpochError,
+    WorkerLostError,
     WrongBytesError,
 )
 from kvcache.replay.limits import EngineLimits, require_model_len
@@ -87,6 +89,8 @@ class ReplayEngine:
         self._num_fruitless = 0  # steps in a row that changed nothing
         self._must_preempt = False  # a running row found no room in the last step
         self._is_refused = False  # whoever waits first found no room: it goes in before all others
+        self._leaving: tuple[ReplayedRequest, ...] = ()  # finished, and nobody was told
+        self._returning: list[ReplayedRequest] = []  # back from an epoch that is over
         self._has_room_come = False  # somebody has gone since then: worth another try
         self._start_s = self._advanced_s = self._figures_s = clock.now()
 
@@ -97,12 +101,22 @@ class ReplayEngine:
             WrongBytesError: a forward found other bytes than the tokens demand; with the history.
             OutOfBlocksError: a request does not fit although nothing else runs.
             RequestError: a request is longer than the model, or the manager refused a step.
-            DeadlineError: nothing has advanced for `stall_s`.
+            DeadlineError: nothing has advanced for `stall_s`, or a cluster that lost its
+                coordinator or a worker has not come back.
             TraceError: the workload cannot be read on.
         """
         self._start_s = self._advanced_s = self._clock.now()
         self._sample_figures()
-        while True:
+        while self._go_on():
+            if self._clock.now() - self._figures_s >= self._limits.figures_interval_s:
+                self._sample_figures()
+                self._on_progress(self.report())
+        self._sample_figures()
+        return self.report()
+
+    def _go_on(self) -> bool:
+        """Play a step; say whether there is another one to play. Comes back after a loss."""
+        try:
             self._await_pipeline(self._limits.pipeline_depth)
             plan = self._plan()
             if not plan.is_empty:
@@ -110,14 +124,12 @@ class ReplayEngine:
             elif self._finished_step < self._last_step:
                 self._await_pipeline(0)  # a failed step would bring its requests back
             else:
-                break
-            if self._clock.now() - self._figures_s >= self._limits.figures_interval_s:
-                self._sample_figures()
-                self._on_progress(self.report())
-        self._exchange(self._request())  # seals the last step
-        self._await_pipeline(0)
-        self._sample_figures()
-        return self.report()
+                self._exchange(self._request())  # seals the last step
+                self._await_pipeline(0)
+                return False
+        except (StaleEpochError, WorkerLostError):
+            self._come_back()
+        return True
 
     def report(self) -> ReplayReport:
         """Return the figures of the replay so far."""
@@ -189,6 +201,26 @@ class ReplayEngine:
         self._must_preempt = self._is_refused = False
         self._await_pipeline(0)
 
+    def _come_back(self) -> None:
+        """The epoch is over, and all that was scheduled in it is void: go on in the next one.
+
+        Whoever ran comes back as a new request, with all of its tokens, and all of them with one
+        step: what is cached of them is held before any of them takes room. Raises DeadlineError
+        when no epoch begins in time.
+        """
+        self._stepper.attach()
+        self._tally.num_returns += 1
+        self._let_go()
+        self._undo_log = UndoLog()
+        running = self._rows.remove(range(len(self._rows)))
+        unknown = [*running, *self._waiting.take_preempted()]
+        for request in unknown:
+            request.is_known = False
+        self._waiting.put_withdrawn(unknown)
+        self._must_preempt = self._is_refused = False
+        self._returning = [*running, *self._returning]
+        self._advanced_s = self._clock.now()
+
     # -- one step --------------------------------------------------------------------------------
 
     def _plan(self) -> _Plan:
@@ -201,6 +233,7 @@ class ReplayEngine:
             # Whoever came last has lost least, and blocks of its prompt may still be found later.
             preempted = tuple(self._rows.remove([len(self._rows) - 1]))
             self._is_refused, self._has_room_come = True, False
+        self._leaving = finished
         for request in finished:
             self._waiting.finish(request.request_id)
         rows = self._rows.plan(
@@ -215,6 +248,10 @@ class ReplayEngine:
         self, num_planned_tokens: int
     ) -> tuple[tuple[ReplayedRequest, ...], tuple[int, ...]]:
         """Choose who may enter with the tokens and seats that running rows leave."""
+        returning = self._returning
+        if returning:
+            share = max(1, self._limits.max_num_batched_tokens // len(returning))
+            return tuple(returning), (share,) * len(returning)
         budget = self._limits.max_num_batched_tokens - num_planned_tokens
         seats = self._limits.max_num_seqs - len(self._rows)
         must_wait = self._is_refused and not self._has_room_come and len(self._rows)
@@ -259,9 +296,8 @@ class ReplayEngine:
                 new=tuple(map(self._new_request, new, max_new[len(resumed) :])),
             )
         )
-        for request in plan.finished:
-            request.is_gone = True
-        self._tally.count_finished(plan.finished)
+        self._returning = []
+        self._let_go()
         self._tally.num_preemptions += len(plan.preempted)
         starved = self._rows.settle(plan.rows, result.running_scheduled)
         self._tally.num_computed_tokens += int(
@@ -276,6 +312,13 @@ class ReplayEngine:
             self._num_fruitless = 0
         else:
             self._require_hope(result)
+
+    def _let_go(self) -> None:
+        """Count who has finished, once nobody keeps anything of them any more."""
+        for request in self._leaving:
+            request.is_gone = True
+        self._tally.count_finished(self._leaving)
+        self._leaving = ()
 
     def _admit(self, admitting: Sequence[ReplayedRequest], result: StepResult) -> list[Before]:
         """Seat whoever found room; return how they stood before."""
@@ -360,7 +403,7 @@ class ReplayEngine:
         most = self._limits.model.max_encoder_tokens
         return NewRequest(
             request_id=request.request_id,
-            token_ids=request.request.token_ids,
+            token_ids=request.known_token_ids,
             max_new_tokens=max_new_tokens,
             cache_salt=request.request.cache_salt,
             tenant=request.request.tenant,

@@ -17,7 +17,8 @@ class ReplayReport:
     cache and not computed again. What preempted requests found again or computed a second time
     is counted apart. `peak_usage` is the largest share of blocks in use that was sampled.
     `num_wrong_blocks`: blocks found to hold other bytes than their tokens demand; the first one
-    ends the replay.
+    ends the replay. `num_returns`: how often all requests came back to a cluster that had lost its
+    coordinator or a worker.
     """
 
     workload: str
@@ -37,6 +38,7 @@ class ReplayReport:
     peak_usage: float
     bytes_checked: int
     num_wrong_blocks: int
+    num_returns: int = 0
     history: str = ""
 
     @property

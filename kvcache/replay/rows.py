@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arrays import Int32Array
-from kvcache.simulate.tokens import answer_seed, output_token_ids
+from kvcache.simulate.tokens import answer_seed, answer_token_ids, output_token_ids
 from kvcache.simulate.workload import WorkloadRequest
 from kvcache.step import RunningRequests
 
@@ -48,6 +48,15 @@ class ReplayedRequest:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def known_token_ids(self) -> Int32Array:
+        """The prompt and what has been sampled since, as far as the manager was told."""
+        prompt, name = self.request.token_ids, self.request.request_id
+        num_sampled = self.num_known_tokens - self.request.num_prompt_tokens
+        if num_sampled <= 0:
+            return prompt
+        return np.concatenate((prompt, answer_token_ids(name, num_sampled)))
 
     @property
     def num_target_tokens(self) -> int:

@@ -52,10 +52,17 @@ class Stepper(Protocol):
         """
 
     def wait_result(self, step: int) -> StepResult:
-        """Return the manager's answer to step number `step`. Raises DeadlineError."""
+        """Return the manager's answer to step number `step`.
+
+        Raises DeadlineError; StaleEpochError or WorkerLostError when the epoch is over.
+        """
 
     def wait_finished(self, step: int) -> None:
-        """Return once `progress` has reached `step` or shows a failure. Raises DeadlineError."""
+        """Return once `progress` has reached `step` or shows a failure. Raises as `wait_result`."""
+
+    def attach(self) -> None:
+        """Go on in a new epoch, after the old one has ended: everything scheduled is void, and
+        every request unknown. Raises DeadlineError when no epoch begins."""
 
     def progress(self) -> ForwardProgress:
         """Say how far forwards have got, without waiting."""
@@ -109,6 +116,9 @@ class ManagerStepper:
     def wait_finished(self, step: int) -> None:
         """Let the forwards up to `step` end."""
         self._seen_step = max(self._seen_step, step)
+
+    def attach(self) -> None:
+        """A bare manager has one epoch, which ends with it: there is nothing to do."""
 
     def progress(self) -> ForwardProgress:
         """Nothing is checked, so nothing is ever wrong."""

@@ -19,6 +19,7 @@ class ReplayTally:
         self.num_steps = 0
         self.num_failed_steps = 0
         self.num_preemptions = 0
+        self.num_returns = 0
         self.num_computed_tokens = 0
         self.bytes_checked = 0
         self.num_wrong_blocks = 0
@@ -31,7 +32,8 @@ class ReplayTally:
         self._num_resumed_hit_tokens = 0
         self._num_recomputed_tokens = 0
         self._peak_usage = 0.0
-        self._first: CacheFigures | None = None
+        self._num_evictions = 0
+        self._num_copies = 0
         self._latest: CacheFigures | None = None
 
     def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
@@ -58,16 +60,14 @@ class ReplayTally:
 
     def sample(self, figures: CacheFigures) -> None:
         """Take the manager's figures of this moment."""
-        self._first = self._first or figures
+        if self._latest is not None:
+            self._num_evictions += _grown(figures.num_evictions, self._latest.num_evictions)
+            self._num_copies += _grown(figures.num_copies, self._latest.num_copies)
         self._latest = figures
         self._peak_usage = max(self._peak_usage, figures.usage)
 
     def report(self, wall_time_s: float) -> ReplayReport:
         """Return all figures so far."""
-        evictions = copies = 0
-        if self._first is not None and self._latest is not None:
-            evictions = self._latest.num_evictions - self._first.num_evictions
-            copies = self._latest.num_copies - self._first.num_copies
         return ReplayReport(
             workload=self._workload,
             num_requests=self._num_requests,
@@ -78,13 +78,19 @@ class ReplayTally:
             num_preemptions=self.num_preemptions,
             num_resumed_hit_tokens=self._num_resumed_hit_tokens,
             num_recomputed_tokens=self._num_recomputed_tokens,
-            num_evictions=evictions,
-            num_copies=copies,
+            num_evictions=self._num_evictions,
+            num_copies=self._num_copies,
             num_steps=self.num_steps,
             num_failed_steps=self.num_failed_steps,
+            num_returns=self.num_returns,
             wall_time_s=wall_time_s,
             peak_usage=self._peak_usage,
             bytes_checked=self.bytes_checked,
             num_wrong_blocks=self.num_wrong_blocks,
             history=self.history,
         )
+
+
+def _grown(count: int, before: int) -> int:
+    """Return by how much a count has grown; one that is lower has begun anew in a new epoch."""
+    return count - before if count >= before else count

@@ -49,6 +49,12 @@ class WaitingRequests:
                 self._preempted.remove(request)
             self._ready.appendleft(request)
 
+    def take_preempted(self) -> list[ReplayedRequest]:
+        """Take all preempted requests out, in order: the manager has forgotten them."""
+        preempted = list(self._preempted)
+        self._preempted.clear()
+        return preempted
+
     def finish(self, request_id: str) -> None:
         """Let the requests that quote the answer of `request_id` run."""
         self._unanswered.discard(request_id)

@@ -13,6 +13,7 @@ from collections import deque
 import torch
 
 from kvcache.commands import (
+    Audit,
     BlockTablePatch,
     Copy,
     Fence,
@@ -33,6 +34,7 @@ from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.deferred import DeferredCommands
 from kvcache.worker.forwards import ForwardGate
 from kvcache.worker.history import BlockHistory
+from kvcache.worker.label_audit import audit_labels
 from kvcache.worker.layout import PoolLayout
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.tensors import HostPool, KVCachePool
@@ -82,6 +84,7 @@ class CommandExecutor:
             self._checker,
         )
         self._due: deque[tuple[int, WriteExpected]] = deque()
+        self._audited: list[JobReport] = []
         self.model_epoch = 0
         self.num_bytes_compared = 0
 
@@ -93,6 +96,11 @@ class CommandExecutor:
             or self.transfers.num_running > 0
             or not self._engine.is_compute_idle()
         )
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host pool, 0 without one."""
+        return 0 if self.host is None else self.host.num_slots * self.host.slot_bytes
 
     @property
     def next_due_seq(self) -> int | None:
@@ -127,6 +135,8 @@ class CommandExecutor:
                     self._start_transfer(message.seq, command)
                 case WriteExpected():
                     self._due.append((message.seq, command))
+                case Audit():
+                    self._audited.append(audit_labels(command, self.labels, self.history))
                 case Zero() | Copy() | BlockTablePatch():
                     pass  # executed when the forward begins
         self.deferred.add(message)
@@ -175,9 +185,21 @@ class CommandExecutor:
             command.job_id, ok=not problems, num_bytes=num_bytes, detail="; ".join(problems)
         )
 
+    @property
+    def has_ended_jobs(self) -> bool:
+        """Whether `take_ended_jobs` may have something to return."""
+        return bool(self._audited) or self.transfers.has_news
+
+    def take_ended_jobs(self) -> list[JobReport]:
+        """Return the reports of transfers and audits that have ended since the last call."""
+        audited, self._audited = self._audited, []
+        return audited + self.transfers.poll() if self.transfers.has_news else audited
+
     def start_epoch(self) -> None:
         """Drop what the old epoch left undone; labels and bytes stay."""
         self._due.clear()
+        self._audited.clear()
+        self.transfers.forget_ended()
         self.deferred.clear()
         self.gate.reset()
         if self._checker is not None:

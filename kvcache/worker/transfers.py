@@ -96,6 +96,10 @@ class TransferJobs:
         ended, self._ended = self._ended, []
         return ended
 
+    def forget_ended(self) -> None:
+        """Report nothing of what has ended: its epoch is over. Nothing runs."""
+        self._ended.clear()
+
     def wait(self) -> None:
         """Block until every started job's copies are over."""
         for running in self._running:

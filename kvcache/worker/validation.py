@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import (
+    Audit,
     BlockTablePatch,
     Command,
     Copy,
@@ -98,10 +99,29 @@ class CommandValidator:
                         "on for workers too"
                     )
                 self._checker.validate(command)
+            case Audit():
+                self._validate_audit(command)
             case _:
                 raise MalformedMessageError(
                     f"command of type {type(command).__name__} is not known here"
                 )
+
+    def _validate_audit(self, audit: Audit) -> None:
+        ids = audit.block_ids
+        first, end = audit.first_block, audit.end_block
+        is_inside = not len(ids) or (first <= int(ids[0]) and int(ids[-1]) < end)
+        is_range = 0 <= first < end <= self._num_blocks
+        if not (is_inside and is_range) or (np.diff(ids) <= 0).any():
+            raise BlockError(
+                f"audit of blocks {audit.first_block} to {audit.end_block - 1}, this rank has "
+                f"{self._num_blocks}: name each block there once, in rising order"
+            )
+        size = self._labels.digest_bytes
+        if len(audit.digests) != len(ids) * size or len(audit.groups) != len(ids):
+            raise MalformedMessageError(
+                f"audit of {len(ids)} blocks with {len(audit.groups)} groups and "
+                f"{len(audit.digests)} bytes of digests, one has {size}"
+            )
 
     def _require_blocks(self, verb: str, block_ids: Int32Array) -> None:
         """Raise unless all ids are blocks of the pool, and none is the null block."""

@@ -26,11 +26,21 @@ from kvcache.errors import (
     StaleEpochError,
 )
 from kvcache.labels import LabelSet, LabelTable
-from kvcache.messages import FinishedAck, Grant, Granted, Message, Ping, Refused, StepCommands
+from kvcache.messages import (
+    CollectLabels,
+    FinishedAck,
+    Grant,
+    Granted,
+    Message,
+    Ping,
+    Refused,
+    StepCommands,
+)
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.cuda_engine import make_copy_engine
 from kvcache.worker.executor import CommandExecutor
+from kvcache.worker.label_reports import LabelReporter
 from kvcache.worker.reports import ReportOutbox
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
 from kvcache.worker.tensors import HostPool
@@ -76,6 +86,7 @@ class KVCacheWorker:
             settings.rank, settings.incarnation, settings.fingerprint, settings.max_buffered
         )
         self._reports = ReportOutbox(self._receiver)
+        self._labels = LabelReporter(settings, self._receiver, self._executor)
         self._ready: deque[StepCommands] = deque()
         self._outbox: list[Message] = []
         self._last_sent_s = clock.now()
@@ -121,12 +132,6 @@ class KVCacheWorker:
         """Everything up to this number of the present epoch is applied."""
         return self._receiver.applied_seq
 
-    @property
-    def client_steps(self) -> Mapping[str, int]:
-        """Number of each client's last applied step. A copy."""
-        with self._condition:
-            return self._executor.gate.client_steps
-
     # --- messages
 
     def introduce(self) -> None:
@@ -138,8 +143,7 @@ class KVCacheWorker:
     def on_message(self, message: Message) -> list[Message]:
         """Obey one message; return what to send to the coordinator.
 
-        Whatever must not be obeyed is counted and dropped, never raised: see `statistics`.
-        """
+        What must not be obeyed is counted and dropped, never raised: see `statistics`."""
         return self.on_messages((message,))
 
     def on_messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -166,7 +170,7 @@ class KVCacheWorker:
         """
         with self._lock:
             has_more_to_do = self._ready or self._outbox or len(self._reports)
-            if has_more_to_do or self._is_closed or self._executor.transfers.has_news:
+            if has_more_to_do or self._is_closed or self._executor.has_ended_jobs:
                 return 0, b""
             num_obeyed = 0
             for payload in payloads:
@@ -275,18 +279,12 @@ class KVCacheWorker:
     def collect_labels(self) -> LabelSet:
         """Return the labels of all blocks, as of the last applied message; a copy."""
         with self._condition:
-            return self.labels.collect(
-                self.settings.rank,
-                self._receiver.epoch,
-                self._receiver.applied_seq,
-                self.settings.layout_fingerprint,
-            )
+            return self._labels.collect()
 
     def statistics(self) -> WorkerStatistics:
         """Return the figures of this process, frozen."""
         with self._condition:
             executor, receiver = self._executor, self._receiver
-            host = executor.host
             return WorkerStatistics(
                 rank=self.settings.rank,
                 epoch=receiver.epoch,
@@ -305,7 +303,7 @@ class KVCacheWorker:
                 last_invalid_reason=self._last_invalid,
                 num_foreign_messages=self._num_foreign,
                 pool_bytes=executor.pool.layout.size_bytes,
-                host_bytes=0 if host is None else host.num_slots * host.slot_bytes,
+                host_bytes=executor.host_bytes,
                 receiver=receiver.statistics(),
             )
 
@@ -342,7 +340,9 @@ class KVCacheWorker:
             case Ping() if self._is_present(message.nonce, message.epoch):
                 self._outbox.append(self._receiver.heartbeat())
                 self._repeat_reports(after_s=0.0)
-            case Ping():
+            case CollectLabels() if self._is_present(message.nonce, message.epoch):
+                self._outbox.append(self._labels.report(message.first_block))
+            case Ping() | CollectLabels():
                 self._num_foreign += 1
                 self._refuse_superseded(message.nonce, message.epoch)
             case _:
@@ -392,8 +392,8 @@ class KVCacheWorker:
     def _advance(self) -> None:
         """Do what has become possible: apply, collect ended copies, take a put-off grant."""
         self._apply_ready()
-        if self._executor.transfers.has_news:
-            for report in self._executor.transfers.poll():
+        if self._executor.has_ended_jobs:
+            for report in self._executor.take_ended_jobs():
                 self._reports.add(report)
         pending = self._receiver.pending_grant
         if pending is not None:

@@ -128,7 +128,7 @@ def test_too_little_memory_is_an_error_that_says_what_would_fit(
 def test_a_killed_worker_is_named_quickly_and_the_cluster_stops_clean(
     launch: Any, make_config: Any, traces: Any
 ) -> None:
-    config = make_config()
+    config = make_config(deadlines={"replacement_s": 0.0})
     cluster = launch(config)
     with cluster.client() as client:
         client.wait_finished(client.step(EMPTY).step)
@@ -141,7 +141,8 @@ def test_a_killed_worker_is_named_quickly_and_the_cluster_stops_clean(
         assert time.monotonic() - started_s < config.deadlines.step_s
         status = cluster.status()
         assert status.state == "degraded"
-        assert "rank 1" in status.ranks[1].problem or status.ranks[1].problem
+        assert status.ranks[1].problem
+        assert status.ranks[1].replacement == "none, deadlines.replacement_s is 0"
         assert cluster.statistics().workers[1] is None
         with pytest.raises(WorkerLostError, match="rank 1 is lost"):
             client.attach(timeout_s=0.5)

@@ -3,8 +3,8 @@
     python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
-Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1`, `c2`); without any, all run. `--cores`
-says which cores run, all that there are by default: a core that is not there has an empty column.
+Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1`, `c2`, `c4`); without any, all run.
+`--cores` says which cores run, all by default: a core that is not there has an empty column.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
 `--full` serves 20,000 turns of churn and a million small requests.
 """
@@ -32,7 +32,7 @@ from tests.benchmarks.works import Sizes
 
 SIDES = (FAST, REFERENCE, PEER)
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER_WORKLOADS = ("c1", "c2")
+CLUSTER_WORKLOADS = ("c1", "c2", "c4")
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -276,15 +276,9 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def measure_all(
-    wanted: tuple[str, ...],
-    cores: tuple[str, ...],
-    is_small: bool,
-    say: Callable[[str], None],
-) -> list[Samples]:
-    """Start Ray, measure what is wanted of C1 and C2, stop Ray."""
-    plan = {2: wanted} if is_small else {4: wanted, 1: ("C2",), 8: ("C2",)}
-    counts = Counts(2, 50, 10, 16) if is_small else Counts(7, 400, 60, 96)
+@contextmanager
+def ray_for_benchmarks() -> Iterator[None]:
+    """Run Ray for as long as the context lasts."""
     ray.init(
         num_cpus=8,
         include_dashboard=False,
@@ -292,15 +286,27 @@ def measure_all(
         object_store_memory=100 * 2**20,
         _temp_dir=str(SCRATCH / "ray"),
     )
-    measured: list[Samples] = []
     try:
-        for num_workers, rows in plan.items():
-            chosen = tuple(row for row in rows if row in wanted)
-            if chosen:
-                measured += measure(num_workers, chosen, cores, counts, say)
+        yield
     finally:
         ray.shutdown()
         shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+def measure_all(
+    wanted: tuple[str, ...],
+    cores: tuple[str, ...],
+    is_small: bool,
+    say: Callable[[str], None],
+) -> list[Samples]:
+    """Measure what is wanted of C1 and C2. Ray runs."""
+    plan = {2: wanted} if is_small else {4: wanted, 1: ("C2",), 8: ("C2",)}
+    counts = Counts(2, 50, 10, 16) if is_small else Counts(7, 400, 60, 96)
+    measured: list[Samples] = []
+    for num_workers, rows in plan.items():
+        chosen = tuple(row for row in rows if row in wanted)
+        if chosen:
+            measured += measure(num_workers, chosen, cores, counts, say)
     return measured
 
 
@@ -309,13 +315,22 @@ def measure_cluster(
 ) -> list[Row]:
     """Return the rows of `names` (`c1`, `c2`) for the table of all benchmarks."""
     task = progress.add_task("cluster", total=None)
-    wanted = tuple(name.upper() for name in names)
-    measured = measure_all(
-        wanted, cores, is_small, lambda line: progress.update(task, description=f"cluster: {line}")
-    )
+    wanted = tuple(name.upper() for name in names if name != "c4")
+
+    def show(line: str) -> None:
+        progress.update(task, description=f"cluster: {line}")
+
+    restarts: list[Row] = []
+    with ray_for_benchmarks():
+        measured = measure_all(wanted, cores, is_small, show)
+        if "c4" in names:
+            from tests.benchmarks.bench_restart import measure_restart
+
+            restarts = measure_restart(cores, is_small, show)
     progress.remove_task(task)
     empty = {samples.num_workers: samples for samples in measured if samples.row == "C1"}
-    return [as_row(samples, empty.get(samples.num_workers, samples)) for samples in measured]
+    rows = [as_row(samples, empty.get(samples.num_workers, samples)) for samples in measured]
+    return rows + restarts
 
 
 def as_row(samples: Samples, empty: Samples) -> Row:
@@ -365,7 +380,8 @@ def main() -> None:
     cores = present(arguments.cores.split(","))
     if not cores:
         parser.error(f"none of {arguments.cores} is a core of this version")
-    measured = measure_all(wanted, cores, arguments.smoke, say)
+    with ray_for_benchmarks():
+        measured = measure_all(wanted, cores, arguments.smoke, say)
     for samples in measured:
         said = [
             f"{side} {samples.median(side):8.1f} us [{min(us):.0f}, {max(us):.0f}]"

@@ -14,6 +14,10 @@ SHORT_TOKENS = 256
 TRUNK_BLOCKS = 2048
 IN_A_ROW = 16
 """Steps, or other calls, before the next side takes its turn."""
+MAX_HYBRID_TURNS = 5_000
+"""Turns of W8's churn. All conversations grow: with 80,000 blocks for two groups those that run
+have no room any more after about 8,000."""
+
 CHURN_TURNS = 250
 """Turns of one repetition; the sides alternate between them."""
 
@@ -205,7 +209,7 @@ def hybrid_works(sizes: Sizes) -> list[Work]:
         churn = sizes.churn(num_blocks, is_hybrid=True)
         what = f"hybrid, {churn.num_blocks:,} blocks"
         turns = Work("w8", what, churn, "serve", goal=">= 6x; hit tokens -0.2 % at most")
-        works.append(churn_turns(turns, sizes.churn_turns // 2))
+        works.append(churn_turns(turns, min(MAX_HYBRID_TURNS, sizes.churn_turns // 2)))
     return works
 
 

@@ -15,16 +15,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.multinode
 def test_pipeline_stages_on_two_nodes_agree() -> None:
+    assert "two nodes agree" in play("two_nodes.py", timeout_s=120)
+
+
+@pytest.mark.multinode
+def test_a_stage_whose_node_is_gone_is_replaced_on_another_one() -> None:
+    assert "the stage has moved" in play("node_loss.py", timeout_s=300)
+
+
+def play(script: str, timeout_s: float) -> str:
+    """Run a script beside this file with a folder of its own; return what it printed."""
     with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as scratch:
-        script = Path(__file__).with_name("two_nodes.py")
         done = subprocess.run(
-            [sys.executable, str(script), scratch],
+            [sys.executable, str(Path(__file__).with_name(script)), scratch],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout_s,
             check=False,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "two nodes agree" in done.stdout
+    return done.stdout

@@ -317,6 +317,9 @@ class Engine:
         for s in self.sequences:
             s.before.clear()
             if s.state != "done":
+                # What was generated is known: the request comes back with all of it.
+                s.prompt = s.tokens if len(s.tokens) > len(s.prompt) else s.prompt
+                s.num_external = 0
                 s.state, s.tokens, s.drafts, s.computed = "waiting", [], [], 0
         self._completed = self._last = self._last_real = self._void = self.session.next_step - 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import ClusterError
+from kvcache.labels import BlockLabel, LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Acknowledge,
@@ -22,6 +24,7 @@ from kvcache.messages import (
     Attached,
     Call,
     CallResult,
+    CollectLabels,
     Detach,
     Finished,
     FinishedAck,
@@ -30,6 +33,7 @@ from kvcache.messages import (
     Heartbeat,
     Hello,
     JobReport,
+    LabelReport,
     MissingSteps,
     Outgoing,
     Ping,
@@ -45,9 +49,50 @@ from tests.protocol.scenario import make_config
 
 T = TypeVar("T")
 
+NUM_BLOCKS = 24
+
 
 def only(out: list[Outgoing], kind: type[T]) -> list[T]:
     return [item.message for item in out if isinstance(item.message, kind)]
+
+
+def label_report(
+    rank: int, process: str, epoch: int, labels: Sequence[BlockLabel], num_blocks: int
+) -> LabelReport:
+    """Return all labels of a rank in one report."""
+    table = LabelTable(num_blocks, 32, 4)
+    for label in labels:
+        table.apply(
+            Label(
+                int32_array([label.block_id]),
+                int32_array([label.group]),
+                int32_array([label.slot]),
+                label.digest,
+                label.parent_digest,
+                int32_array([len(label.token_ids)]),
+                int32_array(label.token_ids),
+                int32_array([0]),
+                (label.namespace,),
+                {0: label.extra_keys} if label.extra_keys else {},
+            )
+        )
+    known = table.collect(rank, epoch, 0, "layout")
+    return LabelReport(
+        "n",
+        process,
+        rank,
+        epoch,
+        0,
+        num_blocks,
+        num_blocks,
+        0,
+        known.version,
+        known.layout_fingerprint,
+        known.digest_bytes,
+        known.labels,
+        known.checksums,
+        (),
+    )
 
 
 class Bench:
@@ -78,8 +123,22 @@ class Bench:
         return self.coordinator.on_worker_message(rank, Hello(process, rank, highest, "plan"))
 
     def granted(self, rank: int) -> list[Outgoing]:
+        """Let a rank grant the epoch; when all have, let every one of them say it holds nothing."""
         message = Granted("n", self.processes[rank], rank, self.coordinator.epoch)
-        return self.coordinator.on_worker_message(rank, message)
+        out = self.coordinator.on_worker_message(rank, message)
+        for asked in only(out, CollectLabels):
+            assert asked == CollectLabels("n", self.coordinator.epoch, 0)
+        if self.coordinator.phase is Phase.COLLECTING:
+            for each in (0, 1):
+                out += self.labels(each)
+        return out
+
+    def labels(self, rank: int, *labels: BlockLabel, **changes: Any) -> list[Outgoing]:
+        """Let a rank say what its 24 blocks hold."""
+        report = label_report(
+            rank, self.processes[rank], self.coordinator.epoch, labels, NUM_BLOCKS
+        )
+        return self.coordinator.on_worker_message(rank, replace(report, **changes))
 
     def applied(self, rank: int, seq: int, /, **changes: Any) -> list[Outgoing]:
         message = Applied("n", self.processes[rank], rank, self.coordinator.epoch, seq)
@@ -144,7 +203,8 @@ def test_it_runs_when_every_rank_has_granted_and_begins_with_a_reset() -> None:
     for rank in (0, 1):
         bench.hello(rank)
     assert bench.granted(0) == bench.granted(0) == []
-    (sent,) = bench.granted(1)
+    *asked, sent = bench.granted(1)
+    assert [item.to for item in asked] == [(WorkerAddress(0),), (WorkerAddress(1),)]
     assert bench.coordinator.phase is Phase.RUNNING
     assert sent.to == (WorkerAddress(0), WorkerAddress(1))
     assert isinstance(sent.message, StepCommands)
@@ -311,7 +371,6 @@ def test_a_silent_rank_is_pinged_and_then_named_in_errors() -> None:
     bench.coordinator.on_worker_message(0, Heartbeat("n", "p", 0, 1, 1))
     (result,) = only(bench.step(1), StepResult)
     assert result.error == "WorkerLostError: rank 1 has not been heard of for 5.5 s"
-    assert bench.coordinator.is_degraded
     bench.coordinator.on_worker_message(1, Heartbeat("n", "q", 1, 1, 1))
     assert only(bench.step(2), StepResult)[0].error == ""
 
@@ -380,10 +439,10 @@ def test_an_epoch_that_cannot_be_saved_is_not_used() -> None:
     class FullDisk(MemoryStateStore):
         is_full = False
 
-        def save(self, state: SmallState) -> None:
+        def save(self, state: SmallState, replaces: SmallState | None) -> None:
             if self.is_full:
                 raise ClusterError("no space left")
-            super().save(state)
+            super().save(state, replaces)
 
     store = FullDisk()
     bench = Bench(store).run()

@@ -47,7 +47,7 @@ def test_another_coordinator_takes_the_workers_over_and_the_workload_ends() -> N
 
 
 def turns_red() -> bool:
-    for seed in range(25):
+    for seed in range(60):
         try:
             simulate(scenario(seed))
         except AssertionError:

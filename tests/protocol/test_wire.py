@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import (
+    Audit,
     BlockTablePatch,
     Command,
     Copy,
@@ -124,6 +125,12 @@ def forwards(draw: st.DrawFn) -> WriteExpected:
     )
 
 
+@st.composite
+def audits(draw: st.DrawFn) -> Audit:
+    blocks = draw(ARRAYS)
+    return Audit(draw(INT64), draw(INT64), draw(INT64), blocks, blocks, b"dig" * len(blocks))
+
+
 CONSISTENT: dict[type[Any], st.SearchStrategy[Any]] = {
     BlockTablePatch: patches(),
     Copy: copies(Copy),
@@ -131,6 +138,7 @@ CONSISTENT: dict[type[Any], st.SearchStrategy[Any]] = {
     Load: copies(Load),
     Label: labels(),
     WriteExpected: forwards(),
+    Audit: audits(),
 }
 
 ANY_MESSAGE: st.SearchStrategy[Message] = st.one_of([instances(cls) for cls in MESSAGES])
@@ -296,7 +304,7 @@ def step_of(tokens: list[Any]) -> StepRequest:
         (
             StepCommands("n", "f", 1, 1, "", 0, (cast(Zero, Ping("n", 1)),)),
             "StepCommands.commands is not one of Zero, Copy, BlockTablePatch, Label, Unlabel, "
-            "Store, Load, Reset, Fence, WriteExpected",
+            "Store, Load, Reset, Fence, WriteExpected, Audit",
         ),
     ],
 )

@@ -19,6 +19,8 @@ from kvcache.errors import (
 )
 from kvcache.messages import (
     Applied,
+    ClientStep,
+    CollectLabels,
     Detach,
     Finished,
     FinishedAck,
@@ -27,6 +29,7 @@ from kvcache.messages import (
     Heartbeat,
     Hello,
     JobReport,
+    LabelReport,
     Message,
     Missing,
     Ping,
@@ -155,7 +158,10 @@ def test_a_new_epoch_voids_what_the_old_one_left_and_keeps_labels() -> None:
     harness.forward()
     assert harness.worker.block_tables[0][0, 0] == 0
     assert harness.worker.labels.digest(3) == b"abcd"
-    assert harness.worker.client_steps == {"engine": 1}
+    (report,) = harness.worker.on_message(CollectLabels("coordinator-2", 2, 0))
+    assert isinstance(report, LabelReport)
+    assert report.client_steps == (ClientStep("engine", 1),)
+    assert report.labels.block_ids.tolist() == [3]
     harness.worker.check()
 
 

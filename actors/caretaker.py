@@ -1,0 +1,374 @@
+"""Keeps every rank of a running cluster served: hears of deaths, ends what hangs, replaces.
+
+    dead (sentinel) ─────────────────────┐
+    silent too long ──▶ ended (SIGKILL) ─┴▶ told to the Coordinator: a new epoch, which waits
+                                              └──▶ Replacement: another process ──▶ goes on
+
+Beside the coordinator's message loop, never in it: everything here takes time. Refuses to act for a
+coordinator that another one has taken over from: it hears nobody, and everybody lives. An engine's
+own actors are neither ended nor made here: their engine hands others over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from actors.health import DeathWatch, SilenceWatch
+from actors.process_ending import end_process
+from actors.process_identity import ProcessIdentity
+from actors.replacement import Replacement, end_actor, patience_for
+from actors.reports import NodeAddress, RankStatus, WorkerReport
+from actors.state import RayStateStore
+from actors.transport import Endpoint
+from actors.worker_making import WorkerRecipe
+from actors.workforce import Workforce, save_roster
+from kvcache.clock import Clock
+from kvcache.config import ClusterConfig
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator.phase import OBEYED
+from kvcache.coordinator.watchdog import PendingWork, Watchdog, WatchLimits, signs_of_life
+from kvcache.errors import ClusterError, KVCacheError, RequestError, StartupError
+from kvcache.messages import Outgoing
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_S = 0.5
+"""How often silence and pending work are looked at."""
+
+PROOF_S = 10.0
+"""How long Ray may take to notice that a process was ended, before it is asked to end it too."""
+
+PROOF_POLL_S = 0.1
+RULE_LOOKS = 3
+STOP_S = 2.0
+
+TO_BE_HANDED_OVER = "the engine has to make an actor and pass it to KVCacheCluster.replace_worker"
+
+
+@dataclass(frozen=True)
+class CoordinatorLink:
+    """How to reach the coordinator of this process: it belongs to its loop's thread.
+
+    `call` runs something there and returns the answer, `send` is to be run there.
+    """
+
+    coordinator: Coordinator
+    call: Callable[[Callable[[], Any]], Any]
+    send: Callable[[Sequence[Outgoing]], None]
+    endpoint_for: Callable[[NodeAddress], Endpoint]
+
+
+class Caretaker:
+    """The workers of one coordinator. A `Site` for replacements. Any thread may call it."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        recipe: WorkerRecipe,
+        workforce: Workforce,
+        link: CoordinatorLink,
+        *,
+        clock: Clock,
+        lost: Mapping[int, str],
+    ) -> None:
+        """Write down who serves which rank, connect them all, and watch over them.
+
+        `lost`: ranks that are known to have no process, and why. Nobody is replaced before
+        `take_care`. Raises ClusterError when Ray takes no notes.
+        """
+        self.config = config
+        self.recipe = recipe
+        self._workforce = workforce
+        self._link = link
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._losses = dict(lost)
+        self._noting = threading.Lock()
+        self._dead: dict[str, str] = {}
+        self._ending: dict[str, str] = {}
+        self._replacements: dict[int, Replacement] = {}
+        self._has_care = False
+        self._closed = threading.Event()
+        self._silence = SilenceWatch(LOOK_S)
+        self._watchdog = Watchdog(_limits(config))
+        self._pending: tuple[PendingWork, ...] = ()
+        save_roster(config.name, workforce)
+        self._watch = DeathWatch(lambda: link.coordinator.epoch, self._on_death)
+        for rank, report in enumerate(workforce.reports):
+            if report.incarnation and rank not in lost:
+                self._connect(rank)
+        self._thread = threading.Thread(target=self._run, name="kvcache-caretaker", daemon=True)
+        self._thread.start()
+
+    # --- for the coordinator's process
+
+    @property
+    def workforce(self) -> Workforce:
+        """Who serves which rank now."""
+        return self._workforce
+
+    @property
+    def losses(self) -> Mapping[int, str]:
+        """The ranks without a process that obeys, and how they were lost."""
+        with self._lock:
+            return dict(self._losses)
+
+    def take_care(self) -> None:
+        """Replace whoever is lost from now on, and has been before."""
+        self._has_care = True
+        for rank in sorted(self.losses):
+            self._replace(rank)
+
+    def replace_worker(self, rank: int, actor: Any) -> None:
+        """Begin to put an engine's own actor in a rank's place, or with None to try again.
+
+        Raises RequestError for a rank there is not, or that this cannot be done for.
+        """
+        num_ranks = self.config.parallel.num_ranks
+        if not 0 <= rank < num_ranks:
+            raise RequestError(f"rank {rank} does not exist: the ranks are 0 to {num_ranks - 1}")
+        if self.recipe.is_foreign != (actor is not None):
+            whose = "the engine's own" if self.recipe.is_foreign else "made by the cluster"
+            remedy = "pass another one" if self.recipe.is_foreign else "pass none"
+            raise RequestError(f"the workers of {self.config.name} are {whose}: {remedy}")
+        with self._lock:
+            under_way = self._replacements.get(rank)
+            if under_way is not None and not under_way.is_over:
+                raise RequestError(f"rank {rank} is being replaced already: {under_way.state}")
+            if rank not in self._losses and actor is None:
+                raise RequestError(f"rank {rank} is not lost: nothing has to be replaced")
+            self._replacements.pop(rank, None)
+            incarnation = self._workforce.reports[rank].incarnation
+        if rank not in self._losses:
+            self._on_death(rank, incarnation, "the engine has replaced it")
+        self._replace(rank, actor)
+
+    def describe_ranks(self) -> tuple[RankStatus, ...]:
+        """Return the status of every rank."""
+        with self._lock:
+            return tuple(
+                RankStatus(
+                    rank=rank,
+                    place=report.place,
+                    node_id=report.node.node_id,
+                    host=report.node.host,
+                    process_id=report.process_id,
+                    gpu_ids=report.gpu_ids,
+                    problem=self._losses.get(rank, ""),
+                    replacement=self._describe_replacement(rank),
+                )
+                for rank, report in enumerate(self._workforce.reports)
+            )
+
+    def pending(self) -> tuple[PendingWork, ...]:
+        """Return everything that is waited for, as of the last look."""
+        now_s = self._clock.now()
+        with self._lock:
+            replacements = [
+                PendingWork(
+                    "replacement",
+                    f"rank {rank}: {one.state}",
+                    now_s - one.step_since_s,
+                    self.config.deadlines.startup_s,
+                )
+                for rank, one in self._replacements.items()
+                if rank in self._losses and not one.has_worked
+            ]
+            return (*self._pending, *replacements)
+
+    def stop(self) -> None:
+        """Watch and replace no longer. Repeatable."""
+        self._closed.set()
+        self._watch.stop()
+        with self._lock:
+            replacements = list(self._replacements.values())
+        for one in replacements:
+            one.stop()
+        give_up_s = self._clock.now() + STOP_S
+        for one in replacements:
+            one.join(max(0.0, give_up_s - self._clock.now()))
+
+    # --- for replacements
+
+    def num_to_allocate(self) -> int:
+        """See `Site`."""
+        with self._lock:
+            waiting = [r for r in self._replacements.values() if r.needs_memory and not r.is_over]
+            return max(1, len(waiting))
+
+    def install(self, rank: int, actor: Any, report: WorkerReport) -> None:
+        """See `Site`."""
+        if self._closed.is_set() or not self._rules():
+            raise ClusterError("another coordinator has taken over: it replaces who is lost")
+        with self._lock:
+            self._workforce = self._workforce.with_worker(rank, actor, report)
+        with self._noting:
+            save_roster(self.config.name, self._workforce)
+        self._connect(rank)
+
+    def is_served(self, rank: int, incarnation: str) -> bool:
+        """See `Site`."""
+        with self._lock:
+            if incarnation in self._dead:
+                raise StartupError(f"its new process died: {self._dead[incarnation]}")
+        coordinator = self._link.coordinator
+
+        def is_obeying() -> bool:
+            serving, _ = signs_of_life(coordinator).get(rank, ("", 0.0))
+            return serving == incarnation and rank not in coordinator.missing_ranks()
+
+        return bool(self._link.call(is_obeying))
+
+    def on_replaced(self, rank: int, incarnation: str) -> None:
+        """See `Site`."""
+        with self._lock:
+            if incarnation not in self._dead:
+                self._losses.pop(rank, None)
+        logger.warning("rank %d is served again by process %s", rank, incarnation)
+
+    def on_over(self, rank: int) -> None:
+        """See `Site`. Who has died since it obeyed, before anybody looked, is next."""
+        with self._lock:
+            has_worked = self._replacements[rank].has_worked
+        if has_worked and rank in self.losses and not self.recipe.is_foreign:
+            self._replace(rank)
+
+    # --- inside
+
+    def _connect(self, rank: int) -> None:
+        """Tell a rank's process where the coordinator is, and watch over it."""
+        actor, report = self._workforce.actors[rank], self._workforce.reports[rank]
+        self._watch.watch(rank, report.incarnation, actor)
+        actor.kvcache_attach.remote(self._link.endpoint_for(report.node))
+
+    def _on_death(self, rank: int, incarnation: str, cause: str) -> None:
+        """A process is proven dead: tell the coordinator, and see to another one."""
+        with self._lock:
+            if incarnation and self._dead.setdefault(incarnation, cause) is not cause:
+                return  # heard before
+            if self._closed.is_set() or self._workforce.reports[rank].incarnation != incarnation:
+                return
+            self._losses[rank] = self._ending.pop(incarnation, cause)
+            reason = self._losses[rank]
+        coordinator, send = self._link.coordinator, self._link.send
+        try:
+            self._link.call(lambda: send(coordinator.on_worker_lost(rank, incarnation, reason)))
+        except KVCacheError as error:
+            logger.error("the coordinator cannot be told that rank %d is lost: %s", rank, error)
+        if self._has_care and incarnation:
+            self._replace(rank)
+
+    def _replace(self, rank: int, given: Any = None) -> None:
+        """Begin to replace a rank, unless that is under way, forbidden, or not ours to do."""
+        is_ours = not self.recipe.is_foreign and self.config.deadlines.replacement_s > 0
+        if not (is_ours or given is not None) or not self._rules():
+            return
+        with self._lock:
+            before = self._replacements.get(rank)
+            if self._closed.is_set() or (before is not None and not before.is_over):
+                return
+            patience = patience_for(self.config, before, self._clock.now())
+            self._replacements[rank] = Replacement(rank, self, self._clock, patience, given)
+
+    def _describe_replacement(self, rank: int) -> str:
+        if rank not in self._losses:
+            return ""
+        replacement = self._replacements.get(rank)
+        if replacement is not None and not replacement.has_worked:
+            return replacement.state
+        if self.recipe.is_foreign:
+            return TO_BE_HANDED_OVER
+        return "" if self.config.deadlines.replacement_s else "none, deadlines.replacement_s is 0"
+
+    def _rules(self) -> bool:
+        """Whether no other coordinator has taken a higher epoch. Where that cannot be seen, none
+        has."""
+        coordinator, store = self._link.coordinator, RayStateStore(self.config.name)
+        for _ in range(RULE_LOOKS):
+            if coordinator.phase not in OBEYED:
+                return False
+            try:
+                state = store.load()
+            except KVCacheError as error:
+                logger.warning("it cannot be seen who rules %s: %s", self.config.name, error)
+                return True
+            if state is None or state.epoch <= coordinator.epoch:
+                return True
+            # It may be taking an epoch just now, which is saved before it counts.
+            self._closed.wait(PROOF_POLL_S)
+        return False
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            now_s = self._clock.now()
+            try:
+                heard, self._pending = self._link.call(partial(self._look, now_s))
+                self._end_silent(heard, self._silence.look(heard, now_s))
+            except KVCacheError as error:
+                logger.warning("the coordinator could not be looked at: %s", error)
+            except Exception:
+                logger.exception("the look at the workers failed")
+
+    def _look(self, now_s: float) -> tuple[dict[int, tuple[str, float]], tuple[PendingWork, ...]]:
+        """Return who was heard when, and what is waited for. In the loop's thread."""
+        coordinator = self._link.coordinator
+        return signs_of_life(coordinator), self._watchdog.look(coordinator, now_s)
+
+    def _end_silent(
+        self, heard: Mapping[int, tuple[str, float]], silent: Mapping[int, float]
+    ) -> None:
+        """End the processes that have been silent for too long."""
+        limit_s = self.config.deadlines.worker_kill_s
+        if not limit_s or self.recipe.is_foreign or not self._has_care:
+            return
+        for rank, silent_s in silent.items():
+            if silent_s <= limit_s:
+                continue
+            actor, report = self._workforce.actors[rank], self._workforce.reports[rank]
+            is_known = report.incarnation in self._ending or report.incarnation in self._dead
+            if is_known or report.incarnation != heard[rank][0]:
+                continue
+            if not self._rules():
+                return
+            self._ending[report.incarnation] = f"silent for {silent_s:.0f} s, so it was ended"
+            threading.Thread(
+                target=self._end, args=(rank, actor, report), name="kvcache-ending", daemon=True
+            ).start()
+
+    def _end(self, rank: int, actor: Any, report: WorkerReport) -> None:
+        """End a process that hangs; if Ray does not notice, have Ray end it."""
+        node = report.node
+        logger.warning("rank %d hangs: its process %d is ended", rank, report.process_id)
+        failure = end_process(
+            ProcessIdentity(node.node_id, node.host, report.process_id, report.started_ticks)
+        )
+        if failure or not self._is_proven_dead(report.incarnation):
+            logger.warning("rank %d is ended by Ray: %s", rank, failure or "it lives on")
+            end_actor(actor)
+            if not self._is_proven_dead(report.incarnation):
+                self._ending.pop(report.incarnation, None)  # to be tried again
+
+    def _is_proven_dead(self, incarnation: str) -> bool:
+        """Wait a while for Ray to say that a process is dead."""
+        give_up_s = self._clock.now() + PROOF_S
+        while incarnation not in self._dead and self._clock.now() < give_up_s:
+            if self._closed.wait(PROOF_POLL_S):
+                return True
+        return incarnation in self._dead
+
+
+def _limits(config: ClusterConfig) -> WatchLimits:
+    deadlines = config.deadlines
+    return WatchLimits(
+        rank_s=deadlines.worker_silence_s,
+        client_s=deadlines.reattach_s,
+        step_s=deadlines.step_s,
+        forward_s=deadlines.forward_s,
+    )

@@ -1,0 +1,199 @@
+"""What every handle on a running cluster can do, wherever its coordinator is.
+
+Clients, looking at ranks, and leaving a `with` block. Where the coordinator is an actor, cluster.py
+says how to reach it; where it is in this process, embedded_cluster.py does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+
+from actors.connection import Dialing
+from actors.launch import first_line
+from actors.placement import wait_until
+from actors.replacement import FAILED
+from actors.reports import ClusterStatus, HostStatistics
+from actors.service import ServiceStatistics
+from kvcache.config import ClusterConfig
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import DeadlineError, NotRunningError, StartupError, WorkerLostError
+
+if TYPE_CHECKING:
+    from actors.async_client import AsyncKVCacheClient
+    from actors.client import KVCacheClient
+    from kvcache.coordinator.watchdog import PendingWork
+    from kvcache.labels import LabelSet
+    from kvcache.worker.settings import WorkerStatistics
+
+CALL_TIMEOUT_S = 15.0
+
+C = TypeVar("C", bound="ClusterAccess")
+
+
+@dataclass(frozen=True)
+class ClusterStatistics:
+    """Figures of all parties at about the same moment.
+
+    `workers[rank]` and `hosts[rank]` are None for a rank that does not answer.
+    """
+
+    coordinator: CoordinatorStatistics | None
+    service: ServiceStatistics
+    workers: tuple[WorkerStatistics | None, ...]
+    hosts: tuple[HostStatistics | None, ...]
+
+
+class ClusterAccess(ABC):
+    """A running cluster, as its launcher or somebody else sees it."""
+
+    config: ClusterConfig
+
+    @property
+    def name(self) -> str:
+        """The name under which the cluster is found."""
+        return self.config.name
+
+    @property
+    @abstractmethod
+    def workers(self) -> tuple[Any, ...]:
+        """The worker actors in rank order."""
+
+    @abstractmethod
+    def status(self) -> ClusterStatus:
+        """Return what the cluster is and how it does. Raises NotRunningError, DeadlineError."""
+
+    @abstractmethod
+    def pending(self) -> tuple[PendingWork, ...]:
+        """Return everything the coordinator waits for, with its age. Raises as `status` does."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the cluster in order; nothing of it is left when this returns. Repeatable."""
+
+    def client(self, client_name: str = "client") -> KVCacheClient:
+        """Return a new synchronous client, attached. See `KVCacheClient` for what it raises."""
+        from actors.client import KVCacheClient
+
+        return KVCacheClient(self._dialer(), client_name)
+
+    async def async_client(self, client_name: str = "client") -> AsyncKVCacheClient:
+        """Return a new client for asyncio, attached."""
+        from actors.async_client import AsyncKVCacheClient
+
+        return await AsyncKVCacheClient.connect(self._dialer(), client_name)
+
+    def statistics(self) -> ClusterStatistics:
+        """Return the figures of all parties. Raises NotRunningError, DeadlineError."""
+        calls = [
+            None if worker is None else worker.kvcache_statistics.remote()
+            for worker in self.workers
+        ]
+        coordinator, service = self._service_statistics()
+        answers = [answer_or_none(call) for call in calls]
+        return ClusterStatistics(
+            coordinator,
+            service,
+            tuple(None if answer is None else answer[0] for answer in answers),
+            tuple(None if answer is None else answer[1] for answer in answers),
+        )
+
+    def coordinator_statistics(self) -> CoordinatorStatistics | None:
+        """Return the figures of the coordinator alone. Raises as `statistics` does."""
+        return self._service_statistics()[0]
+
+    def collect_labels(self, rank: int) -> LabelSet:
+        """Return what a rank knows of each of its blocks."""
+        labels: LabelSet = ask(self.workers[rank].kvcache_labels.remote(), f"rank {rank}")
+        return labels
+
+    def read_block(self, rank: int, layer_name: str, block_id: int) -> bytes:
+        """Return the bytes of one layer's page of one block. For tests and inspection."""
+        call = self.workers[rank].kvcache_read.remote(layer_name, block_id)
+        page: bytes = ask(call, f"rank {rank}")
+        return page
+
+    def replace_worker(self, rank: int, actor: Any = None, timeout_s: float | None = None) -> None:
+        """Have `actor` serve a rank of a cluster whose workers are the engine's own; return when it
+        obeys. The rank's process may be lost, hang, or be wanted elsewhere: its part of every
+        cached block goes with it.
+
+        `actor` is made as those of the launch were, and has no plan yet. Without one, a cluster
+        that makes its workers itself tries again to replace a rank that it had given up.
+        `timeout_s` defaults to `deadlines.startup_s`.
+
+        Raises:
+            RequestError: no such rank, or not to be replaced in this way; nothing has changed.
+            StartupError: the actor cannot serve the rank; says why. It is not ended.
+            DeadlineError: not within `timeout_s`; it may still come to be.
+        """
+        self._begin_to_replace(rank, actor)
+        limit_s = self.config.deadlines.startup_s if timeout_s is None else timeout_s
+
+        def is_over() -> bool:
+            status = self.status().ranks[rank]
+            return not status.problem or status.replacement.startswith(FAILED)
+
+        is_in_time = wait_until(is_over, limit_s)
+        status = self.status().ranks[rank]
+        if status.problem and status.replacement.startswith(FAILED):
+            raise StartupError(f"rank {rank} is not replaced: {status.replacement}")
+        if not is_in_time:
+            raise DeadlineError(f"rank {rank} is {status.describe()} after {limit_s:g} s")
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @abstractmethod
+    def _begin_to_replace(self, rank: int, actor: Any) -> None:
+        """See `replace_worker`, whose work this begins."""
+
+    @abstractmethod
+    def _dialer(self) -> Dialing:
+        """Return how clients reach the coordinator."""
+
+    @abstractmethod
+    def _service_statistics(self) -> tuple[CoordinatorStatistics | None, ServiceStatistics]:
+        """Return the figures of the coordinator and of its message loop."""
+
+
+def connect_to_ray() -> None:
+    """Connect this process to Ray: the cluster it was started in, or a new one on this machine."""
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False)
+
+
+def ask(call: Any, who: str) -> Any:
+    """Return the answer to a call of an actor; Ray's errors become ours."""
+    try:
+        return ray.get(call, timeout=CALL_TIMEOUT_S)
+    except GetTimeoutError as error:
+        raise DeadlineError(f"{who} gave no answer within {CALL_TIMEOUT_S:g} s") from error
+    except ActorUnavailableError as error:
+        raise DeadlineError(f"{who} cannot be reached now: {first_line(error)}") from error
+    except RayActorError as error:
+        kind = WorkerLostError if who.startswith("rank ") else NotRunningError
+        raise kind(f"{who} is gone: {first_line(error)}") from error
+
+
+def answer_or_none(call: Any) -> Any:
+    """Return the answer to a call, None if there is none, or it fails in any way that Ray knows."""
+    if call is None:
+        return None
+    try:
+        return ray.get(call, timeout=CALL_TIMEOUT_S)
+    except RayError:
+        return None

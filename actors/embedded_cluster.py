@@ -1,0 +1,196 @@
+"""EmbeddedCluster: the coordinator in the engine's own process, which may die; the workers stay.
+
+    with EmbeddedCluster.launch("configs/cpu_tp2.yaml") as cluster:     the engine's first process
+        with cluster.client() as client: ...                            it is killed
+
+    with EmbeddedCluster.take_over("cpu-tp2") as cluster:               another one goes on, warm
+        with cluster.client() as client: ...
+
+A step costs one hop less, and no coordinator process has to be placed. In return only this process
+has clients. Workers are detached: they go when somebody stops them. Refuses to end what another
+process has taken over meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.cluster_access import ClusterAccess, connect_to_ray
+from actors.embedded_coordinator import EmbeddedCoordinator, require_sockets
+from actors.embedded_record import EmbeddedRecord, claim_launch, leave_record, load_record
+from actors.launch import Launch, LaunchOptions, OnProgress, rank_order
+from actors.names import placement_group_name
+from actors.reports import ClusterStatus
+from actors.service import ServiceStatistics
+from actors.shutdown import ClusterParts, take_down
+from actors.workforce import Workforce, look_for_workforce
+from kvcache.config import ClusterConfig, load_config
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import NotRunningError, SupersededError
+
+if TYPE_CHECKING:
+    from kvcache.coordinator.watchdog import PendingWork
+
+
+class EmbeddedCluster(ClusterAccess):
+    """A running cluster, as the process sees it that has its coordinator."""
+
+    def __init__(self, coordinator: EmbeddedCoordinator) -> None:
+        """Use `launch` or `take_over` instead."""
+        self.config = coordinator.config
+        self._coordinator = coordinator
+        self._is_over = False
+
+    @classmethod
+    def launch(
+        cls,
+        config: ClusterConfig | str | Path,
+        *,
+        on_progress: OnProgress | None = None,
+        worker_actors: Sequence[Any] = (),
+        worker_class: type[Any] | None = None,
+    ) -> EmbeddedCluster:
+        """Start the workers and return when they obey a coordinator in this process.
+
+        Connects to Ray first if this process is not. The workers outlive this process; actors of
+        yours do if you have made them so. Arguments and errors as in `KVCacheCluster.launch`;
+        ConfigurationError for a transport of Ray calls.
+        """
+        if not isinstance(config, ClusterConfig):
+            config = load_config(config)
+        require_sockets(config)
+        connect_to_ray()
+        options = LaunchOptions(
+            is_detached=True,
+            on_progress=on_progress or (lambda line: None),
+            worker_actors=tuple(worker_actors),
+            worker_class=worker_class,
+        )
+        launch = _EmbeddedLaunch(config, options)
+        launch.run()
+        return cls(launch.coordinators[0])
+
+    @classmethod
+    def take_over(cls, name: str) -> EmbeddedCluster:
+        """Take the cluster `name` over from the process that had its coordinator, dead or alive,
+        and return when the workers obey this one. What they all hold stays cached; a worker that is
+        lost is replaced.
+
+        Connects to Ray first if this process is not.
+
+        Raises:
+            NotRunningError: no cluster of that name has its coordinator in a process.
+            StartupError: no worker is left, or not all obey in time. They are left as they are.
+            SupersededError: yet another process has taken it over at the same time.
+        """
+        connect_to_ray()
+        record = load_record(name)
+        if record is None:
+            raise NotRunningError(
+                f"no cluster named {name!r} has its coordinator in a process: launch it, or check "
+                "the name"
+            )
+        coordinator = EmbeddedCoordinator(record)
+        try:
+            config = coordinator.config
+            coordinator.take_over(look_for_workforce(config), config.deadlines.startup_s)
+        except BaseException:
+            coordinator.close()
+            raise
+        return cls(coordinator)
+
+    @property
+    def workers(self) -> tuple[Any, ...]:
+        """The worker actors in rank order."""
+        return self._coordinator.caretaker.workforce.actors
+
+    def status(self) -> ClusterStatus:
+        """Return what the cluster is and how it does."""
+        return self._coordinator.status()
+
+    def pending(self) -> tuple[PendingWork, ...]:
+        """Return everything the coordinator waits for, with its age."""
+        return self._coordinator.caretaker.pending()
+
+    def stop(self) -> None:
+        """End the cluster in order; nothing of it is left when this returns. Repeatable.
+
+        Where another process has taken it over, only what this one has of it ends.
+        """
+        if self._end_here():
+            take_down(self._parts())
+
+    def leave(self) -> None:
+        """End what this process has of the cluster; its workers stay, for `take_over`. Repeatable.
+
+        What is scheduled is void, what is cached stays.
+        """
+        if self._end_here():
+            leave_record(self._coordinator.record)
+
+    def _end_here(self) -> bool:
+        """End the coordinator; say whether it was still for this process to say what comes next."""
+        if self._is_over:
+            return False
+        self._is_over = True
+        self._coordinator.look_for_successor()
+        is_superseded = isinstance(self._coordinator.ended, SupersededError)
+        self._coordinator.close()
+        return not is_superseded
+
+    def _parts(self) -> ClusterParts:
+        workforce = self._coordinator.caretaker.workforce
+        parts = ClusterParts(self.name, self.config.deadlines.shutdown_s)
+        parts.process_ids = tuple(report.process_id for report in workforce.reports)
+        if self._coordinator.record.has_given_workers:
+            parts.foreign_workers = [actor for actor in workforce.actors if actor is not None]
+        else:
+            parts.find_workers(self.config.parallel.num_ranks)
+            parts.find_placement(placement_group_name(self.name))
+        return parts
+
+    def _begin_to_replace(self, rank: int, actor: Any) -> None:
+        self._coordinator.caretaker.replace_worker(rank, actor)
+
+    def _dialer(self) -> EmbeddedCoordinator:
+        return self._coordinator
+
+    def _service_statistics(self) -> tuple[CoordinatorStatistics, ServiceStatistics]:
+        return self._coordinator.statistics()
+
+
+@dataclass
+class _EmbeddedLaunch(Launch):
+    """A launch whose lock is a record, and whose coordinator is in this process."""
+
+    coordinators: list[EmbeddedCoordinator] = field(default_factory=list)
+    records: list[EmbeddedRecord] = field(default_factory=list)
+
+    def _create_coordinator(self) -> None:
+        """Take the launch lock. There is no actor to make."""
+        self.records.append(claim_launch(self.config, self._recipe))
+
+    def _start(self) -> None:
+        workers = self._obtain_workers()
+        self._say(f"waiting for {len(workers)} worker(s)")
+        reports = self._reports(workers)
+        self.parts.process_ids = tuple(report.process_id for report in reports)
+        order = rank_order(reports, self.config.parallel.tensor_parallel_size)
+        ranked = [workers[place] for place in order]
+        in_order = tuple(reports[place] for place in order)
+        plan = self._plan(in_order)
+        self._say(f"allocating {plan.num_blocks} blocks on every rank")
+        self._allocate(ranked, plan)
+        self._say("connecting coordinator and workers")
+        workforce = Workforce(plan, tuple(ranked), in_order, self.parts.placement)
+        coordinator = EmbeddedCoordinator(self.records[0])
+        try:
+            coordinator.launch(workforce, self._remaining_s())
+        except BaseException:
+            coordinator.close()
+            raise
+        self.coordinators.append(coordinator)
+        self._say("ready")

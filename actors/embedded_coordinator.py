@@ -1,0 +1,306 @@
+"""The coordinator inside an engine's own process: no actor of its own, and no hop for its clients.
+
+    client of this process ──▶ SharedService ──▶ Coordinator       in the client's thread
+    workers ──sockets────────▶ SharedService ──▶ Coordinator       in the service's thread
+
+It may end with its process at any moment: the workers stay, and what outlives it is in Ray's
+key-value store. Another process then takes the cluster over, warm, and this one, should it still
+live, is not obeyed any more, notices, and tells its clients. Refuses the transport of Ray calls:
+only actors can be called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from actors.assembly import make_coordinator
+from actors.caretaker import Caretaker, CoordinatorLink
+from actors.connect import this_node
+from actors.embedded_record import EmbeddedRecord, load_record, take_record
+from actors.embedded_status import embedded_status
+from actors.endpoints import EndpointBook
+from actors.loop import ServiceLoop
+from actors.process_identity import this_process
+from actors.reports import ClusterStatus, NodeAddress
+from actors.service import ServiceStatistics
+from actors.shared_service import SharedService
+from actors.state import RayStateStore
+from actors.transport import Endpoint, Peer, PeerTransport
+from actors.transport.curve import generate_curve_keys
+from actors.transport.inprocess import InProcessServer
+from actors.transport.node_server import NodeServer
+from actors.transport.zmq_server import ZmqLimits
+from actors.workforce import Sighting, Workforce
+from kvcache.clock import SystemClock
+from kvcache.config import ClusterConfig
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator.phase import Phase
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import (
+    ClusterError,
+    ConfigurationError,
+    KVCacheError,
+    NotRunningError,
+    StartupError,
+    SupersededError,
+)
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+READY_POLL_S = 0.002
+
+IN_PROCESS = Endpoint("in process")
+"""Where clients of this process connect to."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What there is once workers are being taken over."""
+
+    coordinator: Coordinator
+    caretaker: Caretaker
+
+
+class EmbeddedCoordinator:
+    """One cluster's coordinator in this process. A `Dialing` for the clients of this process.
+
+    Any thread may call it.
+    """
+
+    needs_keeping_alive = True
+
+    def __init__(self, record: EmbeddedRecord) -> None:
+        """Start the service's thread. Raises ConfigurationError for a transport of Ray calls."""
+        self.config = config = record.config
+        require_sockets(config)
+        self.record = record
+        self._node = this_node()
+        self._clock = SystemClock()
+        self._store = RayStateStore(config.name)
+        self._rule: _Rule | None = None
+        self._closed = threading.Event()
+        limits, keys = ZmqLimits(config.transport.max_message_bytes), generate_curve_keys()
+        sockets = NodeServer(limits, keys)
+        self._endpoints = EndpointBook(sockets, config.transport, keys, self._node)
+        self._transport = transport = InProcessServer(sockets, limits)
+        self._service = SharedService(
+            transport,
+            self._clock,
+            config.transport.max_message_bytes,
+            tick_s=min(config.transport.resend_s, config.transport.heartbeat_s) / 4,
+            stall_s=config.transport.heartbeat_s,
+            on_doubt=self.look_for_successor,
+        )
+        self._loop = ServiceLoop("kvcache-coordinator", self._service.turn, transport.wake)
+        self._loop.start()
+        self._successors = threading.Thread(
+            target=self._watch_for_successors, name="kvcache-successors", daemon=True
+        )
+
+    # --- start-up
+
+    def launch(self, workforce: Workforce, timeout_s: float) -> None:
+        """Take over workers that were just made; return when all of them obey.
+
+        Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
+        that cannot be used.
+        """
+        rule = self._begin(self.config, workforce, {})
+        self._await_running(rule, timeout_s, spares_nobody=True)
+        rule.caretaker.take_care()
+        self._successors.start()
+
+    def take_over(self, sighting: Sighting, timeout_s: float) -> None:
+        """Take over the workers that were found, replace those that are lost, and return when all
+        of them obey. Raises as `launch`, and SupersededError when another process is faster."""
+        workforce = sighting.workforce
+        if workforce is None:
+            causes = "; ".join(f"rank {rank}: {why}" for rank, why in sighting.lost.items())
+            raise StartupError(
+                f"no worker of {self.config.name} can say what the plan is ({causes or 'none'} "
+                "answers): stop the cluster and launch it again"
+            )
+        # Clients of the process before do not come back: they died with it, or are refused.
+        deadlines = self.config.deadlines.model_copy(update={"reattach_s": 0.0})
+        config = self.config.model_copy(update={"deadlines": deadlines})
+        rule = self._begin(config, workforce, sighting.lost)
+        rule.caretaker.take_care()
+        self._await_running(rule, timeout_s, spares_nobody=False)
+        self._successors.start()
+
+    # --- for clients of this process
+
+    def endpoint(self) -> Endpoint:
+        """Return where clients connect to: here. Raises what has ended the coordinator."""
+        self._require_alive()
+        return IN_PROCESS
+
+    def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
+        """Return a client's end. Raises what has ended the coordinator."""
+        return self._service.connect(peer)
+
+    def lost_workers(self) -> str:
+        """Say which ranks are lost and why. Raises what has ended the coordinator."""
+        self._require_alive()
+        rule = self._rule
+        if rule is None:
+            return ""
+        ranks = rule.caretaker.describe_ranks()
+        lost = [f"rank {rank.rank} is {rank.describe()}" for rank in ranks if rank.problem]
+        problem = self._service.call(rule.coordinator.problem)
+        return "; ".join(lost) or (problem if "rank" in problem else "")
+
+    # --- looking
+
+    @property
+    def ended(self) -> KVCacheError | None:
+        """Why this coordinator serves nobody any more, None while it does. An error of its own
+        each time: several threads may raise it."""
+        ended = self._service.ended
+        return None if ended is None else type(ended)(str(ended))
+
+    @property
+    def caretaker(self) -> Caretaker:
+        """Who looks after the workers. Raises NotRunningError before there are any."""
+        if self._rule is None:
+            raise NotRunningError(f"{self.config.name} has not taken its workers over yet")
+        return self._rule.caretaker
+
+    def status(self) -> ClusterStatus:
+        """Return what the cluster is and how it does."""
+        figures, ranks = self.statistics()[0], self.caretaker.describe_ranks()
+        lost = "; ".join(f"rank {rank.rank}: {rank.describe()}" for rank in ranks if rank.problem)
+        problem = "; ".join(filter(None, (lost, figures.problem)))
+        is_running = figures.phase == Phase.RUNNING.value
+        state = "ready" if is_running and not problem else "degraded"
+        if self.ended is not None:
+            state, problem = "failed", str(self.ended)
+        return embedded_status(
+            self.config,
+            self.caretaker.workforce.plan,
+            this_process(),
+            state=state,
+            problem=problem,
+            epoch=figures.epoch,
+            ranks=ranks,
+        )
+
+    def statistics(self) -> tuple[CoordinatorStatistics, ServiceStatistics]:
+        """Return the figures of the coordinator and of its message loop."""
+        rule, service = self._rule, self._service
+        figures = CoordinatorStatistics()
+        if rule is not None:
+            figures = service.call(rule.coordinator.statistics)
+        return figures, service.statistics()
+
+    def look_for_successor(self) -> None:
+        """Ask Ray's store whether this process still has the cluster; end the service if not."""
+        rule = self._rule
+        if rule is None or self.ended is not None:
+            return
+        try:
+            record, state = load_record(self.config.name), self._store.load()
+        except KVCacheError as error:
+            logger.warning("it cannot be seen who has %s: %s", self.config.name, error)
+            return
+        name = self.config.name
+        if record is None or state is None or record.launch_id != self.record.launch_id:
+            self._service.end(
+                SupersededError(f"cluster {name} was stopped from elsewhere: launch it again")
+            )
+        elif state.epoch > self._service.call(lambda: rule.coordinator.epoch):
+            is_told = record.process not in (None, self.record.process)
+            who = record.where() if is_told else "another process"
+            self._service.end(
+                SupersededError(
+                    f"cluster {name} was taken over by {who} in epoch {state.epoch}: schedule "
+                    "there, this process is not obeyed any more"
+                )
+            )
+
+    def close(self) -> None:
+        """Serve nobody any more; the workers stay. Repeatable."""
+        self._service.end(NotRunningError(f"cluster {self.config.name} was closed in this process"))
+        self._closed.set()
+        if self._rule is not None:
+            self._rule.caretaker.stop()
+        if self._loop.stop(CLOSE_TIMEOUT_S):
+            self._service.call(self._give_back)
+
+    # --- inside
+
+    def _begin(self, config: ClusterConfig, workforce: Workforce, lost: Mapping[int, str]) -> _Rule:
+        """Make the Coordinator, tell the workers where it is, and watch over them."""
+        coordinator = make_coordinator(config, workforce.plan, self._clock, self._store)
+        incarnations = {
+            rank: report.incarnation
+            for rank, report in enumerate(workforce.reports)
+            if report.incarnation and rank not in lost
+        }
+        self._service.open(coordinator, lambda: coordinator.start(incarnations))
+        link = CoordinatorLink(
+            coordinator, self._service.ask, self._service.send, self._endpoint_for
+        )
+        caretaker = Caretaker(
+            config, self.record.recipe, workforce, link, clock=self._clock, lost=lost
+        )
+        self._rule = _Rule(coordinator, caretaker)
+        return self._rule
+
+    def _await_running(self, rule: _Rule, timeout_s: float, *, spares_nobody: bool) -> None:
+        """Wait until the coordinator runs, and write down that it is here."""
+        coordinator, give_up_s = rule.coordinator, self._clock.now() + timeout_s
+        while coordinator.phase is not Phase.RUNNING:
+            self._require_alive()
+            for rank, cause in rule.caretaker.losses.items():
+                if spares_nobody:
+                    raise StartupError(f"rank {rank} died before it was taken over: {cause}")
+            if coordinator.phase is Phase.SUPERSEDED:
+                raise SupersededError(
+                    f"another process has taken {self.config.name} over at the same time"
+                )
+            if self._clock.now() > give_up_s:
+                missing = ", ".join(map(str, self._service.call(coordinator.missing_ranks)))
+                parts = (f"rank {missing} is missing" if missing else "", self.lost_workers())
+                raise StartupError(
+                    f"not every rank obeyed the coordinator within {timeout_s:.0f} s: "
+                    f"{'; '.join(filter(None, parts))}"
+                )
+            self._closed.wait(READY_POLL_S)
+        self.record = take_record(self.record, coordinator.epoch)
+
+    def _watch_for_successors(self) -> None:
+        """Look now and then; clean up when there is one."""
+        while not self._closed.wait(self.config.transport.heartbeat_s):
+            self.look_for_successor()
+            if self.ended is not None:
+                self.close()
+
+    def _endpoint_for(self, node: NodeAddress) -> Endpoint:
+        endpoint: Endpoint = self._service.ask(lambda: self._endpoints.endpoint_for(node))
+        return endpoint
+
+    def _give_back(self) -> None:
+        if self._rule is not None:
+            self._rule.coordinator.close()
+        self._transport.close()
+
+    def _require_alive(self) -> None:
+        ended = self.ended
+        if ended is not None:
+            raise ended
+        if self._loop.failure is not None:
+            raise ClusterError(f"the coordinator has ended: {self._loop.failure!r}")
+
+
+def require_sockets(config: ClusterConfig) -> None:
+    """Raise ConfigurationError for a transport that needs a coordinator that is an actor."""
+    if config.transport.kind == "ray":
+        raise ConfigurationError(
+            "transport.kind is ray, but a coordinator embedded in a process is no actor that could "
+            "be called: set it to zmq"
+        )

@@ -1,0 +1,140 @@
+"""A cluster with an embedded coordinator, as any other process sees it: how it does, and its end.
+
+There is no actor to ask, so the record says where the coordinator is, and the workers say for
+themselves how they are. Refuses to serve clients: that is for the process with the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.cluster import KVCacheCluster
+from actors.cluster_access import answer_or_none
+from actors.embedded_record import EmbeddedRecord, load_record
+from actors.embedded_status import embedded_status
+from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
+from actors.process_identity import is_process_alive
+from actors.reports import ClusterStatus, RankStatus, WorkerReport
+from actors.shutdown import ClusterParts, take_down
+from kvcache.config import ClusterConfig
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.coordinator.watchdog import PendingWork
+from kvcache.planner import Plan
+
+REMEDY = "take it over with EmbeddedCluster.take_over, or stop it"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one worker said of itself."""
+
+    rank: int
+    plan: Plan
+    report: WorkerReport
+    epoch: int
+
+
+class EmbeddedSite:
+    """A cluster whose coordinator is, or was, in the process that its record names."""
+
+    def __init__(self, record: EmbeddedRecord) -> None:
+        """Look at nothing yet."""
+        self._record = record
+        self.config: ClusterConfig = record.config
+        self.name = self.config.name
+
+    def status(self) -> ClusterStatus:
+        """Return what the cluster is and how it does, as far as the workers can say."""
+        seen = self._ask_workers()
+        epochs = [worker.epoch for worker in seen]
+        problem = "; ".join(filter(None, (self._missing_process(), self._missing_ranks(seen))))
+        return embedded_status(
+            self.config,
+            seen[0].plan if seen else None,
+            self._record.process,
+            state="degraded" if problem else "ready",
+            problem=problem,
+            epoch=max(epochs, default=self._record.epoch),
+            ranks=[_describe(worker) for worker in sorted(seen, key=lambda worker: worker.rank)],
+        )
+
+    def coordinator_statistics(self) -> CoordinatorStatistics | None:
+        """Return None: the coordinator's figures are known in its process only."""
+        return None
+
+    def pending(self) -> tuple[PendingWork, ...]:
+        """Return nothing: what the coordinator waits for is known in its process only."""
+        return ()
+
+    def stop(self) -> None:
+        """End the workers; nothing of the cluster is left when this returns. The process with the
+        coordinator, if it lives, gets errors. Actors of an engine's own are left as they are."""
+        parts = ClusterParts(self.name, self.config.deadlines.shutdown_s)
+        parts.process_ids = tuple(worker.report.process_id for worker in self._ask_workers())
+        parts.find_workers(self.config.parallel.num_ranks)
+        parts.find_placement(placement_group_name(self.name))
+        take_down(parts)
+
+    def _ask_workers(self) -> list[_Seen]:
+        """Return what the workers say that can be found and answer."""
+        calls: list[tuple[Any, Any]] = []
+        for place in range(self.config.parallel.num_ranks):
+            actor = find_actor(worker_name(self.name, place))
+            if actor is not None:
+                calls.append((actor.kvcache_assignment.remote(), actor.kvcache_statistics.remote()))
+        answers = [(answer_or_none(first), answer_or_none(second)) for first, second in calls]
+        return [
+            _Seen(assignment[0], assignment[1], assignment[2], figures[0].epoch)
+            for assignment, figures in answers
+            if assignment is not None and figures is not None
+        ]
+
+    def _missing_process(self) -> str:
+        process = self._record.process
+        if process is None:
+            return f"no process has its coordinator: {REMEDY}"
+        if not is_process_alive(process):
+            return f"{self._record.where()}, which had its coordinator, is gone: {REMEDY}"
+        return ""
+
+    def _missing_ranks(self, seen: list[_Seen]) -> str:
+        if self._record.has_given_workers:
+            return ""  # those have no names of ours
+        present = {worker.rank for worker in seen}
+        missing = [r for r in range(self.config.parallel.num_ranks) if r not in present]
+        return f"ranks {missing} do not answer" if missing else ""
+
+
+def find_cluster(name: str) -> KVCacheCluster | EmbeddedSite:
+    """Return the running cluster `name`, wherever its coordinator is. In a process that is
+    connected to Ray. Raises NotRunningError if there is none."""
+    if find_actor(coordinator_name(name)) is None:
+        record = load_record(name)
+        if record is not None:
+            return EmbeddedSite(record)
+    return KVCacheCluster.connect(name)
+
+
+def find_actor(name: str) -> Any | None:
+    """Return an actor of ours by its name, None if there is none."""
+    try:
+        return ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except (ValueError, RayError):
+        return None
+
+
+def _describe(worker: _Seen) -> RankStatus:
+    report = worker.report
+    return RankStatus(
+        rank=worker.rank,
+        place=report.place,
+        node_id=report.node.node_id,
+        host=report.node.host,
+        process_id=report.process_id,
+        gpu_ids=report.gpu_ids,
+        problem="",
+    )

@@ -1,0 +1,184 @@
+"""The coordinator's service in an engine's process: many threads, one of them at a time.
+
+    client's thread ──send──▶ serve ─┐
+    service's thread ──turn──────────┴─ lock ─▶ CoordinatorService ─▶ Coordinator
+
+A client's thread serves its own messages, and whatever else has arrived, so that a step costs no
+change of threads; a thread of the service's own waits for workers, and looks at the clock. Nobody
+waits inside the lock. Refuses to go on with books that an error may have left half written: then
+the service is over, and every client is told why.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import select
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from actors.service import CoordinatorService, Decider, ServiceStatistics
+from actors.transport import Inbound, Peer
+from actors.transport.inprocess import InProcessPeer, InProcessServer
+from kvcache.clock import Clock
+from kvcache.errors import ClusterError, KVCacheError
+from kvcache.messages import ClientAddress, Outgoing, Unattached
+from kvcache.wire import encode
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EpochDecider(Decider, Protocol):
+    """What of the Coordinator the service needs."""
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+
+
+class SharedService:
+    """One coordinator behind one `InProcessServer`, for the threads of this process.
+
+    Invariant: after `ended` is set, the coordinator is not asked any more.
+    """
+
+    def __init__(
+        self,
+        transport: InProcessServer,
+        clock: Clock,
+        max_message_bytes: int,
+        *,
+        tick_s: float,
+        stall_s: float,
+        on_doubt: Callable[[], None],
+    ) -> None:
+        """Serve nobody yet.
+
+        `on_doubt`: called, before anything else is served, when a worker's connection has ended, or
+        nobody was served for `stall_s`: this process stood still meanwhile. Another one may have
+        taken over.
+        """
+        self.ended: KVCacheError | None = None
+        self._transport = transport
+        self._service = CoordinatorService(transport, clock, max_message_bytes, tick_s)
+        self._clock = clock
+        self._tick_ms = math.ceil(tick_s * 1000)
+        self._stall_s = stall_s
+        self._on_doubt = on_doubt
+        self._served_s = clock.now()
+        self._num_disconnections = 0
+        self._coordinator: EpochDecider | None = None
+        self._lock = threading.RLock()
+        self._poller = select.poll()
+        self._poller.register(transport.fileno(), select.POLLIN)
+        self._has_more = False
+
+    def open(self, coordinator: EpochDecider, start: Callable[[], list[Outgoing]]) -> None:
+        """Hand messages to `coordinator` from now on; send what `start` returns first. Raises what
+        it raises."""
+        with self._lock:
+            outgoing = start()
+            self._coordinator = coordinator
+            self._service.open(coordinator, outgoing)
+
+    def connect(self, peer: Peer) -> InProcessPeer:
+        """Return a new end for a client of this process. Raises what has ended the service."""
+        with self._lock:
+            self._require_going_on()
+            return self._transport.connect(peer, self._serve)
+
+    def call(self, action: Callable[[], T]) -> T:
+        """Run `action` while nobody else is served; return what it returns."""
+        with self._lock:
+            return action()
+
+    def ask(self, action: Callable[[], T]) -> T:
+        """Run `action`, which may decide something, as `call` does. Raises what has ended the
+        service."""
+        with self._lock:
+            self._require_going_on()
+            return action()
+
+    def send(self, outgoing: Sequence[Outgoing]) -> None:
+        """Send what was decided. In `ask` only."""
+        self._service.send(outgoing)
+
+    def turn(self) -> None:
+        """Wait for workers until the next tick, and serve them. For the service's own thread."""
+        if not self._has_more:
+            self._poller.poll(self._tick_ms)
+        with self._lock:
+            arrived = self._transport.receive(0.0)
+            self._look_around()
+            if self.ended is None:
+                try:
+                    self._service.tick()
+                    self._service.serve(arrived)
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+            self._has_more = self._transport.has_arrived()
+
+    def end(self, reason: KVCacheError) -> None:
+        """Serve nobody any more: whatever clients have scheduled is void, for `reason`. The first
+        reason counts."""
+        with self._lock:
+            if self.ended is None:
+                self.ended = reason
+                for peer in self._transport.peers():
+                    self._part_from(peer)
+
+    def statistics(self) -> ServiceStatistics:
+        """Return figures, frozen."""
+        return self._service.statistics()
+
+    # --- inside
+
+    def _serve(self, inbound: Inbound, end: InProcessPeer) -> None:
+        """Serve a message of a client of this process, in the client's thread."""
+        with self._lock:
+            arrived: list[Inbound] = []
+            if self.ended is None:
+                arrived = self._transport.receive(0.0)
+                self._look_around()
+            if self.ended is not None:
+                self._part_from(end)
+                return
+            try:
+                self._service.serve((*arrived, inbound))
+            except BaseException as error:
+                self._fail(error)
+                raise
+            if self._transport.has_arrived():  # sending may have swallowed the signal
+                self._transport.wake()
+
+    def _require_going_on(self) -> None:
+        ended = self.ended
+        if ended is not None:
+            raise type(ended)(str(ended))
+
+    def _look_around(self) -> None:
+        """See whether it is still this process that is to serve, where there is reason to doubt."""
+        now_s, num_disconnections = self._clock.now(), self._transport.num_disconnections
+        has_stalled = now_s - self._served_s > self._stall_s
+        # From before the look: whoever stands still in the middle of it looks again.
+        self._served_s = now_s
+        if has_stalled or num_disconnections != self._num_disconnections:
+            self._num_disconnections = num_disconnections
+            if self.ended is None:
+                self._on_doubt()
+
+    def _fail(self, error: BaseException) -> None:
+        """An error, or a signal, came in the middle of a decision."""
+        logger.error("the coordinator in this process has ended: %r", error)
+        self.end(ClusterError(f"the coordinator in this process has ended by an error: {error!r}"))
+
+    def _part_from(self, end: InProcessPeer) -> None:
+        """Tell a client that the epoch is over, in a way that it believes at once."""
+        address, coordinator = end.peer.address, self._coordinator
+        if isinstance(address, ClientAddress):
+            epoch = 1 + (0 if coordinator is None else coordinator.epoch)
+            end.put(encode(Unattached(address.client_id, epoch, str(self.ended))))

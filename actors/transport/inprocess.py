@@ -1,0 +1,187 @@
+"""The coordinator's end inside an engine's own process: its clients through queues, without a hop.
+
+    client of this process ──send──▶ `serve`, in the client's own thread ──▶ its queue ──receive──▶
+    workers                ──────────────── sockets of a NodeServer ──────────────────────────────▶
+
+What such a client sends is served before `send` returns: no other thread has to wake up for it.
+Whoever serves makes sure that only one thread at a time does. Refuses what does not fit into a
+queue, as sockets do: the delivery rules repair a loss.
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections.abc import Callable, Sequence
+
+from actors.transport.node_server import NodeServer
+from actors.transport.protocol import Inbound, Peer, TransportStatistics
+from actors.transport.zmq_server import WakePipe, ZmqLimits
+from kvcache.errors import MalformedMessageError
+from kvcache.messages import Address, ClientAddress
+
+Serve = Callable[[Inbound, "InProcessPeer"], None]
+"""Serves a message that a client of this process sent by its end, in the thread that calls."""
+
+_WAKE = b""
+"""What ends a wait: no payload of ours is empty."""
+
+
+class InProcessServer:
+    """A `ServerTransport` over the sockets of a `NodeServer`, and queues for peers made here.
+
+    One thread at a time uses it; `wake`, and what its peers receive, is for any.
+    """
+
+    def __init__(self, node_server: NodeServer, limits: ZmqLimits) -> None:
+        """Pass on what is not for peers of this process to `node_server`, and own it."""
+        self._others = node_server
+        self._limits = limits
+        self._max_bytes = limits.max_message_bytes
+        # Whoever drops a client without closing it drops its end, too.
+        self._peers: weakref.WeakValueDictionary[Address, InProcessPeer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._num_sent = self._num_undeliverable = 0
+
+    def connect(self, peer: Peer, serve: Serve) -> InProcessPeer:
+        """Return the end of `peer`, whose messages `serve` takes."""
+        made = InProcessPeer(peer, serve, self._limits)
+        self._peers[peer.address] = made
+        return made
+
+    def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
+        """See `ServerTransport.send`."""
+        others: list[Address] = []
+        for address in addresses:
+            peer = self._peers.get(address) if type(address) is ClientAddress else None
+            if peer is None:
+                others.append(address)
+                continue
+            self._require_size(address, payloads)
+            num_put = sum(peer.put(payload) for payload in payloads)
+            self._num_sent += num_put
+            self._num_undeliverable += len(payloads) - num_put
+        if others:
+            self._others.send(others, *payloads)
+
+    def peers(self) -> list[InProcessPeer]:
+        """Return the ends that are open."""
+        return list(self._peers.values())
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """See `ServerTransport.receive`. What peers of this process send does not come here."""
+        return self._others.receive(timeout_s)
+
+    def fileno(self) -> int:
+        """See `NodeServer.fileno`."""
+        return self._others.fileno()
+
+    def has_arrived(self) -> bool:
+        """See `NodeServer.has_arrived`."""
+        return self._others.has_arrived()
+
+    @property
+    def num_disconnections(self) -> int:
+        """See `NodeServer.num_disconnections`."""
+        return self._others.num_disconnections
+
+    def wake(self) -> None:
+        """See `ServerTransport.wake`."""
+        self._others.wake()
+
+    def statistics(self) -> TransportStatistics:
+        """See `ServerTransport.statistics`."""
+        return self._others.statistics() + TransportStatistics(
+            sent=self._num_sent, undeliverable=self._num_undeliverable
+        )
+
+    def close(self) -> None:
+        """See `ServerTransport.close`."""
+        self._peers.clear()
+        self._others.close()
+
+    def _require_size(self, address: Address, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            if len(payload) > self._max_bytes:
+                raise MalformedMessageError(
+                    f"a message of {len(payload)} bytes to {address} exceeds the limit of "
+                    f"{self._max_bytes}: schedule less per step or raise the limit"
+                )
+
+
+class InProcessPeer:
+    """A `PeerTransport` of a client in the coordinator's process."""
+
+    def __init__(self, peer: Peer, serve: Serve, limits: ZmqLimits) -> None:
+        self.peer = peer
+        self._serve = serve
+        self._max_bytes = limits.max_message_bytes
+        self._capacity = limits.high_water_mark
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._readable: WakePipe | None = None  # only for who asks for its descriptor
+        self._num_sent = self._num_received = 0
+        self._is_closed = False
+
+    def put(self, payload: bytes) -> bool:
+        """Append a payload of the coordinator; False, unchanged, when it is closed or full."""
+        if self._is_closed or self._inbox.qsize() >= self._capacity:
+            return False
+        self._inbox.put(payload)
+        if self._readable is not None:
+            self._readable.signal()
+        return True
+
+    def send(self, payload: bytes) -> None:
+        """See `PeerTransport.send`. It has been served when this returns."""
+        if len(payload) > self._max_bytes:
+            raise MalformedMessageError(
+                f"a message of {len(payload)} bytes exceeds the limit of {self._max_bytes}: "
+                "schedule less per step or raise the limit"
+            )
+        if not self._is_closed:
+            self._num_sent += 1
+            self._serve(Inbound(self.peer, payload), self)
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive`."""
+        if self._readable is not None:
+            self._readable.drain()
+        inbox = self._inbox
+        payloads: list[bytes] = []
+        try:
+            if timeout_s > 0.0:
+                payloads.append(inbox.get(timeout=timeout_s))
+            while True:
+                payloads.append(inbox.get_nowait())
+        except queue.Empty:
+            pass
+        payloads = [payload for payload in payloads if payload]
+        self._num_received += len(payloads)
+        return payloads
+
+    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
+        """See `PeerTransport.receive_or_wake`."""
+        return self.receive(timeout_s)
+
+    def fileno(self) -> int:
+        """See `PeerTransport.fileno`."""
+        if self._readable is None:
+            self._readable = WakePipe()
+            if not self._inbox.empty():
+                self._readable.signal()
+        return self._readable.fileno()
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._inbox.put(_WAKE)
+
+    def statistics(self) -> TransportStatistics:
+        """See `PeerTransport.statistics`."""
+        return TransportStatistics(sent=self._num_sent, received=self._num_received)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """See `PeerTransport.close`."""
+        self._is_closed = True
+        if self._readable is not None:
+            self._readable.close()

@@ -1,0 +1,93 @@
+"""How the workers of a cluster are made, by its launcher and again when one is lost.
+
+A worker that takes a lost one's place belongs to nobody: were it the coordinator's, it would die
+with it, and a coordinator may die at any time. It lives in the placement group, which ends with the
+launcher, or with the cluster where that is detached. Refuses to place anything outside the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.names import RAY_NAMESPACE, worker_name
+from actors.pickling import pickled, unpickled
+from kvcache.config import ClusterConfig
+
+
+@dataclass(frozen=True)
+class WorkerRecipe:
+    """What a cluster's workers are made from, beside its configuration.
+
+    `is_foreign`: they are the engine's own actors, which only the engine can make. `class_bytes`:
+    a pickled subclass of `WorkerActor`, empty for that class itself, so that the coordinator's
+    process can keep it without loading torch.
+    """
+
+    is_foreign: bool = False
+    class_bytes: bytes = b""
+
+    @classmethod
+    def of(cls, worker_class: type[Any] | None, *, is_foreign: bool) -> WorkerRecipe:
+        """Return the recipe for workers of a class, None for the usual one."""
+        class_bytes = b"" if worker_class is None else pickled(worker_class)
+        return cls(is_foreign, class_bytes)
+
+    def worker_class(self) -> type[Any]:
+        """Return the class; loads torch."""
+        from actors.worker import WorkerActor
+
+        if not self.class_bytes:
+            return WorkerActor
+        loaded: type[Any] = unpickled(self.class_bytes)
+        return loaded
+
+
+def make_worker(
+    config: ClusterConfig,
+    recipe: WorkerRecipe,
+    place: int,
+    group: PlacementGroup,
+    lifetime: Literal["detached"] | None,
+) -> Any:
+    """Return a new worker actor at `place`, in its stage's bundle; it may not run yet.
+
+    Raises ValueError when the name is taken.
+    """
+    from actors.worker import WORKER_CONCURRENCY_GROUPS
+
+    make_remote: Any = ray.remote
+    actor = make_remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)(recipe.worker_class())
+    stage = place // config.parallel.tensor_parallel_size
+    return actor.options(
+        name=worker_name(config.name, place),
+        namespace=RAY_NAMESPACE,
+        lifetime=lifetime,
+        max_restarts=0,
+        max_task_retries=0,
+        num_cpus=config.workers.num_cpus_per_rank,
+        num_gpus=config.workers.num_gpus_per_rank,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=stage
+        ),
+    ).remote(config, place)
+
+
+def begin_making_worker(
+    config: ClusterConfig, recipe: WorkerRecipe, place: int, group: PlacementGroup
+) -> Any:
+    """Have a process that may load torch make the worker that takes a lost one's place; return the
+    call, whose answer is the actor. Raises nothing."""
+    make_remote: Any = ray.remote
+    make = make_remote(num_cpus=0, max_retries=0)(_make_without_owner)
+    return make.remote(config, recipe, place, group)
+
+
+def _make_without_owner(
+    config: ClusterConfig, recipe: WorkerRecipe, place: int, group: PlacementGroup
+) -> Any:
+    return make_worker(config, recipe, place, group, "detached")

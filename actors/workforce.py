@@ -1,0 +1,212 @@
+"""The workers of a cluster, as launcher and coordinators know them.
+
+Between Ray, where workers are actors with names, and the coordinator, which knows ranks. Who serves
+which rank is written down in the cluster's small state, too: a coordinator that was restarted asks
+the workers themselves, and reads there what those cannot say that it does not reach.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from actors.health import describe_death
+from actors.names import RAY_NAMESPACE, worker_name
+from actors.pickling import pickled, unpickled
+from actors.reports import NodeAddress, WorkerReport
+from actors.state import RayRecordStore
+from kvcache.config import ClusterConfig, layer_specs
+from kvcache.errors import ClusterError, StartupError
+from kvcache.planner import Plan, RankMemory
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+
+_RECORD = "workforce"
+
+
+@dataclass(frozen=True)
+class Workforce:
+    """The workers of a cluster in rank order: actors, and what each of them reported.
+
+    An actor is None where nobody is known, a report's incarnation empty where it is not known.
+    `placement` is where ours are made, None for an engine's own.
+    """
+
+    plan: Plan
+    actors: tuple[Any, ...]
+    reports: tuple[WorkerReport, ...]
+    placement: PlacementGroup | None = None
+
+    def with_worker(self, rank: int, actor: Any, report: WorkerReport) -> Workforce:
+        """Return a copy in which `actor` serves `rank`."""
+        actors, reports = list(self.actors), list(self.reports)
+        actors[rank], reports[rank] = actor, report
+        return replace(self, actors=tuple(actors), reports=tuple(reports))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who serves which rank, as it was written down last."""
+
+    actors: tuple[Any, ...]
+    reports: tuple[WorkerReport, ...]
+    placement: PlacementGroup | None
+
+    def rank_at(self, place: int) -> int | None:
+        """Return the rank of the worker at `place`."""
+        places = [report.place for report in self.reports]
+        return places.index(place) if place in places else None
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a coordinator finds when it looks for its workers.
+
+    `workforce` is None while nobody says what the plan is. `lost`: the ranks that have no process
+    any more, and why; `is_hopeless`: that are all of them.
+    """
+
+    workforce: Workforce | None
+    lost: Mapping[int, str] = field(default_factory=dict)
+    is_hopeless: bool = False
+
+
+def save_roster(cluster: str, workforce: Workforce) -> None:
+    """Write down who serves which rank. Raises ClusterError when Ray does not take it."""
+    roster = Roster(workforce.actors, workforce.reports, workforce.placement)
+    RayRecordStore(cluster, _RECORD).save(pickled(roster))
+
+
+def load_roster(cluster: str) -> Roster | None:
+    """Return what was written down, None where that is nothing that can be read."""
+    try:
+        data = RayRecordStore(cluster, _RECORD).load()
+        roster = None if data is None else unpickled(data)
+    except Exception as error:  # whatever unpickling another release's record may raise
+        logger.warning("who serves %s cannot be read: %r", cluster, error)
+        return None
+    return roster if isinstance(roster, Roster) else None
+
+
+def find_workforce(config: ClusterConfig) -> Workforce:
+    """Return the cluster's workers, all of them, as their names and their own words have them.
+
+    Raises StartupError when one of them cannot be found or has no plan.
+    """
+    sighting = look_for_workforce(config)
+    for rank, cause in sighting.lost.items():
+        raise StartupError(f"rank {rank} of {config.name} does not answer: {cause}")
+    if sighting.workforce is None or not all(r.incarnation for r in sighting.workforce.reports):
+        raise StartupError(f"not all workers of {config.name} answer")
+    return sighting.workforce
+
+
+def look_for_workforce(config: ClusterConfig) -> Sighting:
+    """Ask all workers for the plan they obey; who does not answer in time counts as hanging."""
+    roster = load_roster(config.name)
+    answers = _ask_all(config, _candidates(config, roster))
+    told = {answer.rank: answer for answer in answers if answer.plan is not None}
+    seats: dict[int, _Answer] = dict(told)
+    for answer in answers:
+        if answer.plan is None:
+            seats[_rank_for(config, answer.place, roster, seats)] = answer
+    lost = {rank: seat.cause for rank, seat in sorted(seats.items()) if seat.cause}
+    is_hopeless = len(lost) == config.parallel.num_ranks
+    if not told:
+        return Sighting(None, lost, is_hopeless)
+    plan = next(answer.plan for answer in told.values() if answer.plan is not None)
+    ranks = range(config.parallel.num_ranks)
+    reports = tuple(
+        seats[rank].report or _known_report(config, roster, rank, seats[rank].place)
+        for rank in ranks
+    )
+    placement = None if roster is None else roster.placement
+    return Sighting(
+        Workforce(plan, tuple(seats[rank].actor for rank in ranks), reports, placement), lost
+    )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What became of asking one worker. `cause` says why there is no process, if there is none;
+    without plan and cause it hangs."""
+
+    place: int
+    actor: Any
+    rank: int = -1
+    plan: Plan | None = None
+    report: WorkerReport | None = None
+    cause: str = ""
+
+
+def _candidates(config: ClusterConfig, roster: Roster | None) -> dict[int, Any]:
+    """Return, by place, the actors that should be workers of the cluster; None for nobody."""
+    known = {} if roster is None else {r.place: a for r, a in _pairs(roster)}
+    found: dict[int, Any] = {}
+    for place in range(config.parallel.num_ranks):
+        try:
+            name = worker_name(config.name, place)
+            found[place] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+        except ValueError:
+            found[place] = known.get(place)
+    return found
+
+
+def _pairs(roster: Roster) -> list[tuple[WorkerReport, Any]]:
+    return list(zip(roster.reports, roster.actors, strict=True))
+
+
+def _ask_all(config: ClusterConfig, candidates: Mapping[int, Any]) -> list[_Answer]:
+    """Ask all workers at once; return what came of it, by place."""
+    calls = {p: a.kvcache_assignment.remote() for p, a in candidates.items() if a is not None}
+    if calls:
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_TIMEOUT_S)
+    answers = []
+    for place, actor in candidates.items():
+        if place not in calls:
+            answers.append(_Answer(place, None, cause="its actor is gone"))
+            continue
+        try:
+            rank, plan, report = ray.get(calls[place], timeout=0)
+            answers.append(_Answer(place, actor, rank, plan, report))
+        except ActorDiedError as error:
+            answers.append(_Answer(place, actor, cause=describe_death(error)))
+        except RayTaskError:
+            answers.append(_Answer(place, actor, cause="its new process has no plan yet"))
+        except RayError:
+            answers.append(_Answer(place, actor))
+    return answers
+
+
+def _rank_for(
+    config: ClusterConfig, place: int, roster: Roster | None, taken: Mapping[int, _Answer]
+) -> int:
+    """Return the rank of a place whose worker cannot say it: as written down, or one that is left
+    in its stage."""
+    rank = None if roster is None else roster.rank_at(place)
+    if rank is not None and rank not in taken:
+        return rank
+    width = config.parallel.tensor_parallel_size
+    first = place // width * width
+    free = [rank for rank in range(first, first + width) if rank not in taken]
+    if not free:
+        raise ClusterError(f"the worker at place {place} of {config.name} has no rank left")
+    return free[0]
+
+
+def _known_report(
+    config: ClusterConfig, roster: Roster | None, rank: int, place: int
+) -> WorkerReport:
+    """Return what is known of a rank whose worker does not answer."""
+    if roster is not None and roster.reports[rank].place == place:
+        return roster.reports[rank]
+    specs = layer_specs(config)[rank]
+    return WorkerReport(place, "", 0, NodeAddress("", "unknown"), (), specs, RankMemory(0))

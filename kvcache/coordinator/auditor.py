@@ -1,0 +1,89 @@
+"""Audits while the cluster runs: does every rank know of each block what the coordinator does?
+
+Beside the reign. An audit travels as the last command of a message, so that every rank compares
+its labels at the very point at which they were read here; it is reported like any other job. What
+differs is logged with the block's history and withdrawn everywhere, with all that was cached behind
+it: service goes on. Refuses to guess who is right: nobody is.
+
+    sealed contents ──Audit──▶ every rank ──JobReport──▶ wrong blocks ──▶ evicted, Unlabel
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from kvcache.commands import Audit, Command
+from kvcache.coordinator.job_book import EndedJob, JobBook
+from kvcache.coordinator.settings import AuditCounts, AuditSettings
+from kvcache.manager import KVCacheManager
+
+logger = logging.getLogger(__name__)
+
+AUDITED_BLOCKS = 4096
+"""Blocks compared by one audit of the mode `sample`; the next one goes on behind them."""
+
+
+@dataclass
+class Auditor:
+    """The audits of one epoch; one at a time is under way, of the mode `on` any number."""
+
+    settings: AuditSettings
+    manager: KVCacheManager
+    jobs: JobBook
+    now_s: float
+    counts: AuditCounts = field(default_factory=AuditCounts)
+    _under_way: set[int] = field(default_factory=set)
+    _next_block: int = 0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a message should be sent for an audit if there is no other one."""
+        is_time = now_s - self.now_s >= self.settings.interval_s
+        return self.settings.mode == "sample" and is_time and not self._under_way
+
+    def audit(self, now_s: float) -> tuple[Command, ...]:
+        """Return what to add to a message whose other commands have been taken: all that the
+        coordinator knows is in them. Empty when no audit is due.
+
+        Raises InvariantError where the coordinator's own books do not add up.
+        """
+        if self.settings.mode == "off" or (
+            self.settings.mode == "sample" and not self.is_due(now_s)
+        ):
+            return ()
+        self.now_s = now_s
+        num_blocks = self.manager.statistics().core.num_blocks
+        first, end = 0, num_blocks
+        if self.settings.mode == "sample":
+            first = self._next_block
+            end = min(end, first + AUDITED_BLOCKS)
+            self._next_block = end if end < num_blocks else 0
+        else:
+            self.manager.check()
+        contents = self.manager.sealed_contents().between(first, end)
+        job_id = self.jobs.open("", 0)
+        self._under_way.add(job_id)
+        return (Audit(job_id, first, end, contents.block_ids, contents.groups, contents.digests),)
+
+    def on_ended(self, job: EndedJob) -> bool:
+        """Take the reports of all ranks; say whether it was an audit.
+
+        What was found wrong is for the caller to withdraw.
+        """
+        if job.job_id not in self._under_way:
+            return False
+        self._under_way.discard(job.job_id)
+        self.counts.num_audits += 1
+        if job.block_ids:
+            finding = "; ".join(
+                f"rank {failure.rank}: {failure.detail}" for failure in job.failures
+            )
+            self.counts.num_wrong_blocks += len(job.block_ids)
+            self.counts.last_finding = finding
+            logger.error(
+                "an audit found %d blocks of which ranks know something else: they are withdrawn\n"
+                "%s",
+                len(job.block_ids),
+                finding,
+            )
+        return True

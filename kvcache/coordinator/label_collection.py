@@ -1,0 +1,203 @@
+"""What all ranks hold, asked of them when a new epoch begins.
+
+Between fencing, when every rank has granted the epoch and nothing of an older one runs any more,
+and the reign, whose manager is rebuilt from the labels. Each rank is asked piece by piece; what is
+not answered is asked again. Refuses to repair anything: where a rank speaks of other bytes than the
+plan, or cannot be understood, the epoch begins cold.
+
+    CollectLabels(0) ──▶ rank ──LabelReport 0..n──▶ CollectLabels(n) ──▶ ... ──▶ label sets of all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvcache.errors import KVCacheError, MalformedMessageError, VersionMismatchError
+from kvcache.labels import LabelSet, join_label_sets
+from kvcache.messages import CollectLabels, LabelReport, Outgoing, WorkerAddress
+
+
+@dataclass(frozen=True)
+class ExpectedLabels:
+    """What the labels of every rank must be about, or they are not used.
+
+    `layout_fingerprints` are by rank; an empty one is not compared. A layout says what the bytes of
+    a block mean: model, hash algorithm and seed, groups, and where the rank stands.
+    """
+
+    model_epoch: int
+    layout_fingerprints: tuple[str, ...] = ()
+
+    def layout_of(self, rank: int) -> str:
+        """Return the fingerprint that a rank must have, empty if any will do."""
+        return self.layout_fingerprints[rank] if rank < len(self.layout_fingerprints) else ""
+
+
+@dataclass
+class _Rank:
+    """How far one rank has told its labels."""
+
+    next_block: int = 0
+    num_blocks: int | None = None
+    asked_s: float = 0.0
+    since_s: float = 0.0
+    pieces: list[LabelSet] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_blocks is not None and self.next_block >= self.num_blocks
+
+
+class LabelCollection:
+    """The labels of all ranks in one epoch, as they arrive.
+
+    `problem` is empty, or says why they cannot be used; then nothing more is asked.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        expected: ExpectedLabels,
+        nonce: str,
+        epoch: int,
+        *,
+        resend_s: float,
+    ) -> None:
+        """Know nothing of any rank yet."""
+        self._expected = expected
+        self._nonce = nonce
+        self._epoch = epoch
+        self._resend_s = resend_s
+        self._ranks = {rank: _Rank() for rank in range(num_ranks)}
+        self._client_steps: dict[str, list[int]] = {}
+        self.highest_model_epoch = 0
+        self.problem = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to ask."""
+        return bool(self.problem) or all(rank.is_complete for rank in self._ranks.values())
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """The clients of whom some rank has applied a step and that were not given up since."""
+        return frozenset(self._client_steps)
+
+    def applied_steps(self) -> dict[str, int]:
+        """Return, by client, up to which of its steps every rank has applied all."""
+        num_ranks = len(self._ranks)
+        known = self._client_steps.items()
+        return {client: min(steps) for client, steps in known if len(steps) == num_ranks}
+
+    def begin(self, now_s: float) -> list[Outgoing]:
+        """Ask every rank."""
+        for rank in self._ranks.values():
+            rank.since_s = now_s
+        return [self._ask(rank, now_s) for rank in self._ranks]
+
+    def on_report(self, report: LabelReport, now_s: float) -> list[Outgoing]:
+        """Take a piece of the rank and epoch it says, which the caller has checked; ask for the
+        next one. A piece that was not asked for, like a repeat, changes nothing."""
+        rank = self._ranks[report.rank]
+        self.highest_model_epoch = max(self.highest_model_epoch, report.model_epoch)
+        if self.is_over or report.first_block != rank.next_block or rank.is_complete:
+            return []
+        try:
+            piece = self._read(report)
+        except (MalformedMessageError, VersionMismatchError) as error:
+            self.problem = str(error)
+            return []
+        if report.first_block == 0:
+            for client in report.client_steps:
+                self._client_steps.setdefault(client.client_id, []).append(client.step)
+        rank.pieces.append(piece)
+        rank.num_blocks, rank.next_block = report.num_blocks, report.end_block
+        rank.since_s = now_s
+        return [] if rank.is_complete else [self._ask(report.rank, now_s)]
+
+    def on_tick(self, now_s: float) -> list[Outgoing]:
+        """Ask again whoever has not answered for a while."""
+        return [
+            self._ask(rank, now_s)
+            for rank, state in self._ranks.items()
+            if not state.is_complete and now_s - state.asked_s >= self._resend_s
+        ]
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not told everything."""
+        return [rank for rank, state in self._ranks.items() if not state.is_complete]
+
+    def problem_at(self, now_s: float, silence_s: float) -> str:
+        """Say which ranks have told nothing new for longer than `silence_s`; empty if none."""
+        silent = {rank: now_s - self._ranks[rank].since_s for rank in self.missing()}
+        return "; ".join(
+            f"rank {rank} has not told its labels for {silent_s:.1f} s"
+            for rank, silent_s in silent.items()
+            if silent_s > silence_s
+        )
+
+    def settle_model_epoch(self) -> int:
+        """Return the model epoch that holds where none was saved: the first one if no rank holds
+        anything. Otherwise that may be of weights that are loaded no more, and is not used."""
+        pieces = [piece for rank in self._ranks.values() for piece in rank.pieces]
+        if not self.highest_model_epoch and not any(len(p.labels.block_ids) for p in pieces):
+            return 0
+        self.problem = "no state was saved, so that it is not known which weights are loaded"
+        return self.highest_model_epoch + 1
+
+    def label_sets(self) -> list[LabelSet]:
+        """Return the labels of all ranks, in order; empty where they cannot be used."""
+        if self.problem or not self.is_over:
+            return []
+        try:
+            return [join_label_sets(rank.pieces) for rank in self._ranks.values()]
+        except KVCacheError as error:
+            self.problem = str(error)
+            return []
+
+    def _ask(self, rank: int, now_s: float) -> Outgoing:
+        state = self._ranks[rank]
+        state.asked_s = now_s
+        message = CollectLabels(self._nonce, self._epoch, state.next_block)
+        return Outgoing((WorkerAddress(rank),), message)
+
+    def _read(self, report: LabelReport) -> LabelSet:
+        """Return the labels of a piece; raises ProtocolError where they mean something else."""
+        expected = self._expected
+        layout = expected.layout_of(report.rank)
+        known = [rank.num_blocks for rank in self._ranks.values() if rank.num_blocks is not None]
+        for what, found, wanted in (
+            ("model epoch", report.model_epoch, expected.model_epoch),
+            ("layout", report.layout_fingerprint, layout or report.layout_fingerprint),
+            ("number of blocks", report.num_blocks, known[0] if known else report.num_blocks),
+        ):
+            if found != wanted:
+                raise MalformedMessageError(
+                    f"labels of rank {report.rank} are about other bytes: their {what} is {found}, "
+                    f"{wanted} was expected"
+                )
+        if not report.first_block < report.end_block <= report.num_blocks:
+            raise MalformedMessageError(
+                f"labels of rank {report.rank} for blocks {report.first_block} to "
+                f"{report.end_block} of {report.num_blocks}"
+            )
+        labels = report.labels
+        piece = LabelSet(
+            report.version,
+            report.rank,
+            report.epoch,
+            0,
+            report.layout_fingerprint,
+            report.digest_bytes,
+            labels,
+            report.checksums,
+        )
+        ids = labels.block_ids
+        if len(ids) and not report.first_block <= int(ids.min()) <= int(ids.max()) < (
+            report.end_block
+        ):
+            raise MalformedMessageError(
+                f"labels of rank {report.rank} for blocks {int(ids.min())} to {int(ids.max())}, "
+                f"asked were {report.first_block} to {report.end_block - 1}"
+            )
+        return piece

@@ -1,0 +1,77 @@
+"""The clients of the epoch before: whose first step is waited for before anything is taken.
+
+After a warm start nobody holds anything: what running requests had is cached like everything else.
+Until the clients that ran steps before are back, or a deadline has passed, no step is executed, so
+that none of them takes blocks that another one comes back for. Then the hits of all requests that
+they bring with their first steps are held, and let go step by step as these are executed. Refuses
+to wait for ever.
+
+    attach ──▶ first step: all running requests as new ones, with all their tokens so far
+                 └── every expected client, or the deadline ──▶ hold all hits ──▶ execute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.serving import StepServer
+from kvcache.step import StepRequest
+
+
+class Reattachment:
+    """Who is waited for at the beginning of one epoch, and what is held for them."""
+
+    def __init__(
+        self, clients: Clients, server: StepServer, expected: Iterable[str], give_up_s: float
+    ) -> None:
+        """Wait for the `expected` clients until `give_up_s`, a time of the coordinator's clock."""
+        self._clients = clients
+        self._server = server
+        self._expected = set(expected)
+        self._give_up_s = give_up_s
+        self._is_waiting = bool(self._expected)
+        self._first_steps: dict[str, int] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no step may be executed yet."""
+        return self._is_waiting
+
+    def missing(self) -> list[str]:
+        """Return the clients that are waited for."""
+        return sorted(name for name in self._expected if not self._is_back(name))
+
+    def look(self, now_s: float) -> bool:
+        """Say whether steps may be executed; hold what their first ones hit when waiting ends."""
+        if not self._is_waiting:
+            return True
+        if now_s < self._give_up_s and self.missing():
+            return False
+        self._is_waiting = False
+        self._expected.clear()
+        for ledger in self._clients.attached():
+            first = ledger.receiver.ready_step
+            if isinstance(first, StepRequest) and first.new:
+                self._server.hold(ledger.client_id, first.new)
+                self._first_steps[ledger.client_id] = first.step
+        return True
+
+    def on_executed(self, client_id: str, step: int) -> None:
+        """Let go of what was held for a client's first step: its requests have their blocks now."""
+        if self._first_steps and step >= self._first_steps.get(client_id, step + 1):
+            del self._first_steps[client_id]
+            self._server.let_go(client_id)
+
+    def forget(self, client_id: str) -> None:
+        """A client has gone: wait for it no longer, hold nothing for it."""
+        self._expected.discard(client_id)
+        if self._first_steps.pop(client_id, None) is not None:
+            self._server.let_go(client_id)
+
+    def _is_back(self, client_id: str) -> bool:
+        """Whether a client has said what it wants, if only that it is idle."""
+        ledger = self._clients.get(client_id)
+        return ledger is not None and (
+            ledger.receiver.ready_step is not None or ledger.has_acknowledged
+        )

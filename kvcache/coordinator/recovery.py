@@ -1,0 +1,54 @@
+"""The manager of a new epoch: rebuilt from what the ranks hold, or empty where that is no use.
+
+Between the collected labels and the reign. Warm is what every rank agrees on; whatever does not fit
+is dropped, and where nothing can be used the epoch begins cold, which is always right. Refuses to
+guess, and to fail: a rebuild that does not work out is a cold start with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcache.coordinator.label_collection import LabelCollection
+from kvcache.errors import KVCacheError
+from kvcache.manager import KVCacheManager
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How an epoch began. `num_labels` is the most that one rank brought; `reason` is empty, or
+    says why nothing was kept."""
+
+    num_kept_blocks: int = 0
+    num_labels: int = 0
+    reason: str = ""
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the ranks have to forget everything."""
+        return bool(self.reason)
+
+
+def recover(
+    make_manager: Callable[[int], KVCacheManager], model_epoch: int, collection: LabelCollection
+) -> tuple[KVCacheManager, Recovery]:
+    """Return the manager with which an epoch begins, and how much of the cache it has."""
+    manager = make_manager(model_epoch)
+    label_sets = collection.label_sets()
+    num_labels = max((len(labels.labels.block_ids) for labels in label_sets), default=0)
+    reason = collection.problem
+    if not reason and not num_labels:
+        return manager, Recovery(reason="no rank holds anything")
+    if not reason:
+        try:
+            num_kept = manager.restore(label_sets)
+            return manager, Recovery(num_kept, num_labels)
+        except KVCacheError as error:
+            reason = f"the labels could not be put together: {error}"
+            manager = make_manager(model_epoch)
+    logger.warning("the epoch begins cold: %s", reason)
+    return manager, Recovery(0, num_labels, reason)

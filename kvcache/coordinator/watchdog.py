@@ -1,0 +1,136 @@
+"""What a coordinator waits for, since when, and what has waited for too long.
+
+Beside the coordinator: reads its books whenever somebody looks, in the thread that owns it, and
+changes nothing. Most books do not say since when, so the watchdog remembers when it saw each thing
+first; an age is right to within the time between two looks. Refuses to do anything about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvcache.coordinator.coordinator import Coordinator
+from kvcache.coordinator.phase import Phase
+from kvcache.coordinator.reign import Reign
+
+
+@dataclass(frozen=True)
+class WatchLimits:
+    """How long something may be waited for, in seconds, before it is stuck: a rank's word, the
+    clients of the epoch before, a step that could be executed, the end of a forward."""
+
+    rank_s: float
+    client_s: float
+    step_s: float
+    forward_s: float
+
+
+@dataclass(frozen=True)
+class PendingWork:
+    """Something that is waited for. `kind` is one word, `what` says the rest, `age_s` since when;
+    it is stuck when that is more than `limit_s`."""
+
+    kind: str
+    what: str
+    age_s: float
+    limit_s: float
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has been waited for longer than anybody meant to."""
+        return self.age_s > self.limit_s
+
+
+class Watchdog:
+    """Looks at one coordinator again and again."""
+
+    def __init__(self, limits: WatchLimits) -> None:
+        """Have seen nothing yet."""
+        self._limits = limits
+        self._seen_s: dict[tuple[str, str], float] = {}
+
+    def look(self, coordinator: Coordinator, now_s: float) -> tuple[PendingWork, ...]:
+        """Return everything that is waited for now, the oldest first. `now_s` is by the clock of
+        the coordinator."""
+        pending = []
+        seen_s: dict[tuple[str, str], float] = {}
+        for kind, what, limit_s, known_s in self._waits(coordinator):
+            since_s = known_s
+            if since_s is None:
+                since_s = seen_s[kind, what] = self._seen_s.get((kind, what), now_s)
+            pending.append(PendingWork(kind, what, max(0.0, now_s - since_s), limit_s))
+        self._seen_s = seen_s
+        return tuple(sorted(pending, key=lambda work: -work.age_s))
+
+    def _waits(self, coordinator: Coordinator) -> Iterator[tuple[str, str, float, float | None]]:
+        """Yield kind, words, limit, and since when where a book says so."""
+        limits, epoch = self._limits, coordinator.epoch
+        if coordinator.phase is Phase.FENCING:
+            served = signs_of_life(coordinator)
+            for rank in coordinator.missing_ranks():
+                why = "has not granted" if rank in served else "has no process to grant"
+                yield "grant", f"rank {rank} {why} epoch {epoch}", limits.rank_s, None
+        if coordinator.phase is Phase.RUNNING:
+            for rank, (_, heard_s) in signs_of_life(coordinator).items():
+                yield "silence", f"rank {rank} has not been heard of", limits.rank_s, heard_s
+        collection, reign = coordinator._collection, coordinator._reign
+        if collection is not None:
+            for rank in collection.missing():
+                what = f"rank {rank} has not told its labels in epoch {epoch}"
+                yield "labels", what, limits.rank_s, collection._ranks[rank].since_s
+        if reign is not None:
+            yield from self._waits_of(reign, coordinator)
+
+    def _waits_of(
+        self, reign: Reign, coordinator: Coordinator
+    ) -> Iterator[tuple[str, str, float, float | None]]:
+        """Yield what a running epoch waits for."""
+        limits = self._limits
+        if reign.reattachment.is_waiting:
+            for client in reign.reattachment.missing():
+                yield "client", f"client {client} has not come back", limits.client_s, None
+        for job_id, job in coordinator._jobs._open.items():
+            ranks = set(range(coordinator.settings.num_ranks)) - job.reported
+            what = (
+                f"the forward of step {job.step} of {job.client_id} (job {job_id}) has not ended "
+                f"on {_ranks(ranks)}"
+            )
+            yield "forward", what, limits.forward_s, None
+        window = reign.window
+        if len(window):
+            seq = window.applied_by_all + 1
+            behind = {
+                r for r in range(coordinator.settings.num_ranks) if window.applied_by(r) < seq
+            }
+            what = f"message {coordinator.epoch}:{seq} is not applied by {_ranks(behind)}"
+            yield "message", what, limits.rank_s, None
+        for ledger in coordinator._clients.leaving():
+            what = f"client {ledger.client_id} is not fenced on every rank"
+            yield "fence", what, limits.rank_s, None
+        for ledger in coordinator._clients.attached():
+            receiver = ledger.receiver
+            if receiver.ready_step is not None:
+                what = f"step {receiver.next_step} of {ledger.client_id} has not been executed"
+                yield "step", what, limits.step_s, None
+            elif receiver._buffered:
+                what = (
+                    f"step {receiver.next_step} of {ledger.client_id} has not arrived, "
+                    "but later ones have"
+                )
+                yield "step", what, limits.step_s, None
+
+
+def signs_of_life(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
+    """Return, by rank, which process serves it and when that was heard last, by the coordinator's
+    clock. Ranks that nobody serves are left out."""
+    members = coordinator._members._members
+    return {
+        rank: (member.incarnation, member.heard_s)
+        for rank, member in members.items()
+        if member.incarnation is not None
+    }
+
+
+def _ranks(ranks: set[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))}"

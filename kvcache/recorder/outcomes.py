@@ -1,0 +1,169 @@
+"""What came of an operation, short enough to be written down each time: a digest of each part.
+
+Made when recording and again when replaying, where equal digests mean equal parts, and different
+ones name the part: a field of the answer, or one of the commands. Refuses values that have no
+obvious bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from hashlib import sha256
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from kvcache.commands import Command
+from kvcache.errors import InvariantError
+from kvcache.manager import KVCacheManager
+from kvcache.messages import CallResult
+from kvcache.step import StepResult
+from kvcache.step_delivery import StepAnswer
+
+Digests = tuple[tuple[str, int], ...]
+"""The parts of something in order, by name."""
+
+_IDENTITY = ("client_id", "step", "epoch", "seq")
+_ANSWER_PARTS: Mapping[type[Any], tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind) if field.name not in _IDENTITY)
+    for kind in (StepResult, CallResult)
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one operation: digests of the answer's fields that are not empty, and of the
+    commands in order; or the error it ended with."""
+
+    answer: Digests = ()
+    commands: Digests = ()
+    error: str = ""
+
+    def difference(self, other: Outcome) -> str:
+        """Say how `other` differs from this one, empty if it does not."""
+        if self.error != other.error:
+            return f"{_ending(other.error)}, recorded: {_ending(self.error)}"
+        answer, others = dict(self.answer), dict(other.answer)
+        names = [name for name in answer | others if answer.get(name) != others.get(name)]
+        if names:
+            return f"the answer has another {' and another '.join(names)}"
+        for index, (mine, its) in enumerate(zip(self.commands, other.commands, strict=False)):
+            if mine[0] != its[0]:
+                return f"command {index} is {its[0]}, recorded: {mine[0]}"
+            if mine != its:
+                return f"command {index}, {mine[0]}, has other contents"
+        if len(self.commands) != len(other.commands):
+            return f"{len(other.commands)} commands, recorded: {len(self.commands)}"
+        return ""
+
+
+def outcome_of(answer: StepAnswer, commands: Sequence[Command]) -> Outcome:
+    """Return the digests of an answer and its commands; who asked, and when, is no part of it."""
+    parts = []
+    for name in _ANSWER_PARTS[type(answer)]:
+        value = getattr(answer, name)
+        if not _is_empty(value):
+            parts.append((name, digest_of(value)))
+    return Outcome(tuple(parts), digests_of_commands(commands))
+
+
+def digests_of_commands(commands: Sequence[Command]) -> Digests:
+    """Return the digest of each command, under the name of its kind."""
+    return tuple((type(command).__name__, digest_of(command)) for command in commands)
+
+
+def outcome_of_error(error: Exception) -> Outcome:
+    """Return what to write down of an operation that raised."""
+    return Outcome(error=f"{type(error).__name__}: {error}")
+
+
+def digest_of(value: object) -> int:
+    """Return 64 bits over a value. Fast, not safe against an adversary."""
+    hasher = xxhash.xxh3_64()
+    _fold(hasher, value)
+    digest: int = hasher.intdigest()
+    return digest
+
+
+def digests_of_state(manager: KVCacheManager) -> dict[str, str]:
+    """Return hex digests over all of a manager's books by part, the core's parts by their own."""
+    parts: dict[str, object] = {}
+    for name, value in manager.dump_state().items():
+        if name == "core" and isinstance(value, dict):
+            parts |= {f"core.{key}": part for key, part in value.items()}
+        else:
+            parts[name] = value
+    return {name: _state_digest(part) for name, part in sorted(parts.items())}
+
+
+def digest_of_digests(digests: Mapping[str, str]) -> str:
+    """Return one hex digest for all parts."""
+    return sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+
+def _state_digest(value: object) -> str:
+    hasher = sha256()
+    _fold(hasher, value)
+    return hasher.hexdigest()
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def _fold(hasher: _Hasher, value: Any) -> None:
+    """Add a value: a letter for its kind, its length where it has one, and what it holds."""
+    kind = type(value)
+    if kind is np.ndarray:
+        if value.dtype.kind not in "biu":
+            raise InvariantError(f"an array of {value.dtype} has no digest: make it numbers first")
+        data = value.astype("<i8" if value.dtype.itemsize == 8 else "<i4", copy=False).tobytes()
+        hasher.update(b"a%d:" % len(data) + data)
+    elif kind is bytes:
+        hasher.update(b"b%d:" % len(value) + value)
+    elif kind is str:
+        text = value.encode(errors="surrogatepass")
+        hasher.update(b"s%d:" % len(text) + text)
+    elif kind is bool or value is None:
+        hasher.update(b"n%d" % (2 if value is None else value))
+    elif kind is int:
+        hasher.update(b"i%d;" % value)
+    elif kind is float:
+        hasher.update(b"f" + value.hex().encode() + b";")
+    elif kind in (tuple, list):
+        _fold_items(hasher, b"l", value)
+    elif kind in (set, frozenset):
+        _fold_items(hasher, b"t", sorted(value, key=repr))
+    elif kind is dict:
+        items = sorted(value.items(), key=_key)
+        _fold_items(hasher, b"d", [part for item in items for part in item])
+    elif isinstance(value, np.generic):
+        _fold(hasher, value.item())
+    elif is_dataclass(value):
+        _fold_items(hasher, b"c", [getattr(value, field.name) for field in fields(value)])
+    else:
+        raise InvariantError(f"{kind.__name__} has no digest: make it plain values first")
+
+
+def _fold_items(hasher: _Hasher, letter: bytes, values: Sequence[Any]) -> None:
+    hasher.update(letter + b"%d:" % len(values))
+    if values and all(type(value) is int for value in values):
+        hasher.update(",".join(map(str, values)).encode() + b";")
+        return
+    for value in values:
+        _fold(hasher, value)
+
+
+def _key(item: tuple[Any, Any]) -> tuple[str, Any]:
+    return type(item[0]).__name__, item[0] if isinstance(item[0], int | str | bytes) else repr(item)
+
+
+def _is_empty(value: Any) -> bool:
+    size = getattr(value, "slots", value)
+    return isinstance(size, np.ndarray | tuple | str | bytes) and len(size) == 0
+
+
+def _ending(error: str) -> str:
+    return error or "no error"

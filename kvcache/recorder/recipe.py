@@ -1,0 +1,74 @@
+"""What a manager is made from, as plain values: enough to make the same one elsewhere.
+
+In the first record of every segment, and where a coordinator's own managers come from. Refuses
+values that no manager can be made from, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvcache.clock import Clock
+from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.hashing import DEFAULT_HASH_SEED
+from kvcache.manager import KVCacheManager
+from kvcache.specs import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class ManagerRecipe:
+    """The settings of a coordinator's manager, all but its epoch; `KVCacheManager` explains each.
+
+    `kv_cache_config` is the plan with the groups of the whole model.
+    """
+
+    kv_cache_config: KVCacheConfig
+    max_model_len: int
+    enable_caching: bool = True
+    caching_hash_algo: str = "sha256"
+    use_eagle: bool = False
+    log_stats: bool = False
+    enable_kv_cache_events: bool = False
+    watermark: float = 0.0
+    eviction_policy: str = "lru"
+    core: str = "extents"
+    max_num_seqs: int = 256
+    max_pin_share: float = 0.5
+    hash_seed: str = DEFAULT_HASH_SEED
+    merge_duplicates: bool = False
+
+    def make(self, clock: Clock, model_epoch: int = 0) -> KVCacheManager:
+        """Return a manager with an empty cache, which keeps commands for workers.
+
+        Raises:
+            ConfigurationError: a value cannot be meant.
+        """
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return KVCacheManager(**settings, clock=clock, has_workers=True, model_epoch=model_epoch)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for a record."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "kv_cache_config": self.kv_cache_config.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: object) -> ManagerRecipe:
+        """Return what `to_dict` made `data` from; raises MalformedMessageError."""
+        known = {field.name: field for field in fields(cls)}
+        if not isinstance(data, dict) or set(data) != set(known):
+            names = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
+            raise MalformedMessageError(f"no settings of a manager: {names}")
+        plain = _PLAIN_TYPES
+        for name, value in data.items():
+            if name != "kv_cache_config" and type(value) is not plain[known[name].type]:
+                raise MalformedMessageError(f"{name} of a manager is {value!r}")
+        try:
+            config = KVCacheConfig.from_dict(data["kv_cache_config"])
+        except ConfigurationError as error:
+            raise MalformedMessageError(f"no plan of a manager: {error}") from error
+        return cls(**{**data, "kv_cache_config": config})
+
+
+_PLAIN_TYPES: dict[Any, type[Any]] = {"int": int, "bool": bool, "str": str, "float": float}
+"""By what a field's annotation says."""

@@ -1,0 +1,90 @@
+"""What looking after workers is made of, without Ray: silence, patience, what fits, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.health import SilenceWatch
+from actors.process_ending import end_local_process
+from actors.process_start import started_ticks
+from actors.replacement import LONGEST_PAUSE_S, STABLE_S, Patience, patience_for, require_fit
+from actors.reports import NodeAddress, WorkerReport
+from kvcache.config import layer_specs
+from kvcache.errors import NotEnoughMemoryError, PlanMismatchError
+from kvcache.planner import RankMemory
+from kvcache.planner.cluster import plan_cluster
+
+
+def test_a_process_is_silent_since_it_was_heard_last() -> None:
+    watch = SilenceWatch(look_s=1.0)
+    assert watch.look({0: ("p", 5.0), 1: ("q", 5.0)}, 10.0) == {0: 0.0, 1: 0.0}
+    assert watch.look({0: ("p", 5.0), 1: ("q", 10.9)}, 11.0) == {0: 1.0, 1: 0.0}
+    assert watch.look({0: ("p", 5.0), 1: ("q", 10.9)}, 12.0) == {0: 2.0, 1: 1.0}
+    assert watch.look({0: ("another", 5.0)}, 13.0) == {0: 0.0}
+    assert watch.look({}, 14.0) == {}
+
+
+def test_a_listener_that_stood_still_itself_takes_nobody_for_silent() -> None:
+    watch = SilenceWatch(look_s=1.0)
+    watch.look({0: ("p", 5.0)}, 10.0)
+    assert watch.look({0: ("p", 5.0)}, 1000.0) == {0: 2.0}
+
+
+def test_processes_that_die_again_and_again_are_made_ever_more_slowly_and_not_for_ever(
+    make_config: Any,
+) -> None:
+    config = make_config(deadlines={"replacement_s": 100.0})
+    assert patience_for(config, None, 50.0) == Patience(0.0, 150.0)
+    delays = []
+    before: Any = SimpleNamespace(patience=Patience(0.0, 150.0), ended_s=50.0)
+    for _ in range(10):
+        before = SimpleNamespace(patience=patience_for(config, before, 51.0), ended_s=50.0)
+        delays.append(before.patience.delay_s)
+        assert before.patience.give_up_s == 150.0
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_PAUSE_S] * 4]
+    now_s = 50.0 + STABLE_S
+    assert patience_for(config, before, now_s) == Patience(0.0, now_s + 100.0)
+
+
+def test_a_process_fits_when_it_keeps_the_same_and_has_the_memory(make_config: Any) -> None:
+    config = make_config()
+    plan, specs = plan_cluster(config), layer_specs(config)[1]
+    needed = plan.configs[1].total_size_bytes
+    node = NodeAddress("n", "10.0.0.7")
+    report = WorkerReport(1, "p", 7, node, (), specs, RankMemory(0), free_bytes=needed)
+    require_fit(plan, 1, report, specs)
+    with pytest.raises(NotEnoughMemoryError) as small:
+        require_fit(plan, 1, replace(report, free_bytes=needed - 1), specs)
+    assert str(small.value) == (
+        f"the plan needs {needed} bytes on rank 1, {needed - 1} are available on 10.0.0.7: free "
+        "memory there, or stop the cluster and launch it again, which plans anew"
+    )
+    fewer = {name: spec for name, spec in specs.items() if name != "layers.3"}
+    with pytest.raises(PlanMismatchError, match=r"its layer layers\.3 keeps None, the plan was"):
+        require_fit(plan, 1, replace(report, specs=fewer), specs)
+
+
+def test_a_stopped_process_is_ended_and_one_that_started_later_under_its_id_is_not() -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        ticks = started_ticks(process.pid)
+        assert ticks > started_ticks(os.getpid())
+        assert end_local_process(process.pid, ticks + 1) == ""
+        process.stdin.write(b"alive\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"alive\n"
+        process.send_signal(signal.SIGSTOP)
+        assert end_local_process(process.pid, ticks) == ""
+        assert process.wait(30) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.communicate()
+    assert end_local_process(process.pid, ticks) == ""

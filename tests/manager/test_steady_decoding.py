@@ -1,0 +1,98 @@
+"""Steps of decoding that differ in nothing but tokens: what is known from the last one holds on."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.errors import RequestError
+from kvcache.manager import KVCacheManager
+from kvcache.step import EMPTY_RUNNING
+from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
+from tests.manager.steps import Engine, new, row
+
+NUM_LONG_STEPS = 700  # more than rows hold back before their requests are brought up to date
+
+
+def tokens_of(manager: KVCacheManager, request_id: str) -> list[int]:
+    request = manager.get_request(request_id)
+    assert request is not None
+    tokens: list[int] = request.all_token_ids.tolist()
+    return tokens
+
+
+def test_tokens_of_many_equal_steps_all_arrive() -> None:
+    manager = make_manager(Shape("long", FULL.groups, 2000), num_blocks=1000)
+    engine = Engine(manager)
+    engine.step(new=(new("a", [1] * 5), new("b", [2] * 7)))
+    for i in range(NUM_LONG_STEPS):
+        result = manager.step(engine.request(row(0, [i % 50]), row(1, [i % 70])))
+        engine.next_step += 1
+        assert result.running_scheduled.tolist() == [1, 1]
+        if i % 40 == 0:
+            manager.step(engine.request(completed_step=engine.next_step - 1))
+            engine.next_step += 1
+    manager.check()
+    assert tokens_of(manager, "a") == [1] * 5 + [i % 50 for i in range(NUM_LONG_STEPS)]
+    assert tokens_of(manager, "b") == [2] * 7 + [i % 70 for i in range(NUM_LONG_STEPS)]
+
+
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
+def test_the_model_length_ends_equal_steps_where_it_ends_others(shape: Shape) -> None:
+    manager = make_manager(shape, num_blocks=200)
+    engine = Engine(manager)
+    engine.step(new=(new("a", [1] * 70), new("b", [2] * 5)))
+    for i in range(10):
+        engine.step(row(0, [i]), row(1, [i]), completed_step=engine.next_step - 1)
+    with pytest.raises(RequestError) as raised:
+        engine.step(row(0, [1]), row(1, [1]))
+    assert str(raised.value) == (
+        "step 12 of engine#1: slot 0 has num_new_tokens 1: the model takes 80 tokens, schedule "
+        "fewer"
+    )
+    assert len(tokens_of(manager, "b")) == 15
+    engine.step(row(1, [1]), finished=("a",))
+
+
+def test_equal_steps_are_checked_anew_after_a_failure_took_rows_back() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("a", [1] * 5),))
+    engine.step(row(0, [7], num_new=3, num_draft=2), completed_step=1)
+    engine.step(row(0, [7], rejected=2), completed_step=2)
+    for _ in range(4):
+        engine.step(row(0, [7]))
+    engine.step(failed_step=3, running=EMPTY_RUNNING)  # 8 computed, the drafts of step 2 included
+    assert tokens_of(manager, "a") == [1] * 5 + [7]
+    with pytest.raises(RequestError) as raised:
+        engine.step(row(0, [7]))
+    assert str(raised.value) == (
+        "step 9 of engine#1: slot 0 would have 9 computed tokens, but has 7 tokens: append the "
+        "tokens first, or schedule fewer"
+    )
+    engine.step(row(0, [9], rejected=2))
+    assert tokens_of(manager, "a") == [1] * 5 + [7, 9]
+
+
+def test_a_negative_token_is_refused_in_a_step_like_the_last() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("a", [1] * 5),))
+    engine.step(row(0, [7]))
+    engine.step(row(0, [7]))
+    with pytest.raises(RequestError) as raised:
+        engine.step(row(0, [-7]))
+    assert str(raised.value) == (
+        "step 4 of engine#1: running.token_ids[0] is -7: token ids are not negative"
+    )
+    assert tokens_of(manager, "a") == [1] * 5 + [7, 7]
+
+
+def test_rows_that_change_places_take_their_tokens_along() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("a", [1] * 5), new("b", [2] * 5)))
+    for i in range(6):
+        rows = [row(0, [3]), row(1, [4])]
+        engine.step(*(rows if i % 2 else rows[::-1]))
+    assert tokens_of(manager, "a") == [1] * 5 + [3] * 6
+    assert tokens_of(manager, "b") == [2] * 5 + [4] * 6

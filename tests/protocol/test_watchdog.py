@@ -1,0 +1,93 @@
+"""What a coordinator waits for, and since when."""
+
+from __future__ import annotations
+
+from kvcache.coordinator.watchdog import PendingWork, Watchdog, WatchLimits, signs_of_life
+from kvcache.messages import CollectLabels, Granted, JobReport
+from tests.protocol.test_coordinator import Bench, new, only
+
+LIMITS = WatchLimits(rank_s=10.0, client_s=5.0, step_s=30.0, forward_s=20.0)
+
+
+def look(watchdog: Watchdog, bench: Bench) -> dict[str, PendingWork]:
+    return {work.what: work for work in watchdog.look(bench.coordinator, bench.clock.now())}
+
+
+def test_a_running_cluster_waits_for_nothing_but_the_next_sign_of_life() -> None:
+    bench, watchdog = Bench().run(), Watchdog(LIMITS)
+    assert look(watchdog, bench) == {
+        f"rank {rank} has not been heard of": PendingWork(
+            "silence", f"rank {rank} has not been heard of", 0.0, 10.0
+        )
+        for rank in (0, 1)
+    }
+    bench.clock.advance(10.5)
+    bench.applied(0, 1)
+    pending = watchdog.look(bench.coordinator, bench.clock.now())
+    assert [(work.what, work.age_s, work.is_stuck) for work in pending] == [
+        ("rank 1 has not been heard of", 10.5, True),
+        ("rank 0 has not been heard of", 0.0, False),
+    ]
+
+
+def test_a_grant_is_waited_for_since_it_was_first_seen() -> None:
+    bench, watchdog = Bench(), Watchdog(LIMITS)
+    bench.coordinator.start()
+    bench.hello(0)
+    assert set(look(watchdog, bench)) == {
+        "rank 0 has not granted epoch 1",
+        "rank 1 has no process to grant epoch 1",
+    }
+    bench.clock.advance(11.0)
+    late = look(watchdog, bench)
+    assert {work.age_s for work in late.values()} == {11.0}
+    assert all(work.is_stuck for work in late.values())
+    bench.hello(1)
+    assert not look(watchdog, bench)["rank 1 has not granted epoch 1"].is_stuck
+    assert signs_of_life(bench.coordinator) == {
+        0: ("p", 0.0 + bench.clock.now() - 11.0),
+        1: ("q", bench.clock.now()),
+    }
+
+
+def test_labels_that_a_rank_does_not_tell_are_named() -> None:
+    bench, watchdog = Bench(), Watchdog(LIMITS)
+    bench.coordinator.start()
+    for rank in (0, 1):
+        bench.hello(rank)
+    bench.coordinator.on_worker_message(0, Granted("n", "p", 0, 1))
+    asked = bench.coordinator.on_worker_message(1, Granted("n", "q", 1, 1))
+    assert len(only(asked, CollectLabels)) == 2
+    bench.labels(0)
+    bench.clock.advance(10.5)
+    work = look(watchdog, bench)["rank 1 has not told its labels in epoch 1"]
+    assert (work.age_s, work.limit_s, work.is_stuck) == (10.5, 10.0, True)
+
+
+def test_messages_and_forwards_name_the_ranks_that_are_behind() -> None:
+    bench, watchdog = Bench(is_content_checking=True).run(), Watchdog(LIMITS)
+    bench.step(1, new=(new("r"),))
+    bench.applied(0, 2)
+    bench.finished(0, JobReport(1, True, "", 0))
+    message = "message 1:2 is not applied by rank 1"
+    forward = "the forward of step 1 of c (job 1) has not ended on rank 1"
+    assert {message, forward} <= set(look(watchdog, bench))
+    bench.clock.advance(15.0)
+    pending = look(watchdog, bench)
+    assert (pending[message].is_stuck, pending[forward].is_stuck) == (True, False)
+    bench.applied(1, 2)
+    bench.finished(1, JobReport(1, True, "", 0))
+    assert not {message, forward} & set(look(watchdog, bench))
+
+
+def test_steps_that_wait_for_room_or_for_one_before_them_are_named() -> None:
+    bench, watchdog = Bench(max_unacknowledged=1).run(), Watchdog(LIMITS)
+    bench.step(1)
+    bench.step(2)
+    assert "step 2 of c has not been executed" in look(watchdog, bench)
+    bench.attach("d")
+    bench.step(3, client_id="d")
+    missing = "step 1 of d has not arrived, but later ones have"
+    assert missing in look(watchdog, bench)
+    bench.clock.advance(31.0)
+    assert look(watchdog, bench)[missing].is_stuck

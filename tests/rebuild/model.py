@@ -1,0 +1,187 @@
+"""What a rebuild must keep and what hits then: dicts, one label at a time, nothing clever.
+
+Shares no code with the cores. A content is named by group, namespace and digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from kvcache.blocks.extra_keys import parse_extra_keys
+from kvcache.blocks.prefix_table import namespace_name
+from kvcache.hashing import BlockHash, get_hash_fn, hash_block_tokens
+from kvcache.labels import BlockLabel, LabelSet
+from kvcache.request import Request
+from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from tests.managers.core_builders import NONE_HASH
+from tests.managers.core_model import ModelGroup
+
+HASH_FN = get_hash_fn("sha256")
+
+Name = tuple[int, bytes, bytes]
+"""Group, namespace, digest."""
+
+Unit = tuple[bytes, bytes]
+"""Namespace, digest."""
+
+
+def group_of(spec: KVCacheSpec) -> ModelGroup:
+    """Return what the slow model knows of a group."""
+    size = spec.block_size
+    if isinstance(spec, SlidingWindowSpec):
+        return ModelGroup(size, window=spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return ModelGroup(size, chunk=spec.attention_chunk_size)
+    if isinstance(spec, MambaSpec):
+        return ModelGroup(size, states=spec.mamba_cache_mode)
+    return ModelGroup(size, is_cross=not spec.can_prefix_cache)
+
+
+def agreed(label_sets: Sequence[LabelSet]) -> list[BlockLabel]:
+    """Return the labels that every rank has, in order of blocks."""
+    first, *others = [{label.block_id: label for label in each} for each in label_sets]
+    return [
+        label
+        for _, label in sorted(first.items())
+        if all(_content(other.get(label.block_id)) == _content(label) for other in others)
+    ]
+
+
+def _content(label: BlockLabel | None) -> object:
+    if label is None:
+        return None
+    keys = label.namespace, label.extra_keys, label.group
+    return keys, label.digest, label.parent_digest, label.token_ids
+
+
+@dataclass
+class RebuildModel:
+    """A plan. `kept` of a core's name are the blocks that a rebuild keeps, by content."""
+
+    specs: Sequence[KVCacheSpec]
+    use_eagle: bool = False
+
+    def __post_init__(self) -> None:
+        self.groups = [group_of(spec) for spec in self.specs]
+        self.unit = gcd(*(group.block_size for group in self.groups))
+        self.step = lcm(*(group.block_size for group in self.groups))
+        self.can_hit = all(spec.can_prefix_cache for spec in self.specs)
+
+    def kept(self, label_sets: Sequence[LabelSet], core: str) -> dict[Name, int]:
+        """Return what a core keeps of the labels of all ranks."""
+        if not self.can_hit:
+            return {}
+        labels: dict[Name, BlockLabel] = {}
+        for label in agreed(label_sets):
+            labels.setdefault((label.group, label.namespace, label.digest), label)
+        chosen = self._in_tables(labels) if core == "blocks" else self._in_tree(labels)
+        return {name: labels[name].block_id for name in chosen}
+
+    def _in_tables(self, labels: dict[Name, BlockLabel]) -> set[Name]:
+        """In ordered groups no block without the one before it."""
+        chosen = set(labels)
+        while True:
+            orphans = {
+                name
+                for name in chosen
+                if self.groups[name[0]].is_ordered
+                and labels[name].parent_digest != NONE_HASH
+                and (name[0], name[1], labels[name].parent_digest) not in chosen
+            }
+            if not orphans:
+                return chosen
+            chosen -= orphans
+
+    def _in_tree(self, labels: dict[Name, BlockLabel]) -> set[Name]:
+        """Only what stands at units that are whole, and whole before."""
+        parents = self._units(labels)
+        ordered = [i for i, group in enumerate(self.groups) if group.is_ordered]
+        depths: dict[Unit, int] = {}
+        grown = True
+        while grown:
+            grown = False
+            for unit, parent in parents.items():
+                name, digest = unit
+                if unit in depths or not (parent == NONE_HASH or (name, parent) in depths):
+                    continue
+                depth = depths.get((name, parent), 0) + 1
+                ends = [g for g in ordered if depth * self.unit % self.groups[g].block_size == 0]
+                if all((g, name, digest) in labels for g in ends):
+                    depths[unit] = depth
+                    grown = True
+        chosen = {name for name in labels if name[1:] in depths}
+        if not ordered:
+            return chosen
+        useful: set[Unit] = set()
+        for number, *last in chosen:
+            unit = last[0], last[1]
+            if number not in ordered:
+                continue
+            while unit[1] != NONE_HASH:
+                useful.add(unit)
+                unit = unit[0], parents[unit]
+        return {name for name in chosen if name[1:] in useful}
+
+    def _units(self, labels: dict[Name, BlockLabel]) -> dict[Unit, bytes]:
+        """Return the digest before every unit that can be known from labels."""
+        ordered = [group for group in self.groups if group.is_ordered]
+        has_short = any(group.block_size == self.unit for group in ordered)
+        units: dict[Unit, bytes] = {}
+        for (number, name, digest), label in labels.items():
+            group = self.groups[number]
+            is_short = group.block_size == self.unit
+            if is_short and (group.is_ordered or not has_short):
+                units[name, digest] = label.parent_digest
+            elif not is_short and not has_short and (group.is_ordered or not ordered):
+                units.update(self._cut(name, label))
+        return units
+
+    def _cut(self, name: bytes, label: BlockLabel) -> dict[Unit, bytes]:
+        """Return the units of a long block; those that images overlap cannot be told."""
+        keys = parse_extra_keys(label.extra_keys) or ()
+        if any(key[0] == "mm" for key in keys):
+            return {}
+        units: dict[Unit, bytes] = {}
+        parent = BlockHash(label.parent_digest)
+        for start in range(0, len(label.token_ids), self.unit):
+            own = tuple(key for key in keys if key[0] == "lora" or start == 0)
+            tokens = label.token_ids[start : start + self.unit]
+            digest = hash_block_tokens(HASH_FN, parent, tokens, own)
+            units[name, digest] = parent
+            parent = digest
+        return units
+
+    def hit(self, request: Request, kept: dict[Name, int]) -> list[list[int]]:
+        """Return the tables that a request starts from; 0 where nothing is needed."""
+        length = (request.num_tokens - 1) // self.step * self.step
+        while length > 0:
+            tables = self._hit_at(request, kept, length)
+            if tables is not None:
+                return tables
+            length -= self.step
+        return [[] for _ in self.groups]
+
+    def _hit_at(
+        self, request: Request, kept: dict[Name, int], length: int
+    ) -> list[list[int]] | None:
+        extra = self.step if self.use_eagle else 0
+        namespace, digests = namespace_name(request.namespace), request.block_hashes
+        tables = []
+        for number, group in enumerate(self.groups):
+            size = group.block_size
+            first = max(0, group.first_needed(length) - (extra // size if group.window else 0))
+            table = [0] * first
+            for end in range((first + 1) * size, length + 1, size):
+                block = kept.get((number, namespace, digests[end // self.unit - 1]))
+                if block is None:
+                    return None
+                table.append(block)
+            tables.append(table[: (length - extra) // size])
+        return tables

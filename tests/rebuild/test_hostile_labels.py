@@ -1,0 +1,203 @@
+"""Labels that all ranks agree on and that cannot be right: cores drop them, without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import cbor2
+import pytest
+
+from kvcache.blocks.prefix_table import namespace_name
+from kvcache.commands import Unlabel
+from kvcache.core import Core
+from kvcache.hashing import get_hash_fn, hash_block_tokens
+from kvcache.labels import BlockLabel, LabelSet
+from kvcache.request import LoRARequest, Request
+from kvcache.request_content import Namespace
+from kvcache.specs import KVCacheSpec
+from tests.extents.builders import make_core as make_extent_core
+from tests.managers.core_builders import NONE_HASH, full, make_request, window
+from tests.managers.core_builders import make_core as make_block_core
+from tests.rebuild.ranks import packed
+
+HASH_FN = get_hash_fn("sha256")
+CORES: dict[str, Callable[..., Core]] = {"blocks": make_block_core, "extents": make_extent_core}
+
+each_core = pytest.mark.parametrize("make_core", CORES.values(), ids=CORES)
+
+NO_NAMESPACE = namespace_name(Namespace(0, None, None, None))
+
+
+def label_of(
+    block_id: int,
+    parent: bytes,
+    tokens: Sequence[int],
+    *,
+    group: int = 0,
+    namespace: bytes = NO_NAMESPACE,
+    extra_keys: bytes = b"",
+) -> BlockLabel:
+    """Return a label whose digest is that of its parent and tokens."""
+    digest = hash_block_tokens(HASH_FN, type(NONE_HASH)(parent), list(tokens))
+    return BlockLabel(block_id, group, -1, digest, parent, tuple(tokens), namespace, extra_keys)
+
+
+def chain_of(*block_ids: int) -> list[BlockLabel]:
+    """Return the labels of a prompt of ones, twos, threes, ... in these blocks."""
+    labels: list[BlockLabel] = []
+    for number, block_id in enumerate(block_ids, 1):
+        parent = labels[-1].digest if labels else NONE_HASH
+        labels.append(label_of(block_id, parent, [number] * 4))
+    return labels
+
+
+def prompt(num_blocks: int, **options: Any) -> Request:
+    tokens = [number for number in range(1, num_blocks + 1) for _ in range(4)]
+    return make_request("probe", [*tokens, 9], **options)
+
+
+def restored(
+    make_core: Callable[..., Core], labels: Sequence[BlockLabel] | LabelSet, *specs: KVCacheSpec
+) -> tuple[Core, int, list[int]]:
+    """Return a core rebuilt from what two ranks say, blocks kept, and labels withdrawn."""
+    core = make_core(20, *specs)
+    label_set = labels if isinstance(labels, LabelSet) else packed(labels)
+    num_kept = core.restore([label_set, label_set])
+    core.check()
+    assert core.num_free_blocks() == 19
+    withdrawn: list[int] = []
+    for command in core.take_commands():
+        assert isinstance(command, Unlabel)
+        withdrawn += command.block_ids.tolist()
+    return core, num_kept, withdrawn
+
+
+SPOILT: dict[str, Callable[[BlockLabel], BlockLabel]] = {
+    "a group that is not there": lambda one: replace(one, group=1),
+    "a group below zero": lambda one: replace(one, group=-1),
+    "too few tokens": lambda one: replace(one, token_ids=one.token_ids[:3]),
+    "too many tokens": lambda one: replace(one, token_ids=one.token_ids * 2),
+    "no tokens": lambda one: replace(one, token_ids=()),
+    "a token below zero": lambda one: replace(one, token_ids=(1, 1, -1, 1)),
+    "an unknown parent": lambda one: replace(one, parent_digest=bytes(32)),
+    "itself as its parent": lambda one: replace(one, parent_digest=one.digest),
+    "the digest of no block": lambda one: replace(one, digest=NONE_HASH),
+    "an unreadable namespace": lambda one: replace(one, namespace=b"\xff"),
+    "no namespace": lambda one: replace(one, namespace=cbor2.dumps([0, None])),
+    "an adapter in its namespace only": lambda one: replace(
+        one, namespace=namespace_name(Namespace(0, '["a", "b"]', None, None))
+    ),
+    "an adapter in its keys only": lambda one: replace(
+        one, extra_keys=cbor2.dumps([["lora", "a", "b"]])
+    ),
+    "half an adapter": lambda one: replace(one, extra_keys=cbor2.dumps([["lora", "a"]])),
+    "a nameless adapter": lambda one: replace(one, extra_keys=cbor2.dumps([["lora", "", "b"]])),
+    "the salt of another": lambda one: replace(one, extra_keys=cbor2.dumps([["cache_salt", "s"]])),
+    "unreadable keys": lambda one: replace(one, extra_keys=b"\xff"),
+    "the same namespace spelt differently": lambda one: replace(
+        one, namespace=b"\x9f\x00\xf6\xf6\xf6\xff"
+    ),
+}
+
+
+@each_core
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_label_that_cannot_be_right_takes_along_what_continues_it(
+    name: str, make_core: Callable[..., Core]
+) -> None:
+    first, second, third = chain_of(5, 6, 7)
+    labels = [first, SPOILT[name](second), third]
+    core, num_kept, withdrawn = restored(make_core, labels)
+    assert (num_kept, withdrawn) == (1, [6, 7])
+    assert core.look_up(prompt(3)).num_tokens == 4
+
+
+@each_core
+def test_labels_of_blocks_that_are_not_there_are_passed_over(
+    make_core: Callable[..., Core],
+) -> None:
+    first, second = chain_of(5, 6)
+    strays = [replace(label, block_id=b) for b in (-1, 0, 20, 2**31 - 1) for label in (second,)]
+    core, num_kept, withdrawn = restored(make_core, [*strays, first])
+    assert (num_kept, withdrawn) == (1, [])
+    core, num_kept, withdrawn = restored(make_core, [*strays, first, second])
+    assert (num_kept, withdrawn) == (2, [])
+    assert core.look_up(prompt(2)).num_tokens == 8
+
+
+@each_core
+def test_digests_of_another_length_are_worth_nothing(make_core: Callable[..., Core]) -> None:
+    label = replace(chain_of(5)[0], digest=bytes(16), parent_digest=bytes(16))
+    assert restored(make_core, packed([label], 16))[1:] == (0, [5])
+    core = make_core(20)
+    assert core.restore([packed([label], 16), packed(chain_of(5))]) == 0
+    core.check()
+
+
+@each_core
+def test_blocks_that_go_round_in_a_circle_have_no_beginning(make_core: Callable[..., Core]) -> None:
+    first, second, third = chain_of(5, 6, 7)
+    labels = [
+        first,
+        replace(second, parent_digest=b"b" * 32, digest=b"a" * 32),
+        replace(third, parent_digest=b"a" * 32, digest=b"b" * 32),
+    ]
+    for specs in ((full(),), (window(9),)):
+        _, num_kept, withdrawn = restored(make_core, labels, *specs)
+        assert (num_kept, withdrawn) == (1, [6, 7])
+
+
+@each_core
+def test_of_equal_contents_the_first_block_stays(make_core: Callable[..., Core]) -> None:
+    labels = [*chain_of(8, 3), *chain_of(5, 6)]
+    core, num_kept, withdrawn = restored(make_core, labels)
+    assert (num_kept, withdrawn) == (2, [6, 8])
+    assert [ids.tolist() for ids in core.look_up(prompt(2)).block_ids] == [[5, 3]]
+
+
+@each_core
+def test_a_namespace_keeps_its_adapter_and_its_salt(make_core: Callable[..., Core]) -> None:
+    request = prompt(2, lora=LoRARequest("a", "b"), cache_salt="s")
+    name, digests = namespace_name(request.namespace), request.block_hashes
+    adapter, salt = ["lora", "a", "b"], ["cache_salt", "s"]
+    keys = [cbor2.dumps([adapter, salt]), cbor2.dumps([adapter])]
+    labels = [
+        BlockLabel(5, 0, -1, digests[0], NONE_HASH, (1,) * 4, name, keys[0]),
+        BlockLabel(6, 0, -1, digests[1], digests[0], (2,) * 4, name, keys[1]),
+    ]
+    core, num_kept, _ = restored(make_core, labels)
+    assert num_kept == 2
+    assert core.look_up(prompt(2, lora=LoRARequest("a", "b"), cache_salt="s")).num_tokens == 8
+    assert core.look_up(prompt(2)).num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda one: replace(one, token_ids=(7, 7, 7, 7)),
+        lambda one: replace(one, parent_digest=NONE_HASH),
+        lambda one: replace(one, extra_keys=cbor2.dumps([["mm", "cat", 0]])),
+    ],
+    ids=["tokens", "parent", "keys"],
+)
+def test_a_block_beside_a_unit_that_says_otherwise_is_none_of_it(
+    spoil: Callable[[BlockLabel], BlockLabel],
+) -> None:
+    labels = chain_of(1, 2, 3)
+    beside = [replace(one, block_id=one.block_id + 10, group=1) for one in labels]
+    core, num_kept, withdrawn = restored(
+        make_extent_core, [*labels, beside[0], spoil(beside[1]), beside[2]], full(), window(5)
+    )
+    assert (num_kept, withdrawn) == (5, [12])
+    assert [ids.tolist() for ids in core.look_up(prompt(3)).block_ids] == [[1, 2, 3], [0, 0, 13]]
+
+
+@each_core
+def test_nothing_is_kept_of_no_ranks_or_no_labels(make_core: Callable[..., Core]) -> None:
+    core = make_core(20)
+    assert core.restore([]) == 0
+    assert core.restore([packed([])]) == 0
+    assert core.take_commands() == []
+    core.check()

@@ -1,0 +1,56 @@
+"""Random work, damaged labels, rebuilds: what is kept and what hits is what a slow model says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.agreement.configurations import (
+    CONFIGURATIONS,
+    EVERYTHING,
+    Configuration,
+    Family,
+    Operation,
+)
+from tests.managers.core_builders import full, mamba, window
+from tests.rebuild.walk import REST, RebuildWalk
+
+NO_IMAGES = EVERYTHING - {Operation.IMAGES}
+
+COARSE = (
+    Configuration("coarse full", (full(8), window(9)), NO_IMAGES),
+    Configuration("coarse full, images", (full(8), window(9))),
+    Configuration("no block of one unit", (full(12), full(8)), NO_IMAGES),
+    Configuration("coarse full, coarse window", (full(12), window(9, 8)), NO_IMAGES),
+    Configuration("coarse full, states", (full(8), mamba(block_size=16), window(5)), NO_IMAGES),
+    Configuration("two windows", (window(6), window(13))),
+)
+"""Plans without an ordered group whose blocks are one unit long."""
+
+FAMILIES = (Family.EXACT, Family.DUPLICATES_PRESSURE)
+EVERY_WALK = [(c, family) for c in (*CONFIGURATIONS, *COARSE) for family in FAMILIES]
+IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
+CORES = ["blocks", "extents"]
+
+LONG_SEEDS, LONG_OPERATIONS = 3, 6 * REST
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
+def test_a_rebuild_keeps_what_all_ranks_agree_on(
+    configuration: Configuration, family: Family, core: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = RebuildWalk(configuration, family, 2, core, monkeypatch)
+    walk.go(REST)
+    assert bool(walk.num_kept) == configuration.can_hit
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
+def test_long_walks_are_rebuilt_again_and_again(
+    configuration: Configuration, family: Family, core: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(100, 100 + LONG_SEEDS):
+        print(f"seed {seed}")
+        with monkeypatch.context() as patch:
+            RebuildWalk(configuration, family, seed, core, patch).go(LONG_OPERATIONS)

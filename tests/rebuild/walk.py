@@ -1,0 +1,222 @@
+"""Random work on one core, its ranks' labels damaged, and both cores rebuilt from what is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvcache.blocks.outbox import EventLog
+from kvcache.blocks.prefix_table import namespace_name
+from kvcache.commands import Command
+from kvcache.core import AllBlocksCleared, BlocksStored, Core, Reservation
+from kvcache.extents.extent_core import ExtentCore
+from kvcache.hashing import get_request_block_hasher
+from kvcache.labels import BlockLabel
+from kvcache.managers.block_core import BlockCore
+from kvcache.request import Request
+from tests.agreement.configurations import Configuration, Family, Operation
+from tests.agreement.content import Origin
+from tests.agreement.walk import Walk
+from tests.managers.core_builders import NONE_HASH, plan
+from tests.rebuild.model import HASH_FN, Name, RebuildModel
+from tests.rebuild.ranks import Ranks
+
+CORES = ("blocks", "extents")
+NUM_RANKS = 3
+
+REST = 18
+"""Operations between rebuilds."""
+
+
+class RebuildWalk:
+    """Walks of the agreement suite on one core, interrupted by rebuilds of both."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        family: Family,
+        seed: int,
+        core: str,
+        patch: pytest.MonkeyPatch,
+    ) -> None:
+        self.rng = random.Random(f"{configuration.name} {family.name} {seed} {core}")
+        self.configuration = configuration
+        self.walk = Walk(configuration, family, seed, [core])
+        self.manager = self.walk.sides[0].manager
+        self.model = RebuildModel(configuration.specs, configuration.use_eagle)
+        self.num_blocks = self.manager.statistics().core.num_blocks + 1
+        longest = max(spec.block_size for spec in configuration.specs)
+        self.ranks = Ranks(NUM_RANKS, self.num_blocks, longest)
+        self.seen: dict[tuple[Origin, tuple[int, ...]], None] = {}
+        self.num_kept = self.num_dropped = self.num_hits = 0
+        take_commands = self.manager.take_commands
+
+        def tapped() -> list[Command]:
+            commands = take_commands()
+            self.ranks.obey(commands)
+            return list(commands)
+
+        patch.setattr(self.manager, "take_commands", tapped)
+
+    def go(self, num_operations: int) -> None:
+        """Work, and rebuild now and then."""
+        for number in range(num_operations):
+            self.walk.operate()
+            for request in self.walk.engine.live.values():
+                self.seen[request.origin, tuple(request.tokens)] = None
+            self.seen.update(dict.fromkeys(self.walk.prompts.library))
+            if number % REST == REST - 1:
+                self.rebuild()
+
+    def rebuild(self) -> None:
+        """Rebuild both cores, from what ranks agree on wholly, and from what they do not."""
+        for num_damaged in (0, self.rng.randint(1, 12)):
+            damaged = self.ranks.copy()
+            damaged.damage(self.rng, num_damaged)
+            self.compare_orders(damaged)
+            for core in CORES:
+                ranks = damaged.copy()
+                labels = list(ranks.collect()[0])
+                kept = self.restored(core, ranks)
+                if self.walk.sides[0].core == core == "extents" and not num_damaged:
+                    self.require_all(labels, kept)
+
+    def require_all(self, labels: Sequence[BlockLabel], kept: dict[Name, int]) -> None:
+        """Where ranks agree, the fast core keeps all that was sealed and can be of use."""
+        if self.is_complete:
+            assert len(kept) == len(labels) == self.manager.statistics().core.num_sealed_blocks
+        elif Operation.IMAGES not in self.configuration.operations:
+            groups = self.model.groups
+            assert sum(groups[name[0]].is_ordered for name in kept) == sum(
+                groups[label.group].is_ordered for label in labels
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every unit is told of by a label that stays as long as anything behind it."""
+        return not self.model.can_hit or any(
+            spec.reads_whole_prefix and spec.block_size == self.model.unit
+            for spec in self.configuration.specs
+        )
+
+    def compare_orders(self, ranks: Ranks) -> None:
+        """Cores that keep the same blocks evict them in the same order, heads after tails."""
+        orders = []
+        for core in CORES:
+            some, _ = self.make_core(core)
+            some.restore(ranks.collect())
+            orders.append(eviction_order(some))
+        if self.is_complete and set(orders[0]) == set(orders[1]):
+            assert orders[0] == orders[1]
+
+    def restored(self, core: str, ranks: Ranks) -> dict[Name, int]:
+        """Rebuild a core, compare it with the model, work on, and rebuild it once more."""
+        some, log = self.make_core(core)
+        kept = self.compare(some, core, log, ranks)
+        self.work(some, ranks)
+        again, log = self.make_core(core)
+        num_sealed = some.statistics().num_sealed_blocks
+        kept_again = self.compare(again, core, log, ranks)
+        if core == "extents" and self.is_complete:
+            assert len(kept_again) == num_sealed
+        return kept
+
+    def compare(self, some: Core, core: str, log: EventLog, ranks: Ranks) -> dict[Name, int]:
+        """Rebuild an empty core; everything that can be seen must be as the model says."""
+        label_sets = ranks.collect()
+        kept = self.model.kept(label_sets, core)
+        labelled = {b for each in label_sets for b in each.labels.block_ids.tolist()}
+        assert some.restore(label_sets) == len(kept)
+        some.check()
+        ranks.obey(some.take_commands())
+        for table in ranks.tables:
+            left = table.collect(0, 1, 1, "layout").labels.block_ids.tolist()
+            assert sorted(left) == sorted(kept.values())
+        statistics = some.statistics()
+        assert statistics.num_sealed_blocks == statistics.num_cached_blocks == len(kept)
+        assert some.num_free_blocks() == self.num_blocks - 1
+        self.compare_events(log, kept)
+        for request in self.requests():
+            expected = self.model.hit(request, kept)
+            assert [ids.tolist() for ids in some.look_up(request).block_ids] == expected
+            self.num_hits += any(expected)
+        self.num_kept += len(kept)
+        self.num_dropped += len(labelled) - len(kept)
+        return kept
+
+    def compare_events(self, log: EventLog, kept: dict[Name, int]) -> None:
+        """Listeners are told: cleared, then all there is, parents first."""
+        cleared, *stored = log.take()
+        assert cleared == AllBlocksCleared()
+        told: set[Name] = set()
+        for event in stored:
+            assert isinstance(event, BlocksStored)
+            name = namespace_name(event.namespace)
+            is_ordered = self.model.groups[event.group].is_ordered
+            parent = NONE_HASH if event.parent_digest is None else event.parent_digest
+            assert not is_ordered or parent == NONE_HASH or (event.group, name, parent) in told
+            assert len(event.token_ids) == len(event.digests) * event.block_size
+            told.update((event.group, name, digest) for digest in event.digests)
+        assert told == set(kept)
+
+    def work(self, some: Core, ranks: Ranks) -> None:
+        """Serve some sequences again, in steps of which the last ones are not complete."""
+        running: list[Request] = []
+        for step, request in enumerate(self.requests()):
+            some.open_step("engine", step)
+            hit = some.look_up(request)
+            end = request.num_tokens
+            wanted = self.rng.choice([end, max(hit.num_tokens, end - 3)])
+            reservation = Reservation(hit.num_tokens, wanted, wanted)
+            if some.reserve(request, reservation, hit) is not None:
+                running.append(request)
+            while running and self.rng.random() < 0.6:
+                some.free(running.pop(self.rng.randrange(len(running))))
+            if step > 2:
+                some.complete_steps("engine", step - 2)
+            some.close_step()
+            ranks.obey(some.take_commands())
+        some.check()
+
+    def make_core(self, core: str) -> tuple[Core, EventLog]:
+        """Return an empty core, and what listens to it."""
+        configuration, log = self.configuration, EventLog()
+        config = plan(self.num_blocks, *configuration.specs)
+        options: dict[str, Any] = {
+            "none_hash": NONE_HASH,
+            "enable_caching": configuration.enable_caching,
+            "use_eagle": configuration.use_eagle,
+            "events": log,
+            "publish_all_groups": True,
+        }
+        if core == "blocks":
+            return BlockCore(config, **options), log
+        return ExtentCore(config, hash_fn=HASH_FN, **options), log
+
+    def requests(self) -> Sequence[Request]:
+        """Return requests for some of the sequences seen, cut anywhere."""
+        found = []
+        chosen = self.rng.sample(list(self.seen), min(12, len(self.seen)))
+        for number, (origin, tokens) in enumerate(chosen):
+            end = self.rng.choice([len(tokens), self.rng.randint(1, len(tokens))])
+            while origin.crosses_image(end):
+                end -= 1
+            request = origin.cut(end).request(
+                f"again {number}", tokens[:end], self.manager.model_epoch
+            )
+            request.attach_block_hasher(get_request_block_hasher(self.model.unit, HASH_FN))
+            found.append(request)
+        return found
+
+
+def eviction_order(core: Core) -> list[int]:
+    """Return the cached blocks of a core that nobody uses, the next victim first."""
+    if isinstance(core, BlockCore):
+        order = core.pool.get_all_free_blocks()
+        return order[len(order) - core.pool.contents.num_cached :]
+    entries = core.dump_state()["order"]
+    assert isinstance(entries, list)
+    return [b for entry in entries for b in (entry if isinstance(entry, list) else [entry])]
