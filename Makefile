@@ -15,7 +15,7 @@ JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-long test-launches test-multinode test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-long test-launches test-faults test-multinode test-fast check format bench bench-smoke bench-peer clean
 
 setup: $(STAMP)
 
@@ -29,13 +29,16 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long'
-	$(BIN)/python -m pytest tests -m ray
+	$(BIN)/python -m pytest tests -m 'ray and not faults'
 
 test-long: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m long
 
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
+
+test-faults: setup
+	$(BIN)/python -m pytest tests -m faults
 
 test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode

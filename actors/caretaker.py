@@ -31,7 +31,13 @@ from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import OBEYED
-from kvcache.coordinator.watchdog import PendingWork, Watchdog, WatchLimits, signs_of_life
+from kvcache.coordinator.watchdog import (
+    PendingWork,
+    Watchdog,
+    WatchLimits,
+    signs_of_life,
+    signs_of_progress,
+)
 from kvcache.errors import ClusterError, KVCacheError, RequestError, StartupError
 from kvcache.messages import Outgoing
 
@@ -203,6 +209,10 @@ class Caretaker:
             waiting = [r for r in self._replacements.values() if r.needs_memory and not r.is_over]
             return max(1, len(waiting))
 
+    def rules(self) -> bool:
+        """See `Site`."""
+        return not self._closed.is_set() and self._rules()
+
     def install(self, rank: int, actor: Any, report: WorkerReport) -> None:
         """See `Site`."""
         if self._closed.is_set() or not self._rules():
@@ -288,8 +298,8 @@ class Caretaker:
         return "" if self.config.deadlines.replacement_s else "none, deadlines.replacement_s is 0"
 
     def _rules(self) -> bool:
-        """Whether no other coordinator has taken a higher epoch. Where that cannot be seen, none
-        has."""
+        """Whether the cluster is still there, and no other coordinator has taken a higher epoch.
+        Where that cannot be seen, none has."""
         coordinator, store = self._link.coordinator, RayStateStore(self.config.name)
         for _ in range(RULE_LOOKS):
             if coordinator.phase not in OBEYED:
@@ -299,7 +309,9 @@ class Caretaker:
             except KVCacheError as error:
                 logger.warning("it cannot be seen who rules %s: %s", self.config.name, error)
                 return True
-            if state is None or state.epoch <= coordinator.epoch:
+            if state is None:
+                return False  # its state went with the cluster: somebody is stopping it
+            if state.epoch <= coordinator.epoch:
                 return True
             # It may be taking an epoch just now, which is saved before it counts.
             self._closed.wait(PROOF_POLL_S)
@@ -319,7 +331,7 @@ class Caretaker:
     def _look(self, now_s: float) -> tuple[dict[int, tuple[str, float]], tuple[PendingWork, ...]]:
         """Return who was heard when, and what is waited for. In the loop's thread."""
         coordinator = self._link.coordinator
-        return signs_of_life(coordinator), self._watchdog.look(coordinator, now_s)
+        return signs_of_progress(coordinator), self._watchdog.look(coordinator, now_s)
 
     def _end_silent(
         self, heard: Mapping[int, tuple[str, float]], silent: Mapping[int, float]

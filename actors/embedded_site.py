@@ -20,6 +20,7 @@ from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, 
 from actors.process_identity import is_process_alive
 from actors.reports import ClusterStatus, RankStatus, WorkerReport
 from actors.shutdown import ClusterParts, take_down
+from actors.state import RayStateStore
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
@@ -73,6 +74,7 @@ class EmbeddedSite:
     def stop(self) -> None:
         """End the workers; nothing of the cluster is left when this returns. The process with the
         coordinator, if it lives, gets errors. Actors of an engine's own are left as they are."""
+        RayStateStore(self.name).clear()  # first: or lost workers would be replaced meanwhile
         parts = ClusterParts(self.name, self.config.deadlines.shutdown_s)
         parts.process_ids = tuple(worker.report.process_id for worker in self._ask_workers())
         parts.find_workers(self.config.parallel.num_ranks)

@@ -9,6 +9,7 @@ Knows nothing of Ray; the actor methods that pass the cluster's calls on are in 
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -35,6 +36,8 @@ from kvcache.specs import KVCacheSpec
 from kvcache.wire import decode, encode
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.worker import KVCacheWorker
+
+logger = logging.getLogger(__name__)
 
 TO_WORKER = get_args(ToWorker)
 
@@ -137,6 +140,7 @@ class EmbeddedWorker:
             repeat_interval_s=config.transport.resend_s,
             heartbeat_interval_s=config.transport.heartbeat_s,
             max_buffered=4 * config.transport.window,
+            max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
         )
         poll = None if self._is_threaded else self._poll_for_forward
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll)
@@ -286,4 +290,7 @@ class EmbeddedWorker:
 
 def _send(transport: PeerTransport, messages: Sequence[Message]) -> None:
     for message in messages:
-        transport.send(encode(message))
+        try:
+            transport.send(encode(message))
+        except ProtocolError as error:
+            logger.error("not sent to the coordinator: %s", error)

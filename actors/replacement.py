@@ -62,6 +62,9 @@ class Site(Protocol):
     def workforce(self) -> Workforce:
         """Who serves which rank now."""
 
+    def rules(self) -> bool:
+        """Say whether it is still this coordinator's to replace anybody. May ask Ray."""
+
     def num_to_allocate(self) -> int:
         """Return how many ranks have no process yet that has its memory."""
 
@@ -192,6 +195,9 @@ class Replacement:
                 f"rank {self.rank} is an actor of the engine's own: make another one and pass it "
                 "to KVCacheCluster.replace_worker"
             )
+        if not site.rules():
+            self._is_stopping.set()
+            raise StartupError("another coordinator has taken over: it replaces who is lost")
         # Whoever has the name is dead, or was made by an attempt that nobody remembers.
         with contextlib.suppress(ValueError):
             name = worker_name(site.config.name, place)

@@ -6,6 +6,7 @@ Ray: nothing outside this file touches it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from ray.experimental import internal_kv
@@ -42,15 +43,16 @@ class RayStateStore:
         number, saved = self._load()
         require_saved(saved, replaces, "Ray's key-value store")
         try:
-            was_there = _kv._internal_kv_put(
+            _kv._internal_kv_put(
                 self._key(number + 1), state.to_bytes(), overwrite=False, namespace=KV_NAMESPACE
             )
-            for old in range(max(0, number - _NUM_KEPT), number):
-                _kv._internal_kv_del(self._key(old), namespace=KV_NAMESPACE)
         except Exception as error:
             raise ClusterError(f"Ray's key-value store cannot be written: {error!r}") from error
-        if was_there:
-            require_saved(self._load()[1], replaces, "Ray's key-value store")
+        # The number may have been another one's, or be one that others have left behind already.
+        require_saved(self._load()[1], state, "Ray's key-value store")
+        with contextlib.suppress(Exception):  # they are removed with the cluster at the latest
+            for old in range(max(0, number - _NUM_KEPT), number):
+                _kv._internal_kv_del(self._key(old), namespace=KV_NAMESPACE)
 
     def _load(self) -> tuple[int, SmallState | None]:
         """Return the highest number and what it has; 0 and None where there is none."""

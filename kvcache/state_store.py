@@ -25,14 +25,15 @@ from kvcache.errors import (
     VersionMismatchError,
 )
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 MAX_STATE_BYTES = 4096
 """Longest state that is read or written."""
 
 
 @dataclass(frozen=True)
 class SmallState:
-    """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved.
+    """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved,
+    `owner` the nonce of the coordinator that saved it.
 
     Without `knows_model_epoch` nothing had been saved when the first epoch was taken: a model epoch
     that the ranks know may be over.
@@ -43,6 +44,7 @@ class SmallState:
     next_event_chunk: int = 0
     hash_seed: str = ""
     knows_model_epoch: bool = True
+    owner: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the state as versioned msgpack; raises ClusterError if it is too long to be read

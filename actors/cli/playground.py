@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvcache.worker.settings import WorkerStatistics
 
 _FIGURES_INTERVAL_S = 1.0
+_COME_BACK_S = 180.0
+"""How long a cluster that has lost a worker may take to replace it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,14 @@ class ClientStepper:
         """Attach again. What was checked before still counts."""
         client = self._client
         checked, failures = client.bytes_checked, client.failures
-        client.attach()
+        give_up_s = time.monotonic() + _COME_BACK_S
+        while True:
+            try:
+                client.attach()
+                break
+            except (DeadlineError, WorkerLostError):
+                if time.monotonic() > give_up_s:
+                    raise
         self._bytes_checked_before += checked
         self._failures_before += failures
 

@@ -33,7 +33,8 @@ class Auditor:
     jobs: JobBook
     now_s: float
     counts: AuditCounts = field(default_factory=AuditCounts)
-    _under_way: set[int] = field(default_factory=set)
+    wrong_blocks: set[int] = field(default_factory=set)
+    _under_way: dict[int, range] = field(default_factory=dict)
     _next_block: int = 0
 
     def is_due(self, now_s: float) -> bool:
@@ -62,28 +63,30 @@ class Auditor:
             self.manager.check()
         contents = self.manager.sealed_contents().between(first, end)
         job_id = self.jobs.open("", 0)
-        self._under_way.add(job_id)
+        self._under_way[job_id] = range(first, end)
         return (Audit(job_id, first, end, contents.block_ids, contents.groups, contents.digests),)
 
     def on_ended(self, job: EndedJob) -> bool:
         """Take the reports of all ranks; say whether it was an audit.
 
-        What was found wrong is for the caller to withdraw.
+        What was found wrong is in `wrong_blocks`, for the caller to withdraw.
         """
-        if job.job_id not in self._under_way:
+        audited = self._under_way.pop(job.job_id, None)
+        if audited is None:
             return False
-        self._under_way.discard(job.job_id)
         self.counts.num_audits += 1
-        if job.block_ids:
+        wrong = [block_id for block_id in job.block_ids if block_id and block_id in audited]
+        self.wrong_blocks.update(wrong)
+        if wrong:
             finding = "; ".join(
                 f"rank {failure.rank}: {failure.detail}" for failure in job.failures
             )
-            self.counts.num_wrong_blocks += len(job.block_ids)
+            self.counts.num_wrong_blocks += len(wrong)
             self.counts.last_finding = finding
             logger.error(
                 "an audit found %d blocks of which ranks know something else: they are withdrawn\n"
                 "%s",
-                len(job.block_ids),
+                len(wrong),
                 finding,
             )
         return True

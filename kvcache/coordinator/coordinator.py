@@ -32,6 +32,7 @@ from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.errors import (
     ClusterError,
     InvariantError,
+    KVCacheError,
     ProtocolError,
     RequestError,
     SupersededError,
@@ -124,9 +125,9 @@ class Coordinator:
         return self._members.missing()
 
     def problem(self) -> str:
-        """Say which ranks do not answer, and since when; empty when all do."""
+        """Say which ranks do not answer, and since when, or who rules; empty if all is well."""
         if self._phase not in OBEYED:
-            return ""
+            return self._reason if self._phase is Phase.SUPERSEDED else ""
         now_s, silence_s = self._clock.now(), self.settings.worker_silence_s
         problem = self._members.problem(now_s, silence_s)
         return problem or (
@@ -228,8 +229,10 @@ class Coordinator:
         """Repeat what is not acknowledged, ping who is silent, serve what had to wait."""
         if self._phase is Phase.FENCING:
             return self._grants()
-        if self._collection is not None:
-            return self._collection.on_tick(self._clock.now())
+        collection = self._collection
+        if collection is not None:
+            asked = collection.on_tick(self._clock.now(), 3 * self.settings.worker_silence_s)
+            return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
         if self._reign is None:
             return []
         out: list[Outgoing] = []
@@ -320,10 +323,8 @@ class Coordinator:
         collection = self._collection
         if collection is None:
             return []
-        out = collection.on_report(report, now_s)
-        if not collection.is_over:
-            return out
-        return out + self._guarded(lambda: self._run(collection))
+        asked = collection.on_report(report, now_s)
+        return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
 
     def _run(self, collection: LabelCollection) -> list[Outgoing]:
         """Serve steps from now on, with what the ranks still hold."""
@@ -371,7 +372,9 @@ class Coordinator:
             return act()
         except SupersededError as error:
             return self._give_way(str(error))
-        except ClusterError as error:
+        except ProtocolError:
+            raise
+        except KVCacheError as error:
             return self._begin_epoch(str(error))
 
     def _give_way(self, reason: str) -> list[Outgoing]:

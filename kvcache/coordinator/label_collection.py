@@ -69,7 +69,7 @@ class LabelCollection:
         self._epoch = epoch
         self._resend_s = resend_s
         self._ranks = {rank: _Rank() for rank in range(num_ranks)}
-        self._client_steps: dict[str, list[int]] = {}
+        self._client_steps: dict[str, dict[int, int]] = {}
         self.highest_model_epoch = 0
         self.problem = ""
 
@@ -87,7 +87,7 @@ class LabelCollection:
         """Return, by client, up to which of its steps every rank has applied all."""
         num_ranks = len(self._ranks)
         known = self._client_steps.items()
-        return {client: min(steps) for client, steps in known if len(steps) == num_ranks}
+        return {client: min(steps.values()) for client, steps in known if len(steps) == num_ranks}
 
     def begin(self, now_s: float) -> list[Outgoing]:
         """Ask every rank."""
@@ -109,14 +109,18 @@ class LabelCollection:
             return []
         if report.first_block == 0:
             for client in report.client_steps:
-                self._client_steps.setdefault(client.client_id, []).append(client.step)
+                self._client_steps.setdefault(client.client_id, {})[report.rank] = client.step
         rank.pieces.append(piece)
         rank.num_blocks, rank.next_block = report.num_blocks, report.end_block
         rank.since_s = now_s
         return [] if rank.is_complete else [self._ask(report.rank, now_s)]
 
-    def on_tick(self, now_s: float) -> list[Outgoing]:
-        """Ask again whoever has not answered for a while."""
+    def on_tick(self, now_s: float, patience_s: float) -> list[Outgoing]:
+        """Ask again whoever has not answered for a while; give up after `patience_s`."""
+        late = self.problem_at(now_s, patience_s)
+        if late:
+            self.problem = self.problem or late
+            return []
         return [
             self._ask(rank, now_s)
             for rank, state in self._ranks.items()

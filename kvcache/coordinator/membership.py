@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvcache.delivery import MAX_EPOCH
-from kvcache.errors import MalformedMessageError, StaleEpochError, SupersededError
+from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError, SupersededError
 from kvcache.messages import Grant, Granted, Hello, Refused
 from kvcache.state_store import SmallState, StateStore
 
@@ -61,6 +61,7 @@ class Membership:
         self._highest_seen = 0
         self.epoch = 0
         self.is_epoch_doubted = False
+        self.save_problem = ""
 
     @property
     def model_epoch(self) -> int:
@@ -201,6 +202,8 @@ class Membership:
         """
         member = self._member(rank)
         present = (member.incarnation, self.nonce, self.epoch)
+        if self.is_epoch_doubted and (incarnation, nonce) == present[:2]:
+            member.heard_s = now_s  # it lives, though nothing it says can be taken now
         if self.is_epoch_doubted or (incarnation, nonce, epoch) != present:
             raise StaleEpochError(
                 f"rank {rank}: process {incarnation}, coordinator {nonce}, epoch {epoch}; present "
@@ -241,8 +244,8 @@ class Membership:
         return due
 
     def problem(self, now_s: float, silence_s: float) -> str:
-        """Say which ranks do not answer, and since when; empty when all do."""
-        problems = []
+        """Say what cannot be saved, which ranks do not answer, and since when; empty if nothing."""
+        problems = [self.save_problem] if self.save_problem else []
         for rank, member in self._members.items():
             silent_s = now_s - member.heard_s
             if silent_s <= silence_s and not member.refusal:
@@ -259,8 +262,21 @@ class Membership:
         return [rank for rank, member in self._members.items() if not member.is_granted]
 
     def _save(self, state: SmallState) -> None:
-        self._store.save(state, self._saved)
+        state = replace(state, owner=self.nonce)
+        try:
+            self._store.save(state, self._saved)
+        except SupersededError:
+            # An attempt of ours may have been saved though it was answered with an error.
+            saved = self._store.load()
+            if saved is None or saved.owner != self.nonce:
+                raise
+            if saved != state:
+                self._store.save(state, saved)
+        except ClusterError as error:
+            self.save_problem = f"the state of the cluster cannot be saved: {error}"
+            raise
         self._state = self._saved = state
+        self.save_problem = ""
 
     def _member(self, rank: int) -> _Member:
         member = self._members.get(rank)

@@ -20,7 +20,10 @@ from kvcache.step import StepRequest
 
 
 class Reattachment:
-    """Who is waited for at the beginning of one epoch, and what is held for them."""
+    """Who is waited for at the beginning of one epoch, and what is held for them.
+
+    `gone`: who has not come back in time, until that is taken.
+    """
 
     def __init__(
         self, clients: Clients, server: StepServer, expected: Iterable[str], give_up_s: float
@@ -32,6 +35,7 @@ class Reattachment:
         self._give_up_s = give_up_s
         self._is_waiting = bool(self._expected)
         self._first_steps: dict[str, int] = {}
+        self.gone: tuple[str, ...] = ()
 
     @property
     def is_waiting(self) -> bool:
@@ -49,6 +53,7 @@ class Reattachment:
         if now_s < self._give_up_s and self.missing():
             return False
         self._is_waiting = False
+        self.gone = tuple(name for name in self.missing() if self._clients.get(name) is None)
         self._expected.clear()
         for ledger in self._clients.attached():
             first = ledger.receiver.ready_step
@@ -56,6 +61,11 @@ class Reattachment:
                 self._server.hold(ledger.client_id, first.new)
                 self._first_steps[ledger.client_id] = first.step
         return True
+
+    def take_gone(self) -> tuple[str, ...]:
+        """Return, once, the clients that were waited for and have not come back."""
+        gone, self.gone = self.gone, ()
+        return gone
 
     def on_executed(self, client_id: str, step: int) -> None:
         """Let go of what was held for a client's first step: its requests have their blocks now."""

@@ -109,7 +109,6 @@ class Reign:
             rank: MessageHead(Applied, identity.nonce, incarnation, rank, identity.epoch)
             for rank, incarnation in identity.incarnations.items()
         }
-        self._wrong_blocks: set[int] = set()
         self._settled_seq = 0
         self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
         self._clients = clients
@@ -235,7 +234,6 @@ class Reign:
             if ended is None:
                 continue
             if self._auditor.on_ended(ended):
-                self._wrong_blocks.update(ended.block_ids)
                 continue
             if ended.failures:
                 self.counts.num_failed_forwards += 1
@@ -270,13 +268,17 @@ class Reign:
     def work(self) -> list[Outgoing]:
         """Execute what is ready, client by client in turn, while the command window has room."""
         out = self._let_clients_go() if self._clients.has_leaving else []
-        if self._wrong_blocks and not self.window.is_full:
-            block_ids = sorted(self._wrong_blocks)
-            self._wrong_blocks.clear()
+        if self._auditor.wrong_blocks and not self.window.is_full:
+            block_ids = sorted(self._auditor.wrong_blocks)
+            self._auditor.wrong_blocks.clear()
             commands = (*self._server.withdraw(block_ids), Unlabel(int32_array(block_ids)))
             out.append(self._send_commands("", 0, commands)[1])
         if self.reattachment.is_waiting and not self.reattachment.look(self._clock.now()):
             return out
+        if self.reattachment.gone and not self.window.is_full:
+            # Ranks remember them no more: the next epoch shall not wait for them again.
+            fences = tuple(Fence(name) for name in self.reattachment.take_gone())
+            out.append(self._send_commands("", 0, fences)[1])
         num_left = MAX_STEPS_AT_ONCE
         # Steps that are refused need no room.
         while num_left > 0 and (not self.window.is_full or self._problem()):

@@ -132,5 +132,18 @@ def signs_of_life(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
     }
 
 
+def signs_of_progress(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
+    """Return what changes as long as a rank does what it is asked: by rank, which process serves
+    it, and when that was heard last or, while it has something to apply, how far it has got."""
+    signs = signs_of_life(coordinator)
+    window = None if coordinator._reign is None else coordinator._reign.window
+    if window is not None:
+        for rank, (incarnation, _) in signs.items():
+            applied = window.applied_by(rank)
+            if applied + 1 < window.next_seq:
+                signs[rank] = (incarnation, -1.0 - applied)
+    return signs
+
+
 def _ranks(ranks: set[int]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))}"

@@ -13,8 +13,11 @@ from kvcache.messages import ClientStep, LabelReport
 from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.settings import WorkerSettings
 
-LABEL_REPORT_BYTES = 2**20
-"""About how long a report gets: far below any message limit."""
+
+def _key_bytes(labels: LabelSet) -> int:
+    """Return how much longer namespaces and extra keys make a report."""
+    names = sum(map(len, labels.labels.namespace_names))
+    return names + sum(map(len, labels.labels.extra_keys.values()))
 
 
 class LabelReporter:
@@ -46,9 +49,15 @@ class LabelReporter:
         """
         table, gate = self._executor.labels, self._executor.gate
         first_block = min(max(0, first_block), table.num_blocks)
-        num_reported = max(1, LABEL_REPORT_BYTES // table.label_bytes)
+        num_reported = max(1, self._settings.max_report_bytes // table.label_bytes)
         end_block = min(first_block + num_reported, table.num_blocks)
         labels = self.collect(first_block, end_block)
+        while end_block - first_block > 1 and (
+            _key_bytes(labels) + (end_block - first_block) * table.label_bytes
+            > 2 * self._settings.max_report_bytes
+        ):
+            end_block = first_block + (end_block - first_block) // 2
+            labels = self.collect(first_block, end_block)
         steps = gate.client_steps if first_block == 0 else {}
         return LabelReport(
             self._receiver.nonce,

@@ -18,6 +18,7 @@ class WorkerSettings:
 
     `incarnation` is unique to the process. `fingerprint` is of the plan of all ranks,
     `layout_fingerprint` says which bytes the labels speak about. `device` is a torch device name.
+    A report of labels is no longer than `max_report_bytes`, unless one label alone is.
     """
 
     rank: int
@@ -34,10 +35,17 @@ class WorkerSettings:
     repeat_interval_s: float = 0.5
     heartbeat_interval_s: float = 1.0
     max_buffered: int = 256
+    max_report_bytes: int = 2**20
 
     def __post_init__(self) -> None:
         require_count("rank", self.rank, at_least=0)
-        for name in ("max_num_seqs", "max_model_len", "digest_bytes", "max_buffered"):
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "digest_bytes",
+            "max_buffered",
+            "max_report_bytes",
+        ):
             require_count(name, getattr(self, name))
         for name in ("hello_interval_s", "repeat_interval_s", "heartbeat_interval_s"):
             if not getattr(self, name) > 0:

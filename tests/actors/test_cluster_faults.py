@@ -77,6 +77,7 @@ class FailingStart:
     startup_s: float
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "case",
     [

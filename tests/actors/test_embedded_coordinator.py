@@ -39,7 +39,7 @@ from kvcache.errors import (
 from kvcache.step import NewRequest, StepRequest
 from tests.actors.embedding_driver import NUM_HIT_TOKENS, compute
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
 DRIVER = Path(__file__).with_name("embedding_driver.py")
 EMPTY = StepRequest("", 0, 0)

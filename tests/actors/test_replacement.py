@@ -42,7 +42,7 @@ from kvcache.errors import (
 from kvcache.planner import RankMemory
 from kvcache.step import NewRequest, StepRequest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
 EMPTY = StepRequest("", 0, 0)
 SOON_S = 90.0

@@ -16,14 +16,27 @@ RULES_OFF_BY_DESIGN = {"again", "lost", "doubled"}
 """Kinds of actions that only happen where the rule against them is off."""
 
 
-def cases(scenarios: tuple[Scenario, ...]) -> list[object]:
-    """Return the scenarios as parameters, the long ones marked."""
+QUICK_SAFE = {"a worker and the coordinator die", "pipelined steps, one fails"}
+"""Of the profiles with all rules, those that every test run explores."""
+
+
+def cases(scenarios: tuple[Scenario, ...], quick: set[str] | None = None) -> list[object]:
+    """Return the scenarios as parameters; marked are the long ones, and those not in `quick`."""
     return [
-        pytest.param(s, id=s.name, marks=[pytest.mark.long] if s.is_long else []) for s in scenarios
+        pytest.param(
+            s,
+            id=s.name,
+            marks=[pytest.mark.long] if s.is_long or (quick and s.name not in quick) else [],
+        )
+        for s in scenarios
     ]
 
 
-@pytest.mark.parametrize("scenario", cases(SAFE))
+def test_the_quick_profiles_exist() -> None:
+    assert {s.name for s in SAFE} >= QUICK_SAFE
+
+
+@pytest.mark.parametrize("scenario", cases(SAFE, QUICK_SAFE))
 def test_with_all_rules_nothing_goes_wrong_and_everything_comes_to_rest(scenario: Scenario) -> None:
     found = explore(scenario.model())
     assert found.problem == "", "\n".join(trace(scenario.model(), found.path))

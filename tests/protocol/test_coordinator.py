@@ -98,7 +98,9 @@ def label_report(
 class Bench:
     """A coordinator of two ranks and the hands that feed it."""
 
-    def __init__(self, store: MemoryStateStore | None = None, **changes: Any) -> None:
+    def __init__(
+        self, store: MemoryStateStore | None = None, nonce: str = "n", **changes: Any
+    ) -> None:
         self.clock = VirtualClock()
         self.store = store or MemoryStateStore()
         settings = CoordinatorSettings(2, "plan", resend_s=1.0, heartbeat_s=2.0)
@@ -113,7 +115,7 @@ class Bench:
                 model_epoch=model_epoch,
             ),
             clock=self.clock,
-            nonce="n",
+            nonce=nonce,
             state_store=self.store,
         )
         self.processes = ["p", "q"]
@@ -174,7 +176,7 @@ def new(request_id: str, num_tokens: int = 8) -> NewRequest:
 def test_an_epoch_is_saved_before_anybody_is_asked_for_it() -> None:
     bench = Bench(MemoryStateStore(SmallState(epoch=6, hash_seed="s")))
     assert bench.coordinator.start() == []
-    assert bench.store.load() == SmallState(epoch=7, hash_seed="s")
+    assert bench.store.load() == SmallState(epoch=7, hash_seed="s", owner="n")
     assert only(bench.hello(0), Grant) == [Grant("n", "p", 7, "plan")]
 
 

@@ -65,11 +65,11 @@ def test_another_store_on_the_same_file_finds_the_state(tmp_path: Path) -> None:
         b"hello",
         STATE.to_bytes()[:-1],
         STATE.to_bytes() + b"x",
-        msgpack.packb([1, 1, 2, 3]),
-        msgpack.packb([1, 1, 2, 3, 4]),
-        msgpack.packb([1, -1, 2, 3, ""]),
-        msgpack.packb([1, True, 2, 3, ""]),
-        msgpack.packb([1, 1, 2, 3, "", 1]),
+        msgpack.packb([2, 1, 2, 3]),
+        msgpack.packb([2, 1, 2, 3, 4]),
+        msgpack.packb([2, -1, 2, 3, ""]),
+        msgpack.packb([2, True, 2, 3, ""]),
+        msgpack.packb([2, 1, 2, 3, "", 1]),
     ],
 )
 def test_a_corrupted_file_is_an_error_that_names_it(tmp_path: Path, data: bytes) -> None:
@@ -82,7 +82,7 @@ def test_a_corrupted_file_is_an_error_that_names_it(tmp_path: Path, data: bytes)
 def test_another_version_is_named(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.write_bytes(msgpack.packb([9, "new"]))
-    with pytest.raises(VersionMismatchError, match="has version 9, this package reads version 1"):
+    with pytest.raises(VersionMismatchError, match="has version 9, this package reads version 2"):
         FileStateStore(path).load()
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from kvcache.coordinator.watchdog import PendingWork, Watchdog, WatchLimits, signs_of_life
-from kvcache.messages import CollectLabels, Granted, JobReport
+from kvcache.coordinator.watchdog import (
+    PendingWork,
+    Watchdog,
+    WatchLimits,
+    signs_of_life,
+    signs_of_progress,
+)
+from kvcache.messages import CollectLabels, Granted, Heartbeat, JobReport
 from tests.protocol.test_coordinator import Bench, new, only
 
 LIMITS = WatchLimits(rank_s=10.0, client_s=5.0, step_s=30.0, forward_s=20.0)
@@ -48,6 +54,21 @@ def test_a_grant_is_waited_for_since_it_was_first_seen() -> None:
         0: ("p", 0.0 + bench.clock.now() - 11.0),
         1: ("q", bench.clock.now()),
     }
+
+
+def test_a_rank_that_speaks_but_applies_nothing_shows_no_progress() -> None:
+    bench = Bench().run()
+    bench.step(1)
+    bench.applied(0, 2)
+    before = signs_of_progress(bench.coordinator)
+    bench.clock.advance(5.0)
+    for rank, process in enumerate("pq"):
+        bench.coordinator.on_worker_message(rank, Heartbeat("n", process, rank, 1, 2 - rank))
+    after = signs_of_progress(bench.coordinator)
+    assert after[0] == ("p", bench.clock.now()) != before[0]
+    assert after[1] == before[1] == ("q", -2.0)
+    bench.applied(1, 2)
+    assert signs_of_progress(bench.coordinator)[1] != before[1]
 
 
 def test_labels_that_a_rank_does_not_tell_are_named() -> None:
