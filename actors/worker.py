@@ -5,25 +5,28 @@
 
 `WorkerActor` is ours: it only keeps the rank's cache, and serves it from a thread. An engine's own
 actor becomes a worker by inheriting `WorkerMethods` and polling (see `WorkerMethods`). Thin: every
-method passes on to `EmbeddedWorker`.
+method passes on to `EmbeddedWorker`. Whoever has a handle of such an actor imports this module: so
+no torch before a worker is made, which would cost a restarted coordinator a second or two.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import ray
-import torch
 
 from actors.connect import connect_peer, this_node
-from actors.embedding import EmbeddedWorker
 from actors.loop import ServiceLoop, calm_garbage_collector
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
 from kvcache.config import ClusterConfig
 from kvcache.labels import LabelSet
 from kvcache.planner import Plan
-from kvcache.worker.settings import WorkerStatistics
+
+if TYPE_CHECKING:
+    from actors.embedding import EmbeddedWorker
+    from kvcache.worker.settings import WorkerStatistics
 
 CONTROL = "kvcache_control"
 MAIL = "kvcache_mail"
@@ -101,6 +104,8 @@ class WorkerMethods:
         after the other. For tests and inspection."""
         worker = self.kvcache.worker
         tensors = worker.state_caches.get(layer_name) or (worker.kv_caches[layer_name],)
+        import torch
+
         pages = [tensor[block_id].contiguous().view(torch.uint8) for tensor in tensors]
         return b"".join(page.cpu().numpy().tobytes() for page in pages)
 
@@ -120,6 +125,10 @@ class WorkerActor(WorkerMethods):
 
     def __init__(self, config: ClusterConfig, place: int) -> None:
         """Start to serve. Nothing is allocated before the plan comes."""
+        import torch
+
+        from actors.embedding import EmbeddedWorker
+
         torch.set_num_threads(1)
         self.kvcache = EmbeddedWorker(config, place, connect_peer, is_threaded=True)
         # Not a method of this class: Ray wraps those to trace them, which every turn would pay for.
