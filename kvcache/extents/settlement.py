@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.arrays import index_array
-from kvcache.extents.block_store import SEALED
+from kvcache.extents.block_store import NULL_HANDLE, SEALED
 from kvcache.extents.duplicates import DuplicateMerger
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.published import Published, Segment
@@ -133,7 +133,9 @@ class Settlement:
             if len(ids):
                 self._evictor.forget_single(ids)
         own: Row | None = None
-        if not self._ordered:
+        ordered = published.handles[self._ordered, start:end]
+        if not self._ordered or (published.is_content and (ordered == NULL_HANDLE).all()):
+            # No block ends in these units: there is nothing to forget, but the row was there.
             own = self._withdrawal.rewind(segment.request_id, segment.first_unit)
         elif published.doubles_of is not None:
             own = self._withdrawal.rewind_doubles(published.doubles_of, segment.first_unit)

@@ -407,3 +407,28 @@ def test_a_hit_of_another_plan_is_not_adopted() -> None:
         "request b: its 8 computed tokens are not cached in these blocks any more: look it up again"
     )
     assert core.dump_state() == before
+
+
+def test_a_failed_step_takes_back_a_unit_in_which_no_block_ends() -> None:
+    core = make_core(40, full(8), window(9))
+    one = make_request("a", range(8))
+    for step, (start, end) in enumerate([(0, 8), (8, 12)], 1):
+        if step == 2:
+            one.append_output_token_ids([20, 21, 22, 23])
+        core.open_step("engine", step)
+        assert core.reserve(one, Reservation(start, end, end)) is not None
+        core.close_step()
+    core.complete_steps("engine", 1)
+    core.fail_steps("engine", 2)
+    core.check()
+    one.truncate_tokens(8)
+    one.append_output_token_ids(list(range(30, 38)))
+    core.open_step("engine", 3)
+    assert core.reserve(one, Reservation(8, 16, 16)) is not None
+    core.close_step()
+    core.complete_steps("engine", 3)
+    core.check()
+    computed = [*range(8), *range(30, 38)]
+    never = [*range(8), 20, 21, 22, 23, *computed[12:]]
+    assert core.look_up(make_request("b", [*computed, 1])).num_tokens == 16
+    assert core.look_up(make_request("c", [*never, 1])).num_tokens == 8
