@@ -7,7 +7,7 @@ it knows the configuration, and where the coordinator is. It outlives its proces
 
 from __future__ import annotations
 
-import base64
+import importlib
 import json
 import secrets
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +20,12 @@ from actors.process_identity import ProcessIdentity, is_process_alive, this_proc
 from actors.state import RayRecordStore
 from actors.worker_making import WorkerRecipe
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.errors import AlreadyRunningError, MalformedMessageError, VersionMismatchError
+from kvcache.errors import (
+    AlreadyRunningError,
+    ConfigurationError,
+    MalformedMessageError,
+    VersionMismatchError,
+)
 
 RECORD_VERSION = 1
 
@@ -46,7 +51,7 @@ class EmbeddedRecord:
     `launch_id` stays the same when another process takes over. `process` None: its last one has
     left. `epoch`: the one that the process took first, 0 while the launch is under way.
     `has_given_workers`: they are an engine's own actors, which have no names of ours; otherwise
-    `worker_class` is that of the workers, pickled and in base 64, empty for the usual one.
+    `worker_class` says where that of the workers is, `module:name`, empty for the usual one.
     """
 
     launch_id: str
@@ -63,8 +68,11 @@ class EmbeddedRecord:
 
     @property
     def recipe(self) -> WorkerRecipe:
-        """How other workers are made for those that are lost."""
-        return WorkerRecipe(self.has_given_workers, base64.b64decode(self.worker_class))
+        """How other workers are made for those that are lost.
+
+        Raises ConfigurationError when their class cannot be imported here.
+        """
+        return WorkerRecipe(self.has_given_workers, _imported(self.worker_class))
 
     def to_bytes(self) -> bytes:
         """Return the record as versioned JSON."""
@@ -105,6 +113,29 @@ class EmbeddedRecord:
         return f"process {self.process.process_id} on {self.process.host}"
 
 
+def _place_of(worker_class: type[Any]) -> str:
+    return f"{worker_class.__module__}:{worker_class.__qualname__}"
+
+
+def _imported(place: str) -> type[Any] | None:
+    """Return the class at `module:name`, None for no place."""
+    if not place:
+        return None
+    module, _, name = place.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"the workers' class {place} cannot be imported here: define it in a module that every "
+            "process of the cluster has"
+        ) from error
+    if not isinstance(found, type):
+        raise ConfigurationError(f"{place} is no class of workers")
+    return found
+
+
 def claim_launch(config: ClusterConfig, recipe: WorkerRecipe) -> EmbeddedRecord:
     """Write the record of a launch by this process, and return it.
 
@@ -117,7 +148,7 @@ def claim_launch(config: ClusterConfig, recipe: WorkerRecipe) -> EmbeddedRecord:
         config.model_dump_json(),
         this_process(),
         recipe.is_foreign,
-        base64.b64encode(recipe.class_bytes).decode(),
+        "" if recipe.subclass is None else _place_of(recipe.subclass),
     )
     refuse_if_embedded(name)
     if not store.claim(record.to_bytes()):

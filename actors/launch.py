@@ -72,9 +72,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         self.parts = ClusterParts(self.config.name, self.config.deadlines.shutdown_s)
-        self._recipe = WorkerRecipe.of(
-            self.options.worker_class, is_foreign=bool(self.options.worker_actors)
-        )
+        is_foreign = bool(self.options.worker_actors)
+        self._recipe = WorkerRecipe(is_foreign, self.options.worker_class)
         self._give_up_s = time.monotonic() + self.config.deadlines.startup_s
 
     def run(self) -> ClusterParts:

@@ -15,7 +15,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.names import RAY_NAMESPACE, worker_name
-from actors.pickling import pickled, unpickled
 from kvcache.config import ClusterConfig
 
 
@@ -23,28 +22,18 @@ from kvcache.config import ClusterConfig
 class WorkerRecipe:
     """What a cluster's workers are made from, beside its configuration.
 
-    `is_foreign`: they are the engine's own actors, which only the engine can make. `class_bytes`:
-    a pickled subclass of `WorkerActor`, empty for that class itself, so that the coordinator's
-    process can keep it without loading torch.
+    `is_foreign`: they are the engine's own actors, which only the engine can make. `subclass`: of
+    `WorkerActor`, None for that class itself.
     """
 
     is_foreign: bool = False
-    class_bytes: bytes = b""
-
-    @classmethod
-    def of(cls, worker_class: type[Any] | None, *, is_foreign: bool) -> WorkerRecipe:
-        """Return the recipe for workers of a class, None for the usual one."""
-        class_bytes = b"" if worker_class is None else pickled(worker_class)
-        return cls(is_foreign, class_bytes)
+    subclass: type[Any] | None = None
 
     def worker_class(self) -> type[Any]:
-        """Return the class; loads torch."""
+        """Return the class of the workers."""
         from actors.worker import WorkerActor
 
-        if not self.class_bytes:
-            return WorkerActor
-        loaded: type[Any] = unpickled(self.class_bytes)
-        return loaded
+        return self.subclass or WorkerActor
 
 
 def make_worker(

@@ -7,18 +7,20 @@ the workers themselves, and reads there what those cannot say that it does not r
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
+from actors.handles import handle_from_bytes, handle_to_bytes
 from actors.health import describe_death
 from actors.names import RAY_NAMESPACE, worker_name
-from actors.pickling import pickled, unpickled
 from actors.reports import NodeAddress, WorkerReport
 from actors.state import RayRecordStore
 from kvcache.config import ClusterConfig, layer_specs
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0
 
 _RECORD = "workforce"
+ROSTER_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -81,19 +84,42 @@ class Sighting:
 
 def save_roster(cluster: str, workforce: Workforce) -> None:
     """Write down who serves which rank. Raises ClusterError when Ray does not take it."""
-    roster = Roster(workforce.actors, workforce.reports, workforce.placement)
-    RayRecordStore(cluster, _RECORD).save(pickled(roster))
+    ranks = []
+    for actor, report in zip(workforce.actors, workforce.reports, strict=True):
+        handle = b"" if actor is None else handle_to_bytes(actor)
+        plain = asdict(replace(report, specs={}))  # what layers keep is in the configuration
+        ranks.append({"handle": base64.b64encode(handle).decode(), "report": plain})
+    group = workforce.placement
+    placement = "" if group is None else group.id.hex()
+    record = {"version": ROSTER_VERSION, "placement": placement, "ranks": ranks}
+    RayRecordStore(cluster, _RECORD).save(json.dumps(record).encode())
 
 
-def load_roster(cluster: str) -> Roster | None:
+def load_roster(config: ClusterConfig) -> Roster | None:
     """Return what was written down, None where that is nothing that can be read."""
     try:
-        data = RayRecordStore(cluster, _RECORD).load()
-        roster = None if data is None else unpickled(data)
-    except Exception as error:  # whatever unpickling another release's record may raise
-        logger.warning("who serves %s cannot be read: %r", cluster, error)
+        data = RayRecordStore(config.name, _RECORD).load()
+        return None if data is None else _read_roster(json.loads(data), config)
+    except Exception as error:  # whatever another release's record may make of this one's code
+        logger.warning("who serves %s cannot be read: %r", config.name, error)
         return None
-    return roster if isinstance(roster, Roster) else None
+
+
+def _read_roster(record: Any, config: ClusterConfig) -> Roster:
+    if record["version"] != ROSTER_VERSION:
+        raise ClusterError(f"version {record['version']}, this package reads {ROSTER_VERSION}")
+    actors, reports = [], []
+    for rank, specs in zip(record["ranks"], layer_specs(config), strict=True):
+        handle = base64.b64decode(rank["handle"])
+        actors.append(handle_from_bytes(handle) if handle else None)
+        plain = rank["report"]
+        plain["node"] = NodeAddress(**plain["node"])
+        plain["memory"] = RankMemory(**plain["memory"])
+        plain["gpu_ids"], plain["specs"] = tuple(plain["gpu_ids"]), specs
+        reports.append(WorkerReport(**plain))
+    group = record["placement"]
+    placement = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))) if group else None
+    return Roster(tuple(actors), tuple(reports), placement)
 
 
 def find_workforce(config: ClusterConfig) -> Workforce:
@@ -111,7 +137,7 @@ def find_workforce(config: ClusterConfig) -> Workforce:
 
 def look_for_workforce(config: ClusterConfig) -> Sighting:
     """Ask all workers for the plan they obey; who does not answer in time counts as hanging."""
-    roster = load_roster(config.name)
+    roster = load_roster(config)
     answers = _ask_all(config, _candidates(config, roster))
     told = {answer.rank: answer for answer in answers if answer.plan is not None}
     seats: dict[int, _Answer] = dict(told)
