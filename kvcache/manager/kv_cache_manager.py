@@ -127,7 +127,7 @@ class KVCacheManager:
         self._ledger = parts.ledger
         self._admission = parts.admission
         self._control = parts.control
-        self.holds = parts.holds
+        self.holds, self.loads = parts.holds, parts.loads
         self._calls = parts.calls
         self._planner = parts.planner
         self._executor = parts.executor

@@ -19,6 +19,7 @@ from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.manager.events_buffer import EventBuffer
 from kvcache.manager.holds import PrefixHolds
+from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import RequestBook
 from kvcache.manager.request_calls import RequestCalls
@@ -149,5 +150,6 @@ class ManagerParts:
             limits=limits,
         )
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
+        self.loads = PrefixLoads(self.core, self.control, self.hasher, settings.block_sizes)
         self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)
         self.executor = StepExecutor(self.book, self.core, self.admission, hooks, limits)

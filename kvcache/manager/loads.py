@@ -1,0 +1,182 @@
+"""Prefixes that come from a tier below: blocks for them, hittable when their bytes are there.
+
+Beside the steps of requests. A request that waits for a load has no blocks itself; a stand-in with
+its tokens, known to nobody else, holds what is being written. When every rank has the bytes the
+stand-in's blocks are cached like anybody's, and the request finds them by an ordinary look-up.
+Refuses to know tiers, jobs and time: their owner says how a load ended.
+
+    begin ──▶ blocks without content ──finish──▶ cached, held ──release──▶ evictable
+                        └──── abandon: free, cached by nobody ────▶
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.core import Core, Reservation
+from kvcache.errors import RequestError
+from kvcache.ids import NULL_BLOCK_ID
+from kvcache.manager.cache_control import CacheControl
+from kvcache.request import BlockHasher, Request
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLoad:
+    """Blocks to be written before `num_tokens` tokens of a request can be hit.
+
+    Block `block_ids[g][i]` of group `g` takes column `columns[g][i]` of the request's table, that
+    is its tokens from `columns[g][i] * block size` on. Shapes `(n_g,)`, columns in rising order.
+    `num_device_tokens` were cached already, and stay so while the load lasts.
+    """
+
+    load_id: int
+    request_id: str
+    num_device_tokens: int
+    num_tokens: int
+    columns: tuple[Int32Array, ...]
+    block_ids: tuple[Int32Array, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to be written, over all groups."""
+        return sum(len(ids) for ids in self.block_ids)
+
+
+@dataclass(eq=False)
+class _Standing:
+    """A stand-in and what it waits for."""
+
+    request: Request
+    num_tokens: int
+    is_finished: bool = False
+
+
+class PrefixLoads:
+    """The loads of one manager. Each begins once, is finished or abandoned, and ends."""
+
+    def __init__(
+        self,
+        core: Core,
+        control: CacheControl,
+        hasher: BlockHasher,
+        block_sizes: tuple[int, ...],
+    ) -> None:
+        """Load nothing. `block_sizes` are tokens per block of each group."""
+        self._core = core
+        self._hasher = hasher
+        self._control = control
+        self._block_sizes = block_sizes
+        self._standing: dict[int, _Standing] = {}
+        self._numbers = count(1)
+
+    def __len__(self) -> int:
+        """Return how many loads have begun and hold blocks."""
+        return len(self._standing)
+
+    def begin(
+        self, request: Request, num_tokens: int, num_spare_blocks: int = 0
+    ) -> PrefixLoad | None:
+        """Take blocks for the first `num_tokens` tokens of `request` that are not cached.
+
+        `num_tokens` is a multiple of every group's block size. None, unchanged, if there is no
+        room, nothing to load, or a drain: what is loaded now could never be hit.
+
+        Raises:
+            RequestError: no such number of tokens can be loaded for this request.
+        """
+        self._require_whole_blocks(request, num_tokens)
+        if self._control.is_draining:
+            return None
+        request.attach_block_hasher(self._hasher)
+        hit = self._core.look_up(request)
+        if hit.num_tokens >= num_tokens:
+            return None
+        load_id = next(self._numbers)
+        stand_in = _stand_in(request, load_id)
+        wanted = Reservation(num_tokens, num_tokens, 0, num_spare_blocks, num_tokens)
+        self._control.changed()
+        if self._core.reserve(stand_in, wanted, hit if hit.num_tokens else None) is None:
+            return None
+        self._standing[load_id] = _Standing(stand_in, num_tokens)
+        columns, block_ids = [], []
+        for size, table in zip(
+            self._block_sizes, self._core.block_ids(stand_in.request_id), strict=True
+        ):
+            ids = int32_array(table)
+            ids[: hit.num_tokens // size] = NULL_BLOCK_ID
+            kept = np.flatnonzero(ids)
+            columns.append(int32_array(kept))
+            block_ids.append(ids[kept])
+        return PrefixLoad(
+            load_id,
+            request.request_id,
+            hit.num_tokens,
+            num_tokens,
+            tuple(columns),
+            tuple(block_ids),
+        )
+
+    def finish(self, load_id: int) -> None:
+        """Every rank has the bytes: cache the blocks. They are held until `release`.
+
+        Raises:
+            RequestError: there is no such load, or it is finished already; nothing was changed.
+        """
+        standing = self._unfinished(load_id)
+        self._control.changed()
+        self._core.commit(standing.request, standing.num_tokens)
+        standing.is_finished = True
+
+    def release(self, load_id: int) -> None:
+        """Let a load's blocks go: cached ones can be evicted from now on, others are free again.
+
+        Call it for a load that is not finished only when no rank can write to its blocks any more.
+
+        Raises:
+            RequestError: there is no such load; nothing was changed.
+        """
+        standing = self._standing.get(load_id)
+        if standing is None:
+            raise RequestError(f"load {load_id} is not known: it was never begun, or has ended")
+        self._control.changed()
+        del self._standing[load_id]
+        self._core.free(standing.request)
+
+    def _unfinished(self, load_id: int) -> _Standing:
+        standing = self._standing.get(load_id)
+        if standing is None or standing.is_finished:
+            state = "is not known" if standing is None else "is finished already"
+            raise RequestError(f"load {load_id} {state}: finish each load that was begun, once")
+        return standing
+
+    def _require_whole_blocks(self, request: Request, num_tokens: int) -> None:
+        is_whole = all(num_tokens % size == 0 for size in self._block_sizes)
+        if not 0 < num_tokens <= request.num_tokens or not is_whole:
+            raise RequestError(
+                f"request {request.request_id} has {request.num_tokens} tokens in blocks of "
+                f"{list(self._block_sizes)}, {num_tokens} of them cannot be loaded: load whole "
+                "blocks of every group"
+            )
+
+
+def _stand_in(request: Request, load_id: int) -> Request:
+    """Return another request of the same content, under a name that no engine's request has."""
+    tokens = request.all_token_ids
+    stand_in = Request(
+        f"\x00load {load_id}",
+        tokens[: request.num_prompt_tokens],
+        lora=request.lora,
+        mm_positions=request.mm_positions,
+        mm_hashes=request.mm_hashes,
+        cache_salt=request.cache_salt,
+        block_hasher=request.block_hasher,
+        tenant=request.namespace.tenant,
+        model_epoch=request.namespace.model_epoch,
+    )
+    if request.num_tokens > request.num_prompt_tokens:
+        stand_in.append_output_token_ids(tokens[request.num_prompt_tokens :])
+    return stand_in

@@ -1,0 +1,203 @@
+"""Prefixes that come from elsewhere: blocks for them, hittable when their bytes are there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvcache.commands import Label
+from kvcache.errors import RequestError
+from kvcache.manager import KVCacheManager
+from kvcache.request import Request
+from tests.manager.managers_under_test import (
+    CHUNKED,
+    CHUNKED_HYBRID,
+    FULL,
+    HYBRID,
+    THREE_KINDS,
+    WINDOW,
+    Shape,
+    make_manager,
+)
+from tests.manager.steps import Engine, new
+
+SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID)
+CORES = ("blocks", "extents")
+TOKENS = list(range(100, 149))
+
+
+def request_of(tokens: list[int], name: str = "asks") -> Request:
+    return Request(name, tokens)
+
+
+def labels(manager: KVCacheManager) -> Iterator[tuple[int, int, bytes, bytes]]:
+    """Block, group, digest and parent of every label among the commands."""
+    for command in manager.take_commands():
+        if isinstance(command, Label):
+            count = len(command.block_ids)
+            for i in range(count):
+                size = len(command.digests) // count
+                yield (
+                    int(command.block_ids[i]),
+                    int(command.groups[i]),
+                    command.digests[i * size : (i + 1) * size],
+                    command.parent_digests[i * size : (i + 1) * size],
+                )
+
+
+def hit_tokens(manager: KVCacheManager, tokens: list[int]) -> int:
+    return manager.get_computed_blocks(request_of(tokens, "looks"))[1]
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
+    shape: Shape, core: str
+) -> None:
+    wanted = 44 if shape is CHUNKED else 48  # where a chunk ends nothing before it is needed
+    tokens = TOKENS[: wanted + 1]
+    manager = make_manager(shape, core=core)
+    num_free = manager.statistics().core.num_free_blocks
+    load = manager.loads.begin(request_of(tokens), wanted)
+    assert load is not None
+    assert load.num_tokens == wanted
+    assert load.num_device_tokens == (40 if shape is CHUNKED else 0)
+    assert hit_tokens(manager, tokens) == load.num_device_tokens
+    assert list(labels(manager)) == []
+    manager.check()
+
+    manager.loads.finish(load.load_id)
+    assert hit_tokens(manager, tokens) == wanted
+    told = list(labels(manager))
+    ids = [int(i) for ids in load.block_ids for i in ids]
+    assert sorted(block_id for block_id, *_ in told) == sorted(ids)
+
+    other = make_manager(shape, core=core)
+    computed = request_of(tokens)
+    other.allocate_slots(computed, len(tokens))
+    expected = {(group, digest, parent) for _, group, digest, parent in labels(other)}
+    assert {(group, digest, parent) for _, group, digest, parent in told} <= expected
+
+    manager.loads.release(load.load_id)
+    manager.check()
+    assert manager.statistics().core.num_free_blocks == num_free
+    assert hit_tokens(manager, tokens) == wanted
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_only_what_the_device_does_not_have_is_loaded(core: str) -> None:
+    manager = make_manager(HYBRID, core=core)
+    first = request_of(TOKENS[:20], "first")
+    manager.allocate_slots(first, 20)
+    manager.free(first)
+    load = manager.loads.begin(request_of(TOKENS), 48)
+    assert load is not None
+    assert load.num_device_tokens == 20
+    assert load.columns[0].tolist() == list(range(5, 12))
+    assert load.columns[1].tolist() == [10, 11]  # what a window of 9 reads behind 48 tokens
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_an_abandoned_load_leaves_nothing(core: str) -> None:
+    manager = make_manager(HYBRID, core=core)
+    before = manager.statistics().core
+    load = manager.loads.begin(request_of(TOKENS), 24)
+    assert load is not None
+    manager.loads.release(load.load_id)
+    manager.check()
+    assert manager.statistics().core.num_free_blocks == before.num_free_blocks
+    assert manager.statistics().core.num_cached_blocks == 0
+    assert hit_tokens(manager, TOKENS) == 0
+    assert len(manager.loads) == 0
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_without_room_or_while_draining_nothing_is_begun(core: str) -> None:
+    manager = make_manager(FULL, 10, core=core)
+    assert manager.loads.begin(request_of(TOKENS), 40) is None
+    assert manager.loads.begin(request_of(TOKENS), 36) is not None
+    manager.reset_prefix_cache(drain=True)
+    assert manager.is_draining
+    assert manager.loads.begin(request_of(TOKENS[:5]), 4) is None
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_drain_outlives_a_load_and_keeps_nothing_of_it(core: str) -> None:
+    manager = make_manager(FULL, core=core)
+    load = manager.loads.begin(request_of(TOKENS), 48)
+    assert load is not None
+    assert not manager.reset_prefix_cache(drain=True)
+    manager.loads.finish(load.load_id)
+    manager.loads.release(load.load_id)
+    assert manager.reset_prefix_cache(drain=True)
+    assert manager.model_epoch == 1
+    manager.check()
+
+
+def test_wrong_numbers_are_refused_and_change_nothing() -> None:
+    manager = make_manager(CHUNKED_HYBRID)
+    before = manager.dump_state()
+    with pytest.raises(RequestError, match=r"blocks of \[8, 4, 8\], 20 of them cannot be loaded"):
+        manager.loads.begin(request_of(TOKENS), 20)
+    with pytest.raises(RequestError, match="load 7 is not known"):
+        manager.loads.finish(7)
+    with pytest.raises(RequestError, match="load 7 is not known"):
+        manager.loads.release(7)
+    assert manager.dump_state() == before
+    load = manager.loads.begin(request_of(TOKENS), 16)
+    assert load is not None
+    manager.loads.finish(load.load_id)
+    with pytest.raises(RequestError, match="is finished already"):
+        manager.loads.finish(load.load_id)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("seed", range(3))
+def test_loads_among_running_requests_keep_the_books(shape: Shape, core: str, seed: int) -> None:
+    """Random loads between steps: books that add up, hits only of what is finished."""
+    print(f"seed {seed}")
+    dice = random.Random(f"loads {seed} {shape.name}")
+    manager = make_manager(shape, 48, core=core)
+    engine = Engine(manager)
+    size = max(group.block_size for group in shape.groups)
+    families = [[dice.randrange(50) for _ in range(60)] for _ in range(3)]
+    loading: dict[int, tuple[list[int], int]] = {}
+    held: list[int] = []
+    running: list[str] = []
+    for number in range(120):
+        action = dice.choice(("new", "finish", "load", "end", "abandon", "release"))
+        tokens = dice.choice(families)[: dice.randrange(2, 60)]
+        if action == "new":
+            result = engine.step(new=(new(f"r{number}", tokens),))
+            engine.step(completed_step=engine.next_step - 1)
+            if result.admitted_slots[0] >= 0:
+                running.append(f"r{number}")
+        elif action == "finish" and running:
+            engine.step(finished=(running.pop(dice.randrange(len(running))),))
+        elif action == "load" and len(tokens) > size:
+            wanted = dice.randrange(1, len(tokens) // size + 1) * size
+            load = manager.loads.begin(request_of(tokens), wanted)
+            if load is not None:
+                loading[load.load_id] = (tokens, wanted)
+        elif action == "end" and loading:
+            load_id = dice.choice(list(loading))
+            tokens, wanted = loading.pop(load_id)
+            manager.loads.finish(load_id)
+            held.append(load_id)
+            assert hit_tokens(manager, [*tokens[:wanted], 7]) >= wanted
+        elif action == "abandon" and loading:
+            load_id = dice.choice(list(loading))
+            del loading[load_id]
+            manager.loads.release(load_id)
+        elif action == "release" and held:
+            manager.loads.release(held.pop(dice.randrange(len(held))))
+        manager.check()
+    for load_id in [*loading, *held]:
+        manager.loads.release(load_id)
+    engine.step(finished=tuple(running))
+    manager.check()
+    figures = manager.statistics().core
+    assert figures.num_free_blocks == figures.num_blocks
