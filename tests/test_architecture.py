@@ -51,7 +51,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("core_registry", "statistics", "events_buffer", "model_limits"),
         ("request_book", "step_ledger", "admission", "forks"),
         ("row_plan", "step_plan", "step_execution"),
-        ("cache_control", "request_calls", "holds"),
+        ("cache_control", "request_calls", "holds", "loads"),
         ("parts",),
         ("kv_cache_manager",),
     ),
