@@ -264,7 +264,9 @@ class ClientSession:
         if self._doubt_since_s is not None and is_attach_due:
             out.append(self._attach_message())
         is_silent = now_s - self._sent_s >= self.settings.heartbeat_s
-        if is_silent or self._known_step() > self._acknowledged_step:
+        # A step may have no answer because the coordinator keeps too many that it has not heard
+        # acknowledged: what was said of them may be lost like the step.
+        if out or is_silent or self._known_step() > self._acknowledged_step:
             out.append(self._acknowledge())
         if out:
             self._sent_s = now_s

@@ -152,6 +152,21 @@ def test_what_is_answered_and_finished_is_acknowledged() -> None:
     assert bench.session.on_tick() == []
 
 
+def test_what_is_repeated_comes_with_what_may_have_been_lost_with_it() -> None:
+    """A coordinator that has not heard its answers acknowledged may have no room for the step."""
+    bench = Bench()
+    bench.submit()
+    bench.answer(1)
+    bench.session.on_message(Progress("c", 1, 1, 1))
+    bench.submit()
+    for _ in range(3):
+        bench.clock.advance(1.0)
+        step, acknowledged = bench.session.on_tick()
+        assert isinstance(step, StepRequest)
+        assert step.step == 2
+        assert acknowledged == Acknowledge("c", 1, 1)
+
+
 def test_an_idle_client_gives_a_sign_of_life() -> None:
     bench = Bench()
     bench.clock.advance(3.0)
