@@ -15,7 +15,7 @@ JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-long test-launches test-faults test-multinode test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-long test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer clean
 
 setup: $(STAMP)
 
@@ -28,7 +28,7 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long'
+	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos'
 	$(BIN)/python -m pytest tests -m 'ray and not faults'
 
 test-long: setup
@@ -37,21 +37,24 @@ test-long: setup
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
 
-# Who finds traces of a test before it, in the Ray cluster they share, gets another try in a new one.
 test-faults: setup
-	$(BIN)/python -m pytest tests -m faults || $(BIN)/python -m pytest tests -m faults --last-failed
+	$(BIN)/python -m pytest tests -m 'faults and not chaos'
+
+# Longer: python -m tests.chaos processes --seeds 0:200 (or ray, or simulated).
+test-chaos: setup
+	$(BIN)/python -m pytest tests/chaos -m chaos
 
 test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
-	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long' -x -q
+	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long and not chaos' -x -q
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long'
+	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long and not chaos'
 
 format: setup
 	$(BIN)/ruff format .

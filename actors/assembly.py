@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from actors.tier_parts import offload_parts
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -106,4 +107,5 @@ def make_coordinator(
         nonce=secrets.token_hex(16),
         state_store=state_store,
         recorder=recorder,
+        offload=offload_parts(config, plan),
     )

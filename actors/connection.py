@@ -30,6 +30,10 @@ DETACH_LINGER_S = 0.2
 SILENCE_BEFORE_REDIAL = 3
 """Resend intervals without any message after which the coordinator may have moved."""
 
+STALL_BEFORE_REDIAL = 10
+"""Resend intervals without any progress after which it is asked whether another coordinator has
+taken over: one that stood still meanwhile goes on, answers, and has no workers any more."""
+
 
 class Dialing(Protocol):
     """How to reach the coordinator. The calls may take a while.
@@ -73,7 +77,7 @@ class ClientConnection:
         self._max_message_bytes = config.transport.max_message_bytes
         self._endpoint = dialer.endpoint()
         self.transport = dialer.open(self._endpoint, self._peer)
-        self._heard_s = self._next_tick_s = self.clock.now()
+        self._heard_s = self._asked_s = self._next_tick_s = self.clock.now()
 
     def send(self, messages: Sequence[FromClient]) -> None:
         """Encode and send."""
@@ -116,17 +120,21 @@ class ClientConnection:
 
     @property
     def may_have_moved(self) -> bool:
-        """Whether the coordinator has been silent for so long that its address may be old."""
-        silent_s = self.clock.now() - self._heard_s
-        return silent_s > SILENCE_BEFORE_REDIAL * self.settings.resend_s
+        """Whether the coordinator has been silent for so long, or nothing has moved for so long,
+        that its address may be old."""
+        now_s, resend_s = self.clock.now(), self.settings.resend_s
+        if now_s - self._heard_s > SILENCE_BEFORE_REDIAL * resend_s:
+            return True
+        patience_s = STALL_BEFORE_REDIAL * resend_s
+        return now_s - self._asked_s > patience_s and self.session.stalled_s > patience_s
 
     def put_off_redial(self) -> None:
-        """The coordinator could not be asked: ask again after as much silence as before."""
-        self._heard_s = self.clock.now()
+        """The coordinator could not be asked: ask again after as long a time as before."""
+        self._heard_s = self._asked_s = self.clock.now()
 
     def redial(self, endpoint: Endpoint) -> None:
         """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
-        self._heard_s = self.clock.now()
+        self._heard_s = self._asked_s = self.clock.now()
         if endpoint != self._endpoint:
             self.transport.close()
             self._endpoint = endpoint

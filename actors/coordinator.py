@@ -30,6 +30,7 @@ from actors.transport.curve import CurveKeys
 from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
+from actors.waking_clock import WakingClock
 from actors.worker_making import WorkerRecipe
 from actors.workforce import Workforce, look_for_workforce
 from kvcache.clock import SystemClock
@@ -66,7 +67,7 @@ class CoordinatorActor:
         self._config = config
         self._recipe = recipe
         self._node = this_node()
-        self._clock = SystemClock()
+        self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
         self._coordinator: Coordinator | None = None
         self._caretaker: Caretaker | None = None
         self._problem = ""

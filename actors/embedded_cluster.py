@@ -182,6 +182,7 @@ class _EmbeddedLaunch(Launch):
         ranked = [workers[place] for place in order]
         in_order = tuple(reports[place] for place in order)
         plan = self._plan(in_order)
+        self._keep_memory(reports)
         self._say(f"allocating {plan.num_blocks} blocks on every rank")
         self._allocate(ranked, plan)
         self._say("connecting coordinator and workers")

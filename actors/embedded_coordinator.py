@@ -33,6 +33,7 @@ from actors.transport.curve import generate_curve_keys
 from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
+from actors.waking_clock import WakingClock
 from actors.workforce import Sighting, Workforce
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
@@ -79,7 +80,7 @@ class EmbeddedCoordinator:
         require_sockets(config)
         self.record = record
         self._node = this_node()
-        self._clock = SystemClock()
+        self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
         self._store = RayStateStore(config.name)
         self._rule: _Rule | None = None
         self._closed = threading.Event()
@@ -89,7 +90,7 @@ class EmbeddedCoordinator:
         self._transport = transport = InProcessServer(sockets, limits)
         self._service = SharedService(
             transport,
-            self._clock,
+            SystemClock(),  # which tells that this process stood still
             config.transport.max_message_bytes,
             tick_s=min(config.transport.resend_s, config.transport.heartbeat_s) / 4,
             stall_s=config.transport.heartbeat_s,

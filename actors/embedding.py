@@ -14,9 +14,11 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import get_args
 
 from actors.memory import free_memory_bytes, plannable_bytes
+from actors.names import keeper_address
 from actors.process_start import started_ticks
 from actors.reports import HostStatistics, NodeAddress, WorkerReport
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
@@ -25,15 +27,17 @@ from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.errors import NotRunningError, ProtocolError
 from kvcache.hashing import get_hash_fn
+from kvcache.keeper.client import KeeperAddress
 from kvcache.messages import Message, ToWorker
 from kvcache.planner import (
     Plan,
-    RankMemory,
     plan_fingerprint,
     rank_layout_fingerprint,
+    rank_memory,
 )
 from kvcache.specs import KVCacheSpec
 from kvcache.wire import decode, encode
+from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.worker import KVCacheWorker
 
@@ -114,7 +118,9 @@ class EmbeddedWorker:
             node=node,
             gpu_ids=tuple(gpu_ids),
             specs=self._specs,
-            memory=RankMemory(plannable_bytes(self._config, free_bytes, num_sharing)),
+            memory=rank_memory(
+                self._config, plannable_bytes(self._config, free_bytes, num_sharing)
+            ),
             free_bytes=free_bytes,
             started_ticks=started_ticks(os.getpid()),
         )
@@ -141,11 +147,33 @@ class EmbeddedWorker:
             heartbeat_interval_s=config.transport.heartbeat_s,
             max_buffered=4 * config.transport.window,
             max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
+            host_keeper=self._keeper(),
+            file_tier=self._file_tier(),
         )
         poll = None if self._is_threaded else self._poll_for_forward
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll)
         self._plan = plan
         return settings.fingerprint
+
+    def _keeper(self) -> KeeperAddress | None:
+        """Return who keeps host memory on this node, if the configuration wants it kept."""
+        offload = self._config.offload
+        if offload.host_memory_per_rank is None or not offload.keeps_memory:
+            return None
+        node_id = "" if self._report is None else self._report.node.node_id
+        return KeeperAddress(keeper_address(self._config.name, node_id), self._config.name)
+
+    def _file_tier(self) -> FileTierSettings | None:
+        disk = self._config.offload.disk
+        if disk is None:
+            return None
+        return FileTierSettings(
+            Path(disk.directory),
+            self._config.name,
+            threads=disk.num_threads,
+            max_bytes=disk.capacity_per_rank + disk.capacity_per_rank // 8,
+            sync=disk.sync,
+        )
 
     def assignment(self) -> tuple[int, Plan, WorkerReport]:
         """Return rank, plan and report as they were. Raises NotRunningError before `allocate`."""

@@ -51,6 +51,7 @@ class DeathWatch:
         self._sent: dict[int, _Sentinel] = {}
         self._calls: dict[Any, _Sentinel] = {}
         self._is_stopping = threading.Event()
+        self._has_news = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-sentinels", daemon=True)
         self._thread.start()
 
@@ -58,16 +59,19 @@ class DeathWatch:
         """Watch the process that serves `rank`, instead of the one before."""
         with self._lock:
             self._workers[rank] = (incarnation, actor)
+        self._has_news.set()
 
     def stop(self) -> None:
         """Watch no longer. Whoever dies afterwards is not reported."""
         self._is_stopping.set()
+        self._has_news.set()
 
     def _run(self) -> None:
         while not self._is_stopping.is_set():
+            self._has_news.clear()
             self._send_missing()
             if not self._calls:
-                self._is_stopping.wait(WAIT_S)
+                self._has_news.wait(WAIT_S)
                 continue
             ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
             for call in ended:

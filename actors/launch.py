@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 
 from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
 from actors.embedded_record import refuse_if_embedded
+from actors.keeper import make_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
@@ -102,6 +103,7 @@ class Launch:
         order = rank_order(reports, self.config.parallel.tensor_parallel_size)
         ranked = [workers[place] for place in order]
         plan = self._plan([reports[place] for place in order])
+        self._keep_memory(reports)
         self._say(f"allocating {plan.num_blocks} blocks on every rank")
         self._allocate(ranked, plan)
         self._say("connecting coordinator and workers")
@@ -175,6 +177,11 @@ class Launch:
             )
         except PlanMismatchError as error:
             raise StartupError(f"the ranks do not fit together: {error}") from error
+
+    def _keep_memory(self, reports: Sequence[WorkerReport]) -> None:
+        """Make what host memory outlives its workers by."""
+        lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
+        self.parts.keepers = make_keepers(self.config, reports, lifetime, self._remaining_s())
 
     def _allocate(self, ranked: Sequence[Any], plan: Plan) -> None:
         calls = [worker.kvcache_allocate.remote(rank, plan) for rank, worker in enumerate(ranked)]

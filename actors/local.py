@@ -20,6 +20,7 @@ from actors.service import CoordinatorService
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.local import LocalServer
 from actors.transport.mailbox import Mailbox
+from actors.waking_clock import WakingClock
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -49,9 +50,12 @@ class LocalCluster:
         Raises NotEnoughMemoryError or ConfigurationError when the model does not fit, StartupError
         when the workers do not obey.
         """
-        self.config = config
+        # Nothing outlives this process, so nobody keeps memory for another one.
+        offload = config.offload.model_copy(update={"keeps_memory": False})
+        self.config = config = config.model_copy(update={"offload": offload})
         self.needs_keeping_alive = False
-        self._clock = SystemClock() if clock is None else clock
+        waking = WakingClock(SystemClock(), config.transport.heartbeat_s)
+        self._clock: Clock = waking if clock is None else clock
         self._server = LocalServer()
         self._clients: list[KVCacheClient] = []
         num_ranks = config.parallel.num_ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 RAY_NAMESPACE = "kvcache"
 """Where every named actor of this package lives, so that any driver of the Ray cluster finds it."""
 
@@ -15,6 +17,22 @@ def worker_name(cluster: str, place: int) -> str:
     """Return the name of the worker actor at `place`: its stage times the stage's width, plus its
     number in the stage. Ranks are given to places once it is known where each actor runs."""
     return f"{cluster}/worker-{place}"
+
+
+def keeper_prefix(cluster: str) -> str:
+    """Return what the names of the cluster's memory keepers begin with."""
+    return f"{cluster}/keeper-"
+
+
+def keeper_name(cluster: str, node_id: str) -> str:
+    """Return the name of the memory keeper of a node."""
+    return f"{keeper_prefix(cluster)}{node_id}"
+
+
+def keeper_address(cluster: str, node_id: str) -> str:
+    """Return where the keeper of a cluster listens on a node."""
+    name = hashlib.sha256(f"{cluster}/{node_id}".encode()).hexdigest()[:24]
+    return f"unix:@kvcache-keeper-{name}"
 
 
 def placement_group_name(cluster: str) -> str:

@@ -6,6 +6,7 @@ Reads the session's state, which the client's own waits bring up to date. Change
 from __future__ import annotations
 
 from actors.connection import ClientConnection
+from kvcache.client_session import SessionState
 from kvcache.errors import NotRunningError
 from kvcache.messages import Attached, FailedForward
 
@@ -28,6 +29,11 @@ class SessionView:
         if attached is None:
             raise NotRunningError(f"client {self.client_id} has not attached yet")
         return attached
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether steps are taken: False once the epoch is known to be over, until `attach`."""
+        return self._connection.session.state is SessionState.ATTACHED
 
     @property
     def epoch(self) -> int:

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from actors.keeper import await_no_keepers, end_keepers, find_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.placement import remove_placement, wait_until
 from actors.state import RayStateStore
@@ -38,6 +39,7 @@ class ClusterParts:
     placement: PlacementGroup | None = None
     process_ids: tuple[int, ...] = ()
     num_places: int = 0
+    keepers: list[Any] = field(default_factory=list)
 
     def find_workers(self, num_ranks: int) -> None:
         """Look up the worker actors as they are now, instead of those known; not an engine's."""
@@ -73,6 +75,8 @@ def take_down(parts: ClusterParts) -> None:
     _look_again(parts, [])
     _kill(parts.workers)
     _await_gone(parts, give_up_s + parts.shutdown_s)
+    end_keepers(find_keepers(parts.name))
+    await_no_keepers(parts.name, give_up_s + parts.shutdown_s)
     if parts.placement is not None:
         remove_placement(parts.placement, parts.shutdown_s)
     RayStateStore(parts.name).clear()

@@ -124,7 +124,9 @@ class StepClient(SessionView):
         """Return the answer to a step.
 
         Raises the error that a refused step was answered with, DeadlineError (the step may or may
-        not have been executed), WorkerLostError or StaleEpochError (the step is void).
+        not have been executed), WorkerLostError or StaleEpochError (the step is void). While
+        `is_attached`, a WorkerLostError says that a rank is silent: the step was refused, nothing
+        has changed, and it may be sent again; otherwise the epoch is over: see `attach`.
         """
         answer = self._wait_answer(step, timeout_s)
         if not isinstance(answer, StepResult):

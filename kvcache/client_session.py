@@ -121,6 +121,11 @@ class ClientSession:
         return self._window.next_step
 
     @property
+    def void_step(self) -> int:
+        """Steps up to this one were sent in an attachment that is over: they are void."""
+        return self._void_step
+
+    @property
     def finished_step(self) -> int:
         """Every step up to this one is over on every rank."""
         return self._progress.finished_step
@@ -139,6 +144,17 @@ class ClientSession:
     def num_resent(self) -> int:
         """Steps sent again."""
         return self._window.num_resent
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long nothing has moved of what is under way: steps, or attaching. 0 when nothing
+        is."""
+        if self._state is SessionState.ATTACHING:
+            return self._clock.now() - self._attach_since_s
+        is_idle = self._known_step() >= self._window.next_step - 1
+        if self._state is not SessionState.ATTACHED or is_idle:
+            return 0.0
+        return self._clock.now() - self._news_s
 
     # --- verbs
 

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 
 from kvcache.arrays import Int32Array
-from kvcache.commands import Audit, BlockTablePatch, Copy, Label, Load, Store, WriteExpected
+from kvcache.commands import (
+    Audit,
+    BlockTablePatch,
+    Copy,
+    Fetch,
+    Label,
+    Load,
+    Spill,
+    Store,
+    WriteExpected,
+)
 from kvcache.errors import MalformedMessageError
 from kvcache.labels import validate_label_command
 
@@ -86,11 +96,21 @@ def _validate_audit(audit: Audit) -> None:
         )
 
 
+def _validate_keys(job: Spill | Fetch) -> None:
+    count = len(job.sources if isinstance(job, Spill) else job.destinations)
+    if len(job.keys) % count if count else job.keys:
+        raise MalformedMessageError(
+            f"{type(job).__name__} of {count} slots with {len(job.keys)} bytes of keys"
+        )
+
+
 SHAPE_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
     BlockTablePatch: _validate_patch,
     Copy: _validate_copy,
     Store: _validate_copy,
     Load: _validate_copy,
+    Spill: _validate_keys,
+    Fetch: _validate_keys,
     Label: _validate_label,
     WriteExpected: _validate_forward,
     Audit: _validate_audit,

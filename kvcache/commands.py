@@ -8,7 +8,8 @@ by forwards and not by commands:
     --------------------------------        ------------------------------------------------
     Unlabel, Label, Reset, Fence            BlockTablePatch, Zero, Copy
     Store, Load (start; finish later)       WriteExpected (the forward itself, content checking)
-    Audit
+    Spill, Fetch (likewise)
+    Discard, SealSlots, Audit
 
 So *applied* never includes bytes. Refuses nothing itself: sizes are checked where messages are
 decoded, block ids where commands are applied.
@@ -109,9 +110,62 @@ class Load:
     destinations: Int32Array
 
 
+@dataclass(frozen=True, eq=False)
+class Spill:
+    """Start writing slots `sources` of the host medium to `medium`; reported.
+
+    Block `i` is found again by key `i` of `keys`, which has all keys one behind the other, of the
+    same length each. What else a file says of its block is the slot's label.
+    """
+
+    job_id: int
+    medium: str
+    sources: Int32Array
+    keys: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """Start reading the blocks of `keys` from `medium` into slots `destinations` of the host
+    medium; reported.
+
+    Their labels come with them. `keys` as in `Spill`.
+    """
+
+    job_id: int
+    medium: str
+    keys: bytes
+    destinations: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class Discard:
+    """Forget what slots `slots`, or the blocks of `keys`, hold in `medium`, at apply time.
+
+    Slots' labels are withdrawn at once. Blocks are removed behind the jobs that were started for
+    the same keys before. Not reported: what stays behind by mistake costs room, nothing else.
+    """
+
+    medium: str
+    slots: Int32Array
+    keys: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class SealSlots:
+    """Seal slots of `medium`: every rank has reported that their bytes are there.
+
+    Who attaches to the memory later believes sealed slots only.
+    """
+
+    medium: str
+    slots: Int32Array
+
+
 @dataclass(frozen=True)
 class Reset:
-    """Forget every label. `model_epoch` is the one that holds from now on."""
+    """Forget every label of a device block. `model_epoch` is the one that holds from now on: what
+    host slots hold of an earlier one is forgotten too."""
 
     model_epoch: int
 
@@ -192,6 +246,10 @@ Command: TypeAlias = (
     | Unlabel
     | Store
     | Load
+    | Spill
+    | Fetch
+    | SealSlots
+    | Discard
     | Reset
     | Fence
     | WriteExpected

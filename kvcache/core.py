@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, Int32Array, int32_array
+from kvcache.arrays import IndexArray, Int32Array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash
@@ -288,13 +288,12 @@ def patch_of(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
     """Return the changes of rows (slot, change) as one command."""
     if not changes:
         return EMPTY_PATCH
-    return BlockTablePatch(
-        slots=int32_array([slot for slot, _ in changes]),
-        groups=int32_array([change.group for _, change in changes]),
-        first_indices=int32_array([change.first_index for _, change in changes]),
-        counts=int32_array([len(change.block_ids) for _, change in changes]),
-        block_ids=np.concatenate([change.block_ids for _, change in changes]),
-    )
+    rows = [
+        (slot, change.group, change.first_index, len(change.block_ids)) for slot, change in changes
+    ]
+    slots, groups, first_indices, counts = np.array(tuple(zip(*rows, strict=True)), dtype=np.int32)
+    ids = np.concatenate([change.block_ids for _, change in changes])
+    return BlockTablePatch(slots, groups, first_indices, counts, ids)
 
 
 @dataclass(frozen=True, eq=False)

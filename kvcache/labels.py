@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.commands import Label
@@ -283,28 +284,7 @@ class LabelTable:
         """
         ids = int32_array(np.flatnonzero(self._group[first_block:end_block] != UNLABELLED))
         ids += first_block
-        counts = self._token_count[ids]
-        columns = np.arange(self._max_block_tokens)[None, :] < counts[:, None]
-        used, namespaces = np.unique(self._namespace[ids], return_inverse=True)
-        extra_keys = {}
-        if self._extra_keys:
-            extra_keys = {
-                i: self._extra_keys[block_id]
-                for i, block_id in enumerate(ids.tolist())
-                if block_id in self._extra_keys
-            }
-        labels = Label(
-            block_ids=ids,
-            groups=self._group[ids],
-            slots=self._slot[ids],
-            digests=self._digest[ids].tobytes(),
-            parent_digests=self._parent[ids].tobytes(),
-            token_counts=counts,
-            token_ids=self._tokens[ids][columns],
-            namespaces=int32_array(namespaces),
-            namespace_names=tuple(self._namespace_names[index] for index in used.tolist()),
-            extra_keys=extra_keys,
-        )
+        labels = self.labels_of(ids)
         return LabelSet(
             version=LABEL_VERSION,
             rank=rank,
@@ -314,6 +294,39 @@ class LabelTable:
             digest_bytes=self._digest_bytes,
             labels=labels,
             checksums=self._checksum[ids].astype("<i8").tobytes(),
+        )
+
+    def are_labelled(self, block_ids: Int32Array) -> npt.NDArray[np.bool_]:
+        """Say of each block whether it has a label; shape `(n,)`."""
+        found: npt.NDArray[np.bool_] = self._group[block_ids] != UNLABELLED
+        return found
+
+    def labels_of(self, block_ids: Int32Array) -> Label:
+        """Return the labels of blocks that all have one, in this order; a copy.
+
+        A block that is named twice is there twice: such a `Label` is no command.
+        """
+        counts = self._token_count[block_ids]
+        columns = np.arange(self._max_block_tokens)[None, :] < counts[:, None]
+        used, namespaces = np.unique(self._namespace[block_ids], return_inverse=True)
+        extra_keys = {}
+        if self._extra_keys:
+            extra_keys = {
+                i: self._extra_keys[block_id]
+                for i, block_id in enumerate(block_ids.tolist())
+                if block_id in self._extra_keys
+            }
+        return Label(
+            block_ids=block_ids,
+            groups=self._group[block_ids],
+            slots=self._slot[block_ids],
+            digests=self._digest[block_ids].tobytes(),
+            parent_digests=self._parent[block_ids].tobytes(),
+            token_counts=counts,
+            token_ids=self._tokens[block_ids][columns],
+            namespaces=int32_array(namespaces),
+            namespace_names=tuple(self._namespace_names[index] for index in used.tolist()),
+            extra_keys=extra_keys,
         )
 
     def check(self) -> None:
@@ -339,7 +352,7 @@ class LabelTable:
         counts = label.token_counts
         width = int(counts[0])
         if bool((counts == width).all()):
-            self._tokens[label.block_ids, :width] = label.token_ids.reshape(-1, width)
+            self._tokens[label.block_ids, :width] = label.token_ids.reshape(len(counts), width)
             return
         ends = np.cumsum(counts)
         for block_id, start, end in zip(label.block_ids, ends - counts, ends, strict=True):

@@ -128,11 +128,15 @@ class Ping:
 
 @dataclass(frozen=True)
 class CollectLabels:
-    """Say what the blocks from `first_block` on are labelled with, and whose steps were applied."""
+    """Say what the blocks from `first_block` on are labelled with, and whose steps were applied.
+
+    In media other than the device, blocks are slots of host memory, or parts of all files.
+    """
 
     nonce: str
     epoch: int
     first_block: int
+    medium: str = "device"
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,8 @@ class LabelReport:
     """The labels of the blocks `first_block` to `end_block - 1` of `rank`, which has `num_blocks`.
 
     Asked again, it says the same: labels change by commands only. `model_epoch` is that of the last
-    reset. What labels are, `version` included, is in labels.py.
+    reset. What labels are, `version` included, is in labels.py. Files have no block ids: their
+    labels are numbered in each report, and `end_block` is `first_block` while they are being read.
     """
 
     nonce: str
@@ -165,6 +170,7 @@ class LabelReport:
     labels: Label
     checksums: bytes
     client_steps: tuple[ClientStep, ...]
+    medium: str = "device"
 
 
 @dataclass(frozen=True)

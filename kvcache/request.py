@@ -198,6 +198,11 @@ class Request:
         view.flags.writeable = False
         return view
 
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Return tokens `[start, end)`, as far as there are any, as the bytes of int32."""
+        tokens: bytes = self._tokens[start : min(end, self._num_tokens)].tobytes()
+        return tokens
+
     def append_output_token_ids(self, ids: TokenIds) -> None:
         """Append output tokens; none is appended when one of them is not a token id.
 

@@ -20,6 +20,7 @@ from kvcache.config import (
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn
 from kvcache.planner import plan_cluster
+from kvcache.policies import EVICTION_POLICIES
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -92,6 +93,11 @@ def test_defaults_serve_a_model_alone() -> None:
 def test_configurable_hash_algorithms_exist(name: str) -> None:
     config = parse_config(plain(cache={"hash_algorithm": name}))
     assert get_hash_fn(config.cache.hash_algorithm).name == name
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+def test_every_eviction_policy_can_be_configured(name: str) -> None:
+    assert parse_config(plain(cache={"eviction_policy": name})).cache.eviction_policy == name
 
 
 def test_a_configuration_survives_being_plain() -> None:
@@ -300,6 +306,11 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         (
             {"cache": {"hash_algorithm": "md5"}},
             "cache.hash_algorithm: 'md5': use 'sha256', 'sha256_cbor' or 'xxh3_128'",
+        ),
+        (
+            {"cache": {"eviction_policy": "mru"}},
+            "cache.eviction_policy: unknown eviction policy 'mru': choose one of arc, fifo, lfu, "
+            "lfu_da, lru, lru2, s3fifo, slru, twoq",
         ),
         (
             {"name": "two words"},

@@ -33,6 +33,8 @@ _FIGURES_INTERVAL_S = 1.0
 _COME_BACK_S = 180.0
 """How long a cluster that has lost a worker may take to replace it."""
 
+_SEND_AGAIN_S = 0.1
+
 
 @dataclass(frozen=True)
 class Playground:
@@ -58,14 +60,29 @@ class ClientStepper:
         self._figures = CacheFigures(0, 0, 0, 0.0)
         self._bytes_checked_before = 0
         self._failures_before: tuple[FailedForward, ...] = ()
+        self._submitted = StepRequest()
 
     def submit(self, step: StepRequest) -> int:
         """Send the step."""
+        self._submitted = step
         return self._client.submit(step)
 
     def wait_result(self, step: int) -> StepResult:
-        """Wait for the coordinator's answer."""
-        return self._client.wait_result(step)
+        """Wait for the coordinator's answer; send the step again while it is refused because a
+        rank is silent. Nothing has happened then, and the epoch goes on."""
+        give_up_s = time.monotonic() + _COME_BACK_S
+        while True:
+            try:
+                return self._client.wait_result(step)
+            except WorkerLostError as error:
+                if not self._client.is_attached:
+                    raise
+                if time.monotonic() > give_up_s:
+                    raise DeadlineError(
+                        f"step {step} is refused again and again: {error}"
+                    ) from error
+            time.sleep(_SEND_AGAIN_S)
+            step = self._client.submit(self._submitted)
 
     def wait_finished(self, step: int) -> None:
         """Wait until every rank has run the step's forward."""

@@ -117,9 +117,17 @@ class BlockPool(ReferencedBlocks):
 
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of a block."""
-        table, parent = self.contents.table_of(entry), self.contents.parents[entry]
-        above = None if table is None else table.ids.get(parent)
-        return EntryInfo(parent=above, content=self.contents.digests[entry])
+        contents = self.contents
+        table, digest = contents.table_of(entry), contents.digests[entry]
+        if table is None or digest is None:
+            return EntryInfo()
+        # A copy may go before its children: another block holds what they continue.
+        has_copies = digest in table.copies
+        return EntryInfo(
+            parent=int(contents.parent_blocks[entry]) or None,
+            content=digest + table.group.to_bytes(4, "big"),
+            num_children=0 if has_copies else int(contents.num_children[entry]),
+        )
 
     # --- taking and giving back ----------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from kvcache.config.models import (
     TransportConfig,
     WorkersConfig,
 )
+from kvcache.config.offload import DiskConfig, OffloadConfig
 from kvcache.config.sections import parse_bytes
 
 __all__ = [
@@ -42,12 +43,14 @@ __all__ = [
     "ContentCheckConfig",
     "CrossLayer",
     "DeadlinesConfig",
+    "DiskConfig",
     "FullLayer",
     "Layer",
     "LayerConfig",
     "MLALayer",
     "MambaLayer",
     "ModelConfig",
+    "OffloadConfig",
     "ParallelConfig",
     "RecorderConfig",
     "SchedulerConfig",

@@ -13,10 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from kvcache.config.layer_kinds import Layer, LayerConfig
+from kvcache.config.offload import OffloadConfig
 from kvcache.config.sections import (
     MIB,
     Bytes,
     Count,
+    EvictionPolicyName,
     FewThousand,
     Seconds,
     SecondsOrNever,
@@ -77,7 +79,7 @@ class CacheConfig(Section):
     hash_algorithm: Literal["sha256", "sha256_cbor", "xxh3_128"] = "sha256"
     hash_seed: Annotated[str, Field(min_length=1)] = "vllm-none-hash"
     enable_prefix_caching: bool = True
-    eviction_policy: Annotated[str, Field(min_length=1)] = "lru"
+    eviction_policy: EvictionPolicyName = "lru"
     core: Literal["blocks", "extents"] = "extents"
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_pin_share: Share = 0.5
@@ -245,6 +247,7 @@ class ClusterConfig(Section):
     content_check: ContentCheckConfig = ContentCheckConfig()
     audit: AuditConfig = AuditConfig()
     recorder: RecorderConfig = RecorderConfig()
+    offload: OffloadConfig = OffloadConfig()
 
     @model_validator(mode="before")
     @classmethod

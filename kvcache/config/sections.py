@@ -10,9 +10,10 @@ import re
 from fractions import Fraction
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvcache.errors import ConfigurationError, shown
+from kvcache.policies import require_eviction_policy
 
 MIB = 1 << 20
 MAX_COUNT = 2**31 - 1
@@ -42,12 +43,18 @@ def require_model_len(value: object) -> object:
     return value
 
 
+def require_policy(value: str) -> str:
+    """Return `value`; raises ConfigurationError unless it names an eviction policy."""
+    return require_eviction_policy(value)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewThousand = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNever = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+EvictionPolicyName = Annotated[str, AfterValidator(require_policy)]
 
 
 class Section(BaseModel):

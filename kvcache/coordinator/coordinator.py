@@ -9,8 +9,7 @@ crash and one that has lost a worker go the same way.
     start ──▶ FENCING ──all granted──▶ COLLECTING ──all told──▶ RUNNING ──another one──▶ SUPERSEDED
                  ◀──another process, or a loss──┴──────────────────┘
 
-A state machine without threads, sockets or Ray, with one owner. It sends nothing itself, waits for
-nothing, and refuses whatever is not of its epoch.
+A state machine with one owner. It sends nothing itself, and refuses what is not of its epoch.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.membership import Membership
+from kvcache.coordinator.offloading import OffloadParts
 from kvcache.coordinator.phase import OBEYED, Phase
-from kvcache.coordinator.recovery import Recovery, recover
+from kvcache.coordinator.recovery import ManagerFactory, Recovery, recover
 from kvcache.coordinator.reign import Reign, ReignIdentity
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
@@ -56,12 +56,10 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
+from kvcache.offload.specs import DEVICE_MEDIUM
 from kvcache.state_store import StateStore
 
 logger = logging.getLogger(__name__)
-
-ManagerFactory = Callable[[int], KVCacheManager]
-"""Makes a cold manager for a new epoch; the argument is the model epoch."""
 
 
 class Coordinator:
@@ -79,13 +77,16 @@ class Coordinator:
         nonce: str,
         state_store: StateStore,
         recorder: StepRecorder | None = None,
+        offload: OffloadParts | None = None,
     ) -> None:
-        """Take no epoch yet. `nonce` tells this coordinator from all others, for ever.
+        """Take no epoch yet. `nonce` tells this coordinator from all others, for ever; `offload`
+        says what tiers there are below the device.
 
         Raises what loading the state raises: a state that cannot be read is not guessed.
         """
         self.settings = settings
         self._make_manager = manager_factory
+        self._offload = offload
         self._recorder = NullStepRecorder() if recorder is None else recorder
         self._clock = clock
         self._members = Membership(
@@ -273,8 +274,6 @@ class Coordinator:
         if self._reign is not None:
             self._reign.manager.check()
 
-    # --- workers
-
     def _as_introduction(self, message: FromWorker) -> FromWorker:
         """What a process says to another coordinator introduces it, while its rank is not taken."""
         if isinstance(message, Hello) or message.nonce == self._members.nonce:
@@ -320,8 +319,10 @@ class Coordinator:
         """Take a rank's labels; begin to run when all are there."""
         who, now_s = (report.rank, report.incarnation, report.nonce), self._clock.now()
         self._members.heard(*who, report.epoch, now_s)
-        collection = self._collection
-        if collection is None:
+        collection, reign = self._collection, self._reign
+        if report.medium != DEVICE_MEDIUM and reign is not None and report.epoch == self.epoch:
+            return self._guarded(lambda: reign.on_tier_labels(report))
+        if collection is None or report.medium != DEVICE_MEDIUM:
             return []
         asked = collection.on_report(report, now_s)
         return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
@@ -349,6 +350,7 @@ class Coordinator:
             problem=self.problem,
             save_model_epoch=members.save_model_epoch,
             recorder=self._recorder,
+            offload=self._offload,
         )
         self._collection, self._returning = None, frozenset()
         self._phase, self._reason = Phase.RUNNING, ""
@@ -394,8 +396,6 @@ class Coordinator:
         self._members.heard(*who, message.epoch, now_s)
         reign = self._reign
         return [] if reign is None else self._guarded(lambda: reign.on_report(message))
-
-    # --- epochs
 
     def _begin_epoch(self, reason: str) -> list[Outgoing]:
         """Void the present epoch and fence the next one. Clients must attach again."""

@@ -2,15 +2,18 @@
 
 A job is over when every rank has reported it, and good only when it was good everywhere. Ranks are
 kept as a set, because reports are repeated until they are acknowledged. Refuses to know what a job
-does. Bounded by the command window: each message brings at most one forward.
+does. Bounded by the command window: each message brings few jobs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.errors import InvariantError, MalformedMessageError
+from kvcache.errors import InvariantError, MalformedMessageError, RequestError
 from kvcache.messages import FailedForward, JobReport
+
+MAX_REPORTED_BLOCKS = 64
+"""A report that names so many failed blocks may have left others out."""
 
 
 @dataclass
@@ -23,12 +26,14 @@ class _Job:
     num_bytes: int = 0
     failures: list[FailedForward] = field(default_factory=list)
     block_ids: set[int] = field(default_factory=set)
+    is_wholly_failed: bool = False
 
 
 @dataclass(frozen=True)
 class EndedJob:
     """A job that every rank has reported. `failures` is empty when it was good everywhere;
-    `block_ids` are those that an audit found wrong on some rank."""
+    `block_ids` are those of which some rank says that they are wrong or failed; `is_wholly_failed`
+    that a rank failed without saying which, or says more than a report holds."""
 
     job_id: int
     client_id: str
@@ -36,6 +41,7 @@ class EndedJob:
     num_bytes: int
     failures: tuple[FailedForward, ...]
     block_ids: tuple[int, ...] = ()
+    is_wholly_failed: bool = False
 
 
 class JobBook:
@@ -56,6 +62,11 @@ class JobBook:
         self._open[self._last_id] = _Job(client_id, step)
         return self._last_id
 
+    def cancel(self, job_id: int) -> None:
+        """Forget an open job that no rank was told of; raises RequestError if it is not open."""
+        if self._open.pop(job_id, None) is None:
+            raise RequestError(f"job {job_id} is not open: cancel what was opened and never sent")
+
     def report(self, rank: int, report: JobReport) -> EndedJob | None:
         """Note one rank's report; return the job when it was the last one missing.
 
@@ -75,6 +86,7 @@ class JobBook:
         if not report.ok:
             job.failures.append(FailedForward(job.step, rank, report.detail))
             job.block_ids.update(report.block_ids)
+            job.is_wholly_failed |= not 0 < len(report.block_ids) < MAX_REPORTED_BLOCKS
         if len(job.reported) < self._num_ranks:
             return None
         del self._open[report.job_id]
@@ -86,6 +98,7 @@ class JobBook:
             job.num_bytes,
             failures,
             tuple(sorted(job.block_ids)),
+            job.is_wholly_failed,
         )
 
     def clear(self) -> None:

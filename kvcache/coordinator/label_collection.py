@@ -10,11 +10,15 @@ plan, or cannot be understood, the epoch begins cold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32
 from kvcache.errors import KVCacheError, MalformedMessageError, VersionMismatchError
 from kvcache.labels import LabelSet, join_label_sets
 from kvcache.messages import CollectLabels, LabelReport, Outgoing, WorkerAddress
+from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,10 @@ class LabelCollection:
         epoch: int,
         *,
         resend_s: float,
+        medium: str = DEVICE_MEDIUM,
     ) -> None:
-        """Know nothing of any rank yet."""
+        """Know nothing of any rank yet. `medium` is where the labelled blocks are."""
+        self._medium = medium
         self._expected = expected
         self._nonce = nonce
         self._epoch = epoch
@@ -101,6 +107,10 @@ class LabelCollection:
         rank = self._ranks[report.rank]
         self.highest_model_epoch = max(self.highest_model_epoch, report.model_epoch)
         if self.is_over or report.first_block != rank.next_block or rank.is_complete:
+            return []
+        is_reading = self._medium == FILE_MEDIUM and report.first_block < report.num_blocks
+        if is_reading and report.end_block == report.first_block:
+            rank.since_s = now_s  # it lives, and reads; it is asked again later
             return []
         try:
             piece = self._read(report)
@@ -162,7 +172,7 @@ class LabelCollection:
     def _ask(self, rank: int, now_s: float) -> Outgoing:
         state = self._ranks[rank]
         state.asked_s = now_s
-        message = CollectLabels(self._nonce, self._epoch, state.next_block)
+        message = CollectLabels(self._nonce, self._epoch, state.next_block, self._medium)
         return Outgoing((WorkerAddress(rank),), message)
 
     def _read(self, report: LabelReport) -> LabelSet:
@@ -186,6 +196,11 @@ class LabelCollection:
                 f"{report.end_block} of {report.num_blocks}"
             )
         labels = report.labels
+        if self._medium == FILE_MEDIUM:
+            # Files have no numbers: they get some that are all different.
+            before = sum(len(p.labels.block_ids) for p in self._ranks[report.rank].pieces)
+            numbers = np.arange(before, before + len(labels.block_ids), dtype=np.int32)
+            labels = replace(labels, block_ids=numbers)
         piece = LabelSet(
             report.version,
             report.rank,
@@ -196,7 +211,7 @@ class LabelCollection:
             labels,
             report.checksums,
         )
-        ids = labels.block_ids
+        ids = EMPTY_INT32 if self._medium == FILE_MEDIUM else labels.block_ids
         if len(ids) and not report.first_block <= int(ids.min()) <= int(ids.max()) < (
             report.end_block
         ):

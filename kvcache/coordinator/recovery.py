@@ -17,6 +17,9 @@ from kvcache.manager import KVCacheManager
 
 logger = logging.getLogger(__name__)
 
+ManagerFactory = Callable[[int], KVCacheManager]
+"""Makes a cold manager for a new epoch; the argument is the model epoch."""
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -34,7 +37,7 @@ class Recovery:
 
 
 def recover(
-    make_manager: Callable[[int], KVCacheManager], model_epoch: int, collection: LabelCollection
+    make_manager: ManagerFactory, model_epoch: int, collection: LabelCollection
 ) -> tuple[KVCacheManager, Recovery]:
     """Return the manager with which an epoch begins, and how much of the cache it has."""
     manager = make_manager(model_epoch)

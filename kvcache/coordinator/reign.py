@@ -21,7 +21,8 @@ from kvcache.coordinator.auditor import Auditor
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.job_book import JobBook
-from kvcache.coordinator.label_collection import LabelCollection
+from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
+from kvcache.coordinator.offloading import Offloading, OffloadParts
 from kvcache.coordinator.reattachment import Reattachment
 from kvcache.coordinator.recovery import Recovery
 from kvcache.coordinator.serving import StepServer
@@ -43,6 +44,7 @@ from kvcache.messages import (
     Finished,
     FinishedAck,
     Heartbeat,
+    LabelReport,
     Missing,
     MissingSteps,
     Outgoing,
@@ -91,6 +93,7 @@ class Reign:
         problem: Callable[[], str],
         save_model_epoch: Callable[[int], None],
         recorder: StepRecorder,
+        offload: OffloadParts | None = None,
     ) -> None:
         """Rule with a `manager` that nobody has asked for anything yet. `problem` says why steps
         are refused now, if they are."""
@@ -114,7 +117,8 @@ class Reign:
         self._clients = clients
         self._jobs = jobs
         self._recorder = recorder
-        self._server = StepServer(settings, manager, jobs, recorder)
+        self._offloading = None if offload is None else Offloading(offload, manager, jobs, clock)
+        self._server = StepServer(settings, manager, jobs, recorder, self._offloading)
         self.reattachment = Reattachment(
             clients, self._server, identity.returning, clock.now() + settings.reattach_s
         )
@@ -132,7 +136,14 @@ class Reign:
             labels = collection.label_sets
             self._recorder.begin_epoch(self._epoch, self.manager, labels, commands)
         _, sent = self._send_commands("", 0, commands)
-        return [sent]
+        if self._offloading is None:
+            return [sent]
+        settings, model_epoch = self._settings, self.manager.model_epoch
+        expected = ExpectedLabels(model_epoch, settings.layout_fingerprints)
+        asked = self._offloading.begin(
+            settings.num_ranks, expected, self._nonce, self._epoch, settings.resend_s
+        )
+        return [sent, *asked]
 
     # --- clients
 
@@ -213,6 +224,12 @@ class Reign:
             return False
         return True
 
+    def on_tier_labels(self, report: LabelReport) -> list[Outgoing]:
+        """Take what a rank has in a tier below the device."""
+        if self._offloading is None:
+            return []
+        return [*self._offloading.on_labels(report), *self.work()]
+
     def settle(self) -> list[Outgoing]:
         """Tell clients what every rank has applied since the last time, and work on."""
         applied = self.window.applied_by_all
@@ -235,6 +252,8 @@ class Reign:
                 continue
             if self._auditor.on_ended(ended):
                 continue
+            if self._offloading is not None and self._offloading.on_ended(ended):
+                continue
             if ended.failures:
                 self.counts.num_failed_forwards += 1
             ledger = self._clients.get(ended.client_id)
@@ -255,6 +274,8 @@ class Reign:
             for rank, messages in self.window.due_for_resend(now_s).items()
             for message in messages
         ]
+        if self._offloading is not None:
+            out += self._offloading.on_tick()
         for ledger in self._clients.attached():
             if now_s - ledger.heard_s > self._settings.client_silence_s:
                 self._clients.let_go(ledger.client_id)
@@ -273,6 +294,8 @@ class Reign:
             self._auditor.wrong_blocks.clear()
             commands = (*self._server.withdraw(block_ids), Unlabel(int32_array(block_ids)))
             out.append(self._send_commands("", 0, commands)[1])
+        if self._offloading is not None and self._offloading.has_work and not self.window.is_full:
+            out.append(self._send_audited("", 0, self._server.withdraw())[1])
         if self.reattachment.is_waiting and not self.reattachment.look(self._clock.now()):
             return out
         if self.reattachment.gone and not self.window.is_full:
@@ -365,6 +388,7 @@ class Reign:
             num_unacknowledged=len(self.window),
             waiting_for_clients=tuple(self.reattachment.missing()),
             manager=self.manager.statistics(),
+            offload=None if self._offloading is None else self._offloading.statistics(),
         )
 
     def _drop(self, reason: str) -> None:

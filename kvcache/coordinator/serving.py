@@ -16,6 +16,7 @@ from kvcache.commands import Command
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.forward_plan import ForwardPlanner
 from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.remote_calls import RemoteCalls
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
@@ -46,14 +47,19 @@ class StepServer:
         manager: KVCacheManager,
         jobs: JobBook,
         recorder: StepRecorder | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
-        """Serve from `manager`; forwards are opened as jobs in `jobs`; `recorder` hears of all."""
+        """Serve from `manager`; forwards are opened as jobs in `jobs`; `recorder` hears of all.
+
+        `offloading` adds to each message what the tiers below the device need, if there are any.
+        """
         self.manager = manager
         self._is_content_checking = settings.is_content_checking
         self._jobs = jobs
         self._forwards = ForwardPlanner(manager.get_request)
         self._calls = RemoteCalls(manager)
         self._recorder = NullStepRecorder() if recorder is None else recorder
+        self._offloading = offloading
 
     def serve(self, ledger: ClientLedger, message: StepMessage) -> Served:
         """Execute the message, or refuse it and leave everything as it was."""
@@ -102,7 +108,7 @@ class StepServer:
         commands = tuple(self.manager.take_commands())
         if block_ids or commands:
             self._recorder.withdrawn(block_ids, commands)
-        return commands
+        return (*commands, *self._below(commands))
 
     def _serve_step(self, request: StepRequest) -> Served:
         if self._is_content_checking:
@@ -114,8 +120,10 @@ class StepServer:
             self._recorder.refused(request, error)
             raise
         self._recorder.executed(request, result, commands)
+        below = self._below(commands, request, result)
         if len(result.patches.slots):
             commands.append(result.patches)
+        commands += below
         if self._is_content_checking:
             job_id = self._jobs.open(request.client_id, request.step)
             commands.append(self._forwards.plan(request, result, job_id))
@@ -130,7 +138,18 @@ class StepServer:
             raise
         answer = CallResult(call.client_id, call.step, 0, 0, packed)
         self._recorder.executed(call, answer, commands)
-        return Served(answer, tuple(commands), True)
+        return Served(answer, (*commands, *self._below(commands)), True)
+
+    def _below(
+        self,
+        commands: Sequence[Command],
+        request: StepRequest | None = None,
+        result: StepResult | None = None,
+    ) -> Sequence[Command]:
+        """Return what the tiers have to add to `commands`."""
+        if self._offloading is None:
+            return ()
+        return self._offloading.commands(commands, request, result)
 
 
 def _require_draft_ids(request: StepRequest) -> None:

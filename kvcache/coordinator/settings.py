@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.step_recorder import RecorderStatistics
 from kvcache.errors import ConfigurationError
 from kvcache.manager.statistics import ManagerStatistics
@@ -128,6 +129,7 @@ class CoordinatorStatistics:
     num_wrong_blocks: int = 0
     last_finding: str = ""
     manager: ManagerStatistics | None = None
+    offload: OffloadStatistics | None = None
     recorder: RecorderStatistics | None = None
 
     def plus(self, *, epochs_run: int = 0, unattached: int = 0) -> CoordinatorStatistics:

@@ -75,6 +75,8 @@ class Announcer:
         """Collect commands only if there are workers; publish events of these groups only."""
         self.has_workers = has_workers
         self.published_groups = frozenset() if type(sink) is NullEventSink else published_groups
+        self.tells_contents = has_workers or bool(self.published_groups)
+        """Whether anybody is told what a sealed block holds."""
         self.offload = offload
         self.copies = PendingCopies()
         self.shape = shape
@@ -85,11 +87,6 @@ class Announcer:
         self._commands: list[Command] = []
         self._waiting = _Waiting()
         self._zeros: list[Int32Array] = []
-
-    @property
-    def tells_contents(self) -> bool:
-        """Whether anybody is told what a sealed block holds."""
-        return self.has_workers or bool(self.published_groups)
 
     def sealed(
         self,

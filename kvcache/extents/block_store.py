@@ -117,6 +117,11 @@ class BlockStore:
             handles[block_ids == NULL_BLOCK_ID] = NULL_HANDLE
         return handles
 
+    def handles_of_all(self, block_ids: IndexArray) -> HandleArray:
+        """Do `handles_of` where no block is the null block."""
+        handles: HandleArray = self._handles[block_ids]
+        return handles
+
     def ids_of(self, handles: HandleArray) -> IndexArray:
         """Return the blocks that handles mean, valid or not."""
         return index_array(handles & _ID_MASK)
@@ -175,10 +180,15 @@ class BlockStore:
 
     def take_fresh(self, count: int) -> Int32Array:
         """Take so many fresh blocks, each with one reference. There are enough."""
+        taken = self.take_bare(count)
+        self.references[index_array(taken)] = 1
+        return taken
+
+    def take_bare(self, count: int) -> Int32Array:
+        """Take so many fresh blocks without a reference; they get one, or a content, at once."""
         end = self._num_fresh
         self._num_fresh = end - count
         taken: Int32Array = self._fresh[end - count : end][::-1].copy()
-        self.references[index_array(taken)] = 1
         return taken
 
     def put_fresh(self, block_ids: IndexArray | Int32Array) -> None:

@@ -1,13 +1,15 @@
 """Who else holds blocks that a row is about to publish: forks that shared them before.
 
 Beside the publisher. A block that enters the tree is held by runs from then on, so nobody may keep
-a reference of his own: forks with the same tokens end behind the same run, and where somebody else
+a reference of his own: forks with the same tokens end behind the same run (having followed what the
+tree has before, if need be), and where somebody else
 has a reference (a fork in the middle of the block, a pin whose content was withdrawn), publishing
 ends before that block until he has gone. Refuses to guess: tokens and blocks must be the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +39,17 @@ class Companions:
         self._tables = parts.tables
         self._match_tokens = parts.match_tokens
 
-    def of(self, row: Row, start: int, end: int) -> Company:
-        """Say how many of a row's units `[start, end)` can be published, and who shares them."""
+    def of(self, row: Row, start: int, end: int, follow: Callable[[Row, int], None]) -> Company:
+        """Say how many of a row's units `[start, end)` can be published, and who shares them.
+
+        Forks that have not followed the tree as far as the row, to unit `start`, do so by `follow`.
+        """
         blocks = [self._blocks(group, row, start, end) for group in self._shape.ordered]
-        if all(self._store.references[ids].max(initial=0) <= 1 for ids in blocks):
+        if not any(np.count_nonzero(self._store.references[ids] > 1) for ids in blocks):
             return Company(end)
+        for other in self._behind(row, start):
+            follow(other, start)
+            self._note_end(other, start)
         references = [self._store.own_references(ids) for ids in blocks]
         tokens = self._match_tokens.of(row.request, start, end)
         rows = []
@@ -77,10 +85,32 @@ class Companions:
             self._tree.release(above)
             other.run = run
             self._tables.published[other.index] = end
-            capacity = int(self._tables.capacity_tokens[other.index])
-            limit = int(self._tables.full_tokens[other.index])
-            full = max((end + 1) * self._shape.unit_tokens, limit)
-            self._tables.note_limits(other.index, capacity, full)
+            self._note_end(other, end)
+
+    def _behind(self, row: Row, end: int) -> list[Row]:
+        """Return the rows that end on the way to the row's run and share its units up to `end`."""
+        way: set[int] = set()
+        run = row.run.parent
+        while run is not None:
+            way.add(id(run))
+            run = run.parent
+        rows = []
+        for other in self._tables.by_id.values():
+            if id(other.run) not in way:
+                continue
+            start = int(self._tables.published[other.index])
+            blocks = [self._blocks(group, row, start, end) for group in self._shape.ordered]
+            tokens = self._match_tokens.of(row.request, start, end)
+            if self._num_shared(tokens, blocks, other, start, end) == end - start:
+                rows.append(other)
+        return rows
+
+    def _note_end(self, row: Row, end: int) -> None:
+        """Note what fills the next unit of a row that has published up to unit `end`."""
+        capacity = int(self._tables.capacity_tokens[row.index])
+        limit = int(self._tables.full_tokens[row.index])
+        full = max((end + 1) * self._shape.unit_tokens, limit)
+        self._tables.note_limits(row.index, capacity, full)
 
     def _num_shared(
         self, tokens: bytes, blocks: list[Int32Array], other: Row, start: int, end: int

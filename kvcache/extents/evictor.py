@@ -41,9 +41,7 @@ class Evictor:
         num_single = store.num_blocks if shape.others else 0
         self.group_of: npt.NDArray[np.int16] = np.zeros(num_single, dtype=np.int16)
         tells = any(group.index in announcer.published_groups for group in shape.others)
-        self.digest_of: npt.NDArray[np.uint8] = np.zeros(
-            (num_single if tells else 0, shape.digest_bytes), dtype=np.uint8
-        )
+        self.digest_of = self._no_digests(num_single if tells else 0)
 
     def use(
         self, tree: RunTree, make_policy: Callable[[int], EvictionPolicy], *, zeroes: bool
@@ -52,7 +50,10 @@ class Evictor:
         self._tree = tree
         self._zeroes = zeroes
         runs = self._store.num_blocks if self._shape.ordered else 0
-        self._store.policy = make_policy(tree.first_entry + runs)
+        policy = self._store.policy = make_policy(tree.first_entry + runs)
+        tree.keeps_pasts = policy.reads_contents and bool(self._shape.ordered)
+        if policy.reads_contents:
+            self.digest_of = self._no_digests(len(self.group_of))
 
     # --- the policy's book ---------------------------------------------------------------------
 
@@ -71,10 +72,22 @@ class Evictor:
         """Say what the eviction policy may know of an entry."""
         run = self._tree.run_by_entry.get(entry)
         if run is None:
-            return EntryInfo()
-        parent = run.parent.entry if run.parent is not None and run.parent.entry else None
-        content = run.last_digest(self._shape.digest_bytes)
-        return EntryInfo(self._tree.num_blocks(run), parent, run.start, content)
+            content = None
+            if len(self.digest_of):
+                group = int(self.group_of[entry])
+                content = self.digest_of[entry].tobytes() + group.to_bytes(4, "big")
+            return EntryInfo(content=content)
+        if run.is_unsettled:
+            run.settle()
+        return EntryInfo(
+            self._tree.num_blocks(run),
+            parent=run.parent.entry if run.parent is not None and run.parent.entry else None,
+            position=run.start,
+            content=run.last_digest(self._shape.digest_bytes),
+            num_children=len(run.children),
+            contents=run.digests,
+            cut_from=run.cut_from,
+        )
 
     # --- handing out ---------------------------------------------------------------------------
 
@@ -84,6 +97,25 @@ class Evictor:
         Raises:
             OutOfBlocksError: fewer are free; nothing was changed.
         """
+        self._ensure_fresh(count)
+        return self._handed_out(self._store.take_fresh(count))
+
+    def take_bare(self, count: int) -> Int32Array:
+        """Do `take` without references; the caller gives each block one, or a content, at once.
+
+        Raises:
+            OutOfBlocksError: fewer are free; nothing was changed.
+        """
+        self._ensure_fresh(count)
+        return self._handed_out(self._store.take_bare(count))
+
+    def _handed_out(self, block_ids: Int32Array) -> Int32Array:
+        if self._zeroes:
+            self._announcer.zero(block_ids)
+        return block_ids
+
+    def _ensure_fresh(self, count: int) -> None:
+        """Evict where fewer blocks are fresh; raises OutOfBlocksError, unchanged."""
         store = self._store
         if count > store.num_fresh:
             if count > store.num_free:
@@ -92,10 +124,6 @@ class Evictor:
                     "free: free requests or raise num_blocks"
                 )
             self._make_room(count)
-        taken = store.take_fresh(count)
-        if self._zeroes:
-            self._announcer.zero(taken)
-        return taken
 
     def _make_room(self, num_fresh: int) -> None:
         """Evict until so many blocks are fresh. Enough are free."""
@@ -103,7 +131,7 @@ class Evictor:
         kept: list[int] = []
         while store.num_fresh < num_fresh:
             victims = store.policy.choose(num_fresh - store.num_fresh)
-            entries = index_array(victims.entries)
+            entries = victims.entries
             if not len(entries):
                 if not kept:
                     raise InvariantError(
@@ -115,14 +143,17 @@ class Evictor:
                 kept = []
                 continue
             last = int(entries[-1])
-            if self._shape.others:
-                is_run = entries >= first_run
-                singles = entries[~is_run]
-                if len(singles):
-                    self._tell_going(singles, is_eviction=True)
-                    store.drop_victims(singles)
-                entries = entries[is_run]
-            for entry in entries.tolist():
+            if len(entries) > 1:
+                entries = index_array(entries)
+                if self._shape.others:
+                    is_run = entries >= first_run
+                    self._drop_singles(entries[~is_run])
+                    entries = entries[is_run]
+                entries = entries.tolist()
+            elif last < first_run:
+                self._drop_singles(index_array((last,)))
+                continue
+            for entry in entries:
                 run = self._tree.run_by_entry[entry]
                 if run.children:
                     kept.append(entry)
@@ -131,11 +162,16 @@ class Evictor:
         if kept:
             store.policy.put_back(kept)
 
+    def _drop_singles(self, block_ids: IndexArray) -> None:
+        """Evict single blocks that the policy has given out."""
+        if len(block_ids):
+            self._tell_going(block_ids, is_eviction=True)
+            self._store.drop_victims(block_ids)
+
     def _evict_tail(self, run: Run, num_blocks: int | None) -> None:
         """Evict the last units of an unheld leaf with so many blocks; all of it for None."""
         store = self._store
-        if run.is_unsettled:
-            run.settle()
+        run.gather()
         num_units = run.num_units
         if num_blocks is not None:
             num_units = self._units_with(run, num_blocks)
@@ -150,6 +186,8 @@ class Evictor:
 
     def _units_with(self, run: Run, num_blocks: int) -> int:
         """Return how many units at the end of a run have so many blocks of ordered groups."""
+        if self._shape.is_plain:
+            return min(run.num_units, num_blocks)
         count = self._shape.num_ordered_blocks
         num_units = min(run.num_units, max(1, num_blocks // max(1, len(self._shape.ordered))))
         while num_units < run.num_units and count(run.end - num_units, run.end) < num_blocks:
@@ -161,8 +199,9 @@ class Evictor:
     # --- forgetting ----------------------------------------------------------------------------
 
     def forget_units(self, run: Run, first: int, *, is_eviction: bool = False) -> IndexArray:
-        """Forget a settled run's contents from its unit `first` on, and all that is beside them.
+        """Forget a run's contents from its unit `first` on, and all that is beside them.
 
+        Nothing that was appended to the run waits; what was trimmed may be there still.
         Returns the blocks of ordered groups, tail first; who holds them is the caller's to know.
         """
         store = self._store
@@ -219,6 +258,9 @@ class Evictor:
                 announcer.removed(
                     group.index, digests[first : run.num_units][is_sealed][::-1].tobytes()
                 )
+
+    def _no_digests(self, num_blocks: int) -> npt.NDArray[np.uint8]:
+        return np.zeros((num_blocks, self._shape.digest_bytes), dtype=np.uint8)
 
     def _tell_going(self, block_ids: IndexArray, *, is_eviction: bool) -> None:
         """Tell workers, tiers and listeners that contents of single blocks go."""

@@ -325,10 +325,10 @@ class ExtentCore:
         self.announcer.forgotten(sealed)
         self.announcer.cleared()
         pins = self.pins.namespaces()
+        self.store.clear()  # the policy still asks the tree what goes
         self.tree.clear()
         self.ledger.clear()
         self.duplicates.clear()
-        self.store.clear()
         # Whoever is left has no block; he begins anew at the root.
         self.pins.begin_anew(pins)
         for row in self.tables.by_id.values():
@@ -407,7 +407,11 @@ class ExtentCore:
                 f"but slots for {reservation.num_slot_tokens}: reserve slots for all of them"
             )
         row = self.tables.get(request.request_id)
-        if self.reserver.can_publish and (row is None or not row.is_mute):
+        if (
+            reservation.num_cached_tokens > request.num_tokens
+            and self.reserver.can_publish
+            and (row is None or not row.is_mute)
+        ):
             self._require_tokens(request, reservation.num_cached_tokens)
         if hit is not None and row is not None:
             raise RequestError(

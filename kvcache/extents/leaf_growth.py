@@ -103,6 +103,8 @@ class LeafGrower:
         self._publisher = publisher
         self._is_mixed = any(group.num_units > 1 for group in parts.shape.groups)
         self._is_plain = len(parts.shape.ordered) == 1 and not self._is_mixed
+        # Where there is one group, whose blocks are units, every unit has a block.
+        self._is_full = self._is_plain and len(parts.shape.groups) == 1
         self._ordered = [group.index for group in parts.shape.ordered]
         self._others = [group.index for group in parts.shape.others]
 
@@ -119,6 +121,7 @@ class LeafGrower:
         published = tables.published.take(rows)
         members: list[Row] = []
         single: list[int] = []
+        keeps_pasts = self._tree.keeps_pasts
         ends, starts = cached.tolist(), published.tolist()
         for i, index in enumerate(rows.tolist()):
             row = by_index[index]
@@ -130,6 +133,7 @@ class LeafGrower:
                 run.num_holders == 1
                 and not run.children
                 and run.parent is not None
+                and not (run.has_past and keeps_pasts)
                 and not row.has_images
                 and ends[i] < (starts[i] + 2) * unit_tokens
             ):
@@ -142,7 +146,7 @@ class LeafGrower:
             rows, published, places = rows[chosen], published[chosen], places[chosen]
         blocks = index_array(self._blocks(rows, published))
         ordered = blocks[self._ordered] if self._others else blocks
-        if members and int(self._store.references[ordered].max(initial=0)) > 1:
+        if members and np.count_nonzero(self._store.references[ordered] > 1):
             # Others have references to some of these blocks.
             is_own = self._are_own(blocks)
             shared = (~is_own).nonzero()[0]
@@ -173,7 +177,7 @@ class LeafGrower:
     ) -> None:
         """Append `units[i]` to the run of row `i`, with its blocks and `tokens`: one row each."""
         store, publisher = self._store, self._publisher
-        handles = store.handles_of(blocks)
+        handles = store.handles_of_all(blocks) if self._is_full else store.handles_of(blocks)
         ids = blocks[self._ordered] if self._others else blocks
         new = ids[0] if self._is_plain else ids[ids != 0]
         store.references[new] = 0
@@ -185,10 +189,10 @@ class LeafGrower:
         beside = handles[self._others] if self._others else handles[:0]
         packed = tokens.tobytes()
         digests, parents = self._append_units(rows, ids, beside, packed)
+        if self._evictor.digest_of.size:
+            publisher.note_digests(beside, b"".join(digests))
         grown = GrownSegments(rows, units, packed, digests, parents)
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            if self._evictor.digest_of.size:
-                publisher.note_digests(handles, b"".join(grown.digests))
             segments: Sequence[Segment] = grown
             if self._is_mixed:
                 segments = [grown.with_lead(i, publisher) for i in range(len(grown))]

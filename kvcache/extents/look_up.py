@@ -46,6 +46,9 @@ class LookUp:
     def __init__(self, parts: CoreParts, finder: HitFinder) -> None:
         """Look up in `tree`; `ledger` says for whom unsealed blocks can be used."""
         self._shape = parts.shape
+        self._unit_tokens = parts.shape.unit_tokens
+        # One table, a block for each unit: what a walk finds are its blocks.
+        self._is_simple = parts.shape.is_plain and len(parts.shape.groups) == 1
         self._store = parts.store
         self._tree = parts.tree
         self._ledger = parts.ledger
@@ -77,7 +80,9 @@ class LookUp:
             RequestError: it is not there any more, or is not a prefix of this request.
         """
         match = self.find(request)
-        if match is not None and (_are_same(match.hit, hit) or match.hit == hit):
+        if match is not None and (
+            match.hit is hit or _are_same(match.hit, hit) or match.hit == hit
+        ):
             return match
         root = self._tree.roots.get(request.namespace)
         num_units = hit.num_tokens // self._shape.unit_tokens
@@ -135,7 +140,7 @@ class LookUp:
 
     def _find(self, request: Request, max_tokens: int) -> Match | None:
         root = self._tree.roots.get(request.namespace)
-        max_units = max_tokens // self._shape.unit_tokens
+        max_units = max_tokens // self._unit_tokens
         if not max_units or (root is None and self._shape.ordered):
             return None
         walk = Walk([], 0, 0)
@@ -146,7 +151,9 @@ class LookUp:
         if not num_units:
             return None
         if not self._shape.others:
-            num_tokens = self._finder.fit_ordered(num_units * self._shape.unit_tokens)
+            num_tokens = self._finder.fit_ordered(num_units * self._unit_tokens)
+            if self._is_simple and num_tokens:
+                return _plain_match(walk, num_tokens, num_tokens // self._unit_tokens)
             kept = [Kept(0, num_tokens // group.block_size) for group in self._shape.groups]
             return self._match(walk, root, num_tokens, kept) if num_tokens else None
         barred = self._states_of_open_step()
@@ -183,8 +190,9 @@ class LookUp:
         waiting = self._store.num_unsealed
         if not waiting:
             return False
-        own = self._ledger.known_number() if self._ledger.is_open else None
-        return len(waiting) > 1 or own not in waiting
+        if len(waiting) > 1:
+            return True
+        return not self._ledger.is_open or self._ledger.known_number() not in waiting
 
     def _are_usable(self, block_ids: IndexArray | Int32Array) -> BoolArray:
         seals = self._store.seals[block_ids]
@@ -245,6 +253,21 @@ class LookUp:
         if length == 1:
             return units if len(units) == kept.end else units[: kept.end]
         return units[length - 1 :: length][: kept.end]
+
+
+def _plain_match(walk: Walk, num_tokens: int, num_units: int) -> Match:
+    """Return the hit of a walk's first units, where each has one block, of the only group."""
+    path = walk.path
+    last = path[-1]
+    if len(path) == 1:
+        ids = last.ids[0]
+    else:
+        ids = np.concatenate([run.ids[0] for run in path])
+        if last.start >= num_units:
+            last = next(run for run in reversed(path) if run.start < num_units)
+    if len(ids) != num_units:
+        ids = ids[:num_units]
+    return Match(CacheHit((ids,), num_tokens), last, num_units, num_units)
 
 
 def _are_same(hit: CacheHit, other: CacheHit) -> bool:

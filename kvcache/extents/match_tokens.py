@@ -39,10 +39,9 @@ class MatchTokens:
     def of(self, request: Request, first_unit: int, end_unit: int) -> bytes:
         """Return the match tokens of units `[first_unit, end_unit)` of a request."""
         size = self._unit_tokens
-        tokens = request.all_token_ids[first_unit * size : end_unit * size]
         if not request.mm_positions:
-            plain: bytes = tokens.tobytes()
-            return plain
+            return request.token_bytes(first_unit * size, end_unit * size)
+        tokens = request.all_token_ids[first_unit * size : end_unit * size]
         marked = tokens.copy()
         for unit in self._overlapped(request, first_unit, end_unit):
             keys = _item_keys(request, unit * size, (unit + 1) * size)
@@ -69,7 +68,8 @@ class MatchTokens:
 
     def is_crowded(self, num_units: int) -> bool:
         """Say whether it is time to forget."""
-        return len(self._numbers) > 2 * num_units + _MIN_FORGOTTEN
+        known = self._numbers
+        return bool(known) and len(known) > 2 * num_units + _MIN_FORGOTTEN
 
     def _overlapped(self, request: Request, first_unit: int, end_unit: int) -> list[int]:
         size = self._unit_tokens

@@ -31,6 +31,9 @@ from kvcache.hashing import (
 from kvcache.request import Request
 
 _NO_BLOCKS: Int32Array = np.empty((0, 0), dtype=np.int32)
+_NO_HANDLES: HandleArray = np.empty((0, 1 << 12), dtype=np.int64)
+
+_NO_WALK = Walk([], 0, 0)
 
 
 class Publisher:
@@ -56,21 +59,26 @@ class Publisher:
     def publish(self, row: Row, num_tokens: int, *, are_new: bool = False) -> None:
         """Make the row's full units up to `num_tokens` hittable, in the open step if there is one.
 
-        Its request has these tokens, and the row blocks for them; where they `are_new`, nobody else
-        has references to them.
+        Its request has these tokens, and the row blocks for them; where they `are_new`, nobody has
+        references to those of ordered groups, not even the row.
         """
-        start = int(self._tables.published[row.index])
+        start = self._tables.published.item(row.index)
         # Where every block is longer than a unit, the last unit's tokens may not be there yet.
         end = min(num_tokens, row.request.num_tokens) // self._shape.unit_tokens
         if end <= start:
             return
         tokens = self._match_tokens.of(row.request, start, end)
-        walk = self._tree.walk(row.run, tokens, 0, end - start)
+        walk = _NO_WALK
+        if row.run.children:
+            walk = self._tree.walk(row.run, tokens, 0, end - start)
         if walk.num_units:
-            self._follow(row, walk)
+            self._follow(row, walk, are_new=are_new)
         middle = start + walk.num_units
         if middle < end:
-            company = Company(end) if are_new else self._companions.of(row, middle, end)
+            company = Company(end)
+            if not are_new:
+                self._tables.published[row.index] = middle
+                company = self._companions.of(row, middle, end, self._follow_to)
             end = company.end
             if middle < end:
                 above = row.run
@@ -106,6 +114,10 @@ class Publisher:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _follow_to(self, row: Row, end: int) -> None:
+        """Let a row end at unit `end`, up to which the tree has its units already."""
+        self.publish(row, end * self._shape.unit_tokens)
+
     def _digests_of(self, row: Row, tokens: bytes, first_unit: int, parent: bytes) -> bytes:
         """Do `digest` for units of a row of which these are the match tokens."""
         request = row.request
@@ -119,7 +131,7 @@ class Publisher:
         size = self._shape.unit_tokens
         return b"".join(self._hash_fn.chain(BlockHash(parent), tokens, size, num_units))
 
-    def _follow(self, row: Row, walk: Walk) -> None:
+    def _follow(self, row: Row, walk: Walk, *, are_new: bool) -> None:
         """Let the row end where the tree has its next units already; its own are doubles."""
         last, path = walk.path[-1], walk.path
         if walk.num_of_last < last.num_units:
@@ -128,17 +140,18 @@ class Publisher:
         self._tree.release(row.run)
         row.run = last
         for group in self._shape.ordered:
-            self._note_doubles(group, row, path)
+            self._note_doubles(group, row, path, are_new=are_new)
         handles = self._put_beside(row, path)
         start, end = path[0].start, last.end
         segment = self._path_segment(row, path)
         if (handles != NULL_HANDLE).any():
             if self._evictor.digest_of.size:
-                self.note_digests(handles, segment.digests[(start - end) * self._digest_bytes :])
+                beside = handles[[group.index for group in self._shape.others]]
+                self.note_digests(beside, segment.digests[(start - end) * self._digest_bytes :])
             self.conclude(Published([segment], handles, is_content=False))
         self._duplicates.note(row, segment)
 
-    def _note_doubles(self, group: GroupShape, row: Row, path: list[Run]) -> None:
+    def _note_doubles(self, group: GroupShape, row: Row, path: list[Run], *, are_new: bool) -> None:
         start, end = path[0].start, path[-1].end
         ours = self.table_blocks(group, row, start, end)
         theirs = np.concatenate([run.ids[group.place] for run in path])
@@ -147,6 +160,8 @@ class Publisher:
             self._store.references[ours[is_same]] -= 1
         doubles = np.flatnonzero((ours != theirs) & (ours != 0))
         if len(doubles):
+            if are_new:
+                self._store.references[ours[doubles]] = 1
             columns = (doubles + start) // group.num_units
             row.doubles.setdefault(group.index, []).extend(columns.tolist())
 
@@ -187,25 +202,28 @@ class Publisher:
         parent = row.run.last_digest(shape.digest_bytes)
         digests = self._digests_of(row, tokens, start, parent)
         ids, beside = self._blocks(row, start, end)
-        has_all = shape.num_ordered_blocks(start, end) == ids.size
+        has_all = shape.is_plain or shape.num_ordered_blocks(start, end) == ids.size
         new = index_array(ids.ravel() if has_all else ids[ids != 0])
-        if are_new:
-            store.references[new] = 0
-        else:
+        if not are_new:
             store.references[new] -= 1
         store.fill(new, self.seal())
-        handles = self._no_handles(end - start)
+        handles: HandleArray = _NO_HANDLES[:, : end - start]
+        if handles.shape[1] < end - start:
+            handles = np.empty((0, end - start), dtype=np.int64)
         if shape.others:
             handles = store.handles_of(beside)
             for group in shape.others:
                 filled = beside[group.place]
                 self.fill_single(group, filled[filled != 0])
+        if self._evictor.digest_of.size:
+            self.note_digests(handles, digests)
         row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            ordered = store.handles_of(new.reshape(ids.shape) if has_all else ids)
+            if has_all:
+                ordered = store.handles_of_all(new.reshape(ids.shape))
+            else:
+                ordered = store.handles_of(ids)
             of_groups = self._in_order_of_groups(ordered, handles)
-            if self._evictor.digest_of.size:
-                self.note_digests(of_groups, digests)
             segment = self.segment(row, start, end - start, digests, parent)
             self.conclude(Published([segment], of_groups, is_content=True))
 
@@ -222,9 +240,6 @@ class Publisher:
         for group in shape.others:
             beside[group.place] = self.beside_blocks(group, row, start, end)
         return ids, beside
-
-    def _no_handles(self, num_units: int) -> HandleArray:
-        return np.empty((0, num_units), dtype=np.int64)
 
     def _in_order_of_groups(self, ordered: HandleArray, others: HandleArray) -> HandleArray:
         """Return the handles of all groups, a row for each."""
@@ -295,10 +310,10 @@ class Publisher:
             self._store.is_single[block_ids] = True
 
     def note_digests(self, handles: HandleArray, digests: bytes) -> None:
-        """Note what single blocks hold, for when they go."""
+        """Note what single blocks beside new units hold, a row of handles for each group."""
         packed = np.frombuffer(digests, np.uint8).reshape(-1, self._shape.digest_bytes)
         for group in self._shape.others:
-            ids = self._store.ids_of(handles[group.index])
+            ids = self._store.ids_of(handles[group.place])
             units = np.flatnonzero(ids)
             self._evictor.digest_of[ids[units]] = packed[units]
 

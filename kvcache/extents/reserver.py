@@ -25,12 +25,12 @@ from kvcache.extents.shape import GroupShape
 from kvcache.extents.skips import SkipRule, skip_rule
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.request import Request
-from kvcache.specs import ceil_div
 
 
 class Columns(NamedTuple):
     """How a row grows in one group: so many null columns, then so many blocks."""
 
+    group: GroupShape
     num_null: int
     num_blocks: int
 
@@ -48,6 +48,7 @@ class Reserver:
         )
         self._parts = parts
         self._shape = parts.shape
+        self._in_rows = parts.shape.in_rows
         self._store = parts.store
         self._tree = parts.tree
         self._tables = parts.tables
@@ -72,8 +73,8 @@ class Reserver:
             return []
         self.free_skipped(row, reservation.num_computed_tokens)
         due = self.forks.due_copies(row, reservation)
-        wanted = [self._columns(group, row, reservation) for group in self._shape.in_rows]
-        needed = sum(columns.num_blocks for columns in wanted) + len(due)
+        wanted = [self._columns(group, row, reservation) for group in self._in_rows]
+        needed = sum([columns.num_blocks for columns in wanted]) + len(due)
         for keeper in self._lists.by_group.values():
             needed += keeper.get_num_blocks_to_allocate(request.request_id, reservation)
         if needed + reservation.num_spare_blocks > self._store.num_free:
@@ -135,22 +136,24 @@ class Reserver:
 
     def note_limits(self, row: Row) -> None:
         """Note how far the row can go on before anything must be done for it."""
-        tables, index, shape = self._tables, row.index, self._shape
+        tables, index = self._tables, row.index
         capacity = NEVER
         skip = NEVER
         if self._lists.by_group:
             capacity = self._lists.capacity_tokens(row.request.request_id)
             skip = self._lists.next_skip_tokens(row.request.request_id)
-        for group in shape.in_rows:
+        for group in self._in_rows:
             g, rule = group.index, self.skips[group.index]
-            capacity = min(capacity, int(tables.num_columns[g, index]) * group.block_size)
+            capacity = min(capacity, tables.num_columns.item(g, index) * group.block_size)
             if rule.is_skipping:
-                skip = min(skip, rule.next_skip(int(tables.first_kept[g, index])))
+                skip = min(skip, rule.next_skip(tables.first_kept.item(g, index)))
         # A row that shares what it may write must be looked at before every write.
         if self.forks.is_sharing(row):
             capacity = 0
-        full = (int(tables.published[index]) + 1) * shape.unit_tokens
-        tables.note_limits(index, capacity, full if self.may_publish(row) else NEVER)
+        full = NEVER
+        if self.can_publish and not row.is_mute:
+            full = (tables.published.item(index) + 1) * self._shape.unit_tokens
+        tables.note_limits(index, capacity, full)
         tables.skip_tokens[index] = skip
 
     def may_publish(self, row: Row) -> bool:
@@ -173,8 +176,8 @@ class Reserver:
         match = None
         if hit is not None and hit.num_tokens:
             match = self.look_up.find_again(request, hit)
-        wanted = [self._first_columns(group, reservation, match) for group in self._shape.in_rows]
-        needed = sum(columns.num_blocks for columns in wanted)
+        wanted = [self._first_columns(group, reservation, match) for group in self._in_rows]
+        needed = sum([columns.num_blocks for columns in wanted])
         for g, keeper in self._lists.by_group.items():
             adopted = () if match is None else match.hit.block_ids[g].tolist()
             needed += keeper.get_num_blocks_to_allocate(request.request_id, reservation, adopted)
@@ -183,29 +186,31 @@ class Reserver:
         if needed + reservation.num_spare_blocks > self._store.num_free:
             return None
         self.look_up.forget()
-        row = self._adopt(request, reservation, match)
-        changes = self._grow(row, reservation, wanted)
-        if match is not None or (hit is not None and self._lists.by_group):
-            changes = self._whole_tables(row)
+        row = self._open_row(request, reservation, match)
+        changes = self._fill_tables(row, reservation, wanted, match)
+        if self._lists.by_group:
+            changes += self._grow_lists(row, reservation)
+            if hit is not None:
+                changes = self._whole_tables(row)
         self._publish(row, reservation, are_new=True)
         return changes
 
     def _num_unheld(self, match: Match, reservation: Reservation) -> int:
         """Return how many free blocks adopting a hit takes."""
         last, count = match.last, 0
-        if last is not None and self._shape.ordered and not last.num_holders:
+        if last is not None and not last.num_holders and self._shape.ordered:
             count = self._shape.num_ordered_blocks(last.start, match.num_units)
             if last.parent is not None:
                 count += self._tree.num_unheld_above(last.parent)
-        for group in self._shape.in_rows:
+        for group in self._in_rows:
             if not group.is_ordered:
                 rule = self.skips[group.index]
                 skipped = rule.num_skipped(reservation.num_computed_tokens)
                 count += self._store.num_unheld(match.hit.block_ids[group.index][skipped:])
         return count
 
-    def _adopt(self, request: Request, reservation: Reservation, match: Match | None) -> Row:
-        """Open a row that holds the hit."""
+    def _open_row(self, request: Request, reservation: Reservation, match: Match | None) -> Row:
+        """Open a row that ends with the hit; its tables in rows are empty."""
         tables, tree = self._tables, self._tree
         if match is None:
             root = tree.root(request.namespace)
@@ -217,18 +222,62 @@ class Reserver:
             keeper.save_new_computed_blocks(
                 request.request_id, ids.tolist(), reservation.num_computed_tokens
             )
-        for group in self._shape.in_rows:
-            ids = match.hit.block_ids[group.index]
-            if not group.is_ordered:
-                rule = self.skips[group.index]
-                ids = ids.copy()
-                ids[: rule.num_skipped(reservation.num_computed_tokens)] = NULL_BLOCK_ID
-                kept = ids.nonzero()[0]
-                first = int(kept[0]) if len(kept) else len(ids)
-                tables.first_kept[group.index, row.index] = first
-                self._store.touch(index_array(ids[kept]))
-            tables.append(group.index, row.index, ids)
         return row
+
+    def _fill_tables(
+        self, row: Row, reservation: Reservation, wanted: list[Columns], match: Match | None
+    ) -> list[TableChange]:
+        """Put what a hit has, and new blocks, into the tables of a new row; there is room.
+
+        Of ordered groups the blocks that are published at once get no reference.
+        """
+        # Singles are held before blocks are taken: what a hit has must not be evicted for them.
+        adopted = [] if match is None else [self._adopted(c, reservation, match) for c in wanted]
+        num_units = 0
+        if self.can_publish:
+            num_tokens = min(reservation.num_cached_tokens, row.request.num_tokens)
+            num_units = num_tokens // self._shape.unit_tokens
+        changes = []
+        taken = self._evictor.take_bare(sum([columns.num_blocks for columns in wanted]))
+        start = 0
+        for place, columns in enumerate(wanted):
+            group, end = columns.group, start + columns.num_blocks
+            table: Int32Array = taken[start:end]
+            num_held = num_null = 0
+            if adopted:
+                held, num_null = adopted[place]
+                num_held = len(held)
+            if columns.num_null:
+                num_null = num_held + columns.num_null
+                nulls = np.zeros(columns.num_null, dtype=np.int32)
+                table = np.concatenate((held, nulls, table) if num_held else (nulls, table))
+            elif num_held:
+                table = np.concatenate((held, table))
+            own = start
+            if group.is_ordered and num_units:
+                own += max(0, num_units // group.num_units - num_held - columns.num_null)
+            if own < end:
+                self._store.references[taken[own:end]] = 1
+            if len(table):
+                self._tables.fill(group.index, row.index, table, num_null)
+                changes.append(TableChange(group.index, 0, table))
+            start = end
+        return changes
+
+    def _adopted(
+        self, columns: Columns, reservation: Reservation, match: Match
+    ) -> tuple[Int32Array, int]:
+        """Hold what a hit has of a group; return it, and how many null columns it begins with."""
+        group = columns.group
+        ids = match.hit.block_ids[group.index]
+        if group.is_ordered:
+            return ids, 0
+        skipped = self.skips[group.index].num_skipped(reservation.num_computed_tokens)
+        ids = ids.copy()
+        ids[:skipped] = NULL_BLOCK_ID
+        kept = ids.nonzero()[0]
+        self._store.touch(index_array(ids[kept]))
+        return ids, int(kept[0]) if len(kept) else len(ids)
 
     def hold(self, match: Match, request: Request | None) -> Run:
         """Hold the run with which a match ends; return it.
@@ -261,36 +310,41 @@ class Reserver:
         return self._missing(group, reservation, held)
 
     def _columns(self, group: GroupShape, row: Row, reservation: Reservation) -> Columns:
-        held = int(self._tables.num_columns[group.index, row.index])
+        held = self._tables.num_columns.item(group.index, row.index)
         return self._missing(group, reservation, held)
 
     def _missing(self, group: GroupShape, reservation: Reservation, held: int) -> Columns:
-        total = ceil_div(reservation.num_slot_tokens, group.block_size)
+        total = -(-reservation.num_slot_tokens // group.block_size)
         if total <= held:
-            return Columns(0, 0)
-        rule = self.skips[group.index]
-        skipped = min(rule.num_skipped(reservation.num_computed_tokens), total)
-        num_null = max(0, skipped - held)
-        return Columns(num_null, total - held - num_null)
+            return Columns(group, 0, 0)
+        rule, num_null = self.skips[group.index], 0
+        if rule.is_skipping:
+            skipped = min(rule.num_skipped(reservation.num_computed_tokens), total)
+            num_null = max(0, skipped - held)
+        return Columns(group, num_null, total - held - num_null)
 
     def _grow(self, row: Row, reservation: Reservation, wanted: list[Columns]) -> list[TableChange]:
         """Extend a row's tables; there is room. `wanted` is for the groups in rows."""
         changes = []
-        taken = self._evictor.take(sum(columns.num_blocks for columns in wanted))
+        taken = self._evictor.take(sum([columns.num_blocks for columns in wanted]))
         start = 0
-        for group, columns in zip(self._shape.in_rows, wanted, strict=True):
-            g = group.index
-            end = start + columns.num_blocks
+        for columns in wanted:
+            g, end = columns.group.index, start + columns.num_blocks
             ids: Int32Array = taken[start:end]
             if columns.num_null:
                 ids = np.concatenate((np.zeros(columns.num_null, dtype=np.int32), ids))
             if len(ids):
-                first = int(self._tables.num_columns[g, row.index])
+                first = self._tables.num_columns.item(g, row.index)
                 self._tables.append(g, row.index, ids)
                 if columns.num_null:
                     self._tables.first_kept[g, row.index] = first + columns.num_null
                 changes.append(TableChange(g, first, ids))
             start = end
+        return changes + self._grow_lists(row, reservation)
+
+    def _grow_lists(self, row: Row, reservation: Reservation) -> list[TableChange]:
+        """Extend a row's tables that are lists; there is room."""
+        changes = []
         for g, keeper in self._lists.by_group.items():
             entered = keeper.allocate_new_blocks(row.request.request_id, reservation)
             if entered:
@@ -303,7 +357,7 @@ class Reserver:
         return [TableChange(g, 0, table) for g, table in enumerate(tables) if len(table)]
 
     def _publish(self, row: Row, reservation: Reservation, *, are_new: bool = False) -> None:
-        """Publish what is to be cached; `are_new`: nobody shares the blocks behind its run."""
+        """Publish what is to be cached; `are_new`: nobody has references to the blocks for it."""
         if self.may_publish(row):
             if self._lists.states:
                 self._lists.note_own_end(row.request.request_id, reservation)

@@ -113,7 +113,7 @@ class RowTables:
 
     def columns(self, group: int, index: int) -> Int32Array:
         """Return a row's columns of one group. A view: valid until the row changes."""
-        return self.tables[group][index, : int(self.num_columns[group, index])]
+        return self.tables[group][index, : self.num_columns.item(group, index)]
 
     def blocks_of_units(self, group: GroupShape, index: int, start: int, end: int) -> Int32Array:
         """Return, per unit of `[start, end)`, a row's block that ends there; 0 if none does."""
@@ -126,11 +126,22 @@ class RowTables:
         ids[(first + 1) * length - 1 - start :: length] = table[first:last]
         return ids
 
+    def fill(self, group: int, index: int, block_ids: Int32Array, first_kept: int) -> None:
+        """Put blocks into the empty columns of a new row; those before `first_kept` are null."""
+        end = len(block_ids)
+        if end > self.tables[group].shape[1]:
+            self.reach(group, end)
+        self.tables[group][index, :end] = block_ids
+        self.num_columns[group, index] = end
+        if first_kept:
+            self.first_kept[group, index] = first_kept
+
     def append(self, group: int, index: int, block_ids: Int32Array) -> None:
         """Put blocks (0: null) behind a row's last column."""
-        start = int(self.num_columns[group, index])
+        start = self.num_columns.item(group, index)
         end = start + len(block_ids)
-        self.reach(group, end)
+        if end > self.tables[group].shape[1]:
+            self.reach(group, end)
         self.tables[group][index, start:end] = block_ids
         self.num_columns[group, index] = end
 
@@ -147,7 +158,8 @@ class RowTables:
         """Note up to where a row has slots, and which number of cached tokens fills a unit."""
         self.capacity_tokens[index] = capacity_tokens
         self.full_tokens[index] = full_tokens
-        self.next_tokens[index] = min(capacity_tokens + 1, full_tokens)
+        next_tokens = capacity_tokens + 1
+        self.next_tokens[index] = next_tokens if next_tokens < full_tokens else full_tokens
 
     def note_capacity(self, rows: IndexArray, capacity_tokens: Int64Array) -> None:
         """Note up to where many rows have slots."""

@@ -66,16 +66,19 @@ class Run:
     direct holders and held children. Appended units wait, first `_pieces`, then `_units`, and
     trimmed ones stay behind the end, until `settle` makes arrays of exactly `num_units` units.
     `entry` is the number by which the eviction policy knows the run while nobody holds it, else
-    `NO_ENTRY`.
+    `NO_ENTRY`. `has_past` says that it knew the run once, and `cut_from` by which content it knows
+    what this run was the first part of.
     """
 
     __slots__ = (
         "_pieces",
         "_units",
         "children",
+        "cut_from",
         "digests",
         "entry",
         "handles",
+        "has_past",
         "ids",
         "is_unsettled",
         "merged_into",
@@ -107,6 +110,8 @@ class Run:
         self.num_holders = 0
         self.children: dict[bytes, Run] = {}
         self.entry = NO_ENTRY
+        self.has_past = False
+        self.cut_from: bytes | None = None
         self.merged_into: Run | None = None
         self.is_unsettled = False
         self._pieces: list[_Piece] | None = None
@@ -176,7 +181,7 @@ class Run:
             self.settle()
 
     def trim(self, num_units: int) -> None:
-        """Lose units at the end. The run must be settled; some units remain."""
+        """Lose units at the end. None that was appended waits; some units remain."""
         self.num_units -= num_units
         self.is_unsettled = True
         if self.num_units * 2 < self.ids.shape[1]:
@@ -184,8 +189,16 @@ class Run:
 
     def settle(self) -> None:
         """Make `tokens`, `ids`, `handles` and `digests` cover exactly the units there are."""
-        self.is_unsettled = False
+        self.gather()
+        if self.is_unsettled:
+            self.is_unsettled = False
+            if self.ids.shape[1] > self.num_units:
+                self._compact()
+
+    def gather(self) -> None:
+        """Make the arrays cover all units there are; trimmed ones may stay behind the end."""
         if self._units is not None or self._pieces is not None:
+            self.is_unsettled = False
             pieces = self._pieces or []
             self._end_units(pieces)
             self._pieces = None
@@ -197,8 +210,6 @@ class Run:
                 self.handles = np.concatenate([self.handles, *more], axis=1)
             else:
                 self.handles = np.empty((0, self.num_units), dtype=np.int64)
-        elif self.ids.shape[1] > self.num_units:
-            self._compact()
 
     def split(self, num_units: int) -> Run:
         """Cut off the first units as a run of their own and return it; this one keeps the rest.

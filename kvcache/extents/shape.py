@@ -26,7 +26,7 @@ class GroupShape:
     num_units: int
     is_ordered: bool
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.spec.block_size

@@ -26,6 +26,7 @@ class Sweeper:
     def __init__(self, parts: CoreParts) -> None:
         """Work on the parts of one core."""
         self._shape = parts.shape
+        self._has_ordered = bool(parts.shape.ordered)
         self._store = parts.store
         self._tree = parts.tree
         self._match_tokens = parts.match_tokens
@@ -38,7 +39,7 @@ class Sweeper:
         And the numbers that no run has.
         """
         self.forget_numbers()
-        if self._shape.ordered or self._tree.num_units <= self._many_units:
+        if self._has_ordered or self._tree.num_units <= self._many_units:
             return
         for run in reversed(list(self._tree.runs())):  # children before parents
             if not run.children and not run.num_holders:

@@ -66,6 +66,8 @@ class RunTree:
         self._num_others = len(shape.others)
         self._is_plain = shape.is_plain
         self._bury = bury
+        # Whether runs with different pasts stay apart, because the policy tells contents apart.
+        self.keeps_pasts = False
         # Blocks of other groups are entries under their own ids.
         self.first_entry = store.num_blocks if shape.others else FIRST_ENTRY
         self._free_entries: list[int] = []
@@ -98,8 +100,8 @@ class RunTree:
         unit_bytes = self.shape.unit_bytes
         path: list[Run] = []
         matched = part = 0
-        while matched < max_units and run.children:
-            child = run.children.get(tokens[offset : offset + unit_bytes])
+        while matched < max_units and (children := run.children):
+            child = children.get(tokens[offset : offset + unit_bytes])
             if child is None:
                 break
             if child.is_unsettled:
@@ -137,8 +139,8 @@ class RunTree:
         taken: list[Run] = []
         standing: Run | None = run
         while standing is not None:
-            standing.num_holders += 1
-            if standing.num_holders > 1:
+            standing.num_holders = num_holders = standing.num_holders + 1
+            if num_holders > 1:
                 break
             if standing.entry:
                 taken.append(standing)
@@ -151,8 +153,8 @@ class RunTree:
         unheld: list[Run] = []
         standing: Run | None = run
         while standing is not None:
-            standing.num_holders -= 1
-            if standing.num_holders:
+            standing.num_holders = left = standing.num_holders - 1
+            if left:
                 break
             unheld.append(standing)
             standing = standing.parent
@@ -164,7 +166,7 @@ class RunTree:
         count = 0
         standing: Run | None = run
         while standing is not None and not standing.num_holders:
-            count += self.num_blocks(standing)
+            count += standing.num_units if self._is_plain else self.num_blocks(standing)
             standing = standing.parent
         return count
 
@@ -185,6 +187,8 @@ class RunTree:
         """
         head = run.split(num_units)
         self.num_runs += 1
+        if self.keeps_pasts:
+            head.has_past, head.cut_from = run.has_past, run.last_digest(self.shape.digest_bytes)
         if run.num_holders:
             head.num_holders = 1
         elif run.entry:
@@ -213,12 +217,12 @@ class RunTree:
     ) -> Run:
         """Add units behind `run`, which the caller holds; return the run that he holds now.
 
-        A leaf that nobody else holds grows; otherwise a new run takes over the caller's hold. No
-        child of `run` begins with these tokens. Shapes: `(groups, num_units)`.
+        A leaf that can grow does; otherwise a new run takes over the caller's hold. No child of
+        `run` begins with these tokens. Shapes: `(groups, num_units)`.
         """
         num_units = ids.shape[1]
         self.num_units += num_units
-        if run.num_holders == 1 and not run.children and run.parent is not None:
+        if self.can_grow(run):
             run.append(tokens, ids, handles, digests, num_units)
             return run
         child = Run(run, tokens, ids=ids, handles=handles, digests=digests, num_units=num_units)
@@ -226,6 +230,15 @@ class RunTree:
         run.children[tokens[: self.shape.unit_bytes]] = child
         self.num_runs += 1
         return child
+
+    def can_grow(self, run: Run) -> bool:
+        """Say whether a run can take more units: a leaf that one row holds alone."""
+        return (
+            run.num_holders == 1
+            and not run.children
+            and run.parent is not None
+            and not (self.keeps_pasts and run.has_past)
+        )
 
     def plant(
         self, run: Run, tokens: bytes, ids: Int32Array, handles: HandleArray, digests: bytes
@@ -300,10 +313,10 @@ class RunTree:
     def _put_unheld(self, unheld: list[Run]) -> None:
         """Let runs, each the parent of the one before, be evicted from now on."""
         entries: list[int] = []
-        first = 0
-        while first < len(unheld):
+        first, num_runs = 0, len(unheld)
+        while first < num_runs:
             end = first + 1
-            while end < len(unheld) and len(unheld[end].children) == 1 and unheld[end].parent:
+            while end < num_runs and len(unheld[end].children) == 1 and unheld[end].parent:
                 end += 1
             if end - first == 1:
                 self._put_one(unheld[first], entries)
@@ -318,16 +331,18 @@ class RunTree:
 
     def _put_one(self, run: Run, entries: list[int]) -> None:
         """Give an unheld run an entry, unless it has no block to go by."""
+        num_blocks = run.num_units if self._is_plain else self.num_blocks(run)
         if run.parent is None:
             self.forget_root_if_empty(run)
-        elif self.num_blocks(run):
-            entries.append(self._give_entry(run))
+        elif num_blocks:
+            entries.append(self._give_entry(run, num_blocks))
         elif self._num_ordered and not run.children:
             self._drop_blockless(run)
 
     def _worth_merging(self, segment: list[Run]) -> Iterator[list[Run]]:
         short = sum(run.num_units for run in segment) <= _MERGED_UNITS
-        if len(segment) == 1 or short or len(segment) >= _MANY_RUNS:
+        is_worth = len(segment) == 1 or short or len(segment) >= _MANY_RUNS
+        if is_worth and not self.keeps_pasts:
             yield segment
         else:
             for run in segment:
@@ -341,15 +356,17 @@ class RunTree:
         if run.parent is not None:
             run.parent.children[run.tokens[: self.shape.unit_bytes]] = run
 
-    def _give_entry(self, run: Run) -> int:
-        """Make an unheld run known to the policy under a number of its own."""
+    def _give_entry(self, run: Run, num_blocks: int) -> int:
+        """Make an unheld run of so many blocks known to the policy under a number of its own."""
         if self._free_entries:
-            run.entry = self._free_entries.pop()
+            entry = self._free_entries.pop()
         else:
-            run.entry = self.first_entry + len(self.run_by_entry)
-        self.run_by_entry[run.entry] = run
-        self._store.num_unheld_cached += self.num_blocks(run)
-        return run.entry
+            entry = self.first_entry + len(self.run_by_entry)
+        run.entry = entry
+        self.run_by_entry[entry] = run
+        run.has_past = True
+        self._store.num_unheld_cached += num_blocks
+        return entry
 
     def _take_entries(self, runs: list[Run]) -> list[int]:
         """Take the entries of runs from them; the policy's are the caller's to take."""
@@ -387,7 +404,7 @@ class RunTree:
         self._unlink(run)
 
     def blocks_of(self, run: Run, first_unit: int) -> IndexArray:
-        """Return the ordered groups' blocks of a settled run from its unit `first_unit` on.
+        """Return the ordered groups' blocks of a gathered run from its unit `first_unit` on.
 
         Tail first; of one unit in order of groups.
         """

@@ -110,9 +110,10 @@ class Admission:
     ) -> Admitted | None:
         """Give a request without blocks its blocks and a slot; None, unchanged, without room."""
         slots = self._book.slots
-        if not slots.num_free:
+        num_free = slots.num_free
+        if not num_free:
             return None
-        spare = self._limits.watermark_blocks if slots.num_taken else 0
+        spare = self._limits.watermark_blocks if num_free < slots.num_slots else 0
         changes = self._core.reserve(request, self.reservation(demand, spare), hit)
         if changes is None:
             return None

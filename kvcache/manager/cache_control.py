@@ -70,7 +70,7 @@ class CacheControl:
 
     def refresh(self) -> None:
         """Let go of pins whose time is over, and end a drain for which nobody stands any more."""
-        if len(self._pins):
+        if self._pins.hits:
             for hit in self._pins.take_expired(self._clock.now()):
                 self._unpin(hit)
         if self.is_draining:

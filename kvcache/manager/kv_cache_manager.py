@@ -127,7 +127,7 @@ class KVCacheManager:
         self._ledger = parts.ledger
         self._admission = parts.admission
         self._control = parts.control
-        self.holds, self.loads = parts.holds, parts.loads
+        self.holds, self.tiers = parts.holds, parts.tiers
         self._calls = parts.calls
         self._planner = parts.planner
         self._executor = parts.executor

@@ -6,7 +6,7 @@ stand-in's blocks are cached like anybody's, and the request finds them by an or
 Refuses to know tiers, jobs and time: their owner says how a load ended.
 
     begin ──▶ blocks without content ──finish──▶ cached, held ──release──▶ evictable
-                        └──── abandon: free, cached by nobody ────▶
+                        └──release, when nobody writes them──▶ free
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvcache.core import Core, Reservation
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.cache_control import CacheControl
+from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
 from kvcache.request import BlockHasher, Request
 
 
@@ -52,6 +53,7 @@ class _Standing:
 
     request: Request
     num_tokens: int
+    readers: StepsUnderWay
     is_finished: bool = False
 
 
@@ -63,11 +65,13 @@ class PrefixLoads:
         core: Core,
         control: CacheControl,
         hasher: BlockHasher,
+        ledger: StepLedger,
         block_sizes: tuple[int, ...],
     ) -> None:
         """Load nothing. `block_sizes` are tokens per block of each group."""
         self._core = core
         self._hasher = hasher
+        self._ledger = ledger
         self._control = control
         self._block_sizes = block_sizes
         self._standing: dict[int, _Standing] = {}
@@ -76,6 +80,11 @@ class PrefixLoads:
     def __len__(self) -> int:
         """Return how many loads have begun and hold blocks."""
         return len(self._standing)
+
+    def num_device_tokens(self, request: Request) -> int:
+        """Return how many tokens of `request` are cached now. Changes nothing."""
+        request.attach_block_hasher(self._hasher)
+        return self._core.look_up(request).num_tokens
 
     def begin(
         self, request: Request, num_tokens: int, num_spare_blocks: int = 0
@@ -101,7 +110,7 @@ class PrefixLoads:
         self._control.changed()
         if self._core.reserve(stand_in, wanted, hit if hit.num_tokens else None) is None:
             return None
-        self._standing[load_id] = _Standing(stand_in, num_tokens)
+        self._standing[load_id] = _Standing(stand_in, num_tokens, self._ledger.under_way())
         columns, block_ids = [], []
         for size, table in zip(
             self._block_sizes, self._core.block_ids(stand_in.request_id), strict=True
@@ -119,6 +128,16 @@ class PrefixLoads:
             tuple(columns),
             tuple(block_ids),
         )
+
+    def may_be_written(self, load_id: int) -> bool:
+        """Say whether no step that was scheduled before `begin` can read the blocks any more.
+
+        Until then they may stand in its tables: a load is not a forward, and not in order with it.
+
+        Raises:
+            RequestError: there is no such load, or it is finished already.
+        """
+        return self._ledger.are_over(self._unfinished(load_id).readers)
 
     def finish(self, load_id: int) -> None:
         """Every rank has the bytes: cache the blocks. They are held until `release`.

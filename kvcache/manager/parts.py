@@ -27,6 +27,7 @@ from kvcache.manager.slots import SlotTable
 from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
+from kvcache.manager.tiers import TierLink
 from kvcache.specs import KVCacheConfig, require_count
 
 MAX_UNFINISHED_STEPS = 256
@@ -139,17 +140,23 @@ class ManagerParts:
             model_epoch=settings.model_epoch,
             has_workers=settings.has_workers,
         )
+        self.tiers = TierLink(
+            hooks,
+            PrefixLoads(self.core, self.control, self.hasher, self.ledger, settings.block_sizes),
+            self.events,
+            block_sizes=settings.block_sizes,
+            none_hash=self.hasher.none_hash,
+        )
         self.calls = RequestCalls(
             self.book,
             self.core,
             self.admission,
             self.control,
-            hooks,
+            self.tiers,
             hasher=self.hasher,
             block_sizes=settings.block_sizes,
             limits=limits,
         )
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
-        self.loads = PrefixLoads(self.core, self.control, self.hasher, settings.block_sizes)
         self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)
-        self.executor = StepExecutor(self.book, self.core, self.admission, hooks, limits)
+        self.executor = StepExecutor(self.book, self.core, self.admission, self.tiers, limits)

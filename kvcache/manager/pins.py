@@ -38,19 +38,20 @@ class PinTable:
 
     Invariants: `_holders[b]` is the number of live pins that hold block `b`, `num_blocks` counts
     those that have any, and is at most `_max_blocks`. Blocks behind the end of the array have none.
+    `hits` are the live pins by id, each with its hit.
     """
 
     def __init__(self, max_blocks: int) -> None:
         """Let pins hold at most `max_blocks` different blocks together."""
         self.num_blocks = 0
         self._max_blocks = max_blocks
-        self._hits: dict[int, tuple[Pin, CacheHit]] = {}
+        self.hits: dict[int, tuple[Pin, CacheHit]] = {}
         self._holders: Int32Array = np.zeros(0, dtype=np.int32)
         self._expiries: list[tuple[float, int]] = []
         self._next_id = 1
 
     def __len__(self) -> int:
-        return len(self._hits)
+        return len(self.hits)
 
     def require_room(self, hit: CacheHit) -> None:
         """Raise `PinLimitError` if pinning `hit` would exceed the limit. Changes nothing."""
@@ -67,7 +68,7 @@ class PinTable:
         held = held_blocks(hit)
         pin = Pin(self._next_id, hit.num_tokens, len(held), expires_at_s)
         self._next_id += 1
-        self._hits[pin.pin_id] = (pin, hit)
+        self.hits[pin.pin_id] = (pin, hit)
         self.num_blocks += self._num_unheld(held)
         if len(held) and held[-1] >= len(self._holders):
             self._holders = np.pad(self._holders, (0, int(held[-1]) + 1 - len(self._holders)))
@@ -77,14 +78,14 @@ class PinTable:
 
     def remove(self, pin_id: int) -> CacheHit | None:
         """Forget a pin and return what the core must unpin; None if there is no such pin."""
-        if pin_id not in self._hits:
+        if pin_id not in self.hits:
             return None
-        _, hit = self._hits.pop(pin_id)
+        _, hit = self.hits.pop(pin_id)
         held = held_blocks(hit)
         self._holders[held] -= 1
         self.num_blocks -= self._num_unheld(held)
-        if len(self._expiries) > 2 * len(self._hits) + _SPARE_EXPIRIES:
-            self._expiries = [entry for entry in self._expiries if entry[1] in self._hits]
+        if len(self._expiries) > 2 * len(self.hits) + _SPARE_EXPIRIES:
+            self._expiries = [entry for entry in self._expiries if entry[1] in self.hits]
             heapq.heapify(self._expiries)
         return hit
 
@@ -99,8 +100,8 @@ class PinTable:
 
     def take_all(self) -> list[CacheHit]:
         """Forget every pin and return what the core must unpin."""
-        hits = [hit for _, hit in self._hits.values()]
-        self._hits.clear()
+        hits = [hit for _, hit in self.hits.values()]
+        self.hits.clear()
         self._holders[:] = self.num_blocks = 0
         self._expiries.clear()
         return hits
@@ -108,7 +109,7 @@ class PinTable:
     def check(self) -> None:
         """Raise `InvariantError` if the counted holders are not those of the pins."""
         counted = np.zeros_like(self._holders)
-        for _, hit in self._hits.values():
+        for _, hit in self.hits.values():
             counted[held_blocks(hit)] += 1
         num_counted = np.count_nonzero(counted)
         if num_counted != self.num_blocks or (counted != self._holders).any():
@@ -126,7 +127,7 @@ class PinTable:
                 "expires_at_s": pin.expires_at_s,
                 "block_ids": [ids.tolist() for ids in hit.block_ids],
             }
-            for _, (pin, hit) in sorted(self._hits.items())
+            for _, (pin, hit) in sorted(self.hits.items())
         ]
 
     def _num_unheld(self, block_ids: Int32Array) -> int:

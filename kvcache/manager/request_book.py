@@ -21,7 +21,7 @@ from kvcache.request import Request
 from kvcache.step import NO_SLOT
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class KnownRequest:
     """A request, who it belongs to, and where it sits.
 
@@ -81,12 +81,14 @@ class RequestBook:
 
     def admit(self, request: Request, client_index: int, num_computed: int) -> KnownRequest:
         """Know the request, new or preempted, and seat it. A slot must be free."""
-        known = self._known.get(request.request_id)
+        request_id, slots = request.request_id, self.slots
+        known = self._known.get(request_id)
         if known is None:
-            known = self._known[request.request_id] = KnownRequest(request, client_index)
-        known.slot = self.slots.take(request, client_index, num_computed)
-        known.generation = int(self.slots.generation[known.slot])
-        self._slot_by_request[request.request_id] = known.slot
+            known = self._known[request_id] = KnownRequest(request, client_index)
+        known.slot = self._slot_by_request[request_id] = slots.take(
+            request, client_index, num_computed
+        )
+        known.generation = slots.newest_generation
         return known
 
     def preempt(self, known: KnownRequest) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.core import CacheHit, Core, NewestState, OffloadHooks, TableChange
+from kvcache.core import CacheHit, Core, NewestState, TableChange
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.admission import Admission, Demand
@@ -25,6 +25,7 @@ from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.slots import CALLER
 from kvcache.manager.step_execution import join_patches
+from kvcache.manager.tiers import TierLink
 from kvcache.request import BlockHasher, Request
 
 
@@ -52,7 +53,7 @@ class RequestCalls:
         core: Core,
         admission: Admission,
         control: CacheControl,
-        hooks: OffloadHooks,
+        tiers: TierLink,
         *,
         hasher: BlockHasher,
         block_sizes: Sequence[int],
@@ -63,7 +64,7 @@ class RequestCalls:
         self._core = core
         self._admission = admission
         self._control = control
-        self._hooks = hooks
+        self._tiers = tiers
         self._hasher = hasher
         self._block_sizes = tuple(block_sizes)
         self._limits = limits
@@ -160,7 +161,7 @@ class RequestCalls:
         self._control.changed()
         self._stale.pop(known.slot, None)
         self._book.forget(known)
-        self._hooks.on_request_finished(request.request_id)
+        self._tiers.on_request_finished(request.request_id)
         self._control.refresh()
 
     def free_block_hashes(self, request: Request) -> None:
@@ -333,8 +334,10 @@ def _check_wanted(request: Request, wanted: Wanted, limits: ModelLimits) -> None
     if min(wanted) < 0:
         name, count = next(item for item in wanted._asdict().items() if item[1] < 0)
         raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
-    limits.require_encoder_tokens(request_id, wanted.num_encoder_tokens)
-    limits.require_drafts(request_id, wanted.num_draft_tokens)
+    if wanted.num_encoder_tokens:
+        limits.require_encoder_tokens(request_id, wanted.num_encoder_tokens)
+    if wanted.num_draft_tokens:
+        limits.require_drafts(request_id, wanted.num_draft_tokens)
     num_new, num_draft = wanted.num_new_tokens, wanted.num_draft_tokens
     adopted = wanted.num_new_computed_tokens + wanted.num_external_computed_tokens
     if num_new + adopted == 0:

@@ -24,6 +24,7 @@ _TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
 _ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
 _INT32 = np.dtype(np.int32)
 _MAX_INT32 = 2**31 - 1
+_FEW_ROWS = 256
 
 
 class RowPlan(NamedTuple):
@@ -88,6 +89,7 @@ class RowPlanner:
         self._last_key: tuple[int, int, bytes] | None = None
         self._last_columns = _NO_COLUMNS
         self._last_columns_key: tuple[object, ...] = ()
+        self._know_decodes(_FEW_ROWS)
         # So many tokens more fit the rows of the last step, if they decode on.
         self._num_fitting = 0
 
@@ -137,7 +139,7 @@ class RowPlanner:
                 or np.count_nonzero(after > self._max_model_len)
             ):
                 self._check_lengths(where, running, settled, after)
-            if is_known and columns.is_decode:
+            if columns.is_decode:
                 num_fitting = self._count_fitting(seated, row_tokens)
         self._num_fitting = max(0, num_fitting - 1)
         return RowPlan(
@@ -156,14 +158,16 @@ class RowPlanner:
         """Check what columns say by themselves; equal ones as the last time are known."""
         if not _fit(running):
             _check_shapes(where, running)
+        if self._is_decode(running):
+            return self._decode_columns(len(running.slots))
         num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
         key = (
-            len(running.token_ids),
-            len(running.draft_token_ids),
             num_new.tobytes(),
             num_draft.tobytes(),
             running.num_rejected_tokens.tobytes(),
             running.token_offsets.tobytes(),
+            len(running.token_ids),
+            len(running.draft_token_ids),
         )
         if key == self._last_columns_key:
             return self._last_columns
@@ -174,12 +178,44 @@ class RowPlanner:
             or bool(np.count_nonzero(running.num_rejected_tokens))
             or bool(np.count_nonzero(num_new.view(np.uint32) > self._most_new))
         )
-        is_decode = not is_strange and np.count_nonzero(num_new == 1) == len(
-            counts
-        ) == np.count_nonzero(counts == 1)
-        self._last_columns = _Columns(counts, has_drafts, is_strange, is_decode)
+        self._last_columns = _Columns(counts, has_drafts, is_strange, is_decode=False)
         self._last_columns_key = key
         return self._last_columns
+
+    def _is_decode(self, running: RunningRequests) -> bool:
+        """Whether each row appends a token and computes one, and nothing else is said of it.
+
+        Whole columns are compared as bytes with what they are then.
+        """
+        count = len(running.slots)
+        if count != len(running.token_ids) or len(running.draft_token_ids):
+            return False
+        if count > len(self._ones):
+            self._know_decodes(2 * count)
+        size = count * _INT32.itemsize
+        zeros = self._zero_bytes[:size]
+        return (
+            running.num_new_tokens.tobytes() == self._one_bytes[:size]
+            and running.num_draft_tokens.tobytes() == zeros
+            and running.num_rejected_tokens.tobytes() == zeros
+            and running.token_offsets.tobytes() == self._offset_bytes[: size + _INT32.itemsize]
+        )
+
+    def _know_decodes(self, most_rows: int) -> None:
+        """Note what the columns of so many rows are that decode a token each."""
+        self._ones: Int32Array = np.full(most_rows, 1, dtype=np.int32)
+        self._one_bytes = self._ones.tobytes()
+        self._zero_bytes = bytes(len(self._one_bytes))
+        self._offset_bytes = np.arange(most_rows + 1, dtype=np.int32).tobytes()
+
+    def _decode_columns(self, count: int) -> _Columns:
+        """Return the columns of so many rows that decode a token each: the last ones if alike."""
+        last = self._last_columns
+        if not last.is_decode or len(last.counts) != count:
+            counts = self._ones[:count]
+            last = _Columns(counts, has_drafts=False, is_strange=False, is_decode=True)
+            self._last_columns, self._last_columns_key = last, ()
+        return last
 
     def _count_fitting(self, seated: SeatedRows, num_tokens: Int32Array) -> int:
         """Return how many tokens each of these rows can append, one a step, without a check."""
@@ -241,9 +277,9 @@ class RowPlanner:
     def _check_not_leaving(
         self, where: str, slots: Int32Array, leaving: Iterable[KnownRequest]
     ) -> None:
-        left = {known.slot: known for known in leaving if known.is_running}
-        if left and not left.keys().isdisjoint(rows := slots.tolist()):
-            known = left[next(slot for slot in rows if slot in left)]
+        for known in leaving:
+            if not known.is_running or not np.count_nonzero(slots == known.slot):
+                continue
             raise RequestError(
                 f"{where}: request {known.request.request_id} is finished or preempted and "
                 f"also runs on in slot {known.slot}: leave its row out"

@@ -77,7 +77,8 @@ class SlotTable:
         self._requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self._free = list(range(num_slots))
         self.num_changes = 0
-        self._next_generation = 0
+        self.newest_generation = -1
+        """That of the slot which was taken last."""
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
         self._unit_tokens = unit_tokens
         self._width = max(2, most // unit_tokens) * unit_tokens
@@ -101,8 +102,7 @@ class SlotTable:
         slot = heapq.heappop(self._free)
         self.num_changes += 1
         self._requests[slot] = request
-        self.generation[slot] = self._next_generation
-        self._next_generation += 1
+        self.generation[slot] = self.newest_generation = self.newest_generation + 1
         self.client_index[slot] = client_index
         if client_index != CALLER:
             self.adopt(slot, num_computed)

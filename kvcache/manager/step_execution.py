@@ -19,12 +19,11 @@ from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import (
     CacheHit,
     Core,
-    NullOffloadHooks,
     OffloadAnswer,
-    OffloadHooks,
     RowBatch,
     RowStates,
     TableChange,
+    patch_of,
 )
 from kvcache.manager.admission import Admission, Demand
 from kvcache.manager.forks import Forks
@@ -34,11 +33,12 @@ from kvcache.manager.row_plan import RowPlan
 from kvcache.manager.slots import BatchTokens
 from kvcache.manager.step_ledger import Rollback, Seating, StepRecord
 from kvcache.manager.step_plan import StepPlan
+from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
 from kvcache.step import NO_SLOT, StepResult
 
 
-@dataclass
+@dataclass(slots=True)
 class _Answer:
     """The parts of a `StepResult`, as they come up."""
 
@@ -78,16 +78,15 @@ class StepExecutor:
         book: RequestBook,
         core: Core,
         admission: Admission,
-        hooks: OffloadHooks,
+        tiers: TierLink,
         limits: ModelLimits,
     ) -> None:
-        """Work on `book` and `core`; `hooks` are asked before a request is admitted."""
+        """Work on `book` and `core`; `tiers` are asked before a request is admitted."""
         self._book = book
         self._slots = book.slots
         self._core = core
         self._admission = admission
-        self._hooks = hooks
-        self._has_tiers = type(hooks) is not NullOffloadHooks
+        self._tiers = tiers
         self._forks = Forks(book, core)
         self._max_model_len = limits.max_model_len
         self._keeps_states = limits.keeps_states
@@ -117,7 +116,7 @@ class StepExecutor:
 
     def say_finished(self, request_id: str) -> None:
         """Tell the tiers below that a request has gone."""
-        self._hooks.on_request_finished(request_id)
+        self._tiers.on_request_finished(request_id)
 
     def _take_back(self, rollback: Rollback) -> list[Seating]:
         """Undo what failed; return the requests that had to be preempted for it."""
@@ -271,9 +270,10 @@ class StepExecutor:
 
     def _is_ready(self, request: Request, hit: CacheHit, answer: _Answer) -> bool:
         """Ask the tiers below. What they could load is computed unless they are loading it."""
-        if not self._has_tiers or request.skip_reading_prefix_cache:
+        hooks = self._tiers.hooks
+        if hooks is None or request.skip_reading_prefix_cache:
             return True
-        below = self._hooks.look_up(request, hit.num_tokens).answer
+        below = hooks.look_up(request, hit.num_tokens).answer
         if below is OffloadAnswer.RETRY:
             answer.refuse(request.request_id, answer.retry_later)
         elif below is OffloadAnswer.HIT_PENDING:
@@ -318,23 +318,16 @@ def join_patches(patch: BlockTablePatch, changes: list[tuple[int, TableChange]])
     """Return `patch` followed by the changes of the tables in the given slots."""
     if not changes:
         return patch
-    num_before = len(patch.slots)
-    columns = np.empty((4, num_before + len(changes)), dtype=np.int32)
-    if num_before:
-        columns[0, :num_before] = patch.slots
-        columns[1, :num_before] = patch.groups
-        columns[2, :num_before] = patch.first_indices
-        columns[3, :num_before] = patch.counts
-    columns[:, num_before:] = np.array(
-        [
-            (slot, change.group, change.first_index, len(change.block_ids))
-            for slot, change in changes
-        ],
-        dtype=np.int32,
-    ).T
-    ids = [patch.block_ids, *[change.block_ids for _, change in changes]]
-    slots, groups, first_indices, counts = columns
-    return BlockTablePatch(slots, groups, first_indices, counts, np.concatenate(ids))
+    if not len(patch.slots):
+        return patch_of(changes)
+    after = patch_of(changes)
+    return BlockTablePatch(
+        np.concatenate((patch.slots, after.slots)),
+        np.concatenate((patch.groups, after.groups)),
+        np.concatenate((patch.first_indices, after.first_indices)),
+        np.concatenate((patch.counts, after.counts)),
+        np.concatenate((patch.block_ids, after.block_ids)),
+    )
 
 
 def _column(values: list[int]) -> Int32Array:

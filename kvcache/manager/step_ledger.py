@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -99,6 +99,10 @@ class ClientSteps:
         self.completed_step = 0
         self.records: deque[StepRecord] = deque()
         self.void: list[tuple[int, int]] = []
+
+    def is_under_way(self, step: int) -> bool:
+        """Whether a rank may still run this step, which was executed."""
+        return step > self.completed_step and self.void_range(step) is None
 
     def void_range(self, step: int) -> tuple[int, int] | None:
         """Return the first and last step of the failed range that `step` lies in, or None."""
@@ -187,6 +191,10 @@ class ClientSteps:
         )
 
 
+StepsUnderWay: TypeAlias = Sequence[tuple[ClientSteps, int]]
+"""Clients, each with the last of its steps that counts."""
+
+
 def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> list[RowBefore]:
     """How the rows that a step ran or resumed stood before it, as far as they are still known."""
     rows = zip(
@@ -240,6 +248,21 @@ class StepLedger:
     def forget(self, client_id: str) -> ClientSteps | None:
         """Know the client no more; return what was known."""
         return self._clients.pop(client_id, None)
+
+    def under_way(self) -> StepsUnderWay:
+        """Return the steps that are neither complete nor void now, of all clients."""
+        return [
+            (client, client.last_step)
+            for client in self._clients.values()
+            if client.is_under_way(client.last_step)
+        ]
+
+    def are_over(self, steps: StepsUnderWay) -> bool:
+        """Say whether no rank can run any of these steps any more."""
+        return not any(
+            self._clients.get(client.client_id) is client and client.is_under_way(step)
+            for client, step in steps
+        )
 
     def dump_state(self) -> dict[str, object]:
         """Return all clients as plain values, in order of id."""

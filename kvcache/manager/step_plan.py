@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvcache.errors import BacklogFullError, RequestError
 from kvcache.manager.model_limits import ModelLimits
@@ -188,12 +188,8 @@ class StepPlanner:
                 f"{where}: request {new.request_id} has a prompt of {len(new.token_ids)} tokens, "
                 f"the model takes {self._max_model_len}: shorten it or raise max_model_len"
             )
-        for name in ("num_external_computed_tokens", "num_lookahead_tokens"):
-            if getattr(new, name) < 0:
-                raise RequestError(
-                    f"{where}: request {new.request_id} has {name} {getattr(new, name)}: pass 0 "
-                    "or more"
-                )
+        if new.num_external_computed_tokens < 0 or new.num_lookahead_tokens < 0:
+            _refuse_negative(where, new)
         if new.num_external_computed_tokens >= max(1, len(new.token_ids)):
             raise RequestError(
                 f"{where}: request {new.request_id} has {new.num_external_computed_tokens} "
@@ -202,6 +198,15 @@ class StepPlanner:
             )
         self._limits.require_encoder_tokens(new.request_id, new.num_encoder_tokens)
         return make_request(new, model_epoch, self._hasher)
+
+
+def _refuse_negative(where: str, new: NewRequest) -> NoReturn:
+    for name in ("num_external_computed_tokens", "num_lookahead_tokens"):
+        if getattr(new, name) < 0:
+            break
+    raise RequestError(
+        f"{where}: request {new.request_id} has {name} {getattr(new, name)}: pass 0 or more"
+    )
 
 
 def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher) -> Request:

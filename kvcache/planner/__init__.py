@@ -13,6 +13,7 @@ from kvcache.planner.cluster import (
     plan_options,
     rank_coordinates,
     rank_layout_fingerprint,
+    rank_memory,
 )
 from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint, plan_fingerprint
 from kvcache.planner.grouping import (
@@ -81,6 +82,7 @@ __all__ = [
     "project_groups",
     "rank_coordinates",
     "rank_layout_fingerprint",
+    "rank_memory",
     "report_plan",
     "unify_hybrid_kv_cache_specs",
     "unify_kv_cache_configs",

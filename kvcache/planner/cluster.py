@@ -51,6 +51,13 @@ def rank_layout_fingerprint(config: ClusterConfig, plan: Plan, rank: int) -> str
     )
 
 
+def rank_memory(config: ClusterConfig, device_bytes: int) -> RankMemory:
+    """Return what one rank may use in each tier, `device_bytes` on its device."""
+    offload = config.offload
+    disk_bytes = 0 if offload.disk is None else offload.disk.capacity_per_rank
+    return RankMemory(device_bytes, offload.host_memory_per_rank or 0, disk_bytes)
+
+
 def plan_cluster(
     config: ClusterConfig, memory_per_rank: Sequence[int | RankMemory] | None = None
 ) -> Plan:
@@ -67,5 +74,5 @@ def plan_cluster(
                 "cache.memory_per_rank is not set, and no rank has reported its memory: set it, "
                 "for instance to 256MiB"
             )
-        memories = [configured] * config.parallel.num_ranks
+        memories = [rank_memory(config, configured)] * config.parallel.num_ranks
     return plan_kv_cache(plan_options(config), layer_specs(config), memories)

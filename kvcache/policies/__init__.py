@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, Victims
-from kvcache.policies.registry import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
+from kvcache.policies.registry import (
+    EVICTION_POLICIES,
+    PolicyFactory,
+    make_eviction_policy,
+    require_eviction_policy,
+)
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -15,4 +20,5 @@ __all__ = [
     "PolicyFactory",
     "Victims",
     "make_eviction_policy",
+    "require_eviction_policy",
 ]

@@ -26,6 +26,10 @@ Entries: TypeAlias = "Sequence[int] | IndexArray"
 
 _OUT = 0
 _SPARE_STALE = 64
+_FEW = 8
+"""As many ints, and fewer, are quicker entered and removed one by one, and kept in a list."""
+_LOOK_AHEAD = 64
+"""So many ints are looked at together when the front one has left."""
 _LAST_STAMP = 2**31 - 1
 """Stamps begin anew behind this one: four bytes an int are enough."""
 
@@ -35,7 +39,7 @@ class _Segment:
     """Ints that entered together; those before `start` have been taken."""
 
     stamp: int
-    members: IndexArray
+    members: list[int] | IndexArray
     start: int = 0
 
 
@@ -71,6 +75,30 @@ class EntryQueue:
         if len(entries):
             self._segments.appendleft(self._enter(entries))
 
+    def pop_first(self) -> int | None:
+        """Take the int at the front; None if there is none."""
+        stamps, segments = self._stamps, self._segments
+        while segments:
+            segment = segments[0]
+            members, at, stamp = segment.members, segment.start, segment.stamp
+            entry = int(members[at])
+            is_here = bool(stamps[entry] == stamp)
+            num_stale = 0 if is_here else 1
+            if not is_here and not isinstance(members, list):
+                is_live = stamps[members[at : at + _LOOK_AHEAD]] == stamp
+                num_stale = int(is_live.argmax()) or len(is_live)
+            at += num_stale or 1
+            self._num_stale -= num_stale
+            if at == len(members):
+                segments.popleft()
+            else:
+                segment.start = at
+            if is_here:
+                stamps[entry] = _OUT
+                self._length -= 1
+                return entry
+        return None
+
     def pop_many(self, count: int) -> IndexArray:
         """Take up to `count` ints from the front."""
         taken: list[IndexArray] = []
@@ -79,7 +107,7 @@ class EntryQueue:
         while segments and missing > 0:
             segment = segments[0]
             end = segment.start + missing
-            chunk = segment.members[segment.start : end]
+            chunk = index_array(segment.members[segment.start : end])
             live = chunk[stamps[chunk] == segment.stamp]
             self._num_stale -= len(chunk) - len(live)
             stamps[live] = _OUT
@@ -96,7 +124,11 @@ class EntryQueue:
 
     def remove_many(self, entries: Entries) -> None:
         """Take out ints that are all here."""
-        self._stamps[index_array(entries)] = _OUT
+        if len(entries) <= _FEW:
+            for entry in entries:
+                self._stamps[entry] = _OUT
+        else:
+            self._stamps[index_array(entries)] = _OUT
         self._length -= len(entries)
         self._num_stale += len(entries)
         if self._num_stale > 2 * self._length + _SPARE_STALE:
@@ -106,7 +138,7 @@ class EntryQueue:
         """Return all ints in order. O(n)."""
         members: list[int] = []
         for segment in self._segments:
-            waiting = segment.members[segment.start :]
+            waiting = index_array(segment.members[segment.start :])
             members += waiting[self._stamps[waiting] == segment.stamp].tolist()
         return members
 
@@ -143,11 +175,16 @@ class EntryQueue:
     def _enter(self, entries: Entries) -> _Segment:
         if self._last_stamp == _LAST_STAMP:
             self._compact()
-        self._last_stamp += 1
+        stamp = self._last_stamp = self._last_stamp + 1
+        self._length += len(entries)
+        if len(entries) <= _FEW:
+            few = list(map(int, entries))
+            for entry in few:
+                self._stamps[entry] = stamp
+            return _Segment(stamp, few)
         members = np.array(entries, dtype=np.intp)
-        self._stamps[members] = self._last_stamp
-        self._length += len(members)
-        return _Segment(self._last_stamp, members)
+        self._stamps[members] = stamp
+        return _Segment(stamp, members)
 
     def _compact(self) -> None:
         members = self.to_list()

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array
+from kvcache.arrays import index_array
 from kvcache.policies.entry_queue import Entries, EntryQueue
 from kvcache.policies.policy import EntryBook, Victims
+
+_FEW = 4
+"""As many entries, and fewer, are asked for one by one."""
 
 
 class LRUPolicy:
@@ -19,6 +22,11 @@ class LRUPolicy:
         """Make an empty order of entries below `capacity`, described by `book`."""
         self._queue = EntryQueue(capacity)
         self._book = book
+
+    @property
+    def reads_contents(self) -> bool:
+        """What stands where depends on the order of uses alone."""
+        return False
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -38,17 +46,31 @@ class LRUPolicy:
     def choose(self, num_blocks: int) -> Victims:
         if self._book.is_uniform:
             return Victims(self._queue.pop_many(num_blocks))
-        chosen: list[IndexArray] = []
+        queue, book = self._queue, self._book
+        singly: list[int] = []
         num_of_last = missing = num_blocks
         num_at_once = 1
-        while missing > 0 and len(self._queue):
+        while missing > 0 and num_at_once <= _FEW:
+            first = queue.pop_first()
+            if first is None:
+                return Victims(singly, num_of_last)
+            singly.append(first)
+            weight = int(book.weights(index_array((first,)))[0])
+            num_of_last = min(weight, missing)
+            missing -= weight
+            num_at_once = -(-missing * len(singly) // (num_blocks - missing))
+        if missing <= 0:
+            return Victims(singly, num_of_last)
+        chosen = [index_array(singly)]
+        while missing > 0 and len(queue):
             # Every entry frees a block at least: no more of them than blocks are needed. A run
-            # frees many: so one is asked for first, then as many as would do if all were like it.
-            entries = self._queue.pop_many(min(missing, num_at_once))
-            freed = self._book.weights(entries).cumsum()
+            # frees many: so single ones were asked for first, then as many as would do if all were
+            # like those.
+            entries = queue.pop_many(min(missing, num_at_once))
+            freed = book.weights(entries).cumsum()
             if int(freed[-1]) > missing:
                 last = int(freed.searchsorted(missing))
-                self._queue.prepend_many(entries[last + 1 :])
+                queue.prepend_many(entries[last + 1 :])
                 entries = entries[: last + 1]
                 num_of_last = missing - (int(freed[last - 1]) if last else 0)
                 missing = 0
@@ -57,9 +79,7 @@ class LRUPolicy:
                 missing -= int(freed[-1])
                 num_at_once = -(-missing * len(entries) // int(freed[-1]))
             chosen.append(entries)
-        if len(chosen) == 1:
-            return Victims(chosen[0], num_of_last)
-        return Victims(np.concatenate(chosen) if chosen else index_array(()), num_of_last)
+        return Victims(np.concatenate(chosen), num_of_last)
 
     def put_back(self, entries: Entries) -> None:
         self._queue.prepend_many(entries)

@@ -19,14 +19,24 @@ class EntryInfo:
     """What a policy may know of an entry.
 
     `weight_blocks` is how many blocks it frees, `parent` the entry it continues (None for a first
-    one), `position` its distance in blocks from the start of the sequence, `content` names what it
-    holds beyond its own life (for policies that remember what they evicted).
+    one, and while that is in use), `position` its distance in blocks from the start of the
+    sequence. `num_children` counts the cached contents that cannot outlive it: while there are any
+    it is no victim.
+
+    `content` names what it holds beyond its own life, of several blocks the last one's content, for
+    policies that remember what was used and what they evicted; None: the owner names nothing.
+    `contents` has the names of all its blocks, the first block's first, each as long as `content`;
+    None: `content` is the only one. `cut_from` is the `content` of the entry that this one was the
+    first part of, if it was cut off one. Equal contents of several namespaces may share a name.
     """
 
     weight_blocks: int = 1
     parent: int | None = None
     position: int = 0
     content: bytes | None = None
+    num_children: int = 0
+    contents: bytes | None = None
+    cut_from: bytes | None = None
 
 
 class EntryBook(Protocol):
@@ -56,9 +66,20 @@ class EvictionPolicy(Protocol):
     """An order over unused entries. One owner, one thread.
 
     Entries are ints from 0 to below the capacity the policy was made with. An entry is *inserted*
-    while nobody uses it; using it again, or losing its content, removes it. Arguments are trusted
-    where they come in bulk: the owner has validated them.
+    while nobody uses it; using it again, or losing its content, removes it. What was used and comes
+    out of use again is known by its content, or, where the owner names none, by its entry; the
+    entry of a content in use may be given to another meanwhile. Arguments are trusted where they
+    come in bulk: the owner has validated them.
+
+    No entry is given out before its children, of which `EntryInfo.num_children` tells, unless
+    nothing else is left: then the owner puts it back, or forgets the children too. A policy that
+    evicts in the order of insertion need not ask: owners insert children before parents.
     """
+
+    @property
+    def reads_contents(self) -> bool:
+        """Whether it tells contents apart: the owner then names them, and keeps entries with
+        different pasts apart."""
 
     def __len__(self) -> int:
         """Return how many entries are inserted."""
@@ -82,7 +103,10 @@ class EvictionPolicy(Protocol):
         """Take out and return what to evict for `num_blocks` blocks; less if there is less."""
 
     def put_back(self, entries: Entries) -> None:
-        """Return entries from `choose` that must stay for now to where they were, in order."""
+        """Return entries from `choose` that must stay for now to where they were, in order.
+
+        Before any entry is inserted or removed. Of an entry whose tail has gone this is the rest.
+        """
 
     def order(self) -> list[int]:
         """Return all inserted entries, the next victim first. For audits; changes nothing."""

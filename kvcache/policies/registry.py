@@ -10,15 +10,45 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
+from kvcache.policies.arc import ARCPolicy
+from kvcache.policies.fifo import FIFOPolicy
+from kvcache.policies.lfu import AgeingLFUPolicy, LFUPolicy
 from kvcache.policies.lru import LRUPolicy
+from kvcache.policies.lru2 import LRU2Policy
 from kvcache.policies.policy import EntryBook, EvictionPolicy
+from kvcache.policies.s3fifo import S3FIFOPolicy
+from kvcache.policies.slru import SLRUPolicy
+from kvcache.policies.twoq import TwoQPolicy
 
 PolicyFactory: TypeAlias = Callable[[int, EntryBook], EvictionPolicy]
 """Makes a policy for entries below a capacity that are described by a book."""
 
-EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType({"lru": LRUPolicy})
+EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
+    {
+        "arc": ARCPolicy,
+        "fifo": FIFOPolicy,
+        "lfu": LFUPolicy,
+        "lfu_da": AgeingLFUPolicy,
+        "lru": LRUPolicy,
+        "lru2": LRU2Policy,
+        "s3fifo": S3FIFOPolicy,
+        "slru": SLRUPolicy,
+        "twoq": TwoQPolicy,
+    }
+)
 """The policies that come with the package."""
+
+
+def require_eviction_policy(
+    name: str, policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES
+) -> str:
+    """Return `name`; raises ConfigurationError, with those there are, if nobody has it."""
+    if name not in policies:
+        raise ConfigurationError(
+            f"unknown eviction policy {shown(name)}: choose one of {', '.join(sorted(policies))}"
+        )
+    return name
 
 
 def make_eviction_policy(
@@ -28,9 +58,4 @@ def make_eviction_policy(
     policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
 ) -> EvictionPolicy:
     """Return a new, empty policy; raises ConfigurationError for a name that nobody has."""
-    factory = policies.get(name)
-    if factory is None:
-        raise ConfigurationError(
-            f"unknown eviction policy {name!r}: choose one of {', '.join(sorted(policies))}"
-        )
-    return factory(capacity, book)
+    return policies[require_eviction_policy(name, policies)](capacity, book)

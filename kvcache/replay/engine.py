@@ -390,8 +390,8 @@ class ReplayEngine:
         number = self._stepper.submit(request)
         result = self._stepper.wait_result(number)
         if result.error:
-            raise RequestError(f"step {number} was refused: {result.error}")
-        self._last_step = number
+            raise RequestError(f"step {result.step} was refused: {result.error}")
+        self._last_step = result.step
         self._tally.num_steps += 1
         return result
 

@@ -52,7 +52,8 @@ class Stepper(Protocol):
         """
 
     def wait_result(self, step: int) -> StepResult:
-        """Return the manager's answer to step number `step`.
+        """Return the manager's answer to step number `step`, or to the later number under which it
+        was sent again because it had been refused for a while: see `StepResult.step`.
 
         Raises DeadlineError; StaleEpochError or WorkerLostError when the epoch is over.
         """

@@ -45,6 +45,11 @@ class LastAccessOrder:
         self._last_path = 0
         self._last_entry: int | None = None
 
+    @property
+    def reads_contents(self) -> bool:
+        """What was accessed when is stated by entry."""
+        return False
+
     def __len__(self) -> int:
         return len(self._places)
 

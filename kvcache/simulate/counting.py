@@ -81,7 +81,7 @@ def count_prefill_hits(
     num_blocks = options.num_blocks
     if num_blocks is None:
         num_blocks = sum(-(-r.num_prompt_tokens // block_size) for r in workload)
-    manager = _make_manager(options, block_size, num_blocks)
+    manager = make_counted_manager(options, block_size, num_blocks)
     start_s = clock.now()
     count = PrefillCount(workload.name, options.num_blocks, block_size, 0, 0, 0, 0, 0, 0.0)
     for arrived in workload:
@@ -116,7 +116,9 @@ def count_prefill_hits(
     return replace(count, num_evictions=manager.statistics().core.num_evictions)
 
 
-def _make_manager(options: CountingOptions, block_size: int, num_blocks: int) -> KVCacheManager:
+def make_counted_manager(
+    options: CountingOptions, block_size: int, num_blocks: int
+) -> KVCacheManager:
     """Make the manager of a model with one full-attention group and no bytes to speak of."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
     config = KVCacheConfig(

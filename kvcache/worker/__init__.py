@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from kvcache.worker.copy_engine import CopyEngine, CpuCopyEngine, PendingCopy
 from kvcache.worker.cuda_engine import CudaCopyEngine, make_copy_engine
+from kvcache.worker.host_pool import HostPool
 from kvcache.worker.layout import PoolLayout
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
-from kvcache.worker.tensors import CanonicalKVCaches, HostPool, KVCachePool
+from kvcache.worker.tensors import KVCachePool
 from kvcache.worker.worker import KVCacheWorker
 
 __all__ = [
-    "CanonicalKVCaches",
     "CopyEngine",
     "CpuCopyEngine",
     "CudaCopyEngine",

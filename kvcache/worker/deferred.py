@@ -8,9 +8,11 @@ block they touch belongs to a step that is over, and is executed first (`settle`
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+import torch
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import BlockTablePatch, Copy, Zero
@@ -18,7 +20,7 @@ from kvcache.messages import StepCommands
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.history import BlockHistory
-from kvcache.worker.tensors import CanonicalKVCaches
+from kvcache.worker.store_reads import StoreReads
 
 DeferredCommand: TypeAlias = Zero | Copy | BlockTablePatch
 
@@ -28,16 +30,18 @@ class DeferredCommands:
 
     def __init__(
         self,
-        canonical: CanonicalKVCaches,
+        rows: Sequence[torch.Tensor],
         tables: BlockTables,
         engine: CopyEngine,
         history: BlockHistory,
+        reads: StoreReads,
     ) -> None:
-        """Execute on these."""
-        self._canonical = canonical
+        """Execute on these; nothing is written that one of `reads` still needs."""
+        self._rows = rows
         self._tables = tables
         self._engine = engine
         self._history = history
+        self._reads = reads
         self._waiting: deque[tuple[int, list[DeferredCommand]]] = deque()
         self.num_blocks_copied = 0
         self.num_blocks_zeroed = 0
@@ -95,12 +99,14 @@ class DeferredCommands:
                     np.repeat(command.slots, command.counts),
                 )
             case Zero():
-                for rows in self._canonical.tensors:
+                self._reads.before_write(command.block_ids)
+                for rows in self._rows:
                     self._engine.zero_blocks(rows, command.block_ids)
                 self.num_blocks_zeroed += len(command.block_ids)
                 self._history.record(seq, "zeroed", command.block_ids)
             case Copy():
-                for rows in self._canonical.tensors:
+                self._reads.before_write(command.destinations)
+                for rows in self._rows:
                     self._engine.copy_within(rows, command.sources, command.destinations)
                 self.num_blocks_copied += len(command.destinations)
                 self._history.record(

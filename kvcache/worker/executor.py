@@ -16,10 +16,14 @@ from kvcache.commands import (
     Audit,
     BlockTablePatch,
     Copy,
+    Discard,
     Fence,
+    Fetch,
     Label,
     Load,
     Reset,
+    SealSlots,
+    Spill,
     Store,
     Unlabel,
     WriteExpected,
@@ -37,7 +41,8 @@ from kvcache.worker.history import BlockHistory
 from kvcache.worker.label_audit import audit_labels
 from kvcache.worker.layout import PoolLayout
 from kvcache.worker.settings import WorkerSettings
-from kvcache.worker.tensors import HostPool, KVCachePool
+from kvcache.worker.tensors import KVCachePool
+from kvcache.worker.tiers import make_tiers
 from kvcache.worker.transfers import TransferJobs
 from kvcache.worker.validation import CommandValidator
 
@@ -55,11 +60,7 @@ class CommandExecutor:
         self._rank = settings.rank
         self._engine = engine
         self.pool = KVCachePool(PoolLayout.from_config(config), device)
-        self.host = (
-            HostPool(self.pool.layout, config.host_blocks, is_pinned=device.type == "cuda")
-            if config.host_blocks
-            else None
-        )
+        self.tiers = make_tiers(settings, self.pool.layout, device)
         self.block_tables = BlockTables(
             settings.table_widths,
             config.num_blocks,
@@ -70,10 +71,10 @@ class CommandExecutor:
             config.num_blocks, settings.digest_bytes, max(settings.block_sizes, default=1)
         )
         self.gate = ForwardGate(settings.rank)
-        self.transfers = TransferJobs(self.pool, self.host, engine)
+        self.transfers = TransferJobs(self.pool, self.tiers, engine, self.labels)
         self.history = BlockHistory()
         self.deferred = DeferredCommands(
-            self.pool.canonical, self.block_tables, engine, self.history
+            self.pool.rows, self.block_tables, engine, self.history, self.transfers.reads
         )
         self._checker = self._make_checker(settings) if settings.is_content_checking else None
         self._validator = CommandValidator(
@@ -82,6 +83,7 @@ class CommandExecutor:
             self.labels,
             self.block_tables,
             self._checker,
+            num_host_slots=config.host_blocks,
         )
         self._due: deque[tuple[int, WriteExpected]] = deque()
         self._audited: list[JobReport] = []
@@ -100,7 +102,8 @@ class CommandExecutor:
     @property
     def host_bytes(self) -> int:
         """Size of the host pool, 0 without one."""
-        return 0 if self.host is None else self.host.num_slots * self.host.slot_bytes
+        host = self.tiers.host
+        return 0 if host is None else host.num_slots * host.slot_bytes
 
     @property
     def next_due_seq(self) -> int | None:
@@ -126,13 +129,21 @@ class CommandExecutor:
                     self.labels.apply(command)
                 case Unlabel():
                     self.labels.withdraw(command.block_ids)
+                    self.transfers.reads.on_unlabel(message.seq, command.block_ids)
                 case Reset():
                     self.labels.reset()
+                    self.transfers.reset(command.model_epoch)
                     self.model_epoch = command.model_epoch
                 case Fence():
                     self.gate.fence(command.client_id)
                 case Store() | Load():
-                    self._start_transfer(message.seq, command)
+                    self._start_copy(message.seq, command)
+                case Spill() | Fetch():
+                    self.transfers.start(command)
+                case Discard():
+                    self.transfers.discard(command)
+                case SealSlots():
+                    self.transfers.seal(command)
                 case WriteExpected():
                     self._due.append((message.seq, command))
                 case Audit():
@@ -151,7 +162,7 @@ class CommandExecutor:
                 f"{self._due[0][0]} itself, call run_due_forwards"
             )
         self.gate.begin(seq)
-        self.deferred.execute(seq)
+        self._execute(seq)
 
     def end_forward(self, seq: int) -> None:
         """Close the open forward; raises RequestError if `seq` is not it."""
@@ -166,7 +177,7 @@ class CommandExecutor:
         try:
             self.gate.begin(seq)
         except RequestError as error:
-            self.deferred.execute(seq)
+            self._execute(seq)
             return JobReport(command.job_id, ok=False, detail=str(error))
         num_bytes, problems = 0, []
         self.deferred.execute(seq - 1)
@@ -174,7 +185,7 @@ class CommandExecutor:
             num_bytes += self._checker.verify(command.verify_slots, command.verify_lengths)
         except KVCacheError as error:
             problems.append(str(error))
-        self.deferred.execute(seq)
+        self._execute(seq)
         try:
             num_bytes += self._checker.run(command, seq)
         except KVCacheError as error:
@@ -199,7 +210,7 @@ class CommandExecutor:
         """Drop what the old epoch left undone; labels and bytes stay."""
         self._due.clear()
         self._audited.clear()
-        self.transfers.forget_ended()
+        self.transfers.start_epoch()
         self.deferred.clear()
         self.gate.reset()
         if self._checker is not None:
@@ -208,6 +219,7 @@ class CommandExecutor:
     def check(self, applied_seq: int) -> None:
         """Raise InvariantError if the books do not add up. Changes nothing."""
         self.labels.check()
+        self.transfers.check()
         self.gate.check(applied_seq)
         if self.deferred.highest_seq > applied_seq:
             raise InvariantError(
@@ -217,7 +229,7 @@ class CommandExecutor:
 
     def close(self) -> None:
         """Wait for everything that was started."""
-        self.transfers.wait()
+        self.transfers.close()
         self._engine.close()
 
     def _make_checker(self, settings: WorkerSettings) -> ContentChecker:
@@ -231,7 +243,12 @@ class CommandExecutor:
             max_model_len=settings.max_model_len,
         )
 
-    def _start_transfer(self, seq: int, job: Store | Load) -> None:
+    def _execute(self, seq: int) -> None:
+        """Execute what waits for the forward of `seq`, once its blocks may be written."""
+        self.transfers.reads.before_forward(seq)
+        self.deferred.execute(seq)
+
+    def _start_copy(self, seq: int, job: Store | Load) -> None:
         if isinstance(job, Store):
             self.deferred.settle(job.sources)
             self.history.record(seq, "stored to host slot", job.sources, job.destinations)

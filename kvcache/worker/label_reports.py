@@ -1,16 +1,27 @@
 """A rank's labels on their way to a coordinator that begins: in pieces, none of them large.
 
-Between the worker, which is asked from some block on, and the executor's label table. Changes
-nothing, so that a piece asked for twice is the same; refuses to know which blocks agree with those
-of other ranks.
+Between the worker, which is asked from some block on, and what it holds: the executor's label
+table, host slots, files. Changes nothing, so that a piece asked for twice is the same; refuses to
+know which blocks agree with those of other ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
 from kvcache.delivery import CommandReceiver
-from kvcache.labels import LabelSet
+from kvcache.label_agreement import NO_LABELS
+from kvcache.labels import LABEL_VERSION, LabelSet
 from kvcache.messages import ClientStep, LabelReport
+from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
 from kvcache.worker.executor import CommandExecutor
+from kvcache.worker.file_books import NUM_DIRECTORIES
+from kvcache.worker.file_format import labels_of_heads
+from kvcache.worker.file_pool import FilePool
+from kvcache.worker.file_store import ScannedDirectory
 from kvcache.worker.settings import WorkerSettings
 
 
@@ -30,6 +41,7 @@ class LabelReporter:
         self._settings = settings
         self._receiver = receiver
         self._executor = executor
+        self._directories: dict[int, ScannedDirectory] = {}
 
     def collect(self, first_block: int = 0, end_block: int | None = None) -> LabelSet:
         """Return the labels of blocks `[first_block, end_block)` as of the last applied message."""
@@ -42,31 +54,108 @@ class LabelReporter:
             end_block=end_block,
         )
 
-    def report(self, first_block: int) -> LabelReport:
+    def report(self, first_block: int, medium: str = DEVICE_MEDIUM) -> LabelReport:
         """Say what blocks hold, from `first_block` on as far as one message goes.
 
-        Whose steps were applied is in the first piece.
+        In host memory blocks are slots, in files directories: those are read beside this, and what
+        has not been read yet is not reported yet. Of a tier that is not there, nothing is.
         """
-        table, gate = self._executor.labels, self._executor.gate
-        first_block = min(max(0, first_block), table.num_blocks)
-        num_reported = max(1, self._settings.max_report_bytes // table.label_bytes)
-        end_block = min(first_block + num_reported, table.num_blocks)
-        labels = self.collect(first_block, end_block)
-        while end_block - first_block > 1 and (
-            _key_bytes(labels) + (end_block - first_block) * table.label_bytes
-            > 2 * self._settings.max_report_bytes
+        host = self._executor.tiers.host
+        files = self._executor.tiers.files
+        if medium == DEVICE_MEDIUM:
+            table = self._executor.labels
+            return self._report_rows(
+                medium, first_block, table.num_blocks, table.label_bytes, self.collect
+            )
+        if medium == HOST_MEDIUM and host is not None:
+            labels = host.labels
+            return self._report_rows(
+                medium, first_block, host.num_slots, labels.label_bytes, self._collect_slots
+            )
+        if medium == FILE_MEDIUM and files is not None:
+            return self._report_files(first_block, files.pool)
+        return self._piece(medium, 0, 0, 0, self._no_labels())
+
+    def forget_files(self) -> None:
+        """Another coordinator asks: files are read again when it does."""
+        self._directories.clear()
+
+    def _collect_slots(self, first_slot: int, end_slot: int) -> LabelSet:
+        host = self._executor.tiers.host
+        if host is None:
+            return self._no_labels()
+        return host.labels.collect(
+            self._settings.rank,
+            self._receiver.epoch,
+            self._receiver.applied_seq,
+            self._settings.layout_fingerprint,
+            first_slot=first_slot,
+            end_slot=end_slot,
+        )
+
+    def _report_rows(
+        self,
+        medium: str,
+        first: int,
+        num_rows: int,
+        label_bytes: int,
+        collect: Callable[[int, int], LabelSet],
+    ) -> LabelReport:
+        """Report rows `first` to as far as one message goes."""
+        first = min(max(0, first), num_rows)
+        end = min(first + max(1, self._settings.max_report_bytes // label_bytes), num_rows)
+        labels = collect(first, end)
+        while end - first > 1 and (
+            _key_bytes(labels) + (end - first) * label_bytes > 2 * self._settings.max_report_bytes
         ):
-            end_block = first_block + (end_block - first_block) // 2
-            labels = self.collect(first_block, end_block)
-        steps = gate.client_steps if first_block == 0 else {}
+            end = first + (end - first) // 2
+            labels = collect(first, end)
+        return self._piece(medium, first, end, num_rows, labels)
+
+    def _report_files(self, first: int, files: FilePool) -> LabelReport:
+        """Report directory `first`; none if it is not read yet, which is begun by the first one."""
+        first = min(max(0, first), NUM_DIRECTORIES)
+        if first == 0 and not self._directories and not files.is_scanning:
+            files.scan()
+        for scanned in files.take_scanned():
+            self._directories[scanned.prefix] = scanned
+        directory = self._directories.get(first)
+        if directory is None:
+            return self._piece(FILE_MEDIUM, first, first, NUM_DIRECTORIES, self._no_labels())
+        labels = replace(
+            self._no_labels(),
+            labels=labels_of_heads(directory.heads),
+            checksums=np.array([h.checksum for h in directory.heads], dtype="<i8").tobytes(),
+        )
+        return self._piece(FILE_MEDIUM, first, first + 1, NUM_DIRECTORIES, labels)
+
+    def _no_labels(self) -> LabelSet:
+        settings, receiver = self._settings, self._receiver
+        return LabelSet(
+            LABEL_VERSION,
+            settings.rank,
+            receiver.epoch,
+            receiver.applied_seq,
+            settings.layout_fingerprint,
+            settings.digest_bytes,
+            NO_LABELS,
+            b"",
+        )
+
+    def _piece(
+        self, medium: str, first: int, end: int, total: int, labels: LabelSet
+    ) -> LabelReport:
+        """Return one message. Whose steps were applied is in the first one about the device."""
+        is_first = first == 0 and medium == DEVICE_MEDIUM
+        steps = self._executor.gate.client_steps if is_first else {}
         return LabelReport(
             self._receiver.nonce,
             self._settings.incarnation,
             self._settings.rank,
             self._receiver.epoch,
-            first_block,
-            end_block,
-            table.num_blocks,
+            first,
+            end,
+            total,
             self._executor.model_epoch,
             labels.version,
             labels.layout_fingerprint,
@@ -74,4 +163,5 @@ class LabelReporter:
             labels.labels,
             labels.checksums,
             tuple(ClientStep(client_id, step) for client_id, step in steps.items()),
+            medium,
         )

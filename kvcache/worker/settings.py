@@ -5,11 +5,14 @@ Stands before worker.py. Intervals are how often the worker speaks unasked; all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache.delivery import ReceiverStatistics
 from kvcache.errors import ConfigurationError
+from kvcache.keeper.client import KeeperAddress
 from kvcache.specs import KVCacheConfig, require_count
+from kvcache.worker.file_tier import FileTierSettings
+from kvcache.worker.tier_statistics import TransferStatistics
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class WorkerSettings:
 
     `incarnation` is unique to the process. `fingerprint` is of the plan of all ranks,
     `layout_fingerprint` says which bytes the labels speak about. `device` is a torch device name.
-    A report of labels is no longer than `max_report_bytes`, unless one label alone is.
+    A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
+    `host_keeper` host slots end with the process; without `file_tier` there are no files.
     """
 
     rank: int
@@ -36,6 +40,8 @@ class WorkerSettings:
     heartbeat_interval_s: float = 1.0
     max_buffered: int = 256
     max_report_bytes: int = 2**20
+    host_keeper: KeeperAddress | None = None
+    file_tier: FileTierSettings | None = None
 
     def __post_init__(self) -> None:
         require_count("rank", self.rank, at_least=0)
@@ -96,3 +102,4 @@ class WorkerStatistics:
     pool_bytes: int
     host_bytes: int
     receiver: ReceiverStatistics
+    transfers: TransferStatistics = field(default_factory=TransferStatistics)

@@ -8,12 +8,12 @@ use which block is the coordinator's decision, not checked here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.worker.canonical import canonical_kv_caches
 from kvcache.worker.layout import PoolLayout, TensorLayout
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -33,29 +33,14 @@ ALLOCATION_ALIGNMENT_BYTES = 64
 """The allocation's length is rounded up to this, so that it can be seen as wider words."""
 
 
-@dataclass(frozen=True, eq=False)
-class CanonicalKVCaches:
-    """A pool as rows of bytes: `tensors[i]` is `(num_blocks, width)` uint8, block outermost.
-
-    One tensor with the block-first layout, one per pool otherwise. They are views: writing to them
-    writes the pool.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all tensors."""
-        return sum(tensor.shape[1] for tensor in self.tensors)
-
-
 class KVCachePool:
     """All KV bytes of one rank.
 
     `kv_caches[layer]` is the tensor that a model runner reads and writes, of shape
     `(num_blocks, *page_shape)` in the layer's dtype. Layers that keep a state have
-    `state_caches[layer]` instead: one such tensor for each of the state's. `canonical` is what
-    copies use. All of them are views of `storage` and live as long as it does.
+    `state_caches[layer]` instead: one such tensor for each of the state's. Copies use `rows`: one
+    `(num_blocks, width)` uint8 per region, block outermost; `canonical` are the same bytes, with
+    what each group has in them. All of them are views of `storage` and live as long as it does.
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
@@ -92,16 +77,15 @@ class KVCachePool:
                 if layer.is_state
             }
         )
-        self.canonical = CanonicalKVCaches(
-            tuple(
-                self.storage.as_strided(
-                    (layout.num_blocks, region.width_bytes),
-                    (region.stride_bytes, 1),
-                    region.offset_bytes,
-                )
-                for region in layout.regions
+        self.rows: tuple[torch.Tensor, ...] = tuple(
+            self.storage.as_strided(
+                (layout.num_blocks, region.width_bytes),
+                (region.stride_bytes, 1),
+                region.offset_bytes,
             )
+            for region in layout.regions
         )
+        self.canonical = canonical_kv_caches(self.rows, layout)
 
     def words(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the whole allocation as one-dimensional `dtype`; a view."""
@@ -111,26 +95,3 @@ class KVCachePool:
         return self.words(TORCH_DTYPES[tensor.dtype]).as_strided(
             tensor.shape, tensor.strides, tensor.offset_bytes // tensor.element_bytes
         )
-
-
-class HostPool:
-    """Host memory for copies of blocks: `tensors[i]` is `(num_slots, width)` uint8, like the
-    device's canonical tensor `i`. Pinned when the device is CUDA, so that copies run alone.
-    """
-
-    def __init__(self, layout: PoolLayout, num_slots: int, *, is_pinned: bool) -> None:
-        """Allocate `num_slots` slots; raises NotEnoughMemoryError when memory does not suffice."""
-        self.num_slots = num_slots
-        self.slot_bytes = layout.block_bytes
-        try:
-            self.tensors = tuple(
-                torch.zeros(
-                    (num_slots, region.width_bytes), dtype=torch.uint8, pin_memory=is_pinned
-                )
-                for region in layout.regions
-            )
-        except RuntimeError as error:
-            raise NotEnoughMemoryError(
-                f"{num_slots * layout.block_bytes} bytes of host memory for {num_slots} slots "
-                f"cannot be had: lower host_blocks ({error})"
-            ) from error

@@ -14,10 +14,14 @@ from kvcache.commands import (
     BlockTablePatch,
     Command,
     Copy,
+    Discard,
     Fence,
+    Fetch,
     Label,
     Load,
     Reset,
+    SealSlots,
+    Spill,
     Store,
     Unlabel,
     WriteExpected,
@@ -26,6 +30,8 @@ from kvcache.commands import (
 from kvcache.errors import BlockError, MalformedMessageError
 from kvcache.labels import LabelTable
 from kvcache.messages import StepCommands
+from kvcache.offload.keys import GROUP_BYTES
+from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content import ContentChecker
 
@@ -40,9 +46,12 @@ class CommandValidator:
         labels: LabelTable,
         tables: BlockTables,
         checker: ContentChecker | None,
+        *,
+        num_host_slots: int,
     ) -> None:
         """Check against these; `checker` None means that content checking is off."""
         self._num_blocks = num_blocks
+        self._num_host_slots = num_host_slots
         self._num_groups = num_groups
         self._labels = labels
         self._tables = tables
@@ -86,6 +95,16 @@ class CommandValidator:
             case Load():
                 _require_pairs("load", command.sources, command.destinations)
                 self._require_blocks("load", command.destinations)
+            case Spill():
+                self._require_keys("spill", command.keys, len(command.sources))
+            case Fetch():
+                _require_distinct("fetch", command.destinations)
+                self._require_keys("fetch", command.keys, len(command.destinations))
+            case Discard():
+                self._require_keys("discard", command.keys, None)
+                self._require_slots("discard", command.medium, command.slots)
+            case SealSlots():
+                self._require_slots("seal", command.medium, command.slots)
             case Reset():
                 if command.model_epoch < 0:
                     raise MalformedMessageError(f"reset to model epoch {command.model_epoch}")
@@ -105,6 +124,27 @@ class CommandValidator:
                 raise MalformedMessageError(
                     f"command of type {type(command).__name__} is not known here"
                 )
+
+    def _require_keys(self, verb: str, keys: bytes, count: int | None) -> None:
+        """Raise unless `keys` are whole keys, `count` of them where it is known how many."""
+        size = self._labels.digest_bytes + GROUP_BYTES
+        if len(keys) % size or (count is not None and len(keys) != count * size):
+            what = "whole ones" if count is None else f"{count} of them"
+            raise MalformedMessageError(
+                f"{verb} with {len(keys)} bytes of keys, one has {size}: send {what}"
+            )
+
+    def _require_slots(self, verb: str, medium: str, slots: Int32Array) -> None:
+        """Raise unless all are host slots of this rank."""
+        if len(slots) and medium != HOST_MEDIUM:
+            raise MalformedMessageError(
+                f"{verb} of slots of medium {medium!r}: only {HOST_MEDIUM!r} has slots"
+            )
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_host_slots:
+            raise BlockError(
+                f"{verb} of host slots {int(slots.min())}..{int(slots.max())}, this rank has "
+                f"{self._num_host_slots}"
+            )
 
     def _validate_audit(self, audit: Audit) -> None:
         ids = audit.block_ids
@@ -139,5 +179,9 @@ def _require_pairs(verb: str, sources: Int32Array, destinations: Int32Array) -> 
         raise MalformedMessageError(
             f"{verb} has {len(sources)} sources and {len(destinations)} destinations"
         )
+    _require_distinct(verb, destinations)
+
+
+def _require_distinct(verb: str, destinations: Int32Array) -> None:
     if len(destinations) > 1 and len(np.unique(destinations)) != len(destinations):
         raise MalformedMessageError(f"{verb} writes a destination twice")

@@ -40,10 +40,12 @@ from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.cuda_engine import make_copy_engine
 from kvcache.worker.executor import CommandExecutor
+from kvcache.worker.file_pool import FilePool
+from kvcache.worker.host_pool import HostPool
 from kvcache.worker.label_reports import LabelReporter
 from kvcache.worker.reports import ReportOutbox
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
-from kvcache.worker.tensors import HostPool
+from kvcache.worker.worker_figures import RefusedMessages, worker_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +95,7 @@ class KVCacheWorker:
         self._last_hello_s: float | None = None
         self._is_introducing = True
         self._is_closed = False
-        self._num_invalid = 0
-        self._last_invalid = ""
-        self._num_foreign = 0
+        self._refused = RefusedMessages()
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
@@ -115,7 +115,13 @@ class KVCacheWorker:
     @property
     def host_pool(self) -> HostPool | None:
         """The host slots that stores write and loads read, None without a host tier."""
-        return self._executor.host
+        return self._executor.tiers.host
+
+    @property
+    def file_pool(self) -> FilePool | None:
+        """Who reads and writes the rank's files, None without a file tier."""
+        files = self._executor.tiers.files
+        return None if files is None else files.pool
 
     @property
     def labels(self) -> LabelTable:
@@ -284,27 +290,8 @@ class KVCacheWorker:
     def statistics(self) -> WorkerStatistics:
         """Return the figures of this process, frozen."""
         with self._condition:
-            executor, receiver = self._executor, self._receiver
-            return WorkerStatistics(
-                rank=self.settings.rank,
-                epoch=receiver.epoch,
-                applied_seq=receiver.applied_seq,
-                model_epoch=executor.model_epoch,
-                num_labels=len(executor.labels),
-                num_forwards=executor.gate.num_forwards,
-                num_deferred=len(executor.deferred),
-                num_running_jobs=executor.transfers.num_running,
-                num_unacknowledged_reports=len(self._reports),
-                num_failed_jobs=self._reports.num_failed,
-                num_bytes_compared=executor.num_bytes_compared,
-                num_blocks_copied=executor.deferred.num_blocks_copied,
-                num_blocks_zeroed=executor.deferred.num_blocks_zeroed,
-                num_invalid_messages=self._num_invalid,
-                last_invalid_reason=self._last_invalid,
-                num_foreign_messages=self._num_foreign,
-                pool_bytes=executor.pool.layout.size_bytes,
-                host_bytes=executor.host_bytes,
-                receiver=receiver.statistics(),
+            return worker_statistics(
+                self.settings.rank, self._receiver, self._executor, self._reports, self._refused
             )
 
     def check(self) -> None:
@@ -341,12 +328,12 @@ class KVCacheWorker:
                 self._outbox.append(self._receiver.heartbeat())
                 self._repeat_reports(after_s=0.0)
             case CollectLabels() if self._is_present(message.nonce, message.epoch):
-                self._outbox.append(self._labels.report(message.first_block))
+                self._outbox.append(self._labels.report(message.first_block, message.medium))
             case Ping() | CollectLabels():
-                self._num_foreign += 1
+                self._refused.num_foreign += 1
                 self._refuse_superseded(message.nonce, message.epoch)
             case _:
-                self._num_foreign += 1
+                self._refused.num_foreign += 1
 
     def _on_grant(self, grant: Grant) -> None:
         """Take a grant, now or when nothing of the old epoch runs any more."""
@@ -358,6 +345,7 @@ class KVCacheWorker:
         if self._receiver.epoch != epoch:
             self._ready.clear()
             self._reports.clear()
+            self._labels.forget_files()
             self._executor.start_epoch()
 
     def _on_commands(self, message: StepCommands) -> None:
@@ -370,9 +358,10 @@ class KVCacheWorker:
             try:
                 self._executor.validate(message)
             except (InvalidInputError, ProtocolError) as error:
-                self._num_invalid += 1
-                self._last_invalid = f"message {message.epoch}:{message.seq}: {error}"
-                logger.error("rank %d refuses %s", self.settings.rank, self._last_invalid)
+                self._refused.num_invalid += 1
+                reason = f"message {message.epoch}:{message.seq}: {error}"
+                self._refused.last_invalid = reason
+                logger.error("rank %d refuses %s", self.settings.rank, reason)
                 return
         received = self._receiver.on_commands(message)
         self._ready.extend(received.ready)

@@ -80,7 +80,7 @@ class Traces:
     def check(self, name: str) -> None:
         """Fail unless everything of the cluster `name` is gone, now or very soon."""
         give_up_s = time.monotonic() + 15.0
-        while left := _look() - self._before:
+        while left := {trace: what for trace, what in _look().items() if trace not in self._before}:
             assert time.monotonic() < give_up_s, left
             time.sleep(0.02)
         named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
@@ -93,23 +93,25 @@ class Traces:
         assert f"{name}/workers" not in groups
 
 
-def _look() -> set[str]:
-    """Return our actor processes, their sockets, and shared memory files."""
-    traces = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob("kvcache*")}
+def _look() -> dict[str, str]:
+    """Return our actor processes, their sockets, and shared memory files; and what each of them is
+    doing, which says nothing about which one it is: Ray names a process after its present call."""
+    traces = {f"/dev/shm/{path.name}": "" for path in Path("/dev/shm").glob("kvcache*")}
     inodes: set[str] = set()
     for process in psutil.Process().children(recursive=True):
         folder = Path(f"/proc/{process.pid}")
         try:
-            command = (folder / "cmdline").read_bytes()
+            command = (folder / "cmdline").read_bytes().strip(b"\0")
             inodes.update(os.readlink(link) for link in (folder / "fd").iterdir())
         except OSError:
             continue  # it has just ended
         if command.startswith(b"ray::") and re.search(rb"Worker|Coordinator", command):
-            traces.add(f"process {process.pid} {command!r}")
+            identity = f"process {process.pid} started {process.create_time()}"
+            traces[identity] = command.decode(errors="replace")
     for line in Path("/proc/net/unix").read_text().splitlines():
         fields = line.split()
         if fields[-1].startswith("@kvcache-") and f"socket:[{fields[6]}]" in inodes:
-            traces.add(f"socket {fields[-1]} {fields[6]}")
+            traces[f"socket {fields[-1]} {fields[6]}"] = ""
     return traces
 
 

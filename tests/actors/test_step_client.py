@@ -8,11 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from actors.client import KVCacheClient
+from actors.connection import STALL_BEFORE_REDIAL, ClientConnection
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
+from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig
 from kvcache.errors import DeadlineError
-from kvcache.messages import Attach, Attached
-from kvcache.step import StepRequest
+from kvcache.messages import Attach, Attached, Progress
+from kvcache.step import StepRequest, StepResult
 from kvcache.wire import decode, encode
 
 MakeConfig = Callable[..., ClusterConfig]
@@ -88,3 +90,32 @@ def test_who_keeps_an_idle_client_alive_leaves_the_socket_to_who_reads_it(
         with pytest.raises(DeadlineError):
             client.wait_result(number, timeout_s=LONG_S)
         assert not dialer.listener.is_disturbed.is_set()
+
+
+def test_a_coordinator_that_answers_and_gets_nowhere_may_have_been_taken_over_from(
+    make_config: MakeConfig,
+) -> None:
+    clock, dialer = VirtualClock(100.0), Dialer(make_config(transport={"resend_s": 0.5}))
+    connection = ClientConnection(dialer, "c", clock)
+    session = connection.session
+    connection.send(session.attach())
+    connection.take(connection.transport.receive(0.0))
+    step = connection.send_step(session.submit(StepRequest()))
+    patience_s = STALL_BEFORE_REDIAL * 0.5
+
+    def hear(seconds: float, applied_step: int = 0) -> bool:
+        """Hear the same again and again for a while; say whether it is time to ask."""
+        for _ in range(round(seconds)):
+            clock.advance(1.0)
+            progress = Progress(session.client_id, 1, applied_step, applied_step)
+            connection.take([encode(progress)])
+        return connection.may_have_moved
+
+    assert not hear(patience_s)
+    assert hear(1.0)
+    connection.put_off_redial()
+    assert not hear(patience_s)
+    assert hear(1.0)
+    assert not hear(1.0, applied_step=step)  # it gets on
+    connection.take([encode(StepResult(session.client_id, step, 1, 1))])
+    assert not hear(10 * patience_s, applied_step=step)  # nothing is under way

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.health import SilenceWatch
+from actors import health
+from actors.health import DeathWatch, SilenceWatch
 from actors.process_ending import end_local_process
 from actors.process_start import started_ticks
 from actors.replacement import LONGEST_PAUSE_S, STABLE_S, Patience, patience_for, require_fit
@@ -35,6 +37,29 @@ def test_a_listener_that_stood_still_itself_takes_nobody_for_silent() -> None:
     watch = SilenceWatch(look_s=1.0)
     watch.look({0: ("p", 5.0)}, 10.0)
     assert watch.look({0: ("p", 5.0)}, 1000.0) == {0: 2.0}
+
+
+def test_a_process_is_watched_as_soon_as_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked, is_over = Event(), Event()
+
+    class Sentinel:
+        def remote(self, epoch: int) -> str:
+            is_asked.set()
+            return "a call"
+
+    def wait(calls: object, **options: object) -> tuple[list[object], list[object]]:
+        is_over.wait(60.0)
+        return [], []
+
+    monkeypatch.setattr(health, "WAIT_S", 3600.0)
+    monkeypatch.setattr(health.ray, "wait", wait)
+    watch = DeathWatch(lambda: 1, lambda rank, incarnation, cause: None)
+    watch.watch(0, "p", SimpleNamespace(kvcache_watch=Sentinel()))
+    try:
+        assert is_asked.wait(10.0)
+    finally:
+        watch.stop()
+        is_over.set()
 
 
 def test_processes_that_die_again_and_again_are_made_ever_more_slowly_and_not_for_ever(

@@ -98,6 +98,22 @@ def test_a_double_that_a_fork_shares_is_given_up_by_one_of_the_two() -> None:
     assert core.num_free_blocks() == 39
 
 
+def test_what_forks_share_behind_doubles_is_published_by_the_first_that_runs() -> None:
+    core = make_core(40)
+    parent, child = request("b", 1, 2, 3), request("c", 1, 2, 3)
+    in_step(core, 1, request("a", 1, 2))
+    assert core.reserve(parent, Reservation(0, 12, 0)) is not None
+    core.fork(parent, child, ForkOrigin(12, NewestState(12, 0)))
+    in_step(core, 2, parent)
+    core.complete_steps("engine", 2)
+    core.check()
+    assert core.look_up(make_request("d", [*parent.all_token_ids.tolist(), 9])).num_tokens == 12
+    for one in (parent, child, request("a", 1)):
+        core.free(one)
+        core.check()
+    assert core.num_free_blocks() == 39
+
+
 def test_of_a_request_that_has_gone_nothing_is_merged() -> None:
     core = make_core(40, merge_duplicates=True)
     gone = request("b", 1, 2)

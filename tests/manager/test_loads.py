@@ -60,7 +60,7 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
     tokens = TOKENS[: wanted + 1]
     manager = make_manager(shape, core=core)
     num_free = manager.statistics().core.num_free_blocks
-    load = manager.loads.begin(request_of(tokens), wanted)
+    load = manager.tiers.loads.begin(request_of(tokens), wanted)
     assert load is not None
     assert load.num_tokens == wanted
     assert load.num_device_tokens == (40 if shape is CHUNKED else 0)
@@ -68,7 +68,7 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
     assert list(labels(manager)) == []
     manager.check()
 
-    manager.loads.finish(load.load_id)
+    manager.tiers.loads.finish(load.load_id)
     assert hit_tokens(manager, tokens) == wanted
     told = list(labels(manager))
     ids = [int(i) for ids in load.block_ids for i in ids]
@@ -80,7 +80,7 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
     expected = {(group, digest, parent) for _, group, digest, parent in labels(other)}
     assert {(group, digest, parent) for _, group, digest, parent in told} <= expected
 
-    manager.loads.release(load.load_id)
+    manager.tiers.loads.release(load.load_id)
     manager.check()
     assert manager.statistics().core.num_free_blocks == num_free
     assert hit_tokens(manager, tokens) == wanted
@@ -92,7 +92,7 @@ def test_only_what_the_device_does_not_have_is_loaded(core: str) -> None:
     first = request_of(TOKENS[:20], "first")
     manager.allocate_slots(first, 20)
     manager.free(first)
-    load = manager.loads.begin(request_of(TOKENS), 48)
+    load = manager.tiers.loads.begin(request_of(TOKENS), 48)
     assert load is not None
     assert load.num_device_tokens == 20
     assert load.columns[0].tolist() == list(range(5, 12))
@@ -103,34 +103,34 @@ def test_only_what_the_device_does_not_have_is_loaded(core: str) -> None:
 def test_an_abandoned_load_leaves_nothing(core: str) -> None:
     manager = make_manager(HYBRID, core=core)
     before = manager.statistics().core
-    load = manager.loads.begin(request_of(TOKENS), 24)
+    load = manager.tiers.loads.begin(request_of(TOKENS), 24)
     assert load is not None
-    manager.loads.release(load.load_id)
+    manager.tiers.loads.release(load.load_id)
     manager.check()
     assert manager.statistics().core.num_free_blocks == before.num_free_blocks
     assert manager.statistics().core.num_cached_blocks == 0
     assert hit_tokens(manager, TOKENS) == 0
-    assert len(manager.loads) == 0
+    assert len(manager.tiers.loads) == 0
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_without_room_or_while_draining_nothing_is_begun(core: str) -> None:
     manager = make_manager(FULL, 10, core=core)
-    assert manager.loads.begin(request_of(TOKENS), 40) is None
-    assert manager.loads.begin(request_of(TOKENS), 36) is not None
+    assert manager.tiers.loads.begin(request_of(TOKENS), 40) is None
+    assert manager.tiers.loads.begin(request_of(TOKENS), 36) is not None
     manager.reset_prefix_cache(drain=True)
     assert manager.is_draining
-    assert manager.loads.begin(request_of(TOKENS[:5]), 4) is None
+    assert manager.tiers.loads.begin(request_of(TOKENS[:5]), 4) is None
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_a_drain_outlives_a_load_and_keeps_nothing_of_it(core: str) -> None:
     manager = make_manager(FULL, core=core)
-    load = manager.loads.begin(request_of(TOKENS), 48)
+    load = manager.tiers.loads.begin(request_of(TOKENS), 48)
     assert load is not None
     assert not manager.reset_prefix_cache(drain=True)
-    manager.loads.finish(load.load_id)
-    manager.loads.release(load.load_id)
+    manager.tiers.loads.finish(load.load_id)
+    manager.tiers.loads.release(load.load_id)
     assert manager.reset_prefix_cache(drain=True)
     assert manager.model_epoch == 1
     manager.check()
@@ -140,17 +140,17 @@ def test_wrong_numbers_are_refused_and_change_nothing() -> None:
     manager = make_manager(CHUNKED_HYBRID)
     before = manager.dump_state()
     with pytest.raises(RequestError, match=r"blocks of \[8, 4, 8\], 20 of them cannot be loaded"):
-        manager.loads.begin(request_of(TOKENS), 20)
+        manager.tiers.loads.begin(request_of(TOKENS), 20)
     with pytest.raises(RequestError, match="load 7 is not known"):
-        manager.loads.finish(7)
+        manager.tiers.loads.finish(7)
     with pytest.raises(RequestError, match="load 7 is not known"):
-        manager.loads.release(7)
+        manager.tiers.loads.release(7)
     assert manager.dump_state() == before
-    load = manager.loads.begin(request_of(TOKENS), 16)
+    load = manager.tiers.loads.begin(request_of(TOKENS), 16)
     assert load is not None
-    manager.loads.finish(load.load_id)
+    manager.tiers.loads.finish(load.load_id)
     with pytest.raises(RequestError, match="is finished already"):
-        manager.loads.finish(load.load_id)
+        manager.tiers.loads.finish(load.load_id)
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -179,24 +179,24 @@ def test_loads_among_running_requests_keep_the_books(shape: Shape, core: str, se
             engine.step(finished=(running.pop(dice.randrange(len(running))),))
         elif action == "load" and len(tokens) > size:
             wanted = dice.randrange(1, len(tokens) // size + 1) * size
-            load = manager.loads.begin(request_of(tokens), wanted)
+            load = manager.tiers.loads.begin(request_of(tokens), wanted)
             if load is not None:
                 loading[load.load_id] = (tokens, wanted)
         elif action == "end" and loading:
             load_id = dice.choice(list(loading))
             tokens, wanted = loading.pop(load_id)
-            manager.loads.finish(load_id)
+            manager.tiers.loads.finish(load_id)
             held.append(load_id)
             assert hit_tokens(manager, [*tokens[:wanted], 7]) >= wanted
         elif action == "abandon" and loading:
             load_id = dice.choice(list(loading))
             del loading[load_id]
-            manager.loads.release(load_id)
+            manager.tiers.loads.release(load_id)
         elif action == "release" and held:
-            manager.loads.release(held.pop(dice.randrange(len(held))))
+            manager.tiers.loads.release(held.pop(dice.randrange(len(held))))
         manager.check()
     for load_id in [*loading, *held]:
-        manager.loads.release(load_id)
+        manager.tiers.loads.release(load_id)
     engine.step(finished=tuple(running))
     manager.check()
     figures = manager.statistics().core

@@ -61,12 +61,20 @@ MODELS: Mapping[str, tuple[KVCacheSpec, ...]] = MappingProxyType(
 )
 """Kinds of attention of a model, one layer each. Pages are all 32 bytes."""
 
+MODELS_BY_CONTENT = frozenset(
+    name
+    for name, specs in MODELS.items()
+    if not any(s.num_state_blocks is not None or s.keeps_encoder_tokens for s in specs)
+)
+"""Models whose blocks hold what their tokens say, and can be found in tiers."""
+
 
 @dataclass(frozen=True)
 class Scenario:
     """What happens in a schedule, beside the faults of the network.
 
-    `core` names the manager's core; without a name the seed says which one it is.
+    `core` names the manager's core; without a name the seed says which one it is. With
+    `num_host_blocks` there is a tier below the device.
     """
 
     seed: int
@@ -80,6 +88,9 @@ class Scenario:
     model: str = "full"
     is_content_checking: bool = True
     core: str = ""
+    num_host_blocks: int = 0
+    blocks_per_slot: int = 1
+    store_after: int = 1
     faults: NetworkFaults = field(default_factory=NetworkFaults)
 
 
@@ -87,16 +98,24 @@ def random_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     rng = random.Random(seed)
     model = random.Random(seed * 15485863 + 7).choice(list(MODELS))
+    tiers = random.Random(seed * 32452843 + 11)
+    has_tiers = model in MODELS_BY_CONTENT and tiers.random() < 0.6
+    num_blocks = rng.choice((22, 26, 40))
+    if has_tiers:  # so few that contents leave the device
+        num_blocks = tiers.choice((13, 16, 20))
     return Scenario(
         seed,
-        num_blocks=rng.choice((22, 26, 40)) * len(MODELS[model]),
+        num_blocks=num_blocks * len(MODELS[model]),
         num_ranks=rng.choice((1, 2, 2, 3)),
         num_clients=rng.choice((1, 1, 1, 2)),
-        num_requests=rng.randint(2, 4),
+        num_requests=rng.randint(2, 4) + tiers.choice((2, 6)) * has_tiers,
         fail_share=rng.choice((0.0, 0.0, 0.15)),
         num_worker_losses=rng.choice((0, 0, 0, 1)),
         num_restarts=random.Random(-seed).choice((0, 0, 0, 0, 1, 2)),
         model=model,
+        num_host_blocks=tiers.choice((4, 12, 40)) * has_tiers,
+        blocks_per_slot=tiers.choice((1, 1, 2)),
+        store_after=tiers.choice((1, 1, 2)),
         faults=NetworkFaults(
             dropped=rng.choice((0.0, 0.05, 0.2)),
             duplicated=rng.choice((0.0, 0.1, 0.3)),
@@ -113,11 +132,11 @@ def make_config(num_blocks: int, *, is_hybrid: bool) -> KVCacheConfig:
     return config_of("full, window" if is_hybrid else "full", num_blocks)
 
 
-def config_of(model: str, num_blocks: int) -> KVCacheConfig:
-    """One layer of each kind of a model in one pool."""
+def config_of(model: str, num_blocks: int, host_blocks: int = 0) -> KVCacheConfig:
+    """One layer of each kind of a model in one pool, and slots of host memory."""
     specs = MODELS[model]
     page = specs[0].page_size_bytes
     assert {spec.page_size_bytes for spec in specs} == {page}
     groups = tuple(KVCacheGroupSpec((f"{spec.kind}.0",), spec) for spec in specs)
     pool = KVCacheTensor(num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page)
-    return KVCacheConfig(num_blocks, (pool,), groups)
+    return KVCacheConfig(num_blocks, (pool,), groups, host_blocks=host_blocks)

@@ -8,6 +8,7 @@ add up.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -17,7 +18,9 @@ from kvcache.client_session import ClientSession, SessionSettings
 from kvcache.clock import VirtualClock
 from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
+from kvcache.coordinator.offloading import OffloadParts, OffloadSettings
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
+from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import MalformedMessageError
 from kvcache.manager import KVCacheManager
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
@@ -32,6 +35,10 @@ from kvcache.messages import (
     WorkerAddress,
 )
 from kvcache.network import FaultyNetwork, NetworkFaults
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.options import TierOptions
+from kvcache.offload.registry import make_tier
+from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.specs import KVCacheConfig
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
@@ -62,7 +69,10 @@ class Cluster:
         self.clock = VirtualClock()
         self.random = random.Random(scenario.seed * 7919 + 1)
         self.network = FaultyNetwork(self.clock, self.random, scenario.faults)
-        self.config = config_of(scenario.model, scenario.num_blocks)
+        self.config = config_of(scenario.model, scenario.num_blocks, scenario.num_host_blocks)
+        self.are_copies_failing = False
+        self.num_loaded_tokens = 0
+        self.num_adopted_blocks = 0
         self._max_unacknowledged = self.random.choice((2, 4, 64))
         self._store = MemoryStateStore()
         self.num_coordinators = 0
@@ -208,6 +218,7 @@ class Cluster:
         epoch, steps = session.epoch, self._jobs.get((session.epoch, name), {})
         is_same_epoch, last = self._checked.get(name, (0, 0))
         first = last + 1 if is_same_epoch == epoch else min(steps, default=1)
+        first = max(first, session.void_step + 1)
         for step in range(first, session.finished_step + 1):
             seq, job_id = steps.get(step, (0, 0))
             for rank, worker in self.workers.items():
@@ -289,7 +300,27 @@ class Cluster:
             clock=self.clock,
             nonce=f"nonce-{self.num_coordinators}",
             state_store=self._store,
+            offload=self._offload_parts(),
         )
+
+    def _offload_parts(self) -> OffloadParts | None:
+        scenario, config = self.scenario, self.config
+        if not scenario.num_host_blocks:
+            return None
+        sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+        num_slots = scenario.num_host_blocks // scenario.blocks_per_slot
+        host = TierOptions(
+            HOST_MEDIUM, num_slots, scenario.blocks_per_slot, store_after=scenario.store_after
+        )
+        return OffloadParts(
+            OffloadSettings(hold_s=0.5, wait_s=5.0, adoption_s=5.0),
+            TierHitFinder(config, math.gcd(*sizes), use_eagle=self._uses_eagle),
+            lambda new_job_id: TierHierarchy(make_tier(host), None, new_job_id),
+        )
+
+    @property
+    def _uses_eagle(self) -> bool:
+        return self.scenario.seed % 3 == 0 and supports_eagle(self.config)
 
     def _make_manager(self, model_epoch: int) -> KVCacheManager:
         return KVCacheManager(
@@ -300,7 +331,7 @@ class Cluster:
             has_workers=True,
             model_epoch=model_epoch,
             core=self.scenario.core or ("extents", "blocks")[self.scenario.seed % 4 == 3],
-            use_eagle=self.scenario.seed % 3 == 0 and supports_eagle(self.config),
+            use_eagle=self._uses_eagle,
         )
 
     def _make_engine(self, index: int) -> Engine:
@@ -340,8 +371,8 @@ class Cluster:
         self._losses_s.clear()
         self._restarts_s.clear()
         self.network.faults = NetworkFaults()
-        for _ in range(60):
-            if self.coordinator.phase is Phase.RUNNING:
+        for _ in range(400):
+            if self.coordinator.phase is Phase.RUNNING and not self._num_loads():
                 break
             self._step_on()
         assert self.coordinator.phase is Phase.RUNNING, self._describe()
@@ -354,11 +385,21 @@ class Cluster:
             self._step_on()
         self._check_books()
         statistics = self.coordinator.statistics()
+        if statistics.offload is not None:
+            self.num_loaded_tokens += statistics.offload.num_loaded_tokens
+            self.num_adopted_blocks += statistics.offload.num_adopted_blocks
+            if not self.are_copies_failing:
+                assert statistics.offload.num_failed_jobs == 0, statistics.offload
         assert statistics.num_clients in (0, len(self.engines)), statistics
         num_audits = self._audit_mode == "sample"  # one is under way
         assert statistics.num_open_jobs <= num_audits, statistics
         assert statistics.num_unacknowledged <= num_audits, statistics
         assert statistics.num_wrong_blocks == 0, statistics
+
+    def _num_loads(self) -> int:
+        """Loads that still hold blocks."""
+        manager = self.coordinator.manager
+        return 0 if manager is None else len(manager.tiers.loads)
 
     def _is_quiet(self) -> bool:
         figures = self.coordinator.statistics()
@@ -378,7 +419,8 @@ class Cluster:
         for worker in (*self.workers.values(), *self.lost_workers):
             worker.check()
             figures = worker.statistics()
-            assert figures.num_failed_jobs == 0, figures
+            if not self.are_copies_failing:
+                assert figures.num_failed_jobs == 0, figures
             assert figures.num_invalid_messages == 0, figures.last_invalid_reason
         manager = self.coordinator.manager
         assert manager is not None

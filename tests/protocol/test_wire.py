@@ -19,8 +19,10 @@ from kvcache.commands import (
     BlockTablePatch,
     Command,
     Copy,
+    Fetch,
     Label,
     Load,
+    Spill,
     Store,
     WriteExpected,
     Zero,
@@ -101,6 +103,20 @@ def labels(draw: st.DrawFn) -> Label:
 
 
 @st.composite
+def spills(draw: st.DrawFn) -> Spill:
+    slots = draw(ARRAYS)
+    return Spill(
+        draw(INT64), draw(TEXT), slots, b"digestgroup"[: draw(st.integers(0, 11))] * len(slots)
+    )
+
+
+@st.composite
+def fetches(draw: st.DrawFn) -> Fetch:
+    spill = draw(spills())
+    return Fetch(spill.job_id, spill.medium, spill.keys, spill.sources)
+
+
+@st.composite
 def forwards(draw: st.DrawFn) -> WriteExpected:
     counts = draw(st.lists(st.integers(0, 3), max_size=3))
     rows, verified = int32_array(range(len(counts))), draw(ARRAYS)
@@ -136,6 +152,8 @@ CONSISTENT: dict[type[Any], st.SearchStrategy[Any]] = {
     Copy: copies(Copy),
     Store: copies(Store),
     Load: copies(Load),
+    Spill: spills(),
+    Fetch: fetches(),
     Label: labels(),
     WriteExpected: forwards(),
     Audit: audits(),
@@ -263,6 +281,14 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
             "Copy with unequal lengths {'sources': 1, 'destinations': 0}",
         ),
         (
+            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Spill", 1, "m", b"1" * 8, b"123"]]],
+            "Spill of 2 slots with 3 bytes of keys",
+        ),
+        (
+            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Fetch", 1, "m", b"123", b""]]],
+            "Fetch of 0 slots with 3 bytes of keys",
+        ),
+        (
             [
                 1,
                 "StepCommands",
@@ -304,7 +330,7 @@ def step_of(tokens: list[Any]) -> StepRequest:
         (
             StepCommands("n", "f", 1, 1, "", 0, (cast(Zero, Ping("n", 1)),)),
             "StepCommands.commands is not one of Zero, Copy, BlockTablePatch, Label, Unlabel, "
-            "Store, Load, Reset, Fence, WriteExpected, Audit",
+            "Store, Load, Spill, Fetch, SealSlots, Discard, Reset, Fence, WriteExpected, Audit",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_every_layer_has_bytes_of_its_own_in_every_block(layout: str) -> None:
 def test_canonical_rows_are_the_bytes_of_the_layers() -> None:
     pool = KVCachePool(PoolLayout.from_config(make_config(full_groups(2), 4)), CPU)
     pool.kv_caches["layer.1"][3].fill_(1.5)
-    row = pool.canonical.tensors[0][3].numpy().tobytes()
+    row = pool.canonical.rows[0][3].numpy().tobytes()
     page = FULL.page_size_bytes
     assert row[:page] == bytes(page)
     assert row[page:] == pool.kv_caches["layer.1"][3].numpy().tobytes()
@@ -182,7 +182,7 @@ def test_padded_pages_leave_their_padding_alone() -> None:
     pool = KVCachePool(PoolLayout.from_config(make_config(groups, 3)), CPU)
     pool.kv_caches["a"].fill_(1.0)
     pool.kv_caches["b"].fill_(1.0)
-    row = pool.canonical.tensors[0][1]
+    row = pool.canonical.rows[0][1]
     assert int((row != 0).sum()) == 2 * FULL.page_size_bytes // 2  # 1.0 is 00 3c
     assert bool((row[FULL.page_size_bytes : FULL.page_size_bytes + 64] == 0).all())
 

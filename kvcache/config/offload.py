@@ -1,0 +1,71 @@
+"""The tiers below the device in a configuration: host memory, and behind it files.
+
+One section of `ClusterConfig`. Refuses a disk without host memory: what comes from files passes
+through it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from kvcache.config.sections import Bytes, Count, FewThousand, Seconds, Section, Share
+from kvcache.errors import ConfigurationError
+
+
+class DiskConfig(Section):
+    """Files of offloaded blocks, which outlive the cluster.
+
+    `directory`: below which every cluster, plan and rank has one of its own, on each rank's node.
+    `write`: files are written for what leaves host memory (`on_evict`), or for all that is stored
+    there (`on_store`). `sync`: what has reached the disk before a file counts as written.
+    """
+
+    directory: Annotated[str, Field(min_length=1)]
+    capacity_per_rank: Bytes
+    policy: Annotated[str, Field(min_length=1)] = "lru"
+    write: Literal["on_evict", "on_store"] = "on_evict"
+    sync: Literal["never", "file", "directory"] = "never"
+    num_threads: Annotated[int, Field(ge=1, le=64)] = 4
+
+    @model_validator(mode="after")
+    def _is_absolute(self) -> DiskConfig:
+        if not self.directory.startswith("/"):
+            raise ConfigurationError(
+                f"directory {self.directory!r} is relative, and workers may run anywhere: write it "
+                "from / on"
+            )
+        return self
+
+
+class OffloadConfig(Section):
+    """What is kept of blocks when the device pool is full.
+
+    `host_memory_per_rank` None: nothing. A block is stored once its content was seen `store_after`
+    times, in host blocks of `blocks_per_slot` device blocks. A request waits for what the tiers
+    have where that is at least `min_load_tokens`, and not longer than `wait_s`; what was loaded
+    stays for it for `hold_s`. Jobs that take longer than `job_s` are given up. With
+    `keeps_memory`, a process of each node holds the memory, so that it survives its worker.
+    """
+
+    host_memory_per_rank: Bytes | None = None
+    policy: Annotated[str, Field(min_length=1)] = "lru"
+    store_after: FewThousand = 1
+    blocks_per_slot: FewThousand = 1
+    spare_share: Share = 1 / 16
+    min_load_tokens: Count = 1
+    wait_s: Seconds = 30.0
+    hold_s: Seconds = 5.0
+    job_s: Seconds = 30.0
+    keeps_memory: bool = True
+    disk: DiskConfig | None = None
+
+    @model_validator(mode="after")
+    def _disk_needs_memory(self) -> OffloadConfig:
+        if self.disk is not None and self.host_memory_per_rank is None:
+            raise ConfigurationError(
+                "disk is set, but host_memory_per_rank is not: what comes from files passes "
+                "through host memory, set it, for instance to 256MiB"
+            )
+        return self

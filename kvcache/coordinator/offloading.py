@@ -1,0 +1,313 @@
+"""The tiers below the device, at work: what steps seal goes down, what requests want comes up.
+
+Beside the step server, which hands over each step's commands before they are sent, and the reign,
+which hands over how jobs ended. The truth about what can be stored is in the commands: a `Label`
+says that a block is sealed, and what it holds; an `Unlabel`, that it will be written. So a store
+begins in the very message that seals a block, and no core knows of tiers. Refuses to move bytes,
+and to make a step wait: a request whose prefix is in a tier comes again.
+
+    Label ──▶ plan_store ──▶ Store ──all ranks ok──▶ SealSlots      look_up ──▶ PrefixLoading
+    Reset ──▶ everything is forgotten                               plan_spills ──▶ Spill
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.clock import Clock
+from kvcache.commands import (
+    Command,
+    Discard,
+    Fetch,
+    Label,
+    Load,
+    Reset,
+    SealSlots,
+    Spill,
+    Store,
+    Unlabel,
+)
+from kvcache.coordinator.job_book import EndedJob, JobBook
+from kvcache.coordinator.label_collection import ExpectedLabels
+from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.prefix_loading import PrefixLoading
+from kvcache.coordinator.tier_adoption import TierAdoption
+from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.core import OffloadHit
+from kvcache.labels import LabelTable
+from kvcache.manager import KVCacheManager
+from kvcache.messages import LabelReport, Outgoing
+from kvcache.offload.events import cache_events
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.keys import label_keys, pack_keys
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.request import Request
+from kvcache.step import NO_SLOT, StepRequest, StepResult
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
+    for `hold_s` until its request comes, which waits `wait_s` at most. Tiers of an epoch before are
+    taken over within `adoption_s`, or given up."""
+
+    min_load_tokens: int = 1
+    hold_s: float = 5.0
+    wait_s: float = 30.0
+    adoption_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class OffloadParts:
+    """What tiers are made from, anew for each epoch. `make_tiers` is given who numbers jobs."""
+
+    settings: OffloadSettings
+    finder: TierHitFinder
+    make_tiers: Callable[[Callable[[], int]], TierHierarchy]
+
+
+class Offloading:
+    """The tiers of one epoch, as the hooks of its manager. One owner, one thread."""
+
+    def __init__(
+        self,
+        parts: OffloadParts,
+        manager: KVCacheManager,
+        jobs: JobBook,
+        clock: Clock,
+    ) -> None:
+        """Serve `manager`, which nobody has asked for anything yet; jobs are numbered by `jobs`."""
+        settings = parts.settings
+        self.tiers = tiers = parts.make_tiers(lambda: jobs.open("", 0))
+        self._manager = manager
+        self._clock = clock
+        self._loading = PrefixLoading(
+            parts.finder,
+            tiers,
+            manager.tiers.loads,
+            jobs.cancel,
+            min_load_tokens=max(1, settings.min_load_tokens),
+            hold_s=settings.hold_s,
+            wait_s=settings.wait_s,
+        )
+        self._link = link = manager.tiers
+        self._labels = LabelTable(
+            manager.statistics().core.num_blocks + 1, len(link.none_hash), max(link.block_sizes)
+        )
+        self._kinds: dict[int, str] = {}
+        self._pending: list[Command] = []
+        self._adoption: TierAdoption | None = None
+        self._adoption_s = settings.adoption_s
+        self._num_adopted = 0
+        self._num_failed = 0
+        self._last_failure = ""
+        link.connect(self)
+
+    # --- hooks of the manager
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Say whether `request` shall come again, because more of it is on its way."""
+        return self._loading.look_up(request, num_device_tokens, self._clock.now())
+
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        """Let them go: they were stored when they were sealed."""
+
+    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
+        """Wait for the label, which says what they hold."""
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Wish for nothing more on its behalf."""
+        self._loading.on_admitted(request_id)
+
+    # --- what every rank has to do
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `commands` would have something to say although no step has run."""
+        return bool(self._pending) or self._loading.has_work
+
+    def commands(
+        self,
+        taken: Sequence[Command],
+        step: StepRequest | None = None,
+        result: StepResult | None = None,
+    ) -> list[Command]:
+        """Return what to add to a message, behind `taken`, which the manager's core has said.
+
+        `step` and its `result` go with them, if it was a step.
+        """
+        now_s = self._clock.now()
+        told, self._pending = self._pending, []
+        self._follow(taken)
+        if step is not None and result is not None:
+            self._after_step(step, result, told, now_s)
+        for command in taken:
+            if isinstance(command, Label):
+                ids = command.block_ids
+                self._store(ids[self._labels.are_labelled(ids)], told, now_s)
+        told += self._note(self._loading.advance(now_s))
+        evicted = self._manager.take_commands()  # what loads that have begun take blocks from
+        self._follow(evicted)
+        told += evicted
+        spill = self.tiers.plan_spills(now_s)
+        if spill is not None:
+            self._kinds[spill.job_id] = "spill"
+            packed = pack_keys(spill.keys, len(spill.keys[0]))
+            told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
+        self._discard(told)
+        self._emit()
+        return told
+
+    def on_ended(self, job: EndedJob) -> bool:
+        """Take the reports of all ranks; say whether it was a job of the tiers."""
+        kind = self._kinds.pop(job.job_id, None)
+        if kind is None:
+            return False
+        is_ok = not job.failures
+        failed = () if job.is_wholly_failed else job.block_ids
+        if not is_ok:
+            self._num_failed += 1
+            self._last_failure = f"{kind}: " + "; ".join(
+                f"rank {failure.rank}: {failure.detail}" for failure in job.failures
+            )
+        visible: Int32Array = EMPTY_INT32
+        match kind:
+            case "store":
+                visible = self.tiers.stored(job.job_id, ok=is_ok)
+            case "fetch":
+                visible = self.tiers.fetched(job.job_id, ok=is_ok, failed=failed)
+                self._loading.on_fetched(job.job_id)
+            case "spill":
+                self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
+            case _:
+                self.tiers.loaded(job.job_id, ok=is_ok, failed=failed)
+                self._loading.on_loaded(job.job_id, self._clock.now(), is_ok=is_ok)
+        if len(visible):
+            self._pending.append(SealSlots(HOST_MEDIUM, visible))
+        self._emit()
+        return True
+
+    def begin(
+        self, num_ranks: int, expected: ExpectedLabels, nonce: str, epoch: int, resend_s: float
+    ) -> list[Outgoing]:
+        """Ask every rank what it still has of the tiers of the epoch before."""
+        self._adoption = TierAdoption(
+            self.tiers,
+            num_ranks,
+            expected,
+            nonce,
+            epoch,
+            resend_s=resend_s,
+            patience_s=self._adoption_s,
+        )
+        return self._adoption.begin(self._clock.now())
+
+    def on_labels(self, report: LabelReport) -> list[Outgoing]:
+        """Take what a rank has; ask for more."""
+        if self._adoption is None:
+            return []
+        asked = self._adoption.on_report(report, self._clock.now())
+        self._pending += self._adoption.take_discards()
+        return asked
+
+    def on_tick(self) -> list[Outgoing]:
+        """Give up what takes too long; ask again what was not answered."""
+        now_s = self._clock.now()
+        asked: list[Outgoing] = []
+        if self._adoption is not None:
+            asked = self._adoption.on_tick(now_s)
+            self._pending += self._adoption.take_discards()
+            if self._adoption.is_over:
+                self._num_adopted += self._adoption.num_adopted
+                self._adoption = None
+        for late in self.tiers.expire(now_s):
+            self._num_failed += 1
+            self._last_failure = f"{late.kind} of {len(late.keys)} blocks takes too long"
+            self._loading.on_overdue(late.job_id, now_s)
+        self._loading.expire(now_s)
+        return asked
+
+    def statistics(self) -> OffloadStatistics:
+        """Return figures, frozen."""
+        return OffloadStatistics(
+            self.tiers.statistics(),
+            self._loading.num_waiting,
+            self._loading.num_loaded_tokens,
+            self._loading.num_given_up,
+            self._num_failed,
+            self._last_failure,
+            self._num_adopted,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the books do not add up."""
+        self.tiers.check()
+
+    # --- inside
+
+    def _follow(self, commands: Sequence[Command]) -> None:
+        """Know what blocks are labelled with."""
+        for command in commands:
+            match command:
+                case Label():
+                    self._labels.apply(command)
+                case Unlabel():
+                    self._labels.withdraw(command.block_ids)
+                case Reset():
+                    self._labels.reset()
+                    self.tiers.reset()
+
+    def _after_step(
+        self, step: StepRequest, result: StepResult, told: list[Command], now_s: float
+    ) -> None:
+        """What admitted requests found on the device is in use; what was loaded for them, too."""
+        names = [r.request_id for r in step.resumed] + [r.request_id for r in step.new]
+        for i, request_id in enumerate(names):
+            if i >= len(result.admitted_slots) or result.admitted_slots[i] == NO_SLOT:
+                continue
+            self._loading.on_admitted(request_id)
+            if result.num_hit_tokens[i]:
+                self._restore(request_id, int(result.num_hit_tokens[i]), told, now_s)
+
+    def _restore(
+        self, request_id: str, num_hit_tokens: int, told: list[Command], now_s: float
+    ) -> None:
+        """Store what the tiers have lost, or did not want yet, of a hit; touch what they have."""
+        for table, size in zip(
+            self._manager.get_block_ids(request_id), self._link.block_sizes, strict=True
+        ):
+            ids = int32_array(table[: num_hit_tokens // size])
+            self._store(ids[self._labels.are_labelled(ids)], told, now_s)
+
+    def _store(self, block_ids: Int32Array, told: list[Command], now_s: float) -> None:
+        """Store labelled blocks that are not in the tiers; count that they were seen."""
+        if not len(block_ids):
+            return
+        labels = self._labels.labels_of(block_ids)
+        keys = label_keys(labels)
+        self.tiers.see(keys)
+        job = self.tiers.plan_store(keys, now_s, labels=labels)
+        if job is not None:
+            self._kinds[job.job_id] = "store"
+            told.append(Store(job.job_id, HOST_MEDIUM, block_ids[job.positions], job.destinations))
+
+    def _note(self, commands: list[Command]) -> list[Command]:
+        for command in commands:
+            if isinstance(command, (Fetch, Load)):
+                self._kinds[command.job_id] = "fetch" if isinstance(command, Fetch) else "load"
+        return commands
+
+    def _discard(self, told: list[Command]) -> None:
+        gone = self.tiers.take_discards()
+        if len(gone.addresses):
+            told.append(Discard(HOST_MEDIUM, gone.addresses, b""))
+        if gone.keys:
+            packed = pack_keys(gone.keys, len(gone.keys[0]))
+            told.append(Discard(FILE_MEDIUM, EMPTY_INT32, packed))
+
+    def _emit(self) -> None:
+        for event in self.tiers.take_events():
+            for told in cache_events(event, self._link.block_sizes, self._link.none_hash):
+                self._link.emit(told)

@@ -1,0 +1,132 @@
+"""The tiers of the epoch before, taken over: what every rank still has of them.
+
+Between the ranks, whose host memory and files outlive a coordinator and a worker, and the tiers'
+books, which begin empty in every epoch. Runs beside steps, which are served meanwhile: whoever asks
+for what is not known yet hears that it is not. Refuses what ranks do not agree on, which they are
+told to forget, and to wait for ever: what has not been told in time is forgotten.
+
+    begin ▶ CollectLabels(host, file) ▶ rank ▶ LabelReport ... ▶ all agree ▶ adopt, discard the rest
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, int32_array
+from kvcache.commands import Command, Discard, Label
+from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
+from kvcache.label_agreement import NO_LABELS, agreed_labels
+from kvcache.labels import LabelSet
+from kvcache.messages import LabelReport, Outgoing
+from kvcache.offload.contents import label_rows
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+
+logger = logging.getLogger(__name__)
+
+
+class TierAdoption:
+    """What ranks tell of their tiers at the beginning of one epoch."""
+
+    def __init__(
+        self,
+        tiers: TierHierarchy,
+        num_ranks: int,
+        expected: ExpectedLabels,
+        nonce: str,
+        epoch: int,
+        *,
+        resend_s: float,
+        patience_s: float,
+    ) -> None:
+        """Take over for `tiers`, which are empty. Ranks that tell nothing new for `patience_s` are
+        waited for no longer."""
+        self._tiers = tiers
+        self._patience_s = patience_s
+        self._discards: list[Command] = []
+        media = [HOST_MEDIUM] if tiers.disk is None else [HOST_MEDIUM, FILE_MEDIUM]
+        self._open = {
+            medium: LabelCollection(
+                num_ranks, expected, nonce, epoch, resend_s=resend_s, medium=medium
+            )
+            for medium in media
+        }
+        self.num_adopted = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is taken over that ever will be."""
+        return not self._open
+
+    def begin(self, now_s: float) -> list[Outgoing]:
+        """Ask every rank. Until they have answered the tiers do not know what they hold."""
+        self._tiers.begin_adoption()
+        return [message for each in self._open.values() for message in each.begin(now_s)]
+
+    def on_report(self, report: LabelReport, now_s: float) -> list[Outgoing]:
+        """Take what a rank tells; ask for more."""
+        collection = self._open.get(report.medium)
+        if collection is None:
+            return []
+        asked = collection.on_report(report, now_s)
+        self._close_what_is_over()
+        return asked
+
+    def on_tick(self, now_s: float) -> list[Outgoing]:
+        """Ask again, or give up."""
+        asked = [
+            message
+            for collection in self._open.values()
+            for message in collection.on_tick(now_s, self._patience_s)
+        ]
+        self._close_what_is_over()
+        return asked
+
+    def take_discards(self) -> list[Command]:
+        """Return what ranks have to forget because not all of them have it."""
+        discards, self._discards = self._discards, []
+        return discards
+
+    def _close_what_is_over(self) -> None:
+        for medium in [medium for medium, each in self._open.items() if each.is_over]:
+            collection = self._open.pop(medium)
+            label_sets = collection.label_sets()
+            if collection.problem:
+                logger.warning("the %s tier begins empty: %s", medium, collection.problem)
+            if medium == HOST_MEDIUM:
+                self._adopt_host(label_sets)
+            else:
+                self._adopt_files(label_sets)
+
+    def _adopt_host(self, label_sets: Sequence[LabelSet]) -> None:
+        agreed = agreed_labels(label_sets) if label_sets else NO_LABELS
+        told = [label_set.labels.block_ids for label_set in label_sets]
+        rest = np.setdiff1d(np.concatenate([EMPTY_INT32, *told]), agreed.block_ids)
+        if len(rest):
+            self._discards.append(Discard(HOST_MEDIUM, int32_array(rest), b""))
+        self.num_adopted += len(agreed.block_ids)
+        self._tiers.adopt_host(agreed)
+
+    def _adopt_files(self, label_sets: Sequence[LabelSet]) -> None:
+        """Files have no numbers: they are the same where their keys are."""
+        keys = [label_keys(label_set.labels) for label_set in label_sets]
+        common = set(keys[0]).intersection(*keys[1:]) if keys else set()
+        rest = set().union(*keys) - common
+        if rest:
+            key_bytes = len(next(iter(rest)))
+            packed = pack_keys(sorted(rest), key_bytes)
+            self._discards.append(Discard(FILE_MEDIUM, EMPTY_INT32, packed))
+        self.num_adopted += len(common)
+        self._tiers.adopt_disk(
+            _rows_of(label_sets[0].labels, keys[0], common) if common else NO_LABELS
+        )
+
+
+def _rows_of(labels: Label, keys: Sequence[OffloadKey], wanted: set[OffloadKey]) -> Label:
+    """Return the rows of `labels` whose keys are wanted, the first one of each."""
+    first = {key: row for row, key in reversed(list(enumerate(keys))) if key in wanted}
+    return label_rows(labels, np.array(sorted(first.values()), dtype=np.intp))

@@ -1,0 +1,143 @@
+"""How far tiers could continue what the device has of a request, over all groups.
+
+Between a request that was looked up on the device and the tiers' books, which know single blocks. A
+group needs the blocks that its attention still reads behind the prefix's end: all of them, or those
+of a window or chunk. Refuses to load, and to hash what nobody will ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import ConfigurationError
+from kvcache.offload.keys import OffloadKey, make_offload_keys
+from kvcache.request import Request
+from kvcache.specs import KVCacheConfig, KVCacheSpec
+
+BoolArray = npt.NDArray[np.bool_]
+
+Locate = Callable[[Sequence[OffloadKey]], npt.NDArray[np.uint8]]
+"""Says of each key where it is; see `kvcache.offload.hierarchy.Place`."""
+
+
+@dataclass(frozen=True, eq=False)
+class TierHit:
+    """A prefix of `num_tokens` tokens that the tiers could complete.
+
+    `keys` are those of the blocks that are needed behind the device hit, group by group.
+    """
+
+    num_tokens: int
+    keys: list[OffloadKey]
+
+
+@dataclass(frozen=True)
+class _Group:
+    index: int
+    spec: KVCacheSpec
+
+    def first_needed(self, num_tokens: int, num_device_tokens: int) -> int:
+        """Return the first column that is needed for a prefix, and that the device has not."""
+        size = self.spec.block_size
+        return max(num_device_tokens, self.spec.num_skipped_tokens(num_tokens)) // size
+
+
+class TierHitFinder:
+    """Finds hits for one plan."""
+
+    def __init__(
+        self, config: KVCacheConfig, hash_block_size: int, *, use_eagle: bool = False
+    ) -> None:
+        """Find hits of whole blocks of every group; digests come one per `hash_block_size` tokens.
+
+        With `use_eagle` the last block of a hit will be computed again: it is worth nothing.
+
+        Raises:
+            ConfigurationError: a kind of attention whose blocks cannot be loaded by content.
+        """
+        self._groups = tuple(
+            _Group(index, group.kv_cache_spec) for index, group in enumerate(config.kv_cache_groups)
+        )
+        self._hash_block_size = hash_block_size
+        self._use_eagle = use_eagle
+        self.alignment_tokens = math.lcm(*(group.spec.block_size for group in self._groups))
+        unserved = sorted({g.spec.kind for g in self._groups if not _is_by_content(g.spec)})
+        if unserved:
+            raise ConfigurationError(
+                f"tiers below the device cannot serve KV cache groups of kind {unserved}: their "
+                "blocks hold more than the tokens before them say; remove the offload section"
+            )
+
+    def keys_of(self, request: Request, group: int, columns: Iterable[int]) -> list[OffloadKey]:
+        """Return the keys of these columns of the request's table in a group."""
+        per_block = self._groups[group].spec.block_size // self._hash_block_size
+        hashes = request.block_hashes
+        digests = [hashes[(column + 1) * per_block - 1] for column in columns]
+        return make_offload_keys(digests, group, request.namespace)
+
+    def find(
+        self,
+        request: Request,
+        num_device_tokens: int,
+        locate: Locate,
+        is_there: Callable[[npt.NDArray[np.uint8]], BoolArray],
+    ) -> TierHit | None:
+        """Return the longest hit behind the device's, None if there is none. Changes nothing.
+
+        `is_there` says which places count. The last token of a request is never hit.
+        """
+        step = self.alignment_tokens
+        longest = (request.num_tokens - 1) // step * step
+        start = num_device_tokens // step * step
+        least = max(start, num_device_tokens) + (step if self._use_eagle else 0)
+        if longest <= least:
+            return None
+        keys: list[list[OffloadKey]] = []
+        streaks: list[npt.NDArray[np.int64]] = []
+        for group in self._groups:
+            size = group.spec.block_size
+            first = start // size
+            keys.append(self.keys_of(request, group.index, range(first, longest // size)))
+            present = is_there(locate(keys[-1]))
+            if not group.spec.num_skipped_tokens(longest):
+                # Every block is needed: nothing behind the first one that is missing counts.
+                num_leading = int(np.argmin(present)) if not present.all() else len(present)
+                longest = min(longest, (first + num_leading) * size // step * step)
+                if longest <= least:
+                    return None
+            streaks.append(_streaks(present))
+        for num_tokens in range(longest, least, -step):
+            firsts = [group.first_needed(num_tokens, start) for group in self._groups]
+            ends = [num_tokens // group.spec.block_size for group in self._groups]
+            if all(
+                first >= end or streak[end - 1 - start // group.spec.block_size] >= end - first
+                for group, streak, first, end in zip(
+                    self._groups, streaks, firsts, ends, strict=True
+                )
+            ):
+                found: list[OffloadKey] = []
+                for of_group, group, first, end in zip(
+                    keys, self._groups, firsts, ends, strict=True
+                ):
+                    offset = start // group.spec.block_size
+                    found += of_group[first - offset : end - offset]
+                return TierHit(num_tokens, found)
+        return None
+
+
+def _streaks(present: BoolArray) -> npt.NDArray[np.int64]:
+    """Return, for each place, how many in a row up to it are present."""
+    indices = np.arange(1, len(present) + 1)
+    last_gap = np.maximum.accumulate(np.where(present, 0, indices))
+    streaks: npt.NDArray[np.int64] = indices - last_gap
+    return streaks
+
+
+def _is_by_content(spec: KVCacheSpec) -> bool:
+    """Whether a block holds what its tokens and those before them say, and nothing else."""
+    return not (spec.num_state_blocks is not None or spec.keeps_encoder_tokens)

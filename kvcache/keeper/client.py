@@ -1,0 +1,90 @@
+"""A worker's end of the talk with the keeper of its node.
+
+Between a worker that starts, which wants the memory of the one before it, and the keeper. Every
+call has a deadline. Refuses to wait for a keeper that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kvcache.errors import (
+    ClusterError,
+    DeadlineError,
+    ExhaustedError,
+    MalformedMessageError,
+    NotRunningError,
+)
+from kvcache.keeper.protocol import is_trusted, make_socket, receive, send, socket_name
+
+
+@dataclass(frozen=True)
+class KeeperAddress:
+    """Where the node's keeper listens (`unix:@name`), and the cluster whose memory it keeps."""
+
+    address: str
+    cluster: str
+    timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        socket_name(self.address)
+
+    def name_of(self, rank: int) -> str:
+        """Return the name of a rank's memory."""
+        return f"{self.cluster}/rank{rank}"
+
+
+class KeeperClient:
+    """Asks the keeper at an address; a connection for each question.
+
+    Every method raises NotRunningError (no keeper there, or somebody else's), DeadlineError, or
+    ClusterError for what the keeper refuses and for an answer that makes no sense.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 5.0) -> None:
+        """Ask at `address`; nothing is connected yet."""
+        self._address = address
+        self._name = socket_name(address)
+        self._timeout_s = timeout_s
+
+    def attach(self, name: str) -> int | None:
+        """Return a descriptor of the memory that is kept under `name`, None if there is none.
+
+        The caller closes it.
+        """
+        return self._ask("attach", name)
+
+    def put(self, name: str, descriptor: int) -> None:
+        """Have this memory kept under `name`, in place of what was. The descriptor stays open."""
+        self._ask("put", name, descriptor)
+
+    def drop(self, name: str) -> None:
+        """Have nothing kept under `name` any more."""
+        self._ask("drop", name)
+
+    def _ask(self, verb: str, name: str, descriptor: int | None = None) -> int | None:
+        with make_socket(self._timeout_s) as connected:
+            try:
+                connected.connect(self._name)
+                if not is_trusted(connected):
+                    raise NotRunningError(f"the keeper at {self._address} is another user's")
+                send(connected, [verb, name], descriptor)
+                values, received = receive(connected)
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"the keeper at {self._address} does not answer within {self._timeout_s} s"
+                ) from error
+            except OSError as error:
+                raise NotRunningError(
+                    f"no keeper answers at {self._address} ({error.strerror})"
+                ) from error
+            except MalformedMessageError as error:
+                raise ClusterError(f"keeper at {self._address}: {error}") from error
+        if values == [True, ""]:
+            return received
+        if received is not None:
+            os.close(received)
+        if len(values) == 2 and values[0] is False:
+            raise ExhaustedError(f"the keeper at {self._address} refuses: {values[1]}")
+        raise ClusterError(f"the keeper at {self._address} answers {values!r}")

@@ -1,0 +1,108 @@
+"""What a worker and the keeper of its node say to each other, and whom they believe.
+
+Below both ends. One request for each connection, one answer; a message is one packet of msgpack,
+and a descriptor travels beside it. The address is an abstract Unix socket: no file is left, a
+second keeper is refused, and as everybody can see such a name, both ends ask the kernel whose
+process the other one is.
+
+    attach, name               answered with the descriptor, or without one: nothing is kept
+    put, name, + descriptor    kept from now on, in place of what was
+    drop, name                 not kept any more
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any
+
+import msgpack
+
+from kvcache.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
+
+KEEPER_VERSION = 1
+MAX_PACKET_BYTES = 4096
+MAX_NAME_BYTES = 512
+
+ADDRESS_SCHEME = "unix:@"
+MAX_ADDRESS_BYTES = 107
+
+VERBS = frozenset({"attach", "put", "drop"})
+
+_CREDENTIALS = struct.Struct("3i")
+_DESCRIPTOR = struct.Struct("i")
+_ROOT = 0
+
+
+def socket_name(address: str) -> bytes:
+    """Return what to bind or connect to for `unix:@name`; raises ConfigurationError."""
+    name = b"\0" + address.removeprefix(ADDRESS_SCHEME).encode()
+    if not address.startswith(ADDRESS_SCHEME) or not 1 < len(name) <= MAX_ADDRESS_BYTES:
+        raise ConfigurationError(
+            f"keeper address {address!r}: use {ADDRESS_SCHEME} and a name, together at most "
+            f"{MAX_ADDRESS_BYTES} bytes"
+        )
+    return name
+
+
+def make_socket(timeout_s: float) -> socket.socket:
+    """Return a socket that keeps packets apart, with a deadline for every call."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(timeout_s)
+    return made
+
+
+def is_trusted(connected: socket.socket) -> bool:
+    """Say whether the process at the other end belongs to this one's user, or to root."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user_id, _ = _CREDENTIALS.unpack(packed)
+    return user_id in (os.geteuid(), _ROOT)
+
+
+def send(connected: socket.socket, values: list[Any], descriptor: int | None = None) -> None:
+    """Send one packet. Raises OSError."""
+    packed: bytes = msgpack.packb([KEEPER_VERSION, *values])
+    socket.send_fds(connected, [packed], [] if descriptor is None else [descriptor])
+
+
+def receive(connected: socket.socket) -> tuple[list[Any], int | None]:
+    """Receive one packet; return its values and the descriptor that came with it, the caller's now.
+
+    Raises OSError, MalformedMessageError, VersionMismatchError; no descriptor is left open then.
+    """
+    data, ancillary, flags, _ = connected.recvmsg(
+        MAX_PACKET_BYTES, socket.CMSG_SPACE(2 * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors = [
+        descriptor
+        for level, kind, packed in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(packed)
+    ]
+    try:
+        values = _values_of(data, flags)
+        if len(descriptors) > 1:
+            raise MalformedMessageError(f"{len(descriptors)} descriptors came with one packet")
+    except (MalformedMessageError, VersionMismatchError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return values, (descriptors[0] if descriptors else None)
+
+
+def _values_of(data: bytes, flags: int) -> list[Any]:
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not data:
+        raise MalformedMessageError(f"a packet of {len(data)} bytes that is not whole")
+    try:
+        values = msgpack.unpackb(data)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"a packet that cannot be read: {error}") from error
+    if type(values) is not list or not values or type(values[0]) is not int:
+        raise MalformedMessageError("a packet without a version")
+    if values[0] != KEEPER_VERSION:
+        raise VersionMismatchError(
+            f"the other end speaks version {values[0]}, this package {KEEPER_VERSION}: run the "
+            "same release everywhere"
+        )
+    return values[1:]

@@ -1,0 +1,122 @@
+"""What lies at a tier's addresses, in full: labels, kept where events or another tier want them.
+
+Beside a tier's books, which know contents by their keys alone. Labels come with what is stored,
+move with what is spilled or fetched, and are told with events. Refuses to keep labels of blocks
+whose owner has none (tails that were swapped out): those are simply not told of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvcache.arrays import IndexArray, Int32Array, int32_array
+from kvcache.commands import Label
+from kvcache.errors import ConfigurationError, InvalidInputError
+from kvcache.labels import LabelTable, validate_label_command
+
+_FIRST_ID = 1
+"""Label tables leave id 0 to the null block: address `a` is kept as `a + 1`."""
+
+
+@dataclass(frozen=True)
+class LabelShape:
+    """How large labels get: bytes of a digest, tokens of the largest block of any group.
+
+    Raises ConfigurationError for less than 1 of either.
+    """
+
+    digest_bytes: int
+    max_block_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.digest_bytes < 1 or self.max_block_tokens < 1:
+            raise ConfigurationError(
+                f"labels with digests of {self.digest_bytes} bytes and up to "
+                f"{self.max_block_tokens} tokens: both must be at least 1"
+            )
+
+
+class ContentTable:
+    """Labels by address."""
+
+    def __init__(self, num_addresses: int, shape: LabelShape) -> None:
+        """Know no label."""
+        self._max_block_tokens = shape.max_block_tokens
+        self._table = LabelTable(
+            num_addresses + _FIRST_ID, shape.digest_bytes, shape.max_block_tokens
+        )
+
+    def validate(self, labels: Label, num_keys: int) -> None:
+        """Raise unless these labels fit here, one for each of `num_keys` keys."""
+        if len(labels.block_ids) != num_keys:
+            raise InvalidInputError(
+                f"labels of {len(labels.block_ids)} blocks for {num_keys} keys: pass one row for "
+                "each key, in order"
+            )
+        validate_label_command(labels, self._table.digest_bytes)
+        longest = int(labels.token_counts.max()) if num_keys else 0
+        if longest > self._max_block_tokens:
+            raise InvalidInputError(
+                f"label of a block of {longest} tokens, the largest block here holds "
+                f"{self._max_block_tokens}: pass labels of this plan"
+            )
+
+    def write(self, labels: Label, rows: IndexArray, addresses: IndexArray) -> None:
+        """Keep `labels[rows[i]]` at `addresses[i]`. The labels have been validated."""
+        self._table.apply(replace(label_rows(labels, rows), block_ids=_ids(addresses)))
+
+    def withdraw(self, addresses: IndexArray) -> None:
+        """Forget what is known of addresses."""
+        self._table.withdraw(_ids(addresses))
+
+    def read(self, addresses: IndexArray) -> tuple[IndexArray, Label]:
+        """Return which of the addresses have a label (their places in the array), and those
+        labels, with addresses for block ids."""
+        labelled: IndexArray = np.flatnonzero(self._table.are_labelled(_ids(addresses)))
+        labels = self._table.labels_of(_ids(addresses[labelled]))
+        return labelled, replace(labels, block_ids=int32_array(addresses[labelled]))
+
+    def check(self) -> None:
+        """Raise InvariantError if the labels do not add up."""
+        self._table.check()
+
+
+def label_rows(labels: Label, rows: IndexArray) -> Label:
+    """Return some rows of labels, in this order; a copy. Each row may be named once."""
+    count = len(labels.block_ids)
+    if len(rows) == count and bool((rows == np.arange(count)).all()):
+        return labels
+    size = len(labels.digests) // count if count else 1
+    digests = np.frombuffer(labels.digests, np.uint8).reshape(count, size)
+    parents = np.frombuffer(labels.parent_digests, np.uint8).reshape(count, size)
+    counts = labels.token_counts[rows]
+    starts = (np.cumsum(labels.token_counts) - labels.token_counts)[rows]
+    ends = np.cumsum(counts)
+    tokens = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(
+        starts - (ends - counts), counts
+    )
+    extra_keys = {}
+    if labels.extra_keys:
+        extra_keys = {
+            place: labels.extra_keys[row]
+            for place, row in enumerate(rows.tolist())
+            if row in labels.extra_keys
+        }
+    return Label(
+        block_ids=labels.block_ids[rows],
+        groups=labels.groups[rows],
+        slots=labels.slots[rows],
+        digests=digests[rows].tobytes(),
+        parent_digests=parents[rows].tobytes(),
+        token_counts=counts,
+        token_ids=labels.token_ids[tokens],
+        namespaces=labels.namespaces[rows],
+        namespace_names=labels.namespace_names,
+        extra_keys=extra_keys,
+    )
+
+
+def _ids(addresses: IndexArray) -> Int32Array:
+    return int32_array(addresses + _FIRST_ID)

@@ -1,0 +1,30 @@
+"""For whom a tier is asked: the request behind a look-up or a store.
+
+Stands beside the keys in every call of an `OffloadingManager`. A tier of ours does not look at it;
+tiers from outside may (priorities, tenants). Refuses to carry tokens: keys say what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvcache.errors import InvalidInputError, shown
+
+NO_PARAMS: Mapping[str, str | int | float | bool] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ReqContext:
+    """A request as tiers see it: its id, and what its caller wants tiers to know.
+
+    Raises InvalidInputError for an empty id.
+    """
+
+    req_id: str
+    params: Mapping[str, str | int | float | bool] = field(default_factory=lambda: NO_PARAMS)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.req_id, str) or not self.req_id:
+            raise InvalidInputError(f"request id {shown(self.req_id)}: pass a non-empty str")

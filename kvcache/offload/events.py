@@ -1,0 +1,152 @@
+"""What appears in a tier and disappears from it, and how that reads as cache events.
+
+From a tier to the coordinator, which takes them, decides what routers are told (the last copy in a
+medium; full blocks only), and sends. Refuses to number or send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from kvcache.arrays import IndexArray, index_array
+from kvcache.blocks.extra_keys import parse_extra_keys
+from kvcache.blocks.prefix_table import parse_namespace_name
+from kvcache.commands import Label
+from kvcache.core import BlocksRemoved, BlocksStored
+from kvcache.digests import PackedDigests
+from kvcache.errors import InvalidInputError
+from kvcache.hash_algorithms import BlockHash
+from kvcache.offload.keys import OffloadKey
+from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
+
+EVENT_MEDIA: Mapping[str, str] = MappingProxyType(
+    {DEVICE_MEDIUM: "device", HOST_MEDIUM: "host", FILE_MEDIUM: "storage"}
+)
+"""Media as cache events name them; others keep their own name."""
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadingEvent:
+    """Blocks that are in a medium from now on, or (`removed`) no longer.
+
+    `contents` says what they are, one row per labelled key in the order of `keys`, with addresses
+    for block ids: digests, parents, tokens, groups, namespaces, extra keys. None where the tier
+    keeps no labels; blocks without a label (swapped tails) have no row.
+    """
+
+    keys: tuple[OffloadKey, ...]
+    medium: str
+    removed: bool
+    contents: Label | None = None
+
+
+def cache_events(
+    event: OffloadingEvent, block_sizes: Sequence[int], none_hash: bytes
+) -> list[BlocksStored | BlocksRemoved]:
+    """Return what an event says as cache events: one for each run of blocks that is a chain.
+
+    `block_sizes` are tokens per block, by group; what is not a full block is left out. Parents that
+    are the `none_hash` become None. Nothing comes of an event without contents.
+
+    Raises InvalidInputError for a group that has no block size.
+    """
+    labels = event.contents
+    if labels is None or not len(labels.block_ids):
+        return []
+    groups = labels.groups
+    if not 0 <= int(groups.min()) <= int(groups.max()) < len(block_sizes):
+        raise InvalidInputError(
+            f"tier event for group {int(groups.max())}, block sizes of {len(block_sizes)} groups "
+            "are known: pass one per KV cache group"
+        )
+    size = len(labels.digests) // len(groups)
+    digests = PackedDigests(labels.digests, size)
+    parents = PackedDigests(labels.parent_digests, size)
+    is_full = labels.token_counts == np.array(block_sizes, np.int32)[groups]
+    medium = EVENT_MEDIA.get(event.medium, event.medium)
+    ends = np.cumsum(labels.token_counts)
+    found: list[BlocksStored | BlocksRemoved] = []
+    for first, end in _runs(labels, digests, parents, is_full.tolist(), event.removed):
+        group = int(groups[first])
+        if event.removed:
+            found.append(BlocksRemoved(group, medium, digests[first:end]))
+            continue
+        parent = parents[first]
+        keys = [labels.extra_keys.get(row, b"") for row in range(first, end)]
+        start = int(ends[first]) - int(labels.token_counts[first])
+        found.append(
+            BlocksStored(
+                group=group,
+                medium=medium,
+                digests=digests[first:end],
+                parent_digest=None if parent == none_hash else BlockHash(parent),
+                token_ids=labels.token_ids[start : int(ends[end - 1])],
+                block_size=block_sizes[group],
+                namespace=parse_namespace_name(
+                    labels.namespace_names[int(labels.namespaces[first])]
+                ),
+                extra_keys=tuple(map(parse_extra_keys, keys)) if any(keys) else (),
+            )
+        )
+    return found
+
+
+def parents_first(labels: Label) -> IndexArray:
+    """Return the rows of labels in an order in which none comes before its parent.
+
+    Chains stand together. Subscribers do not know what to do with a child of nobody.
+    """
+    count = len(labels.block_ids)
+    size = len(labels.digests) // count if count else 1
+    digests = PackedDigests(labels.digests, size)
+    parents = PackedDigests(labels.parent_digests, size)
+    places = list(zip(labels.groups.tolist(), labels.namespaces.tolist(), strict=True))
+    rows = {
+        (*place, digest): row
+        for row, (place, digest) in enumerate(zip(places, digests, strict=True))
+    }
+    above = [rows.get((*place, parent)) for place, parent in zip(places, parents, strict=True)]
+    order: list[int] = []
+    is_done = [False] * count
+    for start in range(count):
+        chain: list[int] = []
+        row: int | None = start
+        while row is not None and not is_done[row]:
+            is_done[row] = True
+            chain.append(row)
+            row = above[row]
+        order += reversed(chain)
+    return index_array(order)
+
+
+def _runs(
+    labels: Label,
+    digests: PackedDigests,
+    parents: PackedDigests,
+    is_full: list[bool],
+    removed: bool,
+) -> list[tuple[int, int]]:
+    """Return the half-open ranges of rows that one event can tell."""
+    runs: list[tuple[int, int]] = []
+    groups, namespaces = labels.groups.tolist(), labels.namespaces.tolist()
+    first = None
+    for row in range(len(groups) + 1):
+        if first is not None:
+            continues = (
+                row < len(groups)
+                and is_full[row]
+                and groups[row] == groups[row - 1]
+                and (
+                    removed
+                    or (namespaces[row] == namespaces[row - 1] and parents[row] == digests[row - 1])
+                )
+            )
+            if continues:
+                continue
+            runs.append((first, row))
+        first = row if row < len(groups) and is_full[row] else None
+    return runs

@@ -1,0 +1,339 @@
+"""Device, host memory, disk: what goes down, what comes up, and what is dropped.
+
+Between the coordinator, which sees what is sealed and which requests come, and the tiers, which
+know what they hold. Each plan is a job for all workers; the books are changed when it is planned,
+content is visible when it has ended well everywhere.
+
+              plan_store                    plan_spills
+    device ──────────────▶ host memory ──────────────▶ disk
+           ◀──────────────             ◀──────────────
+              plan_load                      plan_fetch
+
+Host slots whose content no file has are *dirty*: they are not evicted before they have been
+spilled, unless the disk does not answer. So that a store finds clean ones, the next ones to go are
+spilled ahead of time. Refuses to send, to wait and to read a clock: time is passed in, jobs are
+returned, and how they ended has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.commands import Label
+from kvcache.errors import ConfigurationError
+from kvcache.offload.discards import Discards
+from kvcache.offload.events import OffloadingEvent
+from kvcache.offload.hits import Place, PlaceArray, TierHits
+from kvcache.offload.jobs import (
+    FetchJob,
+    JobKind,
+    LoadJob,
+    OverdueJob,
+    SpillJob,
+    StoreJob,
+)
+from kvcache.offload.keys import OffloadKey, label_keys
+from kvcache.offload.look_up import locate, look_up
+from kvcache.offload.options import HierarchyOptions
+from kvcache.offload.settlement import JobSettlement
+from kvcache.offload.slot_table import NOTHING, READY
+from kvcache.offload.statistics import HierarchyStatistics
+from kvcache.offload.tier_manager import TierManager
+from kvcache.offload.tier_set import TierSet
+
+
+class TierHierarchy:
+    """Host memory above a disk, or alone. One owner, one thread, never blocks.
+
+    Keys are those of device blocks; keys of one call are a chain, in order, of one group.
+    Invariants: a dirty host key is not on disk; every hold in a tier is that of an open job. What
+    came into host memory is spilled once at most: if the disk evicts it first, that was its time.
+    """
+
+    def __init__(
+        self,
+        host: TierManager,
+        disk: TierManager | None,
+        new_job_id: Callable[[], int],
+        options: HierarchyOptions | None = None,
+    ) -> None:
+        """Begin with these tiers, which nobody else uses.
+
+        `new_job_id` gives the number of a job; it is asked only when there is one.
+        """
+        self.host = host
+        self.disk = disk
+        self.options = HierarchyOptions() if options is None else options
+        self._tiers = TierSet(host, disk, new_job_id, self.options)
+        self._settlement = JobSettlement(self._tiers)
+
+    # Asking
+
+    @property
+    def num_open_jobs(self) -> int:
+        """Jobs whose end has not been reported."""
+        return len(self._tiers.book)
+
+    @property
+    def is_disk_in_use(self) -> bool:
+        """Whether the disk is asked: it is left alone while a job of it is overdue."""
+        return self._tiers.answering_disk is not None
+
+    def look_up(self, keys: Sequence[OffloadKey]) -> TierHits:
+        """Return what the tiers hold of the leading keys. Changes nothing."""
+        return look_up(keys, self.host, self._tiers.answering_disk)
+
+    def locate(self, keys: Sequence[OffloadKey]) -> PlaceArray:
+        """Return a `Place` for each of the keys, whatever comes before it. Changes nothing."""
+        return locate(keys, self.host, self._tiers.answering_disk)
+
+    # Noting use
+
+    def see(self, keys: Sequence[OffloadKey]) -> None:
+        """Count a request whose blocks these are, for the store threshold of the host tier."""
+        self.host.see(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that a request uses these: they become the newest in every tier that has them."""
+        self.host.touch(keys)
+        if self.disk is not None:
+            self.disk.touch(keys)
+
+    def count(self, hits: TierHits) -> None:
+        """Add a request's look-up to the figures; once per request."""
+        num_in_host = int(np.count_nonzero(hits.places <= Place.HOST_PENDING))
+        self.host.count_look_up(num_in_host, hits.num_asked - num_in_host)
+        if self.disk is not None:
+            num_on_disk = hits.num_keys - num_in_host
+            self.disk.count_look_up(num_on_disk, hits.num_asked - num_in_host - num_on_disk)
+
+    # Planning
+
+    def plan_store(
+        self,
+        keys: Sequence[OffloadKey],
+        now_s: float,
+        *,
+        labels: Label | None = None,
+        behind: OffloadKey | None = None,
+        is_private: bool = False,
+    ) -> StoreJob | None:
+        """Plan to bring blocks of the device to host memory: as many leading missing ones as fit.
+
+        None if there is nothing to store, or no room for it. What is there already counts as used.
+
+        Args:
+            keys: those of sealed blocks, in order of the chain.
+            labels: one row per key; needed where the tiers keep labels.
+            behind: the key that `keys[0]` continues.
+            is_private: swapped content that has no label: stored however rarely it was seen,
+                never sealed and never spilled, and dropped where room is needed.
+        """
+        reserved = self.host.reserve(
+            keys,
+            labels=labels,
+            behind=behind,
+            is_forced=is_private,
+            drops_dirty=not self.is_disk_in_use,
+        )
+        if reserved is None:
+            return None
+        self._tiers.spills.note_shortage(reserved.num_refused)
+        if not len(reserved.positions):
+            return None
+        stored = [keys[i] for i in reserved.positions.tolist()]
+        self._tiers.discards.drop_addresses(reserved.addresses)
+        job = self._tiers.book.open(
+            JobKind.STORE, stored, reserved.addresses, now_s, is_private=is_private
+        )
+        return StoreJob(job.job_id, job.keys, reserved.positions, reserved.addresses)
+
+    def plan_fetch(self, keys: Sequence[OffloadKey], now_s: float) -> FetchJob | None:
+        """Plan to bring keys from disk to host memory: as many leading ones as fit.
+
+        Those that are not ready on disk are passed over; those in host memory stay there. None if
+        there is nothing to fetch, or no room: load what is in host memory first.
+        """
+        if self.disk is None or not self.is_disk_in_use:
+            return None
+        is_wanted = (self.disk.states_of(keys) == READY) & (self.host.states_of(keys) == NOTHING)
+        room = self.options.max_fetching_blocks - self._tiers.book.num_keys(JobKind.FETCH)
+        wanted = [keys[i] for i in np.flatnonzero(is_wanted)[: max(room, 0)].tolist()]
+        if not wanted:
+            return None
+        reserved = self.host.reserve(
+            wanted,
+            labels=self.disk.labels_of(wanted),
+            spares=keys,
+            is_forced=True,
+            drops_dirty=False,
+        )
+        if reserved is None:
+            return None
+        self._tiers.spills.note_shortage(reserved.num_refused)
+        fetched = [wanted[i] for i in reserved.positions.tolist()]
+        if not fetched:
+            return None
+        self.disk.hold(fetched)
+        self._tiers.discards.drop_addresses(reserved.addresses)
+        job = self._tiers.book.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
+        return FetchJob(job.job_id, job.keys, reserved.addresses)
+
+    def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> LoadJob | None:
+        """Plan to bring the leading keys that are ready in host memory to the device.
+
+        They stay where they are until `loaded`. None if there is no such key.
+        """
+        addresses = self.host.hold_leading(keys)
+        if not len(addresses):
+            return None
+        loaded = keys[: len(addresses)]
+        if self.disk is not None:
+            self.disk.touch(loaded)
+        job = self._tiers.book.open(JobKind.LOAD, loaded, addresses, now_s)
+        return LoadJob(job.job_id, job.keys, addresses)
+
+    def plan_spills(self, now_s: float) -> SpillJob | None:
+        """Plan to write host content to disk: what will be evicted next, and what is to be there.
+
+        To be asked once per step, after everything else, and again as long as there is an answer
+        and the owner likes.
+        """
+        disk = self.disk
+        if disk is None or not self.is_disk_in_use or disk.is_adopting:
+            return None
+        room = self.options.max_spilling_blocks - self._tiers.book.num_keys(JobKind.SPILL)
+        wanted = self._tiers.spills.next(room) if room > 0 else []
+        if not wanted:
+            return None
+        reserved = disk.reserve(wanted, labels=self.host.labels_of(wanted), is_forced=True)
+        if reserved is None or not len(reserved.positions):
+            return None
+        self._tiers.discards.add_keys(reserved.evicted_keys)
+        spilled = [wanted[i] for i in reserved.positions.tolist()]
+        self._tiers.discards.drop_keys(spilled)
+        job = self._tiers.book.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
+        return SpillJob(job.job_id, job.keys, job.addresses)
+
+    # Ending
+
+    def stored(self, job_id: int, ok: bool) -> Int32Array:
+        """A store has ended on every rank; return the host addresses that are to be sealed.
+
+        Raises InvalidInputError for a job that is not open, as the other three do.
+        """
+        return self._settlement.stored(job_id, ok)
+
+    def fetched(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> Int32Array:
+        """A fetch has ended on every rank; return the host addresses that are to be sealed.
+
+        `failed` are those that went wrong on any rank, none for all of them: the disk forgets what
+        should have come there.
+        """
+        return self._settlement.fetched(job_id, ok, failed)
+
+    def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
+        """A spill has ended on every rank. What failed (as in `fetched`) is not tried again."""
+        self._settlement.spilled(job_id, ok, failed)
+
+    def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
+        """A load has ended on every rank. Host memory forgets what failed (as in `fetched`)."""
+        self._settlement.loaded(job_id, ok, failed)
+
+    def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
+        """Note which jobs are overdue; return each once.
+
+        What is written then, in host memory or on disk, is invisible and in quarantine; what is
+        read is held. Both until the job's end is told. Overdue jobs of the disk: it is left alone.
+        """
+        return self._settlement.expire(now_s)
+
+    def take_discards(self) -> Discards:
+        """Return what workers shall forget since the last call.
+
+        Nothing in it is the target of an open job.
+        """
+        return self._tiers.discards.take()
+
+    # Losing and finding content
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Let keys vanish from every tier."""
+        self._tiers.forget(list(keys))
+
+    def reset(self) -> None:
+        """Let everything vanish. Jobs under way end as they would, to no effect."""
+        self.forget(self.host.keys())
+        if self.disk is not None:
+            self.forget(self.disk.keys())
+        self.host.reset_cache()
+        self._tiers.spills.clear()
+
+    def begin_adoption(self) -> None:
+        """Say RETRY where the answer would be MISS, and store nothing, until tiers are adopted.
+
+        Raises InvalidInputError if a tier is not empty.
+        """
+        self.host.begin_adoption()
+        if self.disk is not None:
+            self.disk.begin_adoption()
+
+    def adopt_host(self, labels: Label) -> None:
+        """Take what all ranks hold in host memory: rows by address (`block_ids`), oldest first.
+
+        What does not fit is discarded. Raises InvalidInputError if the tier is not empty.
+        """
+        keys = label_keys(labels)
+        refused = self.host.adopt(keys, labels.block_ids, labels)
+        kept = self.host.addresses_of(keys)
+        stale = labels.block_ids[refused]
+        exists = (stale >= 0) & (stale < self.host.num_addresses)
+        self._tiers.discards.add_addresses(stale[exists & ~np.isin(stale, kept)])
+        self.host.mark_dirty(self._tiers.not_on_disk(keys))
+        self._tiers.spills.wake()
+
+    def adopt_disk(self, labels: Label) -> None:
+        """Take what all ranks have files of, oldest first. What does not fit is discarded.
+
+        Raises InvalidInputError if the tier is not empty, ConfigurationError if there is no disk.
+        """
+        if self.disk is None:
+            raise ConfigurationError("files cannot be adopted without a file tier: configure one")
+        keys = label_keys(labels)
+        refused = self.disk.adopt(keys, None, labels)
+        is_kept = self.disk.states_of(keys) == READY
+        gone = [keys[i] for i in refused.tolist() if not is_kept[i]]
+        self._tiers.discards.add_keys(gone)
+        self.host.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
+        self._tiers.spills.wake()
+
+    # Figures
+
+    def take_events(self) -> tuple[OffloadingEvent, ...]:
+        """Return what appeared in tiers and disappeared since the last call, by tier."""
+        events = self.host.take_events()
+        return events if self.disk is None else events + self.disk.take_events()
+
+    def statistics(self) -> HierarchyStatistics:
+        """Return frozen figures."""
+        return HierarchyStatistics(
+            host=self.host.statistics(),
+            disk=None if self.disk is None else self.disk.statistics(),
+            open_jobs=self._tiers.book.by_kind(),
+            num_overdue=self._tiers.book.num_overdue(),
+            num_failed_jobs=self._tiers.book.num_failed,
+            num_expired_jobs=self._tiers.book.num_expired,
+        )
+
+    def shutdown(self) -> None:
+        """End for good."""
+        self.host.shutdown()
+        if self.disk is not None:
+            self.disk.shutdown()
+
+    def check(self) -> None:
+        """Raise InvariantError with the sum that failed."""
+        self._tiers.check()

@@ -1,0 +1,214 @@
+"""Transfers between tiers that are under way, and until when they are waited for.
+
+Beside the hierarchy, which plans them; its owner sends them to workers and says how they ended. A
+deadline is data: the owner, who has a clock, asks what is overdue. A job that is overdue stays here
+until its end is reported, because until then a worker may still read or write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.errors import ConfigurationError, InvalidInputError
+from kvcache.offload.keys import OffloadKey
+
+
+class JobKind(Enum):
+    """What a transfer does."""
+
+    STORE = "store"
+    LOAD = "load"
+    SPILL = "spill"
+    FETCH = "fetch"
+
+
+@dataclass(frozen=True, eq=False)
+class StoreJob:
+    """Copy the device blocks of `keys` to host addresses `destinations`.
+
+    `positions` are the places of `keys` among those that the owner gave. Shapes: `(n,)`.
+    """
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    positions: Int32Array
+    destinations: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class LoadJob:
+    """Copy host addresses `sources`, which hold `keys`, to blocks of the device."""
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    sources: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class SpillJob:
+    """Write host addresses `sources`, which hold `keys`, to files."""
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    sources: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class FetchJob:
+    """Read the files of `keys` into host addresses `destinations`."""
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    destinations: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class OverdueJob:
+    """A job that was not reported in time. `addresses` are its host addresses."""
+
+    job_id: int
+    kind: JobKind
+    keys: tuple[OffloadKey, ...]
+    addresses: Int32Array
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long each kind of job is waited for, in seconds.
+
+    Raises ConfigurationError for what is not positive.
+    """
+
+    store_s: float = 30.0
+    load_s: float = 30.0
+    spill_s: float = 120.0
+    fetch_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for kind in JobKind:
+            if not self.of(kind) > 0:
+                raise ConfigurationError(
+                    f"deadline of {self.of(kind)} s for a {kind.value}: give a positive time"
+                )
+
+    def of(self, kind: JobKind) -> float:
+        """Return how long a job of this kind is waited for."""
+        limits = {
+            JobKind.STORE: self.store_s,
+            JobKind.LOAD: self.load_s,
+            JobKind.SPILL: self.spill_s,
+            JobKind.FETCH: self.fetch_s,
+        }
+        return limits[kind]
+
+
+@dataclass(eq=False, slots=True)
+class OpenJob:
+    """A job that has not been reported. `is_private`: content that is never sealed or spilled."""
+
+    job_id: int
+    kind: JobKind
+    keys: tuple[OffloadKey, ...]
+    addresses: Int32Array
+    deadline_s: float
+    is_private: bool = False
+    is_overdue: bool = False
+
+    def split(self, ok: bool, failed: Collection[int]) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Return the keys that are good and those that are not.
+
+        `failed` are host addresses; none of the job's own among them means that all failed.
+        """
+        if ok:
+            return list(self.keys), []
+        is_bad = np.isin(self.addresses, list(failed))
+        if not is_bad.any():
+            return [], list(self.keys)
+        good = [key for key, bad in zip(self.keys, is_bad, strict=True) if not bad]
+        return good, [key for key, bad in zip(self.keys, is_bad, strict=True) if bad]
+
+
+class TransferBook:
+    """Open jobs by number. Bounded by what the hierarchy plans."""
+
+    def __init__(self, new_job_id: Callable[[], int], deadlines: Deadlines) -> None:
+        """Know no job. `new_job_id` gives a number that was never given before."""
+        self._new_job_id = new_job_id
+        self._deadlines = deadlines
+        self._open: dict[int, OpenJob] = {}
+        self._num_keys = dict.fromkeys(JobKind, 0)
+        self._num_overdue = dict.fromkeys(JobKind, 0)
+        self.num_expired = 0
+        self.num_failed = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self,
+        kind: JobKind,
+        keys: Sequence[OffloadKey],
+        addresses: Int32Array,
+        now_s: float,
+        *,
+        is_private: bool = False,
+    ) -> OpenJob:
+        """Begin a job; return it, numbered."""
+        deadline_s = now_s + self._deadlines.of(kind)
+        job = OpenJob(self._new_job_id(), kind, tuple(keys), addresses, deadline_s, is_private)
+        self._open[job.job_id] = job
+        self._num_keys[kind] += len(job.keys)
+        return job
+
+    def require(self, job_id: int, kind: JobKind) -> OpenJob:
+        """Return an open job; raises InvalidInputError if there is no such one."""
+        job = self._open.get(job_id)
+        if job is None or job.kind is not kind:
+            what = "not open" if job is None else f"a {job.kind.value}"
+            raise InvalidInputError(
+                f"{kind.value} {job_id} cannot end: job {job_id} is {what}: report each job once, "
+                "as what it is"
+            )
+        return job
+
+    def close(self, job: OpenJob, *, is_good: bool) -> None:
+        """End an open job."""
+        del self._open[job.job_id]
+        self._num_keys[job.kind] -= len(job.keys)
+        self._num_overdue[job.kind] -= job.is_overdue
+        self.num_failed += not is_good
+
+    def expire(self, now_s: float) -> list[OpenJob]:
+        """Note which jobs are overdue; return those that were not before."""
+        late = [
+            job for job in self._open.values() if not job.is_overdue and job.deadline_s <= now_s
+        ]
+        for job in late:
+            job.is_overdue = True
+            self._num_overdue[job.kind] += 1
+        self.num_expired += len(late)
+        return late
+
+    def num_keys(self, kind: JobKind) -> int:
+        """Return how many blocks the open jobs of a kind move."""
+        return self._num_keys[kind]
+
+    def num_overdue(self, *kinds: JobKind) -> int:
+        """Return how many open jobs of these kinds are overdue; of all kinds if none is named."""
+        return sum(self._num_overdue[kind] for kind in kinds or JobKind)
+
+    def by_kind(self) -> dict[str, int]:
+        """Return how many jobs of each kind are open."""
+        counts = dict.fromkeys((kind.value for kind in JobKind), 0)
+        for job in self._open.values():
+            counts[job.kind.value] += 1
+        return counts
+
+    def jobs(self) -> list[OpenJob]:
+        """Return all open jobs. For audits."""
+        return list(self._open.values())

@@ -1,0 +1,180 @@
+"""Under which name a tier knows a block: its digest and its KV cache group, as bytes.
+
+Stands first in the way of offloaded blocks: the coordinator makes keys of labels and requests,
+tiers find slots by them, commands and files carry them. Contents that must not be shared (another
+tenant, other weights) have other keys: their namespace is folded into the digest. Refuses to hash
+tokens; digests come from `kvcache.hashing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NewType
+
+import numpy as np
+
+from kvcache.blocks.prefix_table import namespace_name, parse_namespace_name
+from kvcache.commands import Label
+from kvcache.digests import PackedDigests
+from kvcache.errors import InvalidInputError, MalformedMessageError, shown
+from kvcache.hash_algorithms import BlockHash
+from kvcache.request_content import Namespace
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""A block's digest, its namespace folded in, and its group's index as 4 bytes, big endian."""
+
+GROUP_BYTES = 4
+
+_PLAIN_NAMESPACE = Namespace(0, None, None, None)
+_MAX_DIGEST_BYTES = blake2b.MAX_DIGEST_SIZE
+
+
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
+    """Return the key of a block in one group.
+
+    Raises InvalidInputError for an empty digest or a group that does not fit 4 bytes.
+    """
+    if not isinstance(block_hash, bytes) or not block_hash:
+        raise InvalidInputError(f"digest {shown(block_hash)}: pass the bytes of a block's digest")
+    return OffloadKey(block_hash + _group_bytes(group_idx))
+
+
+def get_offload_block_hash(key: OffloadKey) -> BlockHash:
+    """Return the digest in a key; raises InvalidInputError for bytes that are no key."""
+    _require_key(key)
+    return BlockHash(key[:-GROUP_BYTES])
+
+
+def get_offload_group_idx(key: OffloadKey) -> int:
+    """Return the group's index in a key; raises InvalidInputError for bytes that are no key."""
+    _require_key(key)
+    return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+def namespaced_digest(digest: bytes, namespace: Namespace) -> BlockHash:
+    """Return `digest` as keys of `namespace` carry it; for the plain namespace it stays as it is.
+
+    Folding is exclusive-or with a hash of the namespace: different digests stay different, and
+    folding once more gives the digest back. So the digest of one namespace says nothing about
+    another's: to meet it there, somebody would have to find tokens for a given digest.
+
+    Raises InvalidInputError for a digest that is empty or longer than 64 bytes.
+    """
+    return BlockHash(_folded(digest, len(digest), namespace))
+
+
+def make_offload_keys(
+    digests: Sequence[BlockHash], group_idx: int, namespace: Namespace | None = None
+) -> list[OffloadKey]:
+    """Return the keys of many blocks of one group and namespace, in order.
+
+    `digests` are of equal length; packed ones are not taken apart. Raises InvalidInputError for
+    digests of unequal length or a group that does not fit 4 bytes.
+    """
+    group = _group_bytes(group_idx)
+    if not len(digests):
+        return []
+    if isinstance(digests, PackedDigests):
+        data, size = digests.data, digests.digest_bytes
+    else:
+        data, size = b"".join(digests), len(digests[0])
+        if len(data) != size * len(digests) or any(len(each) != size for each in digests):
+            raise InvalidInputError(
+                "digests of unequal length: pass those of one hash algorithm together"
+            )
+    if namespace is not None:
+        data = _folded(data, size, namespace)
+    return [OffloadKey(data[i : i + size] + group) for i in range(0, len(data), size)]
+
+
+def label_keys(label: Label) -> list[OffloadKey]:
+    """Return the keys of what labels say, one for each row, in order.
+
+    Raises MalformedMessageError for a namespace that is not readable.
+    """
+    count = len(label.block_ids)
+    if not count:
+        return []
+    size = len(label.digests) // count
+    rows = np.frombuffer(label.digests, np.uint8).reshape(count, size)
+    plain = namespace_name(_PLAIN_NAMESPACE)
+    if any(name != plain for name in label.namespace_names):
+        folds = b"".join(
+            [_fold(parse_namespace_name(name), size) for name in label.namespace_names]
+        )
+        rows = rows ^ np.frombuffer(folds, np.uint8).reshape(-1, size)[label.namespaces]
+    keys = np.empty((count, size + GROUP_BYTES), np.uint8)
+    keys[:, :size] = rows
+    keys[:, size:] = label.groups.astype(">u4").view(np.uint8).reshape(count, GROUP_BYTES)
+    return unpack_keys(keys.tobytes(), size + GROUP_BYTES)
+
+
+def pack_keys(keys: Sequence[OffloadKey], key_bytes: int) -> bytes:
+    """Return keys of `key_bytes` each one behind the other, as commands carry them.
+
+    Raises InvalidInputError if one of them has another length.
+    """
+    _require_width(key_bytes)
+    wrong = [len(key) for key in keys if len(key) != key_bytes]
+    if wrong:
+        raise InvalidInputError(
+            f"{len(wrong)} of {len(keys)} offload keys are not {key_bytes} bytes long, the first "
+            f"of them {wrong[0]}: pass keys of one hash algorithm"
+        )
+    return b"".join(keys)
+
+
+def unpack_keys(data: bytes, key_bytes: int) -> list[OffloadKey]:
+    """Return the keys that `pack_keys` put together.
+
+    Raises MalformedMessageError for bytes that are not made of such keys.
+    """
+    _require_width(key_bytes)
+    if len(data) % key_bytes:
+        raise MalformedMessageError(
+            f"{len(data)} bytes of offload keys of {key_bytes} bytes each: send whole keys"
+        )
+    return [OffloadKey(data[i : i + key_bytes]) for i in range(0, len(data), key_bytes)]
+
+
+def _require_key(key: bytes) -> None:
+    if not isinstance(key, bytes) or len(key) <= GROUP_BYTES:
+        raise InvalidInputError(
+            f"offload key {shown(key)}: pass a digest followed by {GROUP_BYTES} bytes of group "
+            "index, as make_offload_key returns it"
+        )
+
+
+def _require_width(key_bytes: int) -> None:
+    if type(key_bytes) is not int or key_bytes <= GROUP_BYTES:
+        raise InvalidInputError(
+            f"offload keys of {shown(key_bytes)} bytes: pass the digest's length plus {GROUP_BYTES}"
+        )
+
+
+def _group_bytes(group_idx: int) -> bytes:
+    try:
+        return group_idx.to_bytes(GROUP_BYTES, "big")
+    except (OverflowError, AttributeError):
+        raise InvalidInputError(
+            f"KV cache group index {shown(group_idx)}: pass a number from 0 to {2**32 - 1}"
+        ) from None
+
+
+def _folded(data: bytes, digest_bytes: int, namespace: Namespace) -> bytes:
+    if namespace == _PLAIN_NAMESPACE:
+        return data
+    fold = np.frombuffer(_fold(namespace, digest_bytes), np.uint8)
+    rows = np.frombuffer(data, np.uint8).reshape(-1, digest_bytes) ^ fold
+    return rows.tobytes()
+
+
+def _fold(namespace: Namespace, digest_bytes: int) -> bytes:
+    if not 0 < digest_bytes <= _MAX_DIGEST_BYTES:
+        raise InvalidInputError(
+            f"digest of {digest_bytes} bytes: pass one of 1 to {_MAX_DIGEST_BYTES} bytes"
+        )
+    if namespace == _PLAIN_NAMESPACE:
+        return bytes(digest_bytes)
+    return blake2b(namespace_name(namespace), digest_size=digest_bytes).digest()

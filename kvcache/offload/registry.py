@@ -1,0 +1,58 @@
+"""Tiers by name.
+
+Stands between configuration, which names tiers and policies, and whoever makes them. Tiers and
+policies from outside are offered by passing extended copies of the mappings. Refuses names it does
+not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
+
+from kvcache.arrays import Int32Array
+from kvcache.errors import ConfigurationError
+from kvcache.offload.keys import OffloadKey
+from kvcache.offload.options import TierOptions
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM, FileLoadStoreSpec, LoadStoreSpec
+from kvcache.offload.tier_manager import TierManager
+from kvcache.policies import EVICTION_POLICIES, PolicyFactory
+
+TierFactory: TypeAlias = Callable[[TierOptions, Mapping[str, PolicyFactory]], TierManager]
+"""Makes an empty tier."""
+
+
+def _host_tier(options: TierOptions, policies: Mapping[str, PolicyFactory]) -> TierManager:
+    return TierManager(options, policies)
+
+
+def _file_tier(options: TierOptions, policies: Mapping[str, PolicyFactory]) -> TierManager:
+    return TierManager(options, policies, _files)
+
+
+def _files(keys: Sequence[OffloadKey], addresses: Int32Array) -> LoadStoreSpec:
+    return FileLoadStoreSpec(keys)
+
+
+TIERS: Mapping[str, TierFactory] = MappingProxyType(
+    {HOST_MEDIUM: _host_tier, FILE_MEDIUM: _file_tier}
+)
+"""The tiers that come with the package, by the name of their medium."""
+
+
+def make_tier(
+    options: TierOptions,
+    tiers: Mapping[str, TierFactory] = TIERS,
+    policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
+) -> TierManager:
+    """Return a new, empty tier for `options.medium`.
+
+    Raises ConfigurationError for a medium or policy that nobody has, or sizes that cannot be meant.
+    """
+    factory = tiers.get(options.medium)
+    if factory is None:
+        raise ConfigurationError(
+            f"unknown tier {options.medium!r}: choose one of {', '.join(sorted(tiers))}"
+        )
+    return factory(options, policies)

@@ -1,0 +1,161 @@
+"""What a copy is from and to: blocks of the device, slots of host memory, files.
+
+Stands between a tier, which says where contents lie, and the handlers that copy. Checks that ids
+and counts fit together when a spec is made. Refuses to know whether a block exists: that is the
+business of whoever owns the memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.errors import InvalidInputError, shown
+from kvcache.offload.keys import GROUP_BYTES, OffloadKey
+
+DEVICE_MEDIUM = "device"
+HOST_MEDIUM = "host"
+FILE_MEDIUM = "file"
+
+_MAX_ID = 2**31 - 1
+
+
+class LoadStoreSpec(ABC):
+    """One end of a copy, in one medium. Not changed once it is made."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """Return the medium's name. The same for all specs of a class."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many blocks are copied."""
+
+
+class BlockIDsLoadStoreSpec(LoadStoreSpec):
+    """Blocks of a medium by number: `block_ids` is `(n,)` int32, a copy that nobody writes to.
+
+    Raises InvalidInputError unless they are integers from 0 to 2147483647.
+    """
+
+    def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        self.block_ids = _checked(block_ids, "block ids")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(self.block_ids.tolist())})"
+
+
+class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Blocks of the device, ordered by KV cache group.
+
+    The first `group_sizes[0]` ids are of group 0, the next `group_sizes[1]` of group 1, and so on;
+    None is one group. `block_indices[g]` is the place of group `g`'s first block in its sequence,
+    counted in device blocks: where a host block holds several device blocks, it says in which of
+    them the copy enters the first host block. None is everywhere the start.
+
+        host blocks of 4     | 0 1 2 3 | 4 5 6 7 |     block_indices[g] = 2, group_sizes[g] = 4:
+        device blocks              2 3   4 5           the first one is entered in its middle
+
+    Raises InvalidInputError if sizes do not sum to the number of ids, or one entry per group is
+    not there.
+    """
+
+    def __init__(
+        self,
+        block_ids: Sequence[int] | npt.NDArray[np.integer],
+        group_sizes: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        block_indices: Sequence[int] | npt.NDArray[np.integer] | None = None,
+    ) -> None:
+        super().__init__(block_ids)
+        count = len(self.block_ids)
+        sizes = [count] if group_sizes is None else group_sizes
+        self.group_sizes = _checked(sizes, "group sizes")
+        total = int(self.group_sizes.sum(dtype=np.int64))
+        if total != count:
+            raise InvalidInputError(
+                f"group sizes {shown(self.group_sizes.tolist())} sum to {total}, but there are "
+                f"{count} block ids: say of every id which group it is of"
+            )
+        num_groups = len(self.group_sizes)
+        indices = np.zeros(num_groups, np.int32) if block_indices is None else block_indices
+        self.block_indices = _checked(indices, "block indices")
+        if len(self.block_indices) != num_groups:
+            raise InvalidInputError(
+                f"{len(self.block_indices)} block indices for {num_groups} groups: pass the index "
+                "of each group's first block"
+            )
+
+    @staticmethod
+    def medium() -> str:
+        return DEVICE_MEDIUM
+
+    def first_offsets(self, blocks_per_host_block: int) -> Int32Array:
+        """Return, per group, how many device blocks of its first host block are passed over.
+
+        Raises InvalidInputError for less than one device block in a host block.
+        """
+        if type(blocks_per_host_block) is not int or blocks_per_host_block < 1:
+            raise InvalidInputError(
+                f"host blocks of {shown(blocks_per_host_block)} device blocks: pass at least 1"
+            )
+        return int32_array(self.block_indices % blocks_per_host_block)
+
+
+class HostLoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Slots of host memory, each as large as a device block."""
+
+    @staticmethod
+    def medium() -> str:
+        return HOST_MEDIUM
+
+
+class FileLoadStoreSpec(LoadStoreSpec):
+    """Files, one per block, by the keys of what they hold.
+
+    Raises InvalidInputError for a key that is none, or keys of unequal length.
+    """
+
+    def __init__(self, keys: Sequence[OffloadKey]) -> None:
+        self.keys = tuple(keys)
+        lengths = {len(key) if isinstance(key, bytes) else 0 for key in self.keys}
+        if len(lengths) > 1 or any(length <= GROUP_BYTES for length in lengths):
+            raise InvalidInputError(
+                f"offload keys of {', '.join(map(str, sorted(lengths)))} bytes: pass keys of one "
+                f"length, a digest followed by {GROUP_BYTES} bytes of group index"
+            )
+
+    @staticmethod
+    def medium() -> str:
+        return FILE_MEDIUM
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        return f"FileLoadStoreSpec({len(self.keys)} keys)"
+
+
+def _checked(values: Sequence[int] | npt.NDArray[np.integer], what: str) -> Int32Array:
+    """Return a read-only copy; raises InvalidInputError unless all are integers of 31 bits."""
+    try:
+        found = np.array(values)
+    except ValueError as error:
+        raise InvalidInputError(f"{what} {shown(values)}: pass a flat list of integers") from error
+    if not found.size:
+        found = found.astype(np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise InvalidInputError(f"{what} {shown(values)}: pass a flat list of integers")
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= _MAX_ID:
+        wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
+        raise InvalidInputError(f"{what} with {wrong}: pass numbers from 0 to {_MAX_ID}")
+    result = found.astype(np.int32)
+    result.flags.writeable = False
+    return result

@@ -1,0 +1,61 @@
+"""Figures of tiers at one moment.
+
+Beside the tiers, which count; read by status, metrics and reports. Data only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TierStatistics:
+    """Figures of one tier. Blocks are device blocks; the second part is counted since the start.
+
+    `num_pending` are being stored, `num_held` are ready and read by a load or a spill. Slots in
+    quarantine hold something that was forgotten while a job still works on it. `num_hits` and
+    `num_misses` count keys that `lookup` was asked for; `num_skipped` were not stored because
+    they had not been seen often enough, `num_refused` because there was no room.
+    """
+
+    medium: str
+    num_slots: int
+    blocks_per_slot: int
+    num_free_slots: int
+    num_ready: int
+    num_pending: int
+    num_held: int
+    num_dirty: int
+    num_quarantined_slots: int
+    num_hits: int = 0
+    num_misses: int = 0
+    num_stored: int = 0
+    num_failed_stores: int = 0
+    num_loaded: int = 0
+    num_evicted: int = 0
+    num_forgotten: int = 0
+    num_skipped: int = 0
+    num_refused: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over look-ups, 0 to 1; 0.0 without any."""
+        return self.num_hits / max(1, self.num_hits + self.num_misses)
+
+
+@dataclass(frozen=True)
+class HierarchyStatistics:
+    """Figures of all tiers below the device. `open_jobs` by kind; `num_overdue` of them are late.
+
+    `num_failed_jobs` have ended badly, wholly or in part, `num_expired_jobs` were late, both since
+    the start.
+    """
+
+    host: TierStatistics
+    disk: TierStatistics | None
+    open_jobs: dict[str, int] = field(default_factory=dict)
+    num_overdue: int = 0
+    num_failed_jobs: int = 0
+    num_expired_jobs: int = 0

@@ -1,0 +1,20 @@
+"""First in, first out: what was cached first goes first, however often it was used since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.policies.history_policy import HistoryPolicy, Member
+
+
+class FIFOPolicy(HistoryPolicy):
+    """An `EvictionPolicy` that keeps entries in the order in which their contents came."""
+
+    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+        member.rank = 0.0, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        """It goes back to where it stood."""
+
+    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+        """What was evicted is forgotten."""

@@ -1,0 +1,285 @@
+"""What policies with a memory have in common: everything but the order itself.
+
+Stands between `EvictionPolicy` and the policies that say, of an entry that comes out of use, in
+which line it stands and where, and of which line the next victim is. Refuses to hand out an entry
+that cached contents continue, as long as there is another.
+
+    insert ──▶ lines ──▶ choose        a victim that is continued is parked until its last child
+      ▲          │                     goes, then it is due; so is what was put back. What is due
+      │        remove                  goes first, or, when anything is inserted before, back to
+      └── in use ┘                     its line. What is in use is known by its content's name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, TypeAlias
+
+from kvcache.arrays import index_array
+from kvcache.policies.entry_queue import Entries
+from kvcache.policies.policy import EntryBook, EntryInfo, Victims
+from kvcache.policies.ranked_queue import Rank, RankedQueue
+
+Name: TypeAlias = "bytes | int"
+"""What an entry is known by while it is in use: its content, or its number if that has no name."""
+
+_ALL_BLOCKS = 1 << 62
+
+
+@dataclass(slots=True)
+class Member:
+    """What a policy knows of an entry that is inserted, or in use.
+
+    `line` and `rank` say where it stands, or stood when it was used. `num_uses` is the policy's.
+    """
+
+    entry: int
+    name: Name
+    weight_blocks: int
+    parent: int | None
+    line: int = 0
+    rank: Rank = (0.0, 0)
+    num_uses: int = 1
+
+
+class _Victim(NamedTuple):
+    """An entry that was chosen, how many blocks of it, and what it was then."""
+
+    member: Member
+    num_blocks: int
+    info: EntryInfo
+
+    def tail(self) -> list[bytes]:
+        """Return the names of the contents that go, the last one first."""
+        names = _names(self.info)
+        count = -(-self.num_blocks * len(names) // self.info.weight_blocks)
+        return names[len(names) - count :][::-1]
+
+
+class HistoryPolicy(ABC):
+    """An `EvictionPolicy` that knows what became of contents before.
+
+    O(log n) amortised per entry, and O(1) per block of it where names of evicted contents are
+    kept. Bounded: as many members in use as there are entries, and what a subclass remembers.
+
+    Invariants: every member is due, parked or in its line; `_line_blocks` sums the weights of all
+    members by line, and `_room_blocks` is the most that was ever inserted at once: the part of a
+    pool that the policy rules.
+    """
+
+    num_lines: ClassVar[int] = 1
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        self._capacity = capacity
+        self._book = book
+        self._members: dict[int, Member] = {}
+        self._entries_by_name: dict[Name, int] = {}
+        self._in_use: OrderedDict[Name, Member] = OrderedDict()
+        self._chosen: dict[int, _Victim] = {}
+        self._due: OrderedDict[int, None] = OrderedDict()
+        self._parked: OrderedDict[int, None] = OrderedDict()
+        self._lines = [RankedQueue() for _ in range(self.num_lines)]
+        self._line_blocks = [0] * self.num_lines
+        self._room_blocks = 0
+        self._last_stamp = 0
+
+    # --- what a policy is made of --------------------------------------------------------------
+
+    @abstractmethod
+    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+        """Set line and rank of a member whose blocks' contents, of these names, are new here."""
+
+    @abstractmethod
+    def _place_used(self, member: Member) -> None:
+        """Set line and rank of a member that was used since it was here last."""
+
+    def _pop_next(self) -> int:
+        """Take the next victim out of its line; there is one in some line."""
+        return self._lines[0].pop()
+
+    @abstractmethod
+    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+        """Take note of contents that are evicted for good; tail first."""
+
+    def _move(self, entry: int, line: int, rank: Rank) -> None:
+        """Let an entry that was popped stand in a line."""
+        member = self._members[entry]
+        self._line_blocks[member.line] -= member.weight_blocks
+        self._line_blocks[line] += member.weight_blocks
+        self._members[entry] = replace(member, line=line, rank=rank)
+        self._lines[line].add(entry, rank)
+
+    def _stamp(self) -> int:
+        """Return a number above all before it."""
+        self._last_stamp += 1
+        return self._last_stamp
+
+    # --- the protocol --------------------------------------------------------------------------
+
+    @property
+    def reads_contents(self) -> bool:
+        """Contents that come back from use are known by their names."""
+        return True
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._members
+
+    def insert(self, entries: Entries) -> None:
+        self._settle()
+        for entry in index_array(entries).tolist():
+            info = self._book.describe(entry)
+            used = self._in_use.pop(_name(entry, info), None) or self._part_of(info.cut_from)
+            member = used or Member(entry, entry, 0, None)
+            if used is None:
+                self._place_new(member, _names(info))
+            else:
+                self._place_used(member)
+            self._lines[member.line].add(entry, member.rank)
+            self._enter(member, entry, info)
+        self._room_blocks = max(self._room_blocks, sum(self._line_blocks))
+
+    def remove(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            member = self._leave(entry)
+            self._in_use[member.name] = member
+            self._in_use.move_to_end(member.name)
+        while len(self._in_use) > self._capacity:  # forgotten while they were in use
+            self._in_use.popitem(last=False)
+
+    def discard(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            self._unpark(self._leave(entry).parent)
+
+    def choose(self, num_blocks: int) -> Victims:
+        taken = self._take(num_blocks)
+        for victim in taken:
+            self._chosen[victim.member.entry] = victim
+        num_of_last = taken[-1].num_blocks if taken else num_blocks
+        return Victims([victim.member.entry for victim in taken], num_of_last)
+
+    def put_back(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist()[::-1]:
+            victim = self._chosen.pop(entry)
+            if victim.num_blocks < victim.info.weight_blocks:
+                self._note_evicted(victim.member, victim.tail())
+            # Where its tail has gone it weighs less, and ends with another content.
+            self._enter(victim.member, entry, self._book.describe(entry))
+            self._make_next(entry)
+
+    def order(self) -> list[int]:
+        twin = copy(self)
+        twin._members = self._members.copy()
+        twin._entries_by_name = self._entries_by_name.copy()
+        twin._due, twin._parked = self._due.copy(), self._parked.copy()
+        twin._lines = [copy(line) for line in self._lines]
+        twin._line_blocks = self._line_blocks.copy()
+        return [victim.member.entry for victim in twin._take(_ALL_BLOCKS)]
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _take(self, num_blocks: int) -> list[_Victim]:
+        """Take out the next victims."""
+        taken: list[_Victim] = []
+        going: dict[int, int] = {}
+        missing = num_blocks
+        while missing > 0 and self._members:
+            entry, info = self._take_next(going)
+            victim = _Victim(self._drop(entry), min(missing, info.weight_blocks), info)
+            taken.append(victim)
+            missing -= victim.num_blocks
+            if info.parent is not None:
+                going[info.parent] = going.get(info.parent, 0) + 1
+                self._unpark(info.parent)
+        return taken
+
+    def _take_next(self, going: dict[int, int]) -> tuple[int, EntryInfo]:
+        """Return the next entry that no child needs but those that are `going`, by their parent.
+
+        It stands nowhere any more.
+        """
+        describe = self._book.describe
+        while self._due or any(self._lines):
+            entry = self._due.popitem(last=False)[0] if self._due else self._pop_next()
+            info = describe(entry)
+            if info.num_children <= going.get(entry, 0):
+                return entry, info
+            self._parked[entry] = None
+        entry = self._parked.popitem(last=False)[0]
+        return entry, describe(entry)
+
+    def _unpark(self, entry: int | None) -> None:
+        """A child of this entry has gone; if it waited for that it is next."""
+        if entry is not None and entry in self._parked:
+            del self._parked[entry]
+            self._make_next(entry)
+
+    def _make_next(self, entry: int) -> None:
+        self._due[entry] = None
+        self._due.move_to_end(entry, last=False)
+
+    def _part_of(self, name: bytes | None) -> Member | None:
+        """Return a member with the past of the one of this name, off which it was cut."""
+        if name is None:
+            return None
+        entry = self._entries_by_name.get(name)
+        whole = self._in_use.get(name) if entry is None else self._members[entry]
+        return None if whole is None else copy(whole)
+
+    def _settle(self) -> None:
+        """What was chosen and not put back is evicted for good, and nothing is due any more."""
+        for entry in self._due:
+            member = self._members[entry]
+            self._lines[member.line].add(entry, member.rank)
+        self._due.clear()
+        for victim in self._chosen.values():
+            self._note_evicted(victim.member, victim.tail())
+        self._chosen.clear()
+
+    def _enter(self, member: Member, entry: int, info: EntryInfo) -> None:
+        """Know an entry, of which this is said now, by a member that is not known as any."""
+        member.entry, member.name = entry, _name(entry, info)
+        member.weight_blocks, member.parent = info.weight_blocks, info.parent
+        self._members[entry] = member
+        self._entries_by_name[member.name] = member.entry
+        self._line_blocks[member.line] += member.weight_blocks
+
+    def _leave(self, entry: int) -> Member:
+        """Take a member out from wherever it stands."""
+        if entry in self._due:
+            del self._due[entry]
+        elif entry in self._parked:
+            del self._parked[entry]
+        else:
+            self._lines[self._members[entry].line].remove(entry)
+        return self._drop(entry)
+
+    def _drop(self, entry: int) -> Member:
+        """Let go of a member that stands nowhere."""
+        member = self._members.pop(entry)
+        if self._entries_by_name.get(member.name) == entry:
+            del self._entries_by_name[member.name]
+        self._line_blocks[member.line] -= member.weight_blocks
+        return member
+
+
+def _name(entry: int, info: EntryInfo) -> Name:
+    return entry if info.content is None else info.content
+
+
+def _names(info: EntryInfo) -> list[bytes]:
+    """Return the names of an entry's contents, the first block's first."""
+    last, packed = info.content, info.contents
+    if last is None:
+        return []
+    if packed is None:
+        return [last]
+    size = len(last)
+    return [packed[start : start + size] for start in range(0, len(packed), size)]

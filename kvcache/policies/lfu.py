@@ -1,0 +1,59 @@
+"""Least frequently used: what was used least often goes first, of equals the least recent.
+
+`LFUPolicy` remembers the uses of evicted contents, of twice as many as there are blocks.
+`AgeingLFUPolicy` remembers none, but counts what is used now from the worth of the last victim on,
+so that what was popular once goes in the end (LFU with dynamic ageing: Arlitt, Cherkasova, Dilley,
+Friedrich, Jin, "Evaluating content management techniques for web proxy caches", 2000).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.policies.ghosts import GhostList
+from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.policy import EntryBook
+
+_NAMES_PER_BLOCK = 2
+"""A content is known again until the room was filled so many times since its eviction."""
+
+
+class LFUPolicy(HistoryPolicy):
+    """An `EvictionPolicy` by the number of uses, those before an eviction included."""
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._ghosts = GhostList()
+
+    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+        known = self._ghosts.take(names)
+        member.num_uses = 1 + (min(known) if 2 * len(known) > len(names) else 0)
+        member.rank = float(member.num_uses), self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.num_uses += 1
+        member.rank = float(member.num_uses), self._stamp()
+
+    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+        self._ghosts.add(names, member.num_uses)
+        self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
+
+
+class AgeingLFUPolicy(HistoryPolicy):
+    """An `EvictionPolicy` by the number of uses, and by when they were."""
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._age = 0.0
+
+    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+        member.rank = self._age + 1, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.num_uses += 1
+        member.rank = self._age + member.num_uses, self._stamp()
+
+    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+        self._age = max(self._age, member.rank[0])

@@ -1,0 +1,39 @@
+"""LRU-2: what was used twice the longest time ago goes first, and before it what was used once.
+
+After O'Neil, O'Neil, Weikum, "The LRU-K page replacement algorithm for database disk buffering"
+(1993), with K = 2 and no correlated references: a request uses a block once, however long it runs.
+The last use of evicted contents is remembered, of twice as many as there are blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.policies.ghosts import GhostList
+from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.policy import EntryBook
+
+_NEVER = 0
+_NAMES_PER_BLOCK = 2
+"""A content is known again until the room was filled so many times since its eviction."""
+
+
+class LRU2Policy(HistoryPolicy):
+    """An `EvictionPolicy` by the last use but one; of those used once, by that."""
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._ghosts = GhostList()
+
+    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+        known = self._ghosts.take(names)
+        before = min(known) if 2 * len(known) > len(names) else _NEVER
+        member.rank = float(before), self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.rank = float(member.rank[1]), self._stamp()
+
+    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+        self._ghosts.add(names, member.rank[1])
+        self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)

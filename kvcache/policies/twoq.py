@@ -1,0 +1,52 @@
+"""2Q: new contents queue apart, and only what comes back after it was evicted is kept by recency.
+
+After Johnson, Shasha, "2Q: a low overhead high performance buffer management replacement
+algorithm" (1994), the full version: uses while a content waits in the first queue are taken for
+one, since they are often close to each other.
+
+    new ──▶ A1in (FIFO) ──▶ victims, their names remembered in A1out ──comes back──▶ Am (LRU)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.policies.ghosts import GhostList
+from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.policy import EntryBook
+
+_A1IN, _AM = 0, 1
+_A1IN_SHARE = 0.25
+_A1OUT_SHARE = 0.5
+"""Of the room, the share of new contents and of remembered names: the paper's choice."""
+
+
+class TwoQPolicy(HistoryPolicy):
+    """An `EvictionPolicy` of a FIFO of new contents and an LRU order of those that came back."""
+
+    num_lines = 2
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._a1out = GhostList()
+
+    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+        known = self._a1out.take(names)
+        member.line = _AM if 2 * len(known) > len(names) else _A1IN
+        member.rank = 0.0, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        if member.line == _AM:
+            member.rank = 0.0, self._stamp()
+
+    def _pop_next(self) -> int:
+        new, kept = self._lines
+        limit = _A1IN_SHARE * self._room_blocks
+        is_full = self._line_blocks[_A1IN] > limit
+        return (new if new and (is_full or not kept) else kept).pop()
+
+    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+        if member.line == _A1IN:
+            self._a1out.add(names, 0)
+            self._a1out.trim(int(_A1OUT_SHARE * self._room_blocks))

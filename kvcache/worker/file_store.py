@@ -1,0 +1,361 @@
+"""One rank's blocks on disk: a file for each, found by its key, believed by nothing but itself.
+
+Between the pool, whose threads call this, and the disk. A file is written beside its name, synced
+as configured, and renamed: under its name it is whole, or damaged by somebody else. A read checks
+head, key, layout, length and payload; what is wrong is a miss with a reason, and the file is set
+aside. Refuses to grow beyond its bound, and to decide which block goes: the coordinator does.
+
+    rank0/about           what the directory holds, locked by the process that uses it
+    rank0/3f/3fa9….kvb    256 directories, by the first byte of the key
+    rank0/set-aside/      the last few files that were wrong
+
+Calls about keys with the same first byte must come from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from kvcache.commands import Label
+from kvcache.errors import InvariantError, MalformedMessageError
+from kvcache.offload.keys import label_keys
+from kvcache.worker.checksums import checksum_of
+from kvcache.worker.file_books import FileBooks, FileTierStatistics
+from kvcache.worker.file_buffers import fill, read_start, write_all
+from kvcache.worker.file_errors import SET_ASIDE, FileTierError, Problem, from_os_error
+from kvcache.worker.file_format import (
+    START_BYTES,
+    FileHead,
+    head_bytes,
+    labels_of_heads,
+    pack_head,
+    unpack_head,
+)
+from kvcache.worker.file_system import FileSystem
+from kvcache.worker.set_aside import SetAside
+
+SUFFIX = ".kvb"
+UNFINISHED = ".tmp"
+
+FIRST_READ_BYTES = 4096
+"""Holds most heads, and costs no more than less."""
+
+Sync: TypeAlias = Literal["never", "file", "directory"]
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """`max_bytes` of all files together (0: no bound); `max_set_aside` files are kept apart."""
+
+    max_bytes: int = 0
+    sync: Sync = "never"
+    max_set_aside: int = 16
+
+
+@dataclass(frozen=True)
+class BlockIdentity:
+    """What every file here has in common."""
+
+    layout_fingerprint: str
+    rank: int
+    digest_bytes: int
+    block_bytes: int
+    max_block_tokens: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Length of a key: a digest and a group."""
+        return self.digest_bytes + 4
+
+
+@dataclass(frozen=True)
+class ScannedDirectory:
+    """What directory `prefix` holds: heads of good files, and what is wrong with the others."""
+
+    prefix: int
+    heads: tuple[FileHead, ...]
+    num_bytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def keys(self) -> bytes:
+        """The keys of the good files, one behind the other."""
+        return b"".join(head.key for head in self.heads)
+
+    @property
+    def labels(self) -> Label:
+        """What the good files hold; `block_ids` are places in `heads`."""
+        return labels_of_heads(self.heads)
+
+    @property
+    def checksums(self) -> bytes:
+        """Their payloads' checksums, little-endian int64."""
+        return np.array([head.checksum for head in self.heads], dtype="<i8").tobytes()
+
+
+class FileStore:
+    """Writes, reads and discards the files of one rank."""
+
+    def __init__(
+        self, files: FileSystem, identity: BlockIdentity, limits: StoreLimits, writer: str
+    ) -> None:
+        """Keep blocks in `files`. `writer` is unique to the process, and part of temporary names:
+        those of others are leftovers."""
+        self.identity = identity
+        self._files = files
+        self._sync = limits.sync
+        self._writer = writer
+        self._books = FileBooks(limits.max_bytes)
+        self._aside = SetAside(files, limits.max_set_aside)
+
+    def write(self, head: FileHead, payload: Sequence[memoryview]) -> int:
+        """Write a block, in place of an older file of the same key; return the file's bytes.
+
+        Raises FileTierError: nothing is there then but what was there before. Only when its name
+        could not be synced, the new file is there.
+        """
+        self._require_whole(payload)
+        packed = pack_head(head)
+        name, num_bytes = _name(head.key), len(packed) + head.block_bytes
+        unfinished = f"{name[:2]}/.{head.key.hex()}.{self._writer}{UNFINISHED}"
+        self._books.reserve(num_bytes)
+        try:
+            self._write_file(unfinished, [memoryview(packed), *payload])
+            replaced = self._size_of(name)
+            self._files.rename(unfinished, name)
+        except OSError as error:
+            self._remove_quietly(unfinished)
+            self._books.release(num_bytes)
+            raise self._counted(from_os_error(f"block {_shown(head.key)}", error)) from error
+        self._books.wrote(head.key[0], num_bytes, replaced)
+        if self._sync == "directory":
+            self._sync_directory(name[:2])
+        return num_bytes
+
+    def read(self, key: bytes, payload: Sequence[memoryview]) -> FileHead:
+        """Read a block into `payload`; return what its file says of it.
+
+        Raises FileTierError: `payload` may hold anything then. A file that is wrong is set aside.
+        """
+        self._require_whole(payload)
+        name, what = _name(key), f"block {_shown(key)}"
+        try:
+            descriptor = self._files.open(name)
+        except FileNotFoundError as error:
+            raise self._counted(FileTierError("missing", f"{what} has no file")) from error
+        except OSError as error:
+            raise self._counted(from_os_error(what, error)) from error
+        size = 0
+        try:
+            size = self._files.size(descriptor)
+            head, start = self._read_head(descriptor, size)
+            self._require_ours(head, key)
+            self._read_payload(descriptor, start, payload)
+            if checksum_of(payload) != head.checksum:
+                raise FileTierError("damaged", "the checksum of its bytes is wrong")
+        except OSError as error:
+            raise self._counted(from_os_error(what, error)) from error
+        except FileTierError as error:
+            self._put_aside(name, size, error.kind)
+            told = FileTierError(error.kind, f"file of {what}: {error}: set aside")
+            raise self._counted(told) from error
+        finally:
+            self._quietly(lambda: self._files.close(descriptor))
+        self._books.read()
+        return head
+
+    def discard(self, key: bytes) -> bool:
+        """Remove a block's file; say whether there was one. What cannot be removed is counted."""
+        name = _name(key)
+        try:
+            size = self._files.size_of(name)
+            self._files.remove(name)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._counted(from_os_error(f"block {_shown(key)}", error))
+            return False
+        self._books.discarded(key[0], size)
+        return True
+
+    def scan(self, prefix: int) -> ScannedDirectory:
+        """Read the heads of all files of one directory, and know from now on what it holds.
+
+        Files that are wrong are set aside, what dead writers left unfinished is removed. Payloads
+        are not read: `read` checks them.
+        """
+        directory = f"{prefix:02x}"
+        heads: list[FileHead] = []
+        problems: list[str] = []
+        num_bytes = 0
+        try:
+            names = sorted(self._files.names_in(directory))
+        except FileNotFoundError:
+            names = []
+        except OSError as error:
+            names = []
+            problems.append(str(self._counted(from_os_error(f"directory {directory}", error))))
+        for name in names:
+            path = f"{directory}/{name}"
+            if name.endswith(UNFINISHED):
+                self._remove_quietly(path)
+            if not name.endswith(SUFFIX):
+                continue
+            try:
+                head, size = self._scan_file(path)
+            except FileTierError as error:
+                problems.append(f"{path}: {error}")
+                continue
+            heads.append(head)
+            num_bytes += size
+        self._books.scanned(prefix, num_bytes)
+        return ScannedDirectory(prefix, tuple(heads), num_bytes, tuple(problems))
+
+    def statistics(self) -> FileTierStatistics:
+        """Return the figures, frozen."""
+        return self._books.statistics()
+
+    def count(self, kind: Problem) -> None:
+        """Count a problem that was met before this was asked."""
+        self._books.count(kind)
+
+    def _require_whole(self, payload: Sequence[memoryview]) -> None:
+        """Raise InvariantError unless `payload` is the memory of one block."""
+        size = sum(map(len, payload))
+        if size != self.identity.block_bytes:
+            raise InvariantError(
+                f"memory of {size} bytes for a block of {self.identity.block_bytes}"
+            )
+
+    # --- writing
+
+    def _write_file(self, name: str, buffers: Sequence[memoryview]) -> None:
+        descriptor = self._create(name)
+        try:
+            write_all(self._files, descriptor, buffers)
+            if self._sync != "never":
+                self._files.sync(descriptor)
+        finally:
+            self._files.close(descriptor)
+
+    def _create(self, name: str) -> int:
+        """Create a file, and its directory when it is the first one there."""
+        try:
+            return self._files.create(name)
+        except FileNotFoundError:
+            self._files.make_directory(name[:2])
+        except FileExistsError:
+            self._files.remove(name)
+        return self._files.create(name)
+
+    def _sync_directory(self, directory: str) -> None:
+        try:
+            self._files.sync_directory(directory)
+        except OSError as error:
+            raise self._counted(from_os_error(f"directory {directory}", error)) from error
+
+    def _size_of(self, name: str) -> int:
+        try:
+            return self._files.size_of(name)
+        except FileNotFoundError:
+            return 0
+
+    # --- reading
+
+    def _read_head(self, descriptor: int, size: int) -> tuple[FileHead, int]:
+        """Return the head and where the payload begins."""
+        data = read_start(self._files, descriptor, min(size, FIRST_READ_BYTES))
+        end = START_BYTES + head_bytes(data)
+        if end > len(data):
+            data = read_start(self._files, descriptor, min(size, end))
+        return unpack_head(data, size), end
+
+    def _read_payload(self, descriptor: int, start: int, payload: Sequence[memoryview]) -> None:
+        wanted = sum(map(len, payload))
+        count = fill(self._files, descriptor, payload, start)
+        if count != wanted:
+            raise FileTierError("truncated", f"it ends after {count} of {wanted} bytes")
+
+    def _require_ours(self, head: FileHead, key: bytes) -> None:
+        """Raise FileTierError unless the file is of this rank, this layout and this key."""
+        ours = self.identity
+        for name, found, expected in (
+            ("layout", head.layout_fingerprint, ours.layout_fingerprint),
+            ("rank", head.rank, ours.rank),
+            ("block bytes", head.block_bytes, ours.block_bytes),
+            ("digest bytes", len(head.digest), ours.digest_bytes),
+            ("key bytes", len(head.key), ours.key_bytes),
+            ("parent digest bytes", len(head.parent_digest), ours.digest_bytes),
+        ):
+            if found != expected:
+                raise FileTierError("foreign", f"it has {name} {found}, this tier {expected}")
+        if len(head.token_bytes) > 4 * ours.max_block_tokens:
+            raise FileTierError("foreign", f"it has {len(head.token_bytes) // 4} tokens")
+        if head.key != key:
+            raise FileTierError("wrong_key", f"it is the file of block {_shown(head.key)}")
+        try:
+            (named,) = label_keys(labels_of_heads([head]))
+        except MalformedMessageError as error:
+            raise FileTierError("damaged", str(error)) from error
+        if named != key:
+            raise FileTierError("wrong_key", f"it holds block {_shown(named)}")
+
+    def _scan_file(self, path: str) -> tuple[FileHead, int]:
+        """Return a file's head and length; raises FileTierError, counted, the file set aside."""
+        try:
+            descriptor = self._files.open(path)
+        except OSError as error:
+            raise self._counted(from_os_error("it cannot be opened", error)) from error
+        size = 0
+        try:
+            size = self._files.size(descriptor)
+            head, _ = self._read_head(descriptor, size)
+            if _name(head.key) != path:
+                raise FileTierError("wrong_key", f"it is the file of block {_shown(head.key)}")
+            self._require_ours(head, head.key)
+        except OSError as error:
+            raise self._counted(from_os_error("it cannot be read", error)) from error
+        except FileTierError as error:
+            self._put_aside(path, 0, error.kind)
+            raise self._counted(error) from None
+        finally:
+            self._quietly(lambda: self._files.close(descriptor))
+        return head, size
+
+    # --- what is wrong
+
+    def _put_aside(self, name: str, size: int, kind: Problem) -> None:
+        """Move a wrong file away; of those, only the last few are kept."""
+        if kind not in SET_ASIDE:
+            return
+        self._quietly(lambda: self._aside.put(name, kind))
+        self._books.set_aside(int(name[:2], 16), size)
+
+    def _remove_quietly(self, name: str) -> None:
+        self._quietly(lambda: self._files.remove(name))
+
+    def _quietly(self, call: Callable[[], None]) -> None:
+        """Do what changes nothing for the caller when it fails; count that it did."""
+        try:
+            call()
+        except FileNotFoundError:
+            return
+        except OSError:
+            self.count("io")
+
+    def _counted(self, error: FileTierError) -> FileTierError:
+        self.count(error.kind)
+        return error
+
+
+def _name(key: bytes) -> str:
+    text = key.hex()
+    return f"{text[:2]}/{text}{SUFFIX}"
+
+
+def _shown(key: bytes) -> str:
+    return key.hex()[:16]

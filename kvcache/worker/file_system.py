@@ -1,0 +1,131 @@
+"""The system calls of the file tier, on names below one directory.
+
+Below file_store.py; a test hands in another one that fails as it is told. The directory is held by
+a descriptor: when it is unplugged, nothing is made anew in its place on another disk. All of it may
+raise OSError.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffers = Sequence[bytes | bytearray | memoryview]
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class FileSystem(Protocol):
+    """What the store asks of a disk. Names are relative to the store's directory."""
+
+    def create(self, name: str) -> int:
+        """Create a file that only its owner reads; return its descriptor. It must not exist."""
+
+    def open(self, name: str) -> int:
+        """Open a file for reading; links are not followed."""
+
+    def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
+        """Write buffers one behind the other at `offset`, all or a part; return how many bytes."""
+
+    def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Fill buffers from `offset` on, all or a part; return how many bytes, 0 at the end."""
+
+    def size(self, descriptor: int) -> int:
+        """Return the bytes of an open file."""
+
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a file."""
+
+    def sync(self, descriptor: int) -> None:
+        """Have the disk take what was written."""
+
+    def sync_directory(self, name: str) -> None:
+        """Have the disk take the names in a directory."""
+
+    def close(self, descriptor: int) -> None:
+        """Give a descriptor back."""
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file another name, in place of what has it."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+
+    def make_directory(self, name: str) -> None:
+        """Make a directory, unless it is there."""
+
+    def names_in(self, directory: str) -> list[str]:
+        """Return the names in a directory, in no order."""
+
+
+class DirectoryFiles:
+    """Files below an open directory."""
+
+    def __init__(self, directory: int) -> None:
+        """Use the directory of this descriptor, which stays the caller's."""
+        self._directory = directory
+
+    def create(self, name: str) -> int:
+        """Create and open."""
+        return os.open(name, _CREATE, 0o600, dir_fd=self._directory)
+
+    def open(self, name: str) -> int:
+        """Open."""
+        return os.open(name, _READ, dir_fd=self._directory)
+
+    def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
+        """Write without copying."""
+        return os.pwritev(descriptor, buffers, offset)
+
+    def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Read into the buffers."""
+        return os.preadv(descriptor, buffers, offset)
+
+    def size(self, descriptor: int) -> int:
+        """Ask the file."""
+        return os.fstat(descriptor).st_size
+
+    def size_of(self, name: str) -> int:
+        """Ask by name."""
+        return os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_size
+
+    def sync(self, descriptor: int) -> None:
+        """Sync data and length."""
+        os.fdatasync(descriptor)
+
+    def sync_directory(self, name: str) -> None:
+        """Sync names."""
+        descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=self._directory)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close."""
+        os.close(descriptor)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Rename in one go."""
+        os.rename(name, new_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+
+    def remove(self, name: str) -> None:
+        """Unlink."""
+        os.unlink(name, dir_fd=self._directory)
+
+    def make_directory(self, name: str) -> None:
+        """Make."""
+        try:
+            os.mkdir(name, 0o700, dir_fd=self._directory)
+        except FileExistsError:
+            return
+
+    def names_in(self, directory: str) -> list[str]:
+        """List."""
+        descriptor = os.open(directory, _READ | os.O_DIRECTORY, dir_fd=self._directory)
+        try:
+            return os.listdir(descriptor)
+        finally:
+            os.close(descriptor)

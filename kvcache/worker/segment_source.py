@@ -1,0 +1,70 @@
+"""Where a rank's host segment comes from: the process before this one, or nowhere.
+
+Between a worker that starts and the keeper of its node. What the keeper has is used if it is
+exactly what this rank needs; otherwise it is let go first, so that its memory can be had again, and
+a new one is made: cold, and said why. Without a keeper the segment is private, and ends with the
+process. Refuses to fail for want of a keeper; want of memory is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvcache.errors import ClusterError, ExhaustedError, PlanMismatchError, ProtocolError
+from kvcache.keeper.client import KeeperAddress, KeeperClient
+from kvcache.worker.free_memory import SYSTEM_ROOT
+from kvcache.worker.host_segment import HostSegment, SegmentShape
+from kvcache.worker.shared_memory import make_memory
+
+logger = logging.getLogger(__name__)
+
+ATTACHED = "attached"
+FRESH = "fresh"
+
+_KEEPER_ERRORS = (ClusterError, ProtocolError, ExhaustedError)
+
+
+def open_segment(shape: SegmentShape, keeper: KeeperAddress | None = None) -> HostSegment:
+    """Return the rank's segment; its `origin` says where it is from.
+
+    `attached`: the memory of an earlier process, with what it had sealed. `fresh`: new, and the
+    keeper has it; a reason follows where it could not be attached. `private`: the keeper has it
+    not.
+
+    Raises NotEnoughMemoryError.
+    """
+    if keeper is None:
+        return _make(shape, "private: no keeper is configured")
+    client = KeeperClient(keeper.address, keeper.timeout_s)
+    name = keeper.name_of(shape.rank)
+    origin = FRESH
+    try:
+        descriptor = client.attach(name)
+        if descriptor is not None:
+            try:
+                return HostSegment(descriptor, shape, ATTACHED)
+            except PlanMismatchError as error:
+                os.close(descriptor)
+                origin = f"{FRESH}: {error}"
+                logger.warning("rank %d starts with cold host memory: %s", shape.rank, error)
+                client.drop(name)
+    except _KEEPER_ERRORS as error:
+        return _private(shape, error)
+    segment = _make(shape, origin)
+    try:
+        client.put(name, segment.descriptor)
+    except _KEEPER_ERRORS as error:
+        segment.origin = f"private: {error}"
+        logger.warning("host memory of rank %d ends with its process: %s", shape.rank, error)
+    return segment
+
+
+def _private(shape: SegmentShape, error: Exception) -> HostSegment:
+    logger.warning("host memory of rank %d ends with its process: %s", shape.rank, error)
+    return _make(shape, f"private: {error}")
+
+
+def _make(shape: SegmentShape, origin: str) -> HostSegment:
+    descriptor = make_memory(f"kvcache-rank{shape.rank}", shape.size_bytes, SYSTEM_ROOT)
+    return HostSegment(descriptor, shape, origin)

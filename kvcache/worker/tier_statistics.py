@@ -1,0 +1,88 @@
+"""What a rank's tiers did and hold: one frozen record, made when somebody asks.
+
+Beside transfers.py, which counts jobs. Counts are since the process started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvcache.worker.file_books import FileTierStatistics
+from kvcache.worker.host_segment import HostSegment
+from kvcache.worker.label_rows import SlotState
+
+
+@dataclass(frozen=True)
+class HostStatistics:
+    """The host slots. `origin` says where their memory is from; `num_damaged_rows` labels of an
+    earlier process were not believed, `num_without_room` were too long to be written down."""
+
+    origin: str
+    model_epoch: int
+    num_slots: int
+    num_writing: int
+    num_written: int
+    num_sealed: int
+    num_damaged_rows: int
+    num_without_room: int
+    num_seals_refused: int
+
+    @classmethod
+    def of(cls, segment: HostSegment) -> HostStatistics:
+        """Return the figures of `segment`."""
+        labels = segment.labels
+        return cls(
+            origin=segment.origin,
+            model_epoch=segment.model_epoch,
+            num_slots=labels.num_slots,
+            num_writing=labels.num_in(SlotState.WRITING),
+            num_written=labels.num_in(SlotState.WRITTEN),
+            num_sealed=labels.num_in(SlotState.SEALED),
+            num_damaged_rows=labels.num_damaged_rows,
+            num_without_room=labels.num_without_room,
+            num_seals_refused=labels.num_seals_refused,
+        )
+
+
+@dataclass(frozen=True)
+class JobCounts:
+    """Jobs of one kind that have ended, and the bytes that they moved."""
+
+    num_good: int = 0
+    num_failed: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TransferStatistics:
+    """Jobs by kind (`store`, `load`, `spill`, `fetch`), and the tiers that the rank has.
+
+    `num_waits`: writes of device blocks that waited for a store to read them first.
+    """
+
+    num_running: int = 0
+    num_waits: int = 0
+    jobs: Mapping[str, JobCounts] = field(default_factory=lambda: MappingProxyType({}))
+    host: HostStatistics | None = None
+    files: FileTierStatistics | None = None
+
+
+class JobTally:
+    """Counts jobs by kind as they end."""
+
+    def __init__(self) -> None:
+        """Nothing has ended yet."""
+        self._counts: dict[str, JobCounts] = {}
+
+    def add(self, kind: str, num_bytes: int, *, ok: bool) -> None:
+        """Count a job."""
+        old = self._counts.get(kind, JobCounts())
+        self._counts[kind] = JobCounts(
+            old.num_good + ok, old.num_failed + (not ok), old.num_bytes + num_bytes
+        )
+
+    def counts(self) -> Mapping[str, JobCounts]:
+        """Return the counts so far; a copy."""
+        return MappingProxyType(dict(self._counts))

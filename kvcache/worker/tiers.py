@@ -1,0 +1,99 @@
+"""The tiers below a rank's device memory, put together from its settings.
+
+Between settings and transfers. Files are read into host slots and written from them, so there are
+no files without slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from kvcache.errors import ConfigurationError
+from kvcache.worker.file_jobs import FileJobs
+from kvcache.worker.file_pool import FilePool
+from kvcache.worker.file_store import BlockIdentity
+from kvcache.worker.file_tier import FileTier
+from kvcache.worker.host_pool import HostPool
+from kvcache.worker.host_segment import SegmentShape
+from kvcache.worker.layout import PoolLayout
+from kvcache.worker.segment_source import open_segment
+from kvcache.worker.settings import WorkerSettings
+from kvcache.worker.slot_holds import SlotHolds
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long files may take to be finished when a worker ends."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tiers:
+    """What a rank has of each tier, None where it has not. `holds` are the host slots';
+    `why_no_files` is for whoever asks for a file all the same."""
+
+    holds: SlotHolds
+    host: HostPool | None = None
+    files: FileJobs | None = None
+    file_tier: FileTier | None = None
+    why_no_files: str = "this rank has no file tier: configure one"
+
+    def close(self) -> None:
+        """End the threads and give memory and directory back. Nothing copies any more."""
+        has_ended = self.files is None or self.files.close(CLOSE_TIMEOUT_S)
+        if self.file_tier is not None and has_ended:
+            self.file_tier.close()
+        if self.host is not None:
+            self.host.close()
+
+
+def make_tiers(settings: WorkerSettings, layout: PoolLayout, device: torch.device) -> Tiers:
+    """Open the host segment and the directory of files, as far as the settings have them.
+
+    Raises ConfigurationError, NotEnoughMemoryError.
+    """
+    num_slots = settings.kv_cache_config.host_blocks
+    if not num_slots:
+        if settings.file_tier is not None:
+            raise ConfigurationError(
+                f"rank {settings.rank} has a file tier and no host slots to read files into: plan "
+                "host_blocks above 0"
+            )
+        return Tiers(SlotHolds(0))
+    max_block_tokens = max(settings.block_sizes, default=1)
+    shape = SegmentShape(
+        layout_fingerprint=settings.layout_fingerprint,
+        rank=settings.rank,
+        num_slots=num_slots,
+        widths=tuple(region.width_bytes for region in layout.regions),
+        digest_bytes=settings.digest_bytes,
+        max_block_tokens=max_block_tokens,
+    )
+    holds = SlotHolds(num_slots)
+    host = HostPool(open_segment(shape, settings.host_keeper), is_pinned=device.type == "cuda")
+    if settings.file_tier is None:
+        return Tiers(holds, host)
+    identity = BlockIdentity(
+        layout_fingerprint=settings.layout_fingerprint,
+        rank=settings.rank,
+        digest_bytes=settings.digest_bytes,
+        block_bytes=layout.block_bytes,
+        max_block_tokens=max_block_tokens,
+    )
+    try:
+        file_tier = FileTier(settings.file_tier, identity, settings.incarnation)
+    except ConfigurationError as error:
+        if not settings.file_tier.must_work:
+            logger.error("rank %d works without files: %s", settings.rank, error)
+            return Tiers(holds, host, why_no_files=f"this rank has no file tier: {error}")
+        host.close()
+        raise
+    pool = FilePool(
+        file_tier.store,
+        host.segment.slot_views,
+        threads=settings.file_tier.threads,
+        max_queued_blocks=settings.file_tier.max_queued_blocks,
+    )
+    return Tiers(holds, host, FileJobs(pool, host.labels, holds), file_tier)

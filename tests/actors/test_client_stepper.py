@@ -1,0 +1,59 @@
+"""A step that is refused: sent again while its epoch goes on, given up when that is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.cli import playground
+from actors.cli.playground import ClientStepper
+from kvcache.errors import WorkerLostError
+from kvcache.step import StepRequest, StepResult
+
+
+class RefusingClient:
+    """Refuses the first steps because a rank is silent; then takes one, or the epoch ends."""
+
+    def __init__(self, num_refusals: int, *, is_over_then: bool = False) -> None:
+        self.sent: list[StepRequest] = []
+        self.is_attached = True
+        self._num_refusals = num_refusals
+        self._is_over_then = is_over_then
+
+    def submit(self, step: StepRequest) -> int:
+        self.sent.append(step)
+        return len(self.sent)
+
+    def wait_result(self, step: int) -> Any:
+        if step > self._num_refusals and not self._is_over_then:
+            return StepResult(client_id="c", step=step, epoch=1, seq=step)
+        self.is_attached = step <= self._num_refusals
+        raise WorkerLostError("rank 1 has not been heard of for 12.0 s")
+
+
+def stepper_on(client: RefusingClient, monkeypatch: pytest.MonkeyPatch) -> ClientStepper:
+    monkeypatch.setattr(playground, "_SEND_AGAIN_S", 0.0)
+    made: Any = client
+    return ClientStepper(made, lambda: (None, ()))
+
+
+STEP = StepRequest(finished=("a",))
+
+
+def test_a_refused_step_is_sent_again_and_the_answer_says_under_which_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = RefusingClient(num_refusals=2)
+    stepper = stepper_on(client, monkeypatch)
+    result = stepper.wait_result(stepper.submit(STEP))
+    assert result.step == 3
+    assert client.sent == [STEP] * 3
+
+
+def test_a_step_whose_epoch_is_over_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = RefusingClient(num_refusals=1, is_over_then=True)
+    stepper = stepper_on(client, monkeypatch)
+    with pytest.raises(WorkerLostError, match="rank 1 has not been heard of"):
+        stepper.wait_result(stepper.submit(STEP))
+    assert client.sent == [STEP] * 2

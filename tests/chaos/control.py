@@ -1,0 +1,61 @@
+"""Small messages between the keeper, the nursery and the parties: JSON, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+MAX_BYTES = 2**17
+
+
+class Control:
+    """One end of a socket that keeps messages apart. Never waits; one thread at a time."""
+
+    def __init__(self, end: socket.socket) -> None:
+        """Own `end`."""
+        self._end = end
+        self._end.setblocking(False)
+        self.is_over = False
+
+    @classmethod
+    def pair(cls) -> tuple[Control, socket.socket]:
+        """Return an end, and the other one for whoever is to have it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        """Return the descriptor, -1 when it is closed."""
+        return self._end.fileno()
+
+    def send(self, message: dict[str, Any], *descriptors: int) -> None:
+        """Send `message`, and descriptors with it; dropped when nobody has the other end."""
+        try:
+            socket.send_fds(self._end, [json.dumps(message).encode()], descriptors)
+        except OSError:
+            self.is_over = True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return what has arrived; `is_over` says whether more can come."""
+        return [message for message, _ in self.receive_with_descriptors()]
+
+    def receive_with_descriptors(self) -> list[tuple[dict[str, Any], list[int]]]:
+        """Return what has arrived, each message with the descriptors that came with it."""
+        arrived: list[tuple[dict[str, Any], list[int]]] = []
+        while not self.is_over:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._end, MAX_BYTES, 4)
+            except BlockingIOError:
+                break
+            except OSError:
+                data, descriptors = b"", []
+            if data:
+                arrived.append((json.loads(data), list(descriptors)))
+            else:
+                self.is_over = True
+        return arrived
+
+    def close(self) -> None:
+        """Give the socket back. Repeatable."""
+        self.is_over = True
+        self._end.close()

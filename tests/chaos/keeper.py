@@ -1,0 +1,380 @@
+"""Looks after the processes of one schedule: starts them, hears of their ends, starts others.
+
+Does what Ray and the caretaker do on a cluster: says who is lost, makes another process for a rank
+or a coordinator, tells workers and clients where the coordinator listens. And it strikes. A thread
+of its own; what is not signals goes through its queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import random
+import select
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.control import Control
+from tests.chaos.nursery import Nursery
+from tests.chaos.party import ENDPOINT_FILE
+from tests.chaos.schedule import TENSOR_PARALLEL, Schedule, Strike
+
+WAIT_S = 0.05
+CLOSE_S = 10.0
+ANSWER_S = 10.0
+SNARED_PAUSE_S = 0.3
+"""How long who has stopped itself stands still."""
+
+
+@dataclass(eq=False)
+class Party:
+    """One process. `role` is what it was started for, as schedules name it."""
+
+    number: int
+    role: str
+    generation: int
+    control: Control
+    process_id: int = 0
+    descriptor: int = -1
+    address: str = ""  # of a coordinator that serves
+    incarnation: str = ""  # of a worker that is there
+    pause_s: float = SNARED_PAUSE_S  # how long it stands still once it is stopped
+    is_dead: bool = False
+    report: dict[str, Any] | None = None
+    outcome: str = ""  # of an engine's game
+
+    @property
+    def rank(self) -> int:
+        """Of a worker."""
+        return int(self.role.removeprefix("worker-"))
+
+
+class Keeper:
+    """All processes of one schedule. `problems` is what must not have happened."""
+
+    def __init__(self, nursery: Nursery, schedule: Schedule, directory: Path) -> None:
+        """Start nobody yet."""
+        self.problems: list[str] = []
+        self.deeds: Counter[str] = Counter()
+        self._control = nursery.control
+        self._schedule = schedule
+        self._directory = directory
+        self._rng = random.Random(schedule.seed * 31 + 5)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._numbers = itertools.count(1000 * schedule.seed)
+        self._parties: dict[int, Party] = {}
+        self._serving: dict[str, Party] = {}
+        self._generations: Counter[str] = Counter()
+        self._orders: deque[Callable[[], None]] = deque()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._is_closing = False
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="chaos-keeper", daemon=True)
+        self._thread.start()
+
+    # --- for the schedule
+
+    def start(self) -> None:
+        """Start workers and coordinator, and the second engine; return when they serve."""
+        self._order(self._start_all)
+        self._await(lambda: bool(self._endpoint() or self.problems), ANSWER_S, "begin to serve")
+
+    def strike(self, strike: Strike) -> None:
+        """Do what was scheduled, now, to whoever has the role."""
+        with self._lock:
+            victim = self._serving.get(strike.victim)
+            if victim is None or victim.descriptor < 0:
+                return
+            if strike.deed == "kill":
+                self._signal(victim, signal.SIGKILL)
+                return
+            victim.pause_s = strike.pause_s
+            self._signal(victim, signal.SIGSTOP)
+            if strike.deed == "usurp":
+                self.deeds["usurped"] += 1
+                self._order(lambda: self._start("coordinator"))
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Return what coordinator and workers say of themselves now, by role."""
+        number = next(self._numbers)
+        with self._lock:
+            asked = {r: p for r, p in self._serving.items() if r != "engine"}
+            for party in asked.values():
+                party.report = None
+        self._order(lambda: self._ask(asked, number))
+        self._await(
+            lambda: all(p.report is not None or p.is_dead for p in asked.values()),
+            ANSWER_S,
+            "say how they do",
+        )
+        return {role: p.report or {"broken": "it is dead"} for role, p in asked.items()}
+
+    def is_settled(self) -> bool:
+        """Whether every role is served by a living process, and nothing else is to come."""
+        with self._lock:
+            wanted = {"coordinator", *(f"worker-{rank}" for rank in range(TENSOR_PARALLEL))}
+            has_all = all(
+                role in self._serving and self._is_there(self._serving[role]) for role in wanted
+            )
+            return has_all and not self._due and not self._orders
+
+    def await_engine(self, limit_s: float) -> str:
+        """Wait for the end of the second engine; return what came of it, empty if it was killed."""
+        with self._lock:
+            engines = [p for p in self._parties.values() if p.role == "engine"]
+        self._await(lambda: all(p.is_dead for p in engines), limit_s, "end the second game")
+        return "".join(p.outcome for p in engines)
+
+    def close(self) -> None:
+        """End everybody. What has to be ended by force, or lives on, is a problem."""
+        self._order(self._begin_to_close)
+        if not self._have_all_died(CLOSE_S):
+            self.problems.append(f"not everybody ended when told to: {self.describe()}")
+            for party in self._living():
+                self._signal(party, signal.SIGKILL)
+            if not self._have_all_died(CLOSE_S):
+                self.problems.append(f"not everybody died: {self.describe()}")
+        self._is_over = True
+        self._order(lambda: None)
+        self._thread.join(CLOSE_S)
+        for party in self._parties.values():
+            party.control.close()
+            if party.descriptor >= 0:
+                os.close(party.descriptor)
+        for end in (self._wake, self._woken):
+            os.close(end)
+
+    def describe(self) -> str:
+        """Say who is there, for a failure's message."""
+        with self._lock:
+            parties = [
+                f"{p.role}.{p.generation} {p.process_id}"
+                f" {'dead' if p.is_dead else _state_of(p.process_id)}"
+                for p in self._parties.values()
+            ]
+        return "; ".join(parties)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                controls = [p.control for p in self._living() if not p.control.is_over]
+                select.select([self._wake, self._control, *controls], [], [], self._idle_s())
+                with suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                with self._lock:
+                    self._turn()
+                    self._changed.notify_all()
+        except BaseException as error:
+            self.problems.append(f"the keeper itself: {error!r}")
+            raise
+
+    def _turn(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        # What a party said comes before its end.
+        for party in list(self._parties.values()):
+            if not party.control.is_over:
+                for message in party.control.receive():
+                    self._on_said(party, message)
+        for message in self._control.receive():
+            self._on_nursery(message)
+        now_s = time.monotonic()
+        while self._due and self._due[0][0] <= now_s:
+            heapq.heappop(self._due)[2]()
+
+    def _idle_s(self) -> float:
+        return max(0.0, min(WAIT_S, self._due[0][0] - time.monotonic())) if self._due else WAIT_S
+
+    def _order(self, action: Callable[[], None]) -> None:
+        self._orders.append(action)
+        with suppress(OSError):
+            os.write(self._woken, b".")
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + delay_s, next(self._numbers), action))
+
+    def _have_all_died(self, limit_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._living(), limit_s)
+
+    def _await(self, is_done: Callable[[], bool], limit_s: float, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(is_done, limit_s):
+                raise AssertionError(f"they did not {what} within {limit_s} s: {self.describe()}")
+
+    # --- births
+
+    def _start_all(self) -> None:
+        for rank in range(TENSOR_PARALLEL):
+            self._start(f"worker-{rank}")
+        self._start("coordinator")
+        if self._schedule.other_game is not None:
+            self._start("engine")
+
+    def _start(self, role: str) -> None:
+        """Have a process started that has the role from now on."""
+        if self._is_closing:
+            return
+        control, theirs = Control.pair()
+        party = Party(next(self._numbers), role, self._generations[role], control)
+        self._generations[role] += 1
+        self._parties[party.number] = party
+        self._serving[role] = party
+        request = self._request(party)
+        snare = self._schedule.snare_for(role, party.generation)
+        if snare is not None:
+            request["trap"] = {"count": snare.count, "signal": snare.signal}
+        self._control.send(request, theirs.fileno())
+        theirs.close()
+
+    def _request(self, party: Party) -> dict[str, Any]:
+        """Return what the nursery and the new process have to know."""
+        game = self._schedule.other_game
+        request = {
+            "id": party.number,
+            "kind": party.role.split("-", maxsplit=1)[0],
+            "config": self._schedule.config.model_dump_json(),
+            "directory": str(self._directory),
+            "dealt": None if game is None else asdict(game),
+        }
+        if party.role == "coordinator":
+            self._directory.joinpath(ENDPOINT_FILE).unlink(missing_ok=True)
+            request["incarnations"] = {w.rank: w.incarnation for w in self._workers_there()}
+        elif party.role.startswith("worker"):
+            request["rank"] = party.rank
+        return request
+
+    def _workers_there(self) -> list[Party]:
+        return [p for r, p in self._serving.items() if r.startswith("worker") and self._is_there(p)]
+
+    @staticmethod
+    def _is_there(party: Party) -> bool:
+        return not party.is_dead and bool(party.address or party.incarnation)
+
+    # --- news
+
+    def _on_nursery(self, message: dict[str, Any]) -> None:
+        if "born" in message:
+            if message["born"] not in self._parties:
+                return
+            party = self._parties[message["born"]]
+            party.process_id = message["pid"]
+            with suppress(ProcessLookupError):
+                party.descriptor = os.pidfd_open(party.process_id)
+            return
+        process_id = message.get("ended", message.get("stopped"))
+        party = next((p for p in self._living() if p.process_id == process_id), None)
+        if party is None:
+            return  # of a schedule before, which has failed
+        if "stopped" in message:
+            self.deeds["stopped"] += 1
+            self._later(party.pause_s, lambda: self._go_on(party))
+            return
+        party.is_dead = True
+        self._on_end(party, message["code"])
+
+    def _on_end(self, party: Party, code: int) -> None:
+        if code == -signal.SIGKILL:
+            self.deeds[f"killed {party.role.split('-')[0]}"] += 1
+        if self._is_closing or party.role == "engine":
+            if code not in (0, -signal.SIGKILL):
+                self.problems.append(f"{party.role} {party.process_id} ended with {code}")
+            return
+        if code != -signal.SIGKILL:
+            self.problems.append(f"{party.role} {party.process_id} ended with {code}")
+            self._is_closing = True  # whoever fails by itself would fail again
+        if self._serving.get(party.role) is not party:
+            return
+        if party.role != "coordinator" and party.incarnation:
+            self._later(self._delay_s(), lambda: self._say_lost(party))
+        self._later(self._delay_s(), lambda: self._start_again(party))
+
+    def _delay_s(self) -> float:
+        return self._rng.choice((0.0, 0.01, 0.05, 0.2))
+
+    def _start_again(self, party: Party) -> None:
+        if self._serving.get(party.role) is party:
+            self._start(party.role)
+
+    def _say_lost(self, party: Party) -> None:
+        coordinator = self._serving.get("coordinator")
+        if coordinator is not None:
+            lost = {"do": "lost", "rank": party.rank, "incarnation": party.incarnation}
+            coordinator.control.send(lost)
+
+    def _on_said(self, party: Party, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self.problems.append(message["failed"])
+        elif "report" in message:
+            party.report = message
+        elif "done" in message:
+            party.outcome = message["done"]
+        elif party.role == "coordinator":
+            party.address = message["ready"]
+            if self._serving["coordinator"] is party:
+                self._publish(party.address)
+        elif party.role.startswith("worker"):
+            party.incarnation = message["ready"]
+            if address := self._endpoint():
+                party.control.send({"do": "attach", "address": address})
+
+    def _publish(self, address: str) -> None:
+        """Tell everybody where the coordinator listens now."""
+        beside = self._directory / f"{ENDPOINT_FILE}.new"
+        beside.write_text(address)
+        beside.replace(self._directory / ENDPOINT_FILE)
+        for worker in self._workers_there():
+            worker.control.send({"do": "attach", "address": address})
+
+    def _endpoint(self) -> str:
+        coordinator = self._serving.get("coordinator")
+        return "" if coordinator is None else coordinator.address
+
+    def _ask(self, parties: dict[str, Party], number: int) -> None:
+        for party in parties.values():
+            party.control.send({"do": "report", "report": number})
+
+    # --- signals and ends
+
+    def _signal(self, party: Party, number: int) -> None:
+        if party.descriptor >= 0 and not party.is_dead:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(party.descriptor, number)
+
+    def _go_on(self, party: Party) -> None:
+        self._signal(party, signal.SIGCONT)
+
+    def _begin_to_close(self) -> None:
+        self._is_closing = True
+        self._due.clear()
+        for party in self._living():
+            if party.role == "engine":  # it has failed, or something else has
+                self._signal(party, signal.SIGKILL)
+                continue
+            self._go_on(party)
+            party.control.send({"do": "close"})
+
+    def _living(self) -> list[Party]:
+        with self._lock:
+            return [p for p in self._parties.values() if not p.is_dead]
+
+
+def _state_of(process_id: int) -> str:
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return "gone"
+    return f"in state {status.rpartition(')')[2].split()[0]}"

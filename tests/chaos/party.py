@@ -1,0 +1,259 @@
+"""What a forked process does: it is a worker, the coordinator, or an engine with its client.
+
+The same plain parts, sockets and state file as everywhere; no Ray. What Ray would do, starting
+processes and telling who died and where the coordinator listens, the keeper does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+import traceback
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actors.assembly import make_coordinator
+from actors.client import KVCacheClient
+from actors.coordinator import tick_s
+from actors.embedding import EmbeddedWorker
+from actors.loop import calm_garbage_collector
+from actors.reports import NodeAddress
+from actors.service import CoordinatorService
+from actors.transport import Endpoint, Peer, PeerTransport
+from actors.transport.mailbox import Mailbox
+from actors.transport.node_server import NodeServer
+from actors.transport.unix_peer import UnixPeer
+from actors.transport.unix_server import unix_address
+from actors.transport.zmq_server import ZmqLimits
+from actors.waking_clock import WakingClock
+from kvcache.clock import Clock, SystemClock
+from kvcache.config import ClusterConfig, parse_config
+from kvcache.coordinator import Coordinator
+from kvcache.errors import ClusterError, DeadlineError, InvariantError
+from kvcache.planner import Plan, plan_kv_cache, plan_options
+from kvcache.state_store import FileStateStore
+from tests.chaos.control import Control
+from tests.chaos.game import Dealt, play_game
+from tests.chaos.trap import Trap, TrappedPeer, TrappedServer
+
+HERE = NodeAddress("here", "127.0.0.1")
+ENDPOINT_FILE = "endpoint"
+STATE_FILE = "state"
+TURN_S = 0.02
+START_S = 10.0
+DIAL_S = 5.0
+
+
+def play(message: dict[str, Any], control: Control) -> int:
+    """Be the party that was asked for until told to close; return the exit code."""
+    try:
+        config = parse_config(json.loads(message["config"]))
+        trap = Trap.of(message.get("trap"))
+        match message["kind"]:
+            case "worker":
+                be_worker(config, message["rank"], control, trap)
+            case "coordinator":
+                be_coordinator(config, message, control, trap)
+            case _:
+                be_engine(config, message, control, trap)
+        return 0
+    except BaseException:
+        control.send({"failed": f"{message['kind']} {os.getpid()}: {traceback.format_exc()}"})
+        return 1
+
+
+# --- a worker
+
+
+def be_worker(config: ClusterConfig, rank: int, control: Control, trap: Trap) -> None:
+    """Keep a rank's cache."""
+    worker = EmbeddedWorker(config, rank, partial(connect, trap), is_threaded=True)
+    plan = plan_of(config, worker)
+    worker.allocate(rank, plan)
+    calm_garbage_collector()
+    control.send({"ready": worker.incarnation})
+    is_attached = False
+    while not control.is_over:
+        for order in control.receive():
+            match order["do"]:
+                case "attach":
+                    worker.attach(Endpoint(order["address"]))
+                    is_attached = True
+                case "report":
+                    control.send({"report": order["report"], **describe_worker(worker)})
+                case "close":
+                    worker.close()
+                    return
+        if is_attached:
+            worker.poll(TURN_S)
+        else:
+            select.select([control], [], [], TURN_S)
+
+
+def plan_of(config: ClusterConfig, worker: EmbeddedWorker | None = None) -> Plan:
+    """Return the plan that every process makes for itself: all ranks are alike here."""
+    num_ranks = config.parallel.num_ranks
+    workers = [EmbeddedWorker(config, rank, connect_nobody) for rank in range(num_ranks)]
+    if worker is not None:
+        workers[0] = worker
+    reports = [one.report(HERE, (), num_ranks) for one in workers]
+    return plan_kv_cache(
+        plan_options(config), [r.specs for r in reports], [r.memory for r in reports]
+    )
+
+
+def connect(
+    trap: Trap, endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
+) -> PeerTransport:
+    """Return a worker's or client's end."""
+    made: Any = TrappedPeer(UnixPeer(endpoint, peer, ZmqLimits(max_message_bytes)), trap)
+    transport: PeerTransport = made
+    return transport
+
+
+def connect_nobody(*_: object) -> PeerTransport:
+    """For workers that only say what they keep."""
+    raise ClusterError("nobody is there")
+
+
+def describe_worker(worker: EmbeddedWorker) -> dict[str, Any]:
+    """Return the figures of a rank, and what is wrong with its books."""
+    figures = worker.worker.statistics()
+    return {
+        "broken": broken(worker.worker.check),
+        "epoch": figures.epoch,
+        "applied_seq": worker.worker.applied_seq,
+        "num_labels": len(worker.worker.labels),
+        "num_failed_jobs": figures.num_failed_jobs,
+        "num_invalid": figures.num_invalid_messages,
+        "last_invalid": figures.last_invalid_reason,
+        "num_compared": figures.num_bytes_compared,
+    }
+
+
+def broken(check: Any) -> str:
+    """Return what a check has to say, empty when all is well."""
+    try:
+        check()
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+# --- the coordinator
+
+
+def be_coordinator(
+    config: ClusterConfig, message: dict[str, Any], control: Control, trap: Trap
+) -> None:
+    """Take the workers over, and serve."""
+    clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
+    limits = ZmqLimits(config.transport.max_message_bytes)
+    server = NodeServer(limits)
+    address = server.bind(unix_address(), is_guarded=False)
+    trapped: Any = TrappedServer(server, trap)
+    service = CoordinatorService(
+        trapped, clock, config.transport.max_message_bytes, tick_s=tick_s(config)
+    )
+    coordinator = begin(config, message, service, clock)
+    calm_garbage_collector()
+    control.send({"ready": address})
+    while not control.is_over:
+        for order in control.receive():
+            match order["do"]:
+                case "lost":
+                    lost = (order["rank"], order["incarnation"], "its process was killed")
+                    service.send(coordinator.on_worker_lost(*lost))
+                case "report":
+                    control.send({"report": order["report"], **describe(coordinator, service)})
+                case "close":
+                    coordinator.close()
+                    server.close()
+                    return
+        service.turn()
+
+
+def begin(
+    config: ClusterConfig, message: dict[str, Any], service: CoordinatorService, clock: Clock
+) -> Coordinator:
+    """Take an epoch; again with another coordinator when somebody else was faster."""
+    store = FileStateStore(Path(message["directory"]) / STATE_FILE)
+    plan, give_up_s = plan_of(config), time.monotonic() + START_S
+    known = {int(rank): name for rank, name in message["incarnations"].items()}
+    while True:
+        coordinator = make_coordinator(config, plan, clock, store)
+        try:
+            service.open(coordinator, coordinator.start(known))
+            return coordinator
+        except ClusterError:
+            if time.monotonic() > give_up_s:
+                raise
+
+
+def describe(coordinator: Coordinator, service: CoordinatorService) -> dict[str, Any]:
+    """Return the figures of a coordinator, and what is wrong with its books."""
+    figures, carried = coordinator.statistics(), service.statistics()
+    manager = figures.manager
+    return {
+        "broken": broken(coordinator.check),
+        "phase": figures.phase,
+        "epoch": figures.epoch,
+        "problem": figures.problem,
+        "num_clients": figures.num_clients,
+        "num_open_jobs": figures.num_open_jobs,
+        "num_unacknowledged": figures.num_unacknowledged,
+        "num_wrong_blocks": figures.num_wrong_blocks,
+        "last_finding": figures.last_finding,
+        "num_kept_blocks": figures.num_kept_blocks,
+        "cold_reason": figures.cold_reason,
+        "num_malformed": carried.malformed + carried.impersonated,
+        "applied_seq": figures.applied_seq,
+        "manager": None if manager is None else asdict(manager),
+    }
+
+
+# --- an engine
+
+
+class FileDialer:
+    """How clients find the coordinator: the keeper writes down where it listens. A `Dialing`."""
+
+    needs_keeping_alive = True
+
+    def __init__(self, config: ClusterConfig, directory: Path, trap: Trap) -> None:
+        self.config = config
+        self._file = directory / ENDPOINT_FILE
+        self._trap = trap
+
+    def endpoint(self) -> Endpoint:
+        """Return where the coordinator listens; raises DeadlineError when nowhere."""
+        give_up_s = time.monotonic() + DIAL_S
+        while True:
+            try:
+                return Endpoint(self._file.read_text())
+            except FileNotFoundError as error:
+                if time.monotonic() > give_up_s:
+                    raise DeadlineError("there is no coordinator now") from error
+                time.sleep(TURN_S)
+
+    def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
+        """Return a client's end."""
+        limit = self.config.transport.max_message_bytes
+        return connect(self._trap, endpoint, peer, limit, Mailbox(capacity=1))
+
+    def lost_workers(self) -> str:
+        """Nobody is asked."""
+        return ""
+
+
+def be_engine(config: ClusterConfig, message: dict[str, Any], control: Control, trap: Trap) -> None:
+    """Play a game, and say how it ended."""
+    dialer = FileDialer(config, Path(message["directory"]), trap)
+    with KVCacheClient(dialer, f"engine-{os.getpid()}") as client:
+        dealt = Dealt(**message["dealt"])
+        report = play_game(config, plan_of(config).max_model_len, client, dealt)
+    control.send({"done": report.to_json()})

@@ -1,0 +1,156 @@
+"""One schedule on real processes, from the first fork to the last look for what is left over.
+
+    two games among faults ──▶ one more in peace, over what is cached ──▶ the books ──▶ nothing left
+
+Every byte is checked when it is read, and what was cached is read once more at the end.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.client import KVCacheClient
+from tests.chaos.game import play_game
+from tests.chaos.keeper import Keeper
+from tests.chaos.nursery import Nursery
+from tests.chaos.outcome import Outcome
+from tests.chaos.party import FileDialer, plan_of
+from tests.chaos.schedule import Schedule, Strike, random_schedule
+from tests.chaos.trap import Trap
+
+HANG_S = 60.0
+"""A schedule takes a second or two; whatever takes this long has come to a stop."""
+
+QUIET_S = 15.0
+POLL_S = 0.02
+
+
+class HangError(Exception):
+    """A schedule does not end."""
+
+
+def play_schedule(nursery: Nursery, seed: int) -> Outcome:
+    """Play one schedule to its end; raises AssertionError with the seed when anything is wrong."""
+    schedule = random_schedule(seed)
+    before = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="kvx-", dir="/tmp") as folder:
+        keeper = Keeper(nursery, schedule, Path(folder))
+        try:
+            with time_limit(HANG_S):
+                outcome = _play(keeper, schedule, Path(folder))
+        except Exception as error:
+            # Who is there is gone once it is closed.
+            problem = f"{type(error).__name__}: {error}: {keeper.problems} {keeper.describe()}"
+            keeper.close()
+            raise AssertionError(f"seed {seed} ({schedule}): {problem}") from error
+        keeper.close()
+    left = [*keeper.problems, *(shared_memory() - before)]
+    assert not left, f"seed {seed} ({schedule}): {left}"
+    outcome.deeds = keeper.deeds
+    return outcome
+
+
+def _play(keeper: Keeper, schedule: Schedule, folder: Path) -> Outcome:
+    config, outcome = schedule.config, Outcome()
+    length = plan_of(config).max_model_len
+    strikes: dict[int, list[Strike]] = {}
+    for strike in schedule.strikes:
+        strikes.setdefault(strike.moment, []).append(strike)
+
+    def on_moment(moment: int) -> None:
+        for strike in strikes.pop(moment, ()):
+            keeper.strike(strike)
+
+    keeper.start()
+    dialer = FileDialer(config, folder, Trap(0, 0))
+    with KVCacheClient(dialer, "game") as client:
+        outcome.count(play_game(config, length, client, schedule.game, on_moment))
+    keeper.await_engine(HANG_S)
+    _await(keeper.is_settled, "settle")
+    with KVCacheClient(dialer, "again") as client:
+        outcome.count(play_game(config, length, client, schedule.game))
+    _check_books(keeper)
+    outcome.num_epochs = keeper.reports()["coordinator"]["epoch"]
+    return outcome
+
+
+def _check_books(keeper: Keeper) -> None:
+    """Nobody has anything under way, all blocks are free, and the books add up everywhere."""
+    wrong: list[str] = []
+    give_up_s = time.monotonic() + QUIET_S
+    while True:
+        reports = keeper.reports()
+        wrong = [*_unsettled(reports), *_broken(reports)]
+        if not wrong:
+            return
+        assert time.monotonic() < give_up_s, f"{wrong}: {reports}"
+        time.sleep(POLL_S)
+
+
+def _unsettled(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield what is still under way; what is, for a moment, is no mistake."""
+    coordinator = reports["coordinator"]
+    if coordinator.get("phase") != "running":
+        yield f"the coordinator is {coordinator.get('phase')}"
+        return
+    # One audit may be under way.
+    expected = {"num_clients": 0, "num_open_jobs": 1, "num_unacknowledged": 1}
+    for name, most in expected.items():
+        if coordinator[name] > most:
+            yield f"{name} is {coordinator[name]}"
+    manager = coordinator["manager"]
+    core = manager["core"]
+    if manager["num_running_requests"] or manager["num_preempted_requests"]:
+        yield f"requests are left: {manager}"
+    if core["num_free_blocks"] != core["num_blocks"]:
+        yield f"{core['num_free_blocks']} of {core['num_blocks']} blocks are free"
+    for role, worker in reports.items():
+        if role == "coordinator" or worker.get("broken"):
+            continue
+        if worker["epoch"] != coordinator["epoch"]:
+            yield f"{role} is in epoch {worker['epoch']}"
+        elif worker["num_labels"] != core["num_sealed_blocks"]:
+            yield f"{role} has {worker['num_labels']} labels"
+
+
+def _broken(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for role, report in reports.items():
+        if report["broken"]:
+            yield f"{role}: {report['broken']}"
+        for name in ("num_wrong_blocks", "num_malformed", "num_failed_jobs", "num_invalid"):
+            if report.get(name):
+                yield f"{role}: {name} is {report[name]}"
+
+
+def _await(is_done: Any, what: str) -> None:
+    give_up_s = time.monotonic() + QUIET_S
+    while not is_done():
+        assert time.monotonic() < give_up_s, f"it did not {what} within {QUIET_S} s"
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def time_limit(limit_s: float) -> Iterator[None]:
+    """Raise HangError in this thread, the process's first one, after `limit_s`."""
+
+    def on_alarm(number: int, frame: object) -> None:
+        raise HangError(f"nothing has come to an end for {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def shared_memory() -> set[str]:
+    """Return the files in shared memory."""
+    return {str(path) for path in Path("/dev/shm").glob("*kvcache*")}

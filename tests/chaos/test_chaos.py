@@ -1,0 +1,51 @@
+"""Short forms of the schedules that `python -m tests.chaos` plays: real processes, real signals.
+
+A failing seed is in the message, and `python -m tests.chaos processes --seeds N` plays it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.nursery import Nursery
+from tests.chaos.processes import play_schedule
+
+pytestmark = [pytest.mark.faults, pytest.mark.chaos]
+
+NUM_PROCESS_SEEDS = 10
+REACHING_SEEDS = (45, 103)
+RAY_SEEDS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """What forks the processes of all schedules."""
+    with Nursery() as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(NUM_PROCESS_SEEDS))
+def test_processes_are_killed_and_stopped_and_every_byte_is_right(
+    nursery: Nursery, seed: int
+) -> None:
+    outcome = play_schedule(nursery, seed)
+    assert outcome.bytes_checked > 0
+
+
+def test_the_schedules_reach_what_they_are_meant_to_reach(nursery: Nursery) -> None:
+    deeds: Counter[str] = Counter()
+    for seed in REACHING_SEEDS:
+        deeds += play_schedule(nursery, seed).deeds
+    assert {"killed coordinator", "killed worker", "stopped", "usurped"} <= set(deeds)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("seed", RAY_SEEDS)
+def test_clusters_on_ray_survive_a_schedule(ray_cluster: str, seed: int) -> None:
+    from tests.chaos.ray_clusters import play_on_ray
+
+    outcome = play_on_ray(ray_cluster, seed)
+    assert outcome.bytes_checked > 0

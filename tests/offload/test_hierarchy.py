@@ -1,0 +1,390 @@
+"""Host memory above a disk: what goes where, and when."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvcache.arrays import int32_array
+from kvcache.commands import Label
+from kvcache.errors import ConfigurationError, InvalidInputError
+from kvcache.label_agreement import NO_LABELS
+from kvcache.offload import (
+    Deadlines,
+    HierarchyOptions,
+    JobKind,
+    LabelShape,
+    OffloadAnswer,
+    OffloadKey,
+    Place,
+    TierHierarchy,
+    TierOptions,
+    label_keys,
+    make_offload_key,
+    make_tier,
+)
+from kvcache.offload.contents import label_rows
+from tests.offload.label_chains import SIZE, chain_label
+
+NOW_S = 100.0
+
+
+def make_hierarchy(
+    num_host: int = 4,
+    num_disk: int = 16,
+    options: HierarchyOptions | None = None,
+    labels: LabelShape | None = None,
+    store_after: int = 1,
+) -> TierHierarchy:
+    return TierHierarchy(
+        make_tier(TierOptions("host", num_host, labels=labels, store_after=store_after)),
+        make_tier(TierOptions("file", num_disk, labels=labels)) if num_disk else None,
+        itertools.count(1).__next__,
+        HierarchyOptions(spare_share=0.0) if options is None else options,
+    )
+
+
+def make_keys(num_keys: int, first: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(bytes([first + i]) * 8, 0) for i in range(num_keys)]
+
+
+def store(
+    tiers: TierHierarchy, keys: list[OffloadKey], labels: Label | None = None
+) -> list[OffloadKey]:
+    """Store and return what was stored."""
+    job = tiers.plan_store(keys, NOW_S, labels=labels)
+    if job is None:
+        return []
+    assert tiers.stored(job.job_id, ok=True).tolist() == job.destinations.tolist()
+    return list(job.keys)
+
+
+def spill(tiers: TierHierarchy) -> list[OffloadKey]:
+    """Spill what is due and return it."""
+    spilled: list[OffloadKey] = []
+    while (job := tiers.plan_spills(NOW_S)) is not None:
+        tiers.spilled(job.job_id, ok=True)
+        spilled += job.keys
+    return spilled
+
+
+def places(tiers: TierHierarchy, keys: list[OffloadKey]) -> list[Place]:
+    return [Place(place) for place in tiers.locate(keys).tolist()]
+
+
+def test_a_request_finds_what_was_stored_and_loads_it() -> None:
+    tiers, keys = make_hierarchy(), make_keys(3)
+    assert tiers.look_up(keys).answer is OffloadAnswer.MISS
+    job = tiers.plan_store(keys[:2], NOW_S)
+    assert job is not None
+    hits = tiers.look_up(keys)
+    assert (hits.answer, hits.num_keys, hits.num_ready) == (OffloadAnswer.HIT_PENDING, 2, 0)
+    assert tiers.plan_load(keys, NOW_S) is None
+    tiers.stored(job.job_id, ok=True)
+    hits = tiers.look_up(keys)
+    assert (hits.answer, hits.num_keys, hits.num_in_host) == (OffloadAnswer.HIT, 2, 2)
+    load = tiers.plan_load(keys, NOW_S)
+    assert load is not None
+    assert load.keys == tuple(keys[:2])
+    assert load.sources.tolist() == job.destinations.tolist()
+    tiers.loaded(load.job_id, ok=True)
+    tiers.check()
+    assert tiers.num_open_jobs == 0
+
+
+def test_nothing_is_asked_and_nothing_comes_of_it() -> None:
+    tiers = make_hierarchy()
+    tiers.see([])
+    tiers.touch([])
+    tiers.forget([])
+    assert tiers.look_up([]).answer is OffloadAnswer.MISS
+    assert tiers.locate([]).tolist() == []
+    assert tiers.plan_store([], NOW_S) is None
+    assert tiers.plan_fetch([], NOW_S) is None
+    assert tiers.plan_load([], NOW_S) is None
+    assert tiers.plan_spills(NOW_S) is None
+    assert not tiers.take_discards()
+    assert tiers.expire(NOW_S) == ()
+    tiers.check()
+
+
+def test_look_ups_of_long_prompts_are_whole() -> None:
+    tiers = make_hierarchy(num_host=900)
+    keys = [make_offload_key(i.to_bytes(8, "big"), 0) for i in range(1000)]
+    store(tiers, keys[:700])
+    hits = tiers.look_up(keys)
+    assert (hits.num_keys, hits.num_in_host, hits.num_asked) == (700, 700, 1000)
+    tiers.count(hits)
+    assert tiers.statistics().host.hit_rate == 0.7
+
+
+def test_what_no_file_has_is_spilled_before_it_is_evicted() -> None:
+    tiers = make_hierarchy()
+    old, new = make_keys(4), make_keys(3, first=10)
+    store(tiers, old)
+    assert spill(tiers) == []
+    assert tiers.plan_store(new, NOW_S) is None
+    assert places(tiers, new) == [Place.NOWHERE] * 3
+    job = tiers.plan_spills(NOW_S)
+    assert job is not None
+    # Of one chain the tail goes first; as many as the store found missing.
+    assert list(job.keys) == [old[3], old[2], old[1]]
+    assert tiers.plan_store(new, NOW_S) is None
+    tiers.spilled(job.job_id, ok=True)
+    assert store(tiers, new) == new
+    assert places(tiers, old) == [Place.HOST] + [Place.DISK] * 3
+
+
+def test_a_share_of_the_slots_is_kept_clean_ahead_of_time() -> None:
+    tiers = make_hierarchy(num_host=8, options=HierarchyOptions(spare_share=0.25))
+    keys = make_keys(8)
+    store(tiers, keys[:6])
+    assert spill(tiers) == []
+    store(tiers, keys[6:])
+    assert spill(tiers) == [keys[5], keys[4]]
+    assert places(tiers, keys) == [Place.HOST] * 8
+
+
+def test_with_write_through_all_that_is_stored_is_spilled() -> None:
+    tiers = make_hierarchy(options=HierarchyOptions(disk_write="on_store", spare_share=0.0))
+    keys = make_keys(3)
+    store(tiers, keys)
+    assert spill(tiers) == keys
+    assert spill(tiers) == []
+    tiers.host.forget(keys)
+    assert places(tiers, keys) == [Place.DISK] * 3
+
+
+def test_no_more_is_spilled_or_fetched_at_once_than_allowed() -> None:
+    options = HierarchyOptions("on_store", 0.0, max_spilling_blocks=2, max_fetching_blocks=1)
+    tiers, keys = make_hierarchy(options=options), make_keys(3)
+    store(tiers, keys)
+    first = tiers.plan_spills(NOW_S)
+    assert first is not None
+    assert len(first.keys) == 2
+    assert tiers.plan_spills(NOW_S) is None
+    tiers.spilled(first.job_id, ok=True)
+    assert spill(tiers) == [keys[2]]
+    tiers.host.forget(keys)
+    fetch = tiers.plan_fetch(keys, NOW_S)
+    assert fetch is not None
+    assert fetch.keys == (keys[0],)
+    assert tiers.plan_fetch(keys, NOW_S) is None
+
+
+def test_fetched_content_is_clean_and_still_on_disk() -> None:
+    tiers, keys = make_hierarchy(options=HierarchyOptions("on_store", 0.0)), make_keys(2)
+    store(tiers, keys)
+    spill(tiers)
+    tiers.host.forget(keys)
+    hits = tiers.look_up(keys)
+    assert (hits.answer, hits.num_ready, hits.num_in_host) == (OffloadAnswer.HIT, 2, 0)
+    fetch = tiers.plan_fetch(keys, NOW_S)
+    assert fetch is not None
+    assert places(tiers, keys) == [Place.HOST_PENDING] * 2
+    assert tiers.fetched(fetch.job_id, ok=True).tolist() == fetch.destinations.tolist()
+    assert places(tiers, keys) == [Place.HOST] * 2
+    assert tiers.host.owed(keys) == []
+    assert spill(tiers) == []
+
+
+def test_a_damaged_file_is_forgotten_and_the_others_are_not() -> None:
+    tiers, keys = make_hierarchy(options=HierarchyOptions("on_store", 0.0)), make_keys(3)
+    store(tiers, keys)
+    spill(tiers)
+    tiers.host.forget(keys)
+    fetch = tiers.plan_fetch(keys, NOW_S)
+    assert fetch is not None
+    bad = int(fetch.destinations[1])
+    sealed = tiers.fetched(fetch.job_id, ok=False, failed=[bad])
+    assert sealed.tolist() == [a for a in fetch.destinations.tolist() if a != bad]
+    assert places(tiers, keys) == [Place.HOST, Place.NOWHERE, Place.HOST]
+    discards = tiers.take_discards()
+    assert discards.keys == (keys[1],)
+    assert not tiers.take_discards()
+
+
+def test_a_failure_that_names_nothing_is_a_failure_of_all() -> None:
+    tiers, keys = make_hierarchy(num_disk=0), make_keys(3)
+    store(tiers, keys)
+    load = tiers.plan_load(keys, NOW_S)
+    assert load is not None
+    tiers.loaded(load.job_id, ok=False)
+    assert places(tiers, keys) == [Place.NOWHERE] * 3
+    assert tiers.take_discards().addresses.tolist() == load.sources.tolist()
+    assert tiers.statistics().num_failed_jobs == 1
+
+
+def test_a_spill_that_fails_is_not_tried_again() -> None:
+    tiers, keys = make_hierarchy(), make_keys(4)
+    store(tiers, keys)
+    assert tiers.plan_store(make_keys(4, first=10), NOW_S) is None
+    job = tiers.plan_spills(NOW_S)
+    assert job is not None
+    tiers.spilled(job.job_id, ok=False, failed=[int(job.sources[0])])
+    assert tiers.take_discards().keys == (job.keys[0],)
+    assert places(tiers, keys) == [Place.HOST] * 4
+    assert len(store(tiers, make_keys(4, first=10))) == 4
+    assert sorted(places(tiers, keys)) == [Place.NOWHERE] + [Place.DISK] * 3
+
+
+def test_a_file_of_content_that_turned_out_damaged_is_not_believed() -> None:
+    tiers, keys = make_hierarchy(options=HierarchyOptions("on_store", 0.0)), make_keys(1)
+    store(tiers, keys)
+    load, written = tiers.plan_load(keys, NOW_S), tiers.plan_spills(NOW_S)
+    assert load is not None
+    assert written is not None
+    tiers.loaded(load.job_id, ok=False)
+    assert not tiers.take_discards()
+    tiers.spilled(written.job_id, ok=True)
+    assert places(tiers, keys) == [Place.NOWHERE]
+    discards = tiers.take_discards()
+    assert (discards.addresses.tolist(), discards.keys) == (load.sources.tolist(), tuple(keys))
+
+
+def test_a_file_that_is_written_again_is_not_discarded() -> None:
+    options = HierarchyOptions("on_store", 0.0)
+    tiers, keys = make_hierarchy(num_disk=1, options=options), make_keys(2)
+    store(tiers, keys[:1])
+    assert spill(tiers) == keys[:1]
+    store(tiers, keys[1:])
+    assert spill(tiers) == keys[1:]
+    tiers.host.forget(keys[:1])
+    store(tiers, keys[:1])
+    assert spill(tiers) == keys[:1]
+    assert places(tiers, keys) == [Place.HOST] * 2
+    assert tiers.take_discards().keys == (keys[1],)
+
+
+def test_late_stores_are_in_quarantine_until_they_are_reported() -> None:
+    options = HierarchyOptions(deadlines=Deadlines(store_s=10.0))
+    tiers, keys = make_hierarchy(num_host=2, num_disk=0, options=options), make_keys(2)
+    job = tiers.plan_store(keys, NOW_S)
+    assert job is not None
+    assert tiers.expire(NOW_S + 9.9) == ()
+    (late,) = tiers.expire(NOW_S + 10.0)
+    assert (late.job_id, late.kind, late.keys) == (job.job_id, JobKind.STORE, job.keys)
+    assert tiers.expire(NOW_S + 20.0) == ()
+    assert tiers.look_up(keys).answer is OffloadAnswer.MISS
+    assert tiers.plan_store(make_keys(2, first=5), NOW_S) is None
+    assert tiers.statistics().host.num_quarantined_slots == 2
+    assert len(tiers.stored(job.job_id, ok=True)) == 0
+    assert len(store(tiers, make_keys(2, first=5))) == 2
+
+
+def test_a_disk_that_does_not_answer_is_left_alone() -> None:
+    tiers, keys = make_hierarchy(num_host=2), make_keys(2)
+    store(tiers, keys)
+    tiers.plan_store(make_keys(1, first=5), NOW_S)
+    job = tiers.plan_spills(NOW_S)
+    assert job is not None
+    tiers.expire(NOW_S + 1e6)
+    assert places(tiers, keys) == [Place.HOST] * 2
+    # The other slot is dirty, but nobody will ever spill it.
+    assert store(tiers, make_keys(2, first=5)) == make_keys(1, first=5)
+    assert tiers.plan_spills(NOW_S) is None
+    tiers.spilled(job.job_id, ok=True)
+    assert tiers.is_disk_in_use
+    assert tiers.take_discards().keys == job.keys
+    tiers.check()
+
+
+def test_rare_content_is_stored_when_it_was_seen_often_enough() -> None:
+    tiers, keys = make_hierarchy(store_after=2), make_keys(3)
+    tiers.see(keys)
+    assert store(tiers, keys) == []
+    tiers.see(keys[:2])
+    assert store(tiers, keys) == keys[:2]
+    assert tiers.statistics().host.num_skipped == 3 + 1
+
+
+def test_swapped_content_is_stored_at_once_and_never_spilled() -> None:
+    tiers, keys = make_hierarchy(num_host=2, store_after=2), make_keys(2)
+    job = tiers.plan_store(keys, NOW_S, is_private=True)
+    assert job is not None
+    assert len(tiers.stored(job.job_id, ok=True)) == 0
+    assert spill(tiers) == []
+    tiers.forget(keys)
+    assert tiers.host.num_free_slots == 2
+
+
+def test_labels_move_with_content_and_are_told_by_tier() -> None:
+    options = HierarchyOptions("on_store", 0.0)
+    tiers = make_hierarchy(options=options, labels=LabelShape(32, SIZE))
+    label = chain_label(2)
+    keys = label_keys(label)
+    store(tiers, keys, label)
+    spill(tiers)
+    tiers.host.forget(keys)
+    fetch = tiers.plan_fetch(keys, NOW_S)
+    assert fetch is not None
+    tiers.fetched(fetch.job_id, ok=True)
+    told = [(event.medium, event.removed, event.keys) for event in tiers.take_events()]
+    both = tuple(keys)
+    assert told == [
+        ("host", False, both),
+        ("host", True, both),
+        ("host", False, both),
+        ("file", False, both),
+    ]
+    found = tiers.host.labels_of(keys)
+    assert found is not None
+    assert (found.digests, found.parent_digests) == (label.digests, label.parent_digests)
+    assert found.token_ids.tolist() == label.token_ids.tolist()
+
+
+def test_a_restarted_hierarchy_takes_what_the_ranks_agree_on() -> None:
+    tiers = make_hierarchy(num_host=4, labels=LabelShape(32, SIZE))
+    label = chain_label(5)
+    keys = label_keys(label)
+    tiers.begin_adoption()
+    assert tiers.look_up(keys).answer is OffloadAnswer.RETRY
+    assert tiers.plan_store(keys, NOW_S, labels=label) is None
+    # Address 3 has what address 0 has, and address 9 does not exist.
+    in_host = label_rows(label, np.array([0, 1, 0, 2]))
+    tiers.adopt_host(replace(in_host, block_ids=int32_array([0, 2, 3, 9])))
+    assert tiers.take_discards().addresses.tolist() == [3]
+    hits = tiers.look_up(keys)
+    assert (hits.num_keys, hits.ends_unknown, hits.answer) == (2, True, OffloadAnswer.HIT)
+    tiers.adopt_disk(label_rows(label, np.array([1, 2, 3])))
+    assert places(tiers, keys) == [Place.HOST] * 2 + [Place.DISK] * 2 + [Place.NOWHERE]
+    assert tiers.host.owed(keys) == [keys[0]]
+    assert tiers.host.addresses_of(keys[:2]).tolist() == [0, 2]
+    assert [event.medium for event in tiers.take_events()] == ["host", "file"]
+    tiers.check()
+
+
+def test_files_beyond_the_quota_are_discarded_the_oldest_first() -> None:
+    tiers, label = make_hierarchy(num_disk=2), chain_label(3)
+    keys = label_keys(label)
+    tiers.adopt_disk(label)
+    assert places(tiers, keys) == [Place.NOWHERE, Place.DISK, Place.DISK]
+    assert tiers.take_discards().keys == (keys[0],)
+
+
+def test_only_empty_tiers_adopt() -> None:
+    tiers, keys = make_hierarchy(), make_keys(1)
+    store(tiers, keys)
+    with pytest.raises(InvalidInputError) as caught:
+        tiers.adopt_host(NO_LABELS)
+    assert str(caught.value) == "tier 'host' holds 1 keys: adopt into a new one"
+    with pytest.raises(ConfigurationError, match="files cannot be adopted without a file tier"):
+        make_hierarchy(num_disk=0).adopt_disk(NO_LABELS)
+
+
+def test_a_job_ends_once_and_as_what_it_is() -> None:
+    tiers, keys = make_hierarchy(), make_keys(1)
+    job = tiers.plan_store(keys, NOW_S)
+    assert job is not None
+    with pytest.raises(InvalidInputError) as caught:
+        tiers.loaded(job.job_id, ok=True)
+    assert str(caught.value) == (
+        f"load {job.job_id} cannot end: job {job.job_id} is a store: report each job once, as "
+        "what it is"
+    )
+    tiers.stored(job.job_id, ok=True)
+    with pytest.raises(InvalidInputError, match=f"job {job.job_id} is not open"):
+        tiers.stored(job.job_id, ok=True)

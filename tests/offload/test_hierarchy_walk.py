@@ -1,0 +1,223 @@
+"""Random requests on a hierarchy, whose jobs move bytes that are compared; `check()` after each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from kvcache.errors import InvalidInputError
+from kvcache.offload import (
+    Deadlines,
+    FetchJob,
+    HierarchyOptions,
+    LoadJob,
+    OffloadAnswer,
+    OffloadKey,
+    Place,
+    SpillJob,
+    StoreJob,
+    TierHierarchy,
+    TierOptions,
+    make_offload_key,
+    make_tier,
+)
+from kvcache.policies import EVICTION_POLICIES
+from tests.offload.byte_world import ByteWorld
+
+NUM_STEPS = 400
+POLICIES = sorted(EVICTION_POLICIES)
+DEADLINES = Deadlines(store_s=5.0, load_s=5.0, spill_s=8.0, fetch_s=8.0)
+
+
+class Walk:
+    """A hierarchy and the bytes that it is about."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.world = ByteWorld(rng)
+        self.now_s = 0.0
+        has_disk, num_host = rng.random() < 0.85, rng.choice([2, 5, 10, 16])
+        self.hierarchy = TierHierarchy(
+            make_tier(
+                TierOptions(
+                    "host",
+                    num_host,
+                    blocks_per_slot=rng.choice([1, 1, 2, 3]),
+                    policy=rng.choice(POLICIES),
+                    store_after=rng.choice([1, 1, 1, 2]),
+                )
+            ),
+            make_tier(TierOptions("file", rng.choice([3, 20, 40]), policy=rng.choice(POLICIES)))
+            if has_disk
+            else None,
+            itertools.count(1).__next__,
+            HierarchyOptions(
+                disk_write=rng.choice(["on_evict", "on_store"]),
+                spare_share=rng.choice([0.0, 0.25, 1.0]),
+                max_spilling_blocks=rng.choice([1, 4, 1000]),
+                max_fetching_blocks=rng.choice([2, 1000]),
+                deadlines=DEADLINES,
+            ),
+        )
+        self.private: set[OffloadKey] = set()
+        self.overdue: set[int] = set()
+        self.num_loaded = 0
+        self.discard_share = rng.choice([0.01, 0.5])
+        self.chains: list[list[OffloadKey]] = [[]]
+        for _ in range(8):
+            base = rng.choice(self.chains)
+            chain = base[: rng.randrange(len(base) + 1)]
+            chain += [make_offload_key(rng.randbytes(8), 0) for _ in range(rng.randrange(1, 12))]
+            self.chains.append(chain)
+        self.every = sorted({key for chain in self.chains for key in chain})
+
+    def request(self) -> list[OffloadKey]:
+        chain = self.rng.choice(self.chains[1:])
+        return chain[: self.rng.randrange(1, len(chain) + 1)]
+
+    def store(self) -> None:
+        keys = self.request()
+        self.hierarchy.see(keys)
+        skipped = self.rng.randrange(len(keys))
+        behind = keys[skipped - 1] if skipped else None
+        job = self.hierarchy.plan_store(keys[skipped:], self.now_s, behind=behind)
+        if job is not None:
+            assert [keys[skipped:][i] for i in job.positions.tolist()] == list(job.keys)
+            self.world.start(job)
+
+    def swap(self) -> None:
+        key = make_offload_key(self.rng.randbytes(9), 0)
+        job = self.hierarchy.plan_store([key], self.now_s, is_private=True)
+        if job is not None:
+            self.private.add(key)
+            self.world.start(job)
+
+    def resume(self) -> None:
+        """Load what is there of a request, fetch what is not."""
+        keys = self.request()
+        self.hierarchy.touch(keys)
+        hits = self.hierarchy.look_up(keys)
+        self.hierarchy.count(hits)
+        fetch = self.hierarchy.plan_fetch(keys[: hits.num_ready], self.now_s)
+        if fetch is not None:
+            self.world.start(fetch)
+        load = self.hierarchy.plan_load(keys, self.now_s)
+        if load is None:
+            assert hits.num_in_host == 0
+        else:
+            assert list(load.keys) == keys[: hits.num_in_host]
+            self.world.start(load)
+
+    def spill(self) -> None:
+        job = self.hierarchy.plan_spills(self.now_s)
+        if job is not None:
+            assert not self.private & set(job.keys)
+            self.world.start(job)
+
+    def end_job(self) -> None:
+        if self.world.running:
+            self.end(self.rng.choice(list(self.world.running)))
+
+    def end(self, job_id: int) -> None:
+        outcome = self.world.end(job_id)
+        is_late = job_id in self.overdue
+        match outcome.job:
+            case StoreJob():
+                sealed = self.hierarchy.stored(job_id, outcome.ok)
+                assert not (len(sealed) and is_late)
+                self.world.seal(sealed)
+            case FetchJob():
+                sealed = self.hierarchy.fetched(job_id, outcome.ok, outcome.failed)
+                assert not (len(sealed) and is_late)
+                self.world.seal(sealed)
+            case SpillJob():
+                self.hierarchy.spilled(job_id, outcome.ok, outcome.failed)
+            case LoadJob():
+                self.num_loaded += len(outcome.job.keys)
+                self.hierarchy.loaded(job_id, outcome.ok, outcome.failed)
+
+    def pass_time(self) -> None:
+        self.now_s += self.rng.random() * 2
+        for late in self.hierarchy.expire(self.now_s):
+            assert late.job_id in self.world.running
+            assert late.job_id not in self.overdue
+            self.overdue.add(late.job_id)
+
+    def forget(self) -> None:
+        keys = self.rng.sample(self.every, 2)
+        self.hierarchy.forget(keys)
+        assert self.hierarchy.locate(keys).tolist() == [Place.NOWHERE] * 2
+
+    def reset(self) -> None:
+        if self.rng.random() < 0.1:
+            self.hierarchy.reset()
+            assert self.hierarchy.look_up(self.every).answer is OffloadAnswer.MISS
+
+    def mistake(self) -> None:
+        for end in (self.hierarchy.loaded, self.hierarchy.spilled, self.hierarchy.fetched):
+            with pytest.raises(InvalidInputError, match="report each job once"):
+                end(10**9, True)
+        with pytest.raises(InvalidInputError, match="report each job once"):
+            self.hierarchy.stored(10**9, True)
+
+    def compare(self) -> None:
+        hierarchy, world = self.hierarchy, self.world
+        hierarchy.check()
+        every = [*self.every, *self.private]
+        places = hierarchy.locate(every)
+        in_host = [every[i] for i in np.flatnonzero(places == Place.HOST).tolist()]
+        for key, address in zip(
+            in_host, hierarchy.host.addresses_of(in_host).tolist(), strict=True
+        ):
+            assert world.host[address] == key
+            assert key in self.private or world.sealed[address] == key
+        for key in (every[i] for i in np.flatnonzero(places == Place.DISK).tolist()):
+            assert world.files[key] == key
+        for address, key in world.sealed.items():
+            assert world.host[address] == key
+        if self.rng.random() < self.discard_share:
+            world.discard(hierarchy.take_discards())
+
+    def finish(self) -> None:
+        """End every job: no hold, no pending key, no file without an entry is left."""
+        for job_id in list(self.world.running):
+            self.end(job_id)
+            self.compare()
+        self.world.discard(self.hierarchy.take_discards())
+        figures = self.hierarchy.statistics()
+        assert self.hierarchy.num_open_jobs == figures.num_overdue == 0
+        for tier in (figures.host, figures.disk):
+            if tier is not None:
+                assert tier.num_pending == tier.num_held == tier.num_quarantined_slots == 0
+        if self.hierarchy.disk is not None:
+            assert set(self.world.files) == set(self.hierarchy.disk.keys())
+        self.hierarchy.reset()
+        self.hierarchy.check()
+        self.world.discard(self.hierarchy.take_discards())
+        assert not self.world.files
+        assert self.hierarchy.host.num_free_slots == figures.host.num_slots
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
+    walk = Walk(seed)
+    operations = [
+        *[walk.store] * 5,
+        *[walk.resume] * 3,
+        *[walk.spill] * 4,
+        *[walk.world.proceed] * 6,
+        *[walk.end_job] * 9,
+        walk.swap,
+        walk.pass_time,
+        walk.forget,
+        walk.reset,
+        walk.mistake,
+    ]
+    for _ in range(NUM_STEPS):
+        walk.rng.choice(operations)()
+        walk.compare()
+    walk.finish()
+    assert walk.num_loaded > 0

@@ -1,0 +1,410 @@
+"""Every policy once more, slow and obvious: plain lists, looked through from end to end.
+
+A slow policy says of each entry in which line it stands and since when, and of all that stand
+somewhere which one is the next victim. What the protocol asks for beyond that is in `SlowPolicy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcache.policies import EntryBook, EntryInfo
+
+
+@dataclass
+class Seat:
+    """An entry that is inserted, or that was when it came into use."""
+
+    entry: int
+    name: object
+    weight: int
+    parent: int | None
+    line: str = ""
+    since: int = 0
+    uses: int = 1
+    worth: float = 0
+
+
+@dataclass
+class Gone:
+    """A victim: which names go with it, and whether it goes as a whole."""
+
+    seat: Seat
+    names: list[bytes]
+    is_whole: bool
+
+
+@dataclass
+class Memory:
+    """Names of evicted contents, the oldest first, each with what was known of it."""
+
+    names: list[tuple[bytes, int]] = field(default_factory=list)
+
+    def add(self, names: Sequence[bytes], value: int) -> None:
+        for name in names:
+            self.names = [known for known in self.names if known[0] != name]
+            self.names.append((name, value))
+
+    def take(self, names: Sequence[bytes]) -> list[int]:
+        values = [value for name, value in self.names if name in names]
+        self.names = [known for known in self.names if known[0] not in names]
+        return values
+
+    def trim(self, limit: float) -> None:
+        while len(self.names) > max(0, limit):
+            del self.names[0]
+
+
+def names_of(info: EntryInfo) -> list[bytes]:
+    if info.content is None:
+        return []
+    packed, size = info.contents or info.content, len(info.content)
+    return [packed[i : i + size] for i in range(0, len(packed), size)]
+
+
+class SlowPolicy:
+    """What all slow policies do alike. Subclasses say `seat_new`, `seat_used` and `pick`."""
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        self.capacity = capacity
+        self.book = book
+        self.seats: list[Seat] = []
+        self.in_use: list[Seat] = []
+        self.due: list[int] = []
+        self.parked: list[int] = []
+        self.gone: list[Gone] = []
+        self.room = 0
+        self.clock = 0
+        self.start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlowPolicy:
+        twin = object.__new__(type(self))
+        memo[id(self.book)] = self.book
+        twin.__dict__.update(deepcopy(vars(self), memo))
+        return twin
+
+    def start(self) -> None:
+        """Make what the policy remembers."""
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        seat.since = self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.since = self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        return min(standing, key=lambda seat: seat.since)
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        """Remember contents that are gone for good."""
+
+    def after_insert(self) -> None:
+        """Restore what holds of the lines."""
+
+    def now(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def blocks_in(self, line: str) -> int:
+        return sum(seat.weight for seat in self.seats if seat.line == line)
+
+    def seat(self, entry: int) -> Seat:
+        return next(seat for seat in self.seats if seat.entry == entry)
+
+    # --- the protocol ---
+
+    def insert(self, entries: Sequence[int]) -> None:
+        for gone in self.gone:
+            self.evicted(gone.seat, gone.names)
+        self.gone.clear()
+        self.due.clear()
+        for entry in entries:
+            info = self.book.describe(entry)
+            name = entry if info.content is None else info.content
+            known = [seat for seat in self.in_use if seat.name == name]
+            self.in_use = [seat for seat in self.in_use if seat.name != name]
+            if not known and info.cut_from is not None:
+                known = [seat for seat in self.seats if seat.name == info.cut_from]
+                known = known or [seat for seat in self.in_use if seat.name == info.cut_from]
+            seat = deepcopy(known[-1]) if known else Seat(entry, name, 0, None)
+            seat.entry, seat.name = entry, name
+            seat.weight, seat.parent = info.weight_blocks, info.parent
+            if known:
+                self.seat_used(seat)
+            else:
+                self.seat_new(seat, names_of(info))
+            self.sit_down(seat)
+        self.room = max(self.room, sum(seat.weight for seat in self.seats))
+        self.after_insert()
+
+    def remove(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            seat = self.leave(entry)
+            self.in_use = [other for other in self.in_use if other.name != seat.name]
+            self.in_use.append(seat)
+        self.in_use = self.in_use[-self.capacity :]
+
+    def discard(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self.child_has_gone(self.leave(entry).parent)
+
+    def choose(self, num_blocks: int) -> tuple[list[int], int]:
+        chosen: list[int] = []
+        going: list[int] = []
+        num_of_last = missing = num_blocks
+        while missing > 0 and self.seats:
+            entry = self.next_victim(going)
+            info = self.book.describe(entry)
+            seat = self.leave(entry)
+            num_of_last = min(missing, info.weight_blocks)
+            missing -= num_of_last
+            names = names_of(info)[::-1][:num_of_last]
+            self.gone.append(Gone(seat, names, num_of_last == info.weight_blocks))
+            chosen.append(entry)
+            if info.parent is not None:
+                going.append(info.parent)
+                self.child_has_gone(info.parent)
+        return chosen, num_of_last
+
+    def put_back(self, entries: Sequence[int]) -> None:
+        for entry in reversed(entries):
+            gone = next(gone for gone in self.gone if gone.seat.entry == entry)
+            self.gone.remove(gone)
+            if not gone.is_whole:
+                self.evicted(gone.seat, gone.names)
+            info = self.book.describe(entry)
+            gone.seat.weight, gone.seat.parent = info.weight_blocks, info.parent
+            gone.seat.name = entry if info.content is None else info.content
+            self.sit_down(gone.seat)
+            self.due.insert(0, entry)
+
+    def order(self) -> list[int]:
+        twin = deepcopy(self)
+        order = []
+        while twin.seats:
+            order += twin.choose(10**9)[0]
+        return order
+
+    # --- inside ---
+
+    def next_victim(self, going: list[int]) -> int:
+        while True:
+            waiting = [*self.due, *self.parked]
+            standing = [seat for seat in self.seats if seat.entry not in waiting]
+            if self.due:
+                entry = self.due.pop(0)
+            elif standing:
+                entry = self.pick(standing).entry
+            else:
+                return self.parked[0]
+            if self.book.describe(entry).num_children <= going.count(entry):
+                return entry
+            self.parked.append(entry)
+
+    def child_has_gone(self, parent: int | None) -> None:
+        if parent in self.parked:
+            self.parked.remove(parent)
+            self.due.insert(0, parent)
+
+    def sit_down(self, seat: Seat) -> None:
+        """Of seats that are worth the same, as those of a content that was cut, by number."""
+        self.seats.append(seat)
+        self.seats.sort(key=lambda seat: seat.entry)
+
+    def leave(self, entry: int) -> Seat:
+        seat = self.seat(entry)
+        self.seats.remove(seat)
+        self.due = [other for other in self.due if other != entry]
+        self.parked = [other for other in self.parked if other != entry]
+        return seat
+
+
+def is_mostly(known: Sequence[int], names: Sequence[bytes]) -> bool:
+    return len(known) > len(names) / 2
+
+
+class SlowLRU(SlowPolicy):
+    pass
+
+
+class SlowFIFO(SlowPolicy):
+    def seat_used(self, seat: Seat) -> None:
+        pass
+
+
+class SlowLFU(SlowPolicy):
+    def start(self) -> None:
+        self.memory = Memory()
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        known = self.memory.take(names)
+        seat.uses = 1 + (min(known) if is_mostly(known, names) else 0)
+        seat.since = self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.uses += 1
+        seat.since = self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        return min(standing, key=lambda seat: (seat.uses, seat.since))
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        self.memory.add(names, seat.uses)
+        self.memory.trim(2 * self.room)
+
+
+class SlowAgeingLFU(SlowPolicy):
+    def start(self) -> None:
+        self.age = 0.0
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        seat.worth, seat.since = self.age + 1, self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.uses += 1
+        seat.worth, seat.since = self.age + seat.uses, self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        return min(standing, key=lambda seat: (seat.worth, seat.since))
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        self.age = max(self.age, seat.worth)
+
+
+class SlowLRU2(SlowPolicy):
+    def start(self) -> None:
+        self.memory = Memory()
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        known = self.memory.take(names)
+        seat.worth = min(known) if is_mostly(known, names) else 0
+        seat.since = self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.worth, seat.since = seat.since, self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        return min(standing, key=lambda seat: (seat.worth, seat.since))
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        self.memory.add(names, seat.since)
+        self.memory.trim(2 * self.room)
+
+
+class SlowSLRU(SlowPolicy):
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        seat.line, seat.since = "probation", self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.line, seat.since = "protected", self.now()
+
+    def after_insert(self) -> None:
+        while self.blocks_in("protected") > 0.8 * self.room:
+            waiting = [*self.due, *self.parked]
+            protected = [
+                seat
+                for seat in self.seats
+                if seat.line == "protected" and seat.entry not in waiting
+            ]
+            if not protected:
+                return
+            first = min(protected, key=lambda seat: seat.since)
+            first.line, first.since = "probation", self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        return min(standing, key=lambda seat: (seat.line == "protected", seat.since))
+
+
+class SlowTwoQ(SlowPolicy):
+    def start(self) -> None:
+        self.a1out = Memory()
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        seat.line = "am" if is_mostly(self.a1out.take(names), names) else "a1in"
+        seat.since = self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        if seat.line == "am":
+            seat.since = self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        first = "a1in" if self.blocks_in("a1in") > 0.25 * self.room else "am"
+        return min(standing, key=lambda seat: (seat.line != first, seat.since))
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        if seat.line == "a1in":
+            self.a1out.add(names, 0)
+            self.a1out.trim(self.room // 2)
+
+
+class SlowS3FIFO(SlowPolicy):
+    def start(self) -> None:
+        self.memory = Memory()
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        seat.line = "main" if is_mostly(self.memory.take(names), names) else "small"
+        seat.uses, seat.since = 0, self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.uses = min(3, seat.uses + 1)
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        while True:
+            first = "small" if self.blocks_in("small") > 0.1 * self.room else "main"
+            seat = min(standing, key=lambda seat: (seat.line != first, seat.since))
+            if seat.line == "small" and seat.uses > 1:
+                seat.line, seat.uses, seat.since = "main", 0, self.now()
+            elif seat.line == "main" and seat.uses:
+                seat.uses, seat.since = seat.uses - 1, self.now()
+            else:
+                return seat
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        if seat.line == "small":
+            self.memory.add(names, 0)
+            self.memory.trim(int(0.9 * self.room))
+
+
+class SlowARC(SlowPolicy):
+    def start(self) -> None:
+        self.b1, self.b2, self.target = Memory(), Memory(), 0.0
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        num_b1, num_b2 = len(self.b1.names), len(self.b2.names)
+        of_b1, of_b2 = self.b1.take(names), self.b2.take(names)
+        if of_b1:
+            self.target += len(of_b1) * max(1, num_b2 / num_b1)
+        if of_b2:
+            self.target -= len(of_b2) * max(1, num_b1 / num_b2)
+        self.target = min(max(0, self.target), self.room)
+        seat.line = "t2" if is_mostly(of_b1 + of_b2, names) else "t1"
+        seat.since = self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        seat.line, seat.since = "t2", self.now()
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        first = "t1" if self.blocks_in("t1") > self.target else "t2"
+        return min(standing, key=lambda seat: (seat.line != first, seat.since))
+
+    def evicted(self, seat: Seat, names: list[bytes]) -> None:
+        (self.b1 if seat.line == "t1" else self.b2).add(names, 0)
+        num_t1, num_t2 = self.blocks_in("t1"), self.blocks_in("t2")
+        self.b1.trim(self.room - num_t1)
+        self.b2.trim(2 * self.room - num_t1 - num_t2 - len(self.b1.names))
+
+
+SLOW_POLICIES: dict[str, type[SlowPolicy]] = {
+    "arc": SlowARC,
+    "fifo": SlowFIFO,
+    "lfu": SlowLFU,
+    "lfu_da": SlowAgeingLFU,
+    "lru": SlowLRU,
+    "lru2": SlowLRU2,
+    "s3fifo": SlowS3FIFO,
+    "slru": SlowSLRU,
+    "twoq": SlowTwoQ,
+}

@@ -1,0 +1,73 @@
+"""Every policy in both cores: random walks of whole managers, and hit rates on a real trace.
+
+The walks check after every operation that the books add up, that no cached block has lost the one
+it continues, and that blocks hold what their tokens demand; at the end, that no block was lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcache.clock import VirtualClock
+from kvcache.core import Core
+from kvcache.manager.core_registry import CORES, CoreSettings
+from kvcache.policies import EVICTION_POLICIES
+from kvcache.simulate import MooncakeTrace
+from kvcache.simulate.counting import CountingOptions, count_prefill_hits
+from kvcache.simulate.workload import LimitedWorkload
+from tests.agreement.configurations import Family, configuration_named
+from tests.agreement.walk import Walk
+
+NAMES = sorted(set(EVICTION_POLICIES) - {"lru"})  # the agreement suite walks under LRU
+WALKED = ("full", "full, window", "two full", "full, window, states", "window")
+NUM_OPERATIONS = 60
+NUM_LONG_OPERATIONS = 120
+
+TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
+NUM_LINES = 800
+
+
+def walk(core: str, policy: str, configuration: str, seed: int, num_operations: int) -> Walk:
+    def make(settings: CoreSettings) -> Core:
+        return CORES[core](replace(settings, eviction_policy=policy))
+
+    one = Walk(
+        configuration_named(configuration),
+        Family.DUPLICATES_PRESSURE,
+        seed,
+        ["walked"],
+        {**CORES, "walked": make},
+    )
+    one.go(num_operations)
+    return one
+
+
+@pytest.mark.parametrize("core", sorted(CORES))
+@pytest.mark.parametrize("policy", NAMES)
+def test_a_core_keeps_its_books_under_every_policy(core: str, policy: str) -> None:
+    for seed, configuration in enumerate(WALKED[:3]):
+        walk(core, policy, configuration, seed, NUM_OPERATIONS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("core", sorted(CORES))
+@pytest.mark.parametrize("policy", NAMES)
+def test_a_core_keeps_its_books_under_every_policy_for_long(core: str, policy: str) -> None:
+    for seed in (10, 11):
+        for configuration in WALKED:
+            walk(core, policy, configuration, seed, NUM_LONG_OPERATIONS)
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+@pytest.mark.parametrize("core", sorted(CORES))
+@pytest.mark.parametrize(("policy", "hit_rate"), [("lfu_da", 0.0402), ("arc", 0.0441)])
+def test_hit_rates_on_the_opening_of_the_conversation_trace(
+    core: str, policy: str, hit_rate: float
+) -> None:
+    options = CountingOptions(1_500, eviction_policy=policy, core=core, hash_algorithm="xxh3_128")
+    opening = LimitedWorkload(MooncakeTrace(TRACE), NUM_LINES)
+    count = count_prefill_hits(opening, options, VirtualClock())
+    assert count.hit_rate == pytest.approx(hit_rate, abs=0.002)

@@ -1,0 +1,43 @@
+"""Every policy against a slow one, over entries that are used, forgotten, evicted and kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcache.policies import EVICTION_POLICIES
+from tests.policies.cache import Cache
+from tests.policies.slow import SLOW_POLICIES
+
+
+def make_cache(name: str, rng: random.Random, *, is_uniform: bool, has_names: bool = True) -> Cache:
+    return Cache(
+        rng,
+        EVICTION_POLICIES[name],
+        SLOW_POLICIES[name],
+        capacity=rng.choice([6, 15, 30]),
+        is_uniform=is_uniform,
+        has_names=has_names,
+    )
+
+
+def test_every_policy_has_a_slow_one() -> None:
+    assert set(SLOW_POLICIES) == set(EVICTION_POLICIES)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_uniform", [True, False], ids=["blocks", "runs"])
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+def test_a_policy_does_what_its_slow_one_does(name: str, is_uniform: bool, seed: int) -> None:
+    print(f"seed {seed}")
+    cache = make_cache(name, random.Random(seed), is_uniform=is_uniform)
+    for _ in range(150):
+        cache.operate()
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+def test_entries_without_names_are_known_by_their_numbers(name: str) -> None:
+    cache = make_cache(name, random.Random(7), is_uniform=True, has_names=False)
+    for _ in range(150):
+        cache.operate()

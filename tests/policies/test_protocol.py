@@ -1,0 +1,177 @@
+"""What every policy promises its owner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcache.policies import EVICTION_POLICIES, EntryInfo
+from tests.extents.footprint import footprint_bytes
+from tests.policies.books import evict, make_policy, name_of, use
+
+NAMES = sorted(EVICTION_POLICIES)
+WITH_MEMORY = [name for name in NAMES if make_policy(name)[0].reads_contents]
+
+
+def test_all_but_lru_tell_contents_apart() -> None:
+    assert set(NAMES) - set(WITH_MEMORY) == {"lru"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_is_what_is_chosen_one_by_one(name: str) -> None:
+    policy, _ = make_policy(name)
+    policy.insert(range(20))
+    use(policy, 3, 5, 3, 3, 11, 12, 5)
+    order = policy.order()
+    assert policy.order() == order
+    assert [evict(policy, 1) for _ in range(20)] == [[entry] for entry in order]
+    assert evict(policy, 1) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_put_back_stands_where_it_stood(name: str) -> None:
+    policy, _ = make_policy(name)
+    policy.insert(range(20))
+    use(policy, 3, 5, 3, 3, 11, 12, 5)
+    order = policy.order()
+    chosen = [*evict(policy, 7), *evict(policy, 3)]
+    assert (len(policy), chosen[0] in policy, order[10] in policy) == (10, False, True)
+    policy.put_back(chosen)
+    assert (len(policy), policy.order()) == (20, order)
+    policy.remove([chosen[1]])
+    policy.discard([chosen[2]])
+    assert policy.order() == [order[0], *order[3:]]
+
+
+@pytest.mark.parametrize("name", ["fifo", "lfu", "lfu_da", "lru2", "slru", "twoq", "arc"])
+def test_to_look_at_the_next_victims_costs_them_nothing(name: str) -> None:
+    looked_at, _ = make_policy(name)
+    other, _ = make_policy(name)
+    for policy in (looked_at, other):
+        policy.insert(range(10))
+        use(policy, 3, 4)
+    looked_at.put_back(evict(looked_at, 9))
+    for policy in (looked_at, other):
+        policy.insert([20, 21])
+        use(policy, 20, 3)
+    assert looked_at.order() == other.order()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_the_last_victim_only_the_tail_goes(name: str) -> None:
+    policy, book = make_policy(name, is_uniform=False)
+    for entry in (1, 2, 3):
+        book.infos[entry] = EntryInfo(5, content=name_of(entry))
+    policy.insert([1, 2, 3])
+    victims = policy.choose(7)
+    assert (list(victims.entries), victims.num_blocks_of_last) == ([1, 2], 2)
+    book.infos[2] = EntryInfo(3, content=name_of(2))
+    policy.put_back([2])
+    assert policy.order() == [2, 3]
+    victims = policy.choose(100)
+    assert (list(victims.entries), victims.num_blocks_of_last) == ([2, 3], 5)
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_a_parent_waits_for_its_children_and_goes_behind_the_last(name: str) -> None:
+    policy, book = make_policy(name)
+    book.infos[1] = EntryInfo(content=name_of(1), num_children=2)
+    book.infos[7] = EntryInfo(content=name_of(7), parent=1)
+    book.infos[8] = EntryInfo(content=name_of(8), parent=1)
+    policy.insert([1])  # no owner does that, but a parent's rank can come to be the lowest
+    policy.insert([7, 9])
+    policy.insert([8, 10])
+    assert policy.order() == [7, 9, 8, 1, 10]
+    assert evict(policy, 1) == [7]
+    book.infos[1] = EntryInfo(content=name_of(1), num_children=1)
+    assert evict(policy, 1) == [9]
+    policy.discard([8])
+    book.infos[1] = EntryInfo(content=name_of(1))
+    assert policy.order() == [1, 10]
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_a_parent_whose_children_stay_goes_when_nothing_else_is_left(name: str) -> None:
+    policy, book = make_policy(name)
+    book.infos[1] = EntryInfo(content=name_of(1), num_children=1)
+    policy.insert([1, 2])
+    assert evict(policy, 9) == [2, 1]
+    policy.put_back([1])
+    assert policy.order() == [1]
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_a_content_is_known_although_its_entry_was_given_to_another_meanwhile(name: str) -> None:
+    policy, book = make_policy(name)
+    same, _ = make_policy(name)
+    for each in (policy, same):
+        each.insert([1, 2, 3])
+        each.remove([1, 2])
+    book.hold(1, 2)  # the content of 2 comes back as 1, another one as 2
+    book.hold(2, 50)
+    policy.insert([1, 2])
+    same.insert([2, 50])
+    assert [{1: 2, 2: 50}.get(entry, entry) for entry in policy.order()] == same.order()
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_what_is_cut_off_shares_the_past_of_the_whole(name: str) -> None:
+    policy, book = make_policy(name, is_uniform=False)
+    same, other_book = make_policy(name, is_uniform=False)
+    for each, written in ((policy, book), (same, other_book)):
+        written.infos[1] = EntryInfo(8, content=name_of(1))
+        written.infos[2] = EntryInfo(8, content=name_of(2))
+        each.insert([1, 2])
+        use(each, 1, 1, 2)
+    book.infos[1] = EntryInfo(3, content=name_of(1), parent=5)
+    book.infos[5] = EntryInfo(5, content=name_of(5), cut_from=name_of(1))
+    policy.insert([5])
+    other_book.infos[5] = EntryInfo(5, content=name_of(5))
+    same.insert([5])
+    use(same, 5, 5, 5)
+    if name in ("fifo", "twoq"):
+        assert policy.order() == [1, 5, 2]  # where the whole stands, which uses do not change
+    elif name == "lru2":
+        assert policy.order() == [2, 1, 5]
+    else:
+        assert policy.order() == same.order()
+
+
+class Churn:
+    """Ever new contents, some of which are used, forgotten while in use, or come back."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.policy, self.book = make_policy(name, capacity)
+        self.rng = random.Random(1)
+        self.free = list(range(capacity))
+        self.num_served = 0
+
+    def serve(self, count: int) -> None:
+        rng, policy = self.rng, self.policy
+        for number in range(self.num_served, self.num_served + count):
+            if not self.free:
+                self.free += evict(policy, 2)
+            entry = self.free.pop()
+            self.book.hold(entry, number if rng.random() < 0.7 else rng.randrange(number + 1))
+            policy.insert([entry])
+            use(policy, *rng.sample(policy.order(), min(3, len(policy))))
+            if number % 5 == 0:
+                forgotten = policy.order()[-1]
+                policy.remove([forgotten])
+                self.free.append(forgotten)
+            policy.put_back(evict(policy, 3))
+        self.num_served += count
+
+    def footprint_bytes(self) -> int:
+        """Return what the policy takes; names are not counted, as the book holds them too."""
+        return footprint_bytes(self.policy) - footprint_bytes(self.book)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_stays_in_proportion_to_the_entries(name: str) -> None:
+    churn = Churn(name, 40)
+    churn.serve(600)
+    before = churn.footprint_bytes()
+    churn.serve(2_000)
+    assert churn.footprint_bytes() <= 1.3 * before

@@ -1,0 +1,156 @@
+"""Schedules of faults with a tier below the device: blocks go down, come up, and are taken over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcache.commands import Command
+from kvcache.coordinator.offloading import Offloading
+from kvcache.coordinator.prefix_loading import PrefixLoading
+from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.manager.loads import PrefixLoads
+from kvcache.network import NetworkFaults
+from kvcache.worker.transfers import TransferJobs
+from tests.protocol.scenario import MODELS, MODELS_BY_CONTENT, Scenario
+from tests.protocol.simulation import Cluster, simulate
+
+NUM_BLOCKS = {"mla": 8}
+"""Its blocks are larger than those of other models."""
+
+ROUGH = NetworkFaults(
+    dropped=0.1, duplicated=0.2, delayed=0.4, reordered=0.3, torn=0.02, max_delay_s=0.1
+)
+
+
+def scenario_of(seed: int, model: str = "full", core: str = "") -> Scenario:
+    """So few blocks that contents leave the device, and a prompt's beginning that comes again."""
+    return Scenario(
+        seed,
+        num_blocks=NUM_BLOCKS.get(model, 14) * len(MODELS[model]),
+        num_ranks=1 + seed % 2,
+        num_requests=8,
+        fail_share=0.1 * (seed % 3 == 0),
+        model=model,
+        core=core,
+        num_host_blocks=40,
+        blocks_per_slot=1 + seed % 2,
+        store_after=1 + (seed % 5 == 0),
+        faults=ROUGH,
+    )
+
+
+def num_loaded(clusters: list[Cluster]) -> int:
+    return sum(cluster.num_loaded_tokens for cluster in clusters)
+
+
+@pytest.mark.parametrize("core", ["blocks", "extents"])
+@pytest.mark.parametrize("model", sorted(MODELS_BY_CONTENT))
+def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str, core: str) -> None:
+    clusters = [simulate(scenario_of(seed, model, core)) for seed in range(8)]
+    # Of chunks alone a request needs no more than its last one, which it computes.
+    assert num_loaded(clusters) > 0 or model == "chunk"
+
+
+def test_host_memory_outlives_the_coordinator() -> None:
+    num_adopted = 0
+    for seed in range(40):
+        num_adopted += simulate(replace(scenario_of(seed), num_restarts=1)).num_adopted_blocks
+        if num_adopted > 10:
+            return
+    raise AssertionError(f"only {num_adopted} blocks were taken over")
+
+
+def test_workers_are_lost_with_their_host_memory() -> None:
+    for seed in range(4):
+        simulate(replace(scenario_of(seed), num_worker_losses=1))
+
+
+def turns_red(num_seeds: int = 10) -> bool:
+    """Say whether some schedule fails."""
+    for seed in range(num_seeds):
+        try:
+            simulate(scenario_of(seed, "full, window"))
+        except AssertionError:
+            return True
+    return False
+
+
+def test_with_all_rules_the_schedules_are_green() -> None:
+    assert not turns_red(5)
+
+
+def test_a_load_into_blocks_that_a_step_still_reads_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PrefixLoads, "may_be_written", lambda self, load_id: True)
+    assert turns_red()
+
+
+def test_a_load_of_other_blocks_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys_of = TierHitFinder.keys_of
+
+    def shifted(self: TierHitFinder, request: Any, group: int, columns: Any) -> Any:
+        keys = keys_of(self, request, group, columns)
+        return [*keys[1:], *keys[:1]] if not isinstance(columns, range) else keys
+
+    monkeypatch.setattr(TierHitFinder, "keys_of", shifted)
+    assert turns_red()
+
+
+def test_a_load_that_counts_before_every_rank_has_it_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advance = PrefixLoading.advance
+
+    def too_early(self: PrefixLoading, now_s: float) -> list[Command]:
+        commands = advance(self, now_s)
+        for wish in list(self._wishes.values()):
+            if wish.load is not None and wish.stage.value == "loading":
+                self._loads.finish(wish.load.load_id)
+                wish.stage = type(wish.stage)("loaded")
+        return commands
+
+    monkeypatch.setattr(PrefixLoading, "advance", too_early)
+    assert turns_red()
+
+
+def test_labels_of_blocks_that_loads_take_must_be_withdrawn_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    follow = Offloading._follow
+
+    def deaf(self: Offloading, commands: Any) -> None:
+        follow(self, commands)
+        if isinstance(commands, list):
+            commands.clear()  # what a load has evicted is told to nobody
+
+    monkeypatch.setattr(Offloading, "_follow", deaf)
+    assert turns_red()
+
+
+def test_a_failed_copy_of_one_rank_fails_it_everywhere_and_service_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, failed = TransferJobs.start, []
+
+    def sometimes(self: TransferJobs, job: Any) -> None:
+        if (
+            job.job_id % 3 == 0
+            and self._pool.layout.num_blocks
+            and not failed[-20:].count(job.job_id)
+        ):
+            failed.append(job.job_id)
+            problem = replace(job, medium="nowhere")
+            start(self, problem)
+            return
+        start(self, job)
+
+    monkeypatch.setattr(TransferJobs, "start", sometimes)
+    for seed in range(4):
+        cluster = Cluster(scenario_of(seed))
+        cluster.are_copies_failing = True
+        cluster.play()
+    assert failed

@@ -1,0 +1,89 @@
+"""The counting rule over tiers, on random requests and on the real trace."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvcache.clock import SystemClock, VirtualClock
+from kvcache.errors import OutOfBlocksError
+from kvcache.offload import HierarchyOptions
+from kvcache.simulate import MooncakeTrace
+from kvcache.simulate.counting import CountingOptions, count_prefill_hits
+from kvcache.simulate.tier_counting import TierCounter, TierCountingOptions, TierPrefillCount
+from tests.simulate.test_counting import TRACE, random_requests, write_trace
+
+LRU_RATE_OF_30000_BLOCKS = 0.3305
+
+
+@pytest.mark.parametrize("core", ["extents", "blocks"])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_room_below_everything_ever_seen_is_a_hit(
+    tmp_path: Path, seed: int, core: str
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
+    unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
+    options = TierCountingOptions(CountingOptions(30, core=core), host_blocks=40, disk_blocks=2000)
+    counter = TierCounter(trace, options, VirtualClock())
+    count = counter.count()
+    assert count.num_hits == unlimited.num_hit_blocks
+    assert count.num_block_references == unlimited.num_block_references
+    assert min(count.num_device_hits, count.num_host_hits, count.num_disk_hits) > 0
+    assert count.hit_rate == unlimited.hit_rate
+    counter.manager.check()
+    counter.hierarchy.check()
+    assert counter.hierarchy.num_open_jobs == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("disk_write", ["on_evict", "on_store"])
+@pytest.mark.parametrize("blocks_per_slot", [1, 4])
+def test_small_tiers_hit_more_than_the_device_alone(
+    tmp_path: Path, seed: int, disk_write: str, blocks_per_slot: int
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
+    device = CountingOptions(30)
+    movement = HierarchyOptions("on_store" if disk_write == "on_store" else "on_evict")
+    options = TierCountingOptions(device, 48, 80, blocks_per_slot, movement=movement)
+    counter = TierCounter(trace, options, VirtualClock())
+    count = counter.count()
+    alone = count_prefill_hits(trace, device, VirtualClock())
+    unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
+    assert alone.num_hit_blocks < count.num_hits <= unlimited.num_hit_blocks
+    assert count.num_blocks_spilled > 0
+    counter.hierarchy.check()
+
+
+def test_tiers_that_are_not_needed_are_not_asked(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", [(8, [0, 1]), (8, [0, 1]), (9, [0, 1, 2])])
+    counter = TierCounter(trace, TierCountingOptions(CountingOptions(10), 4), VirtualClock())
+    figures: list[TierPrefillCount] = []
+    count = counter.count(figures.append)
+    assert (count.num_device_hits, count.num_host_hits, count.num_disk_hits) == (3, 0, 0)
+    assert [each.num_requests for each in figures] == [1, 2, 3]
+    assert count.to_dict()["hit_rate"] == 3 / 7
+
+
+def test_a_request_larger_than_the_device_is_named(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", [(11, [0, 1, 2])])
+    counter = TierCounter(trace, TierCountingOptions(CountingOptions(2), 4), VirtualClock())
+    with pytest.raises(OutOfBlocksError) as caught:
+        counter.count()
+    assert str(caught.value) == (
+        "request line-1 of trace.jsonl needs 3 blocks of 4 tokens, the device has 2: count with "
+        "more blocks"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+def test_tiers_hit_as_often_on_the_conversation_trace_as_one_pool_of_the_disks_size() -> None:
+    options = TierCountingOptions(CountingOptions(2_000), host_blocks=10_000, disk_blocks=30_000)
+    counter = TierCounter(MooncakeTrace(TRACE), options, SystemClock())
+    count = counter.count()
+    assert count.num_block_references == 288_500
+    assert count.hit_rate >= LRU_RATE_OF_30000_BLOCKS
+    counter.manager.check()
+    counter.hierarchy.check()

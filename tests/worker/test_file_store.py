@@ -1,0 +1,441 @@
+"""Blocks in files: written whole or not at all, read only if everything is right."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache.errors import ConfigurationError, InvariantError
+from kvcache.worker.file_errors import FileTierError
+from kvcache.worker.file_format import FileHead, labels_of_heads, pack_head
+from kvcache.worker.file_store import FileStore, StoreLimits
+from kvcache.worker.file_tier import FileTier, FileTierSettings
+from tests.worker.tier_support import (
+    IDENTITY,
+    PLAIN,
+    FaultyFiles,
+    files_below,
+    label_views,
+    random_head,
+)
+
+PAYLOAD = bytes(range(96))
+
+
+def make_store(
+    directory: Path, limits: StoreLimits | None = None, writer: str = "me"
+) -> tuple[FileStore, FaultyFiles]:
+    files = FaultyFiles(directory)
+    return FileStore(files, IDENTITY, limits or StoreLimits(), writer), files
+
+
+def views(payload: bytes | bytearray = PAYLOAD) -> list[memoryview]:
+    """The payload in two pieces, as host slots have it."""
+    whole = memoryview(payload)
+    return [whole[:64], whole[64:]]
+
+
+def written(store: FileStore, seed: int = 0) -> FileHead:
+    head = random_head(np.random.default_rng(seed), PAYLOAD)
+    store.write(head, views())
+    return head
+
+
+def path_of(directory: Path, head: FileHead) -> Path:
+    text = head.key.hex()
+    return directory / text[:2] / f"{text}.kvb"
+
+
+def read(store: FileStore, key: bytes) -> tuple[FileHead, bytes]:
+    found = bytearray(96)
+    return store.read(key, views(found)), bytes(found)
+
+
+def test_a_block_comes_back_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+    for sync in ("never", "file", "directory"):
+        store, files = make_store(tmp_path, StoreLimits(sync=sync))
+        for seed in range(20):
+            head = written(store, seed)
+            assert read(store, head.key) == (head, PAYLOAD)
+        assert files.open_descriptors == set()
+        assert store.statistics().problems == {}
+
+
+def test_a_file_with_a_long_head_is_read_to_its_end(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    head = replace(random_head(np.random.default_rng(0), PAYLOAD), extra_keys=b"k" * 10_000)
+    store.write(head, views())
+    assert read(store, head.key) == (head, PAYLOAD)
+
+
+def test_a_block_without_a_file_is_a_miss(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    with pytest.raises(FileTierError, match=r"^block 0011223344556677 has no file$") as caught:
+        read(store, bytes.fromhex("0011223344556677"))
+    assert caught.value.kind == "missing"
+    assert store.statistics().problems == {"missing": 1}
+
+
+def damage(path: Path, what: str, head: FileHead) -> None:
+    data = bytearray(path.read_bytes())
+    if what == "cut in its head":
+        del data[30:]
+    elif what == "cut in its payload":
+        del data[-1:]
+    elif what == "empty":
+        data.clear()
+    elif what == "longer":
+        data += b"more"
+    elif what == "a bit in its head":
+        data[40] ^= 4
+    elif what == "a bit in its payload":
+        data[-7] ^= 4
+    elif what == "something else":
+        data[:4] = b"ELF!"
+    elif what == "a newer format":
+        data[4] = 9
+    else:
+        changes: dict[str, dict[str, object]] = {
+            "another layout": {"layout_fingerprint": "other"},
+            "another rank": {"rank": 2},
+            "another block": {"key": b"12345678"},
+            "another digest": {"digest": b"1234", "namespace": PLAIN},
+            "an unreadable namespace": {"namespace": b"?"},
+            "smaller blocks": {"block_bytes": 95},
+        }
+        data = bytearray(pack_head(replace(head, **changes[what])) + PAYLOAD)
+        if what == "smaller blocks":
+            del data[-1:]
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "reason"),
+    [
+        ("cut in its head", "truncated", "the file ends within its head, at byte 30"),
+        ("cut in its payload", "truncated", r"the file has \d+ bytes, its head says \d+"),
+        ("empty", "truncated", "the file ends after 0 bytes"),
+        ("longer", "damaged", r"the file has \d+ bytes, its head says \d+"),
+        ("a bit in its head", "damaged", "the checksum of its head is wrong"),
+        ("a bit in its payload", "damaged", "the checksum of its bytes is wrong"),
+        ("something else", "damaged", r"it begins with b'ELF!', no block of this cache"),
+        ("a newer format", "version", "it has format version 9, this package reads 1"),
+        ("another layout", "foreign", "it has layout other, this tier layout"),
+        ("another rank", "foreign", "it has rank 2, this tier 1"),
+        ("another block", "wrong_key", "it is the file of block 3132333435363738"),
+        ("another digest", "wrong_key", "it holds block 313233340000000."),
+        ("an unreadable namespace", "damaged", "namespace name b'.' is not readable: .*"),
+        ("smaller blocks", "foreign", "it has block bytes 95, this tier 96"),
+    ],
+)
+def test_a_wrong_file_is_a_miss_and_set_aside(
+    tmp_path: Path, what: str, kind: str, reason: str
+) -> None:
+    store, files = make_store(tmp_path)
+    head = written(store)
+    damage(path_of(tmp_path, head), what, head)
+    with pytest.raises(
+        FileTierError, match=f"^file of block {head.key.hex()[:16]}: {reason}: set aside$"
+    ) as caught:
+        read(store, head.key)
+    assert caught.value.kind == kind
+    assert store.statistics().problems == {kind: 1}
+    assert store.statistics().num_set_aside == 1
+    assert files_below(tmp_path) == [f"set-aside/{head.key.hex()}.kvb.{kind}"]
+    assert files.open_descriptors == set()
+    with pytest.raises(FileTierError, match=r" has no file$"):
+        read(store, head.key)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    head = written(store)
+    path = path_of(tmp_path, head)
+    good = path.read_bytes()
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
+        with pytest.raises(FileTierError):
+            read(store, head.key)
+
+
+def test_every_truncation_is_found(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    head = written(store)
+    path = path_of(tmp_path, head)
+    good = path.read_bytes()
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        with pytest.raises(FileTierError) as caught:
+            read(store, head.key)
+        assert caught.value.kind == "truncated"
+
+
+def test_only_the_last_wrong_files_are_kept(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path, StoreLimits(max_set_aside=2))
+    for seed in range(5):
+        head = written(store, seed)
+        path_of(tmp_path, head).write_bytes(b"")
+        with pytest.raises(FileTierError):
+            read(store, head.key)
+        last = f"set-aside/{head.key.hex()}.kvb.truncated"
+    assert len(files_below(tmp_path)) == 2
+    assert last in files_below(tmp_path)
+    again, _ = make_store(tmp_path, StoreLimits(max_set_aside=1))
+    head = written(again, 9)
+    path_of(tmp_path, head).write_bytes(b"")
+    with pytest.raises(FileTierError):
+        read(again, head.key)
+    assert files_below(tmp_path) == [f"set-aside/{head.key.hex()}.kvb.truncated"]
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "kind"),
+    [
+        ("create", errno.EACCES, "denied"),
+        ("create", errno.EROFS, "denied"),
+        ("write", errno.ENOSPC, "no_space"),
+        ("write", errno.EDQUOT, "no_space"),
+        ("write", errno.EIO, "io"),
+        ("sync", errno.EIO, "io"),
+        ("close", errno.ENOSPC, "no_space"),
+        ("rename", errno.ENOENT, "unplugged"),
+    ],
+)
+def test_a_block_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, call: str, number: int, kind: str
+) -> None:
+    store, files = make_store(tmp_path, StoreLimits(sync="file"))
+    old = written(store)
+    files.faults.failing[call] = number
+    with pytest.raises(FileTierError, match=os.strerror(number)) as caught:
+        store.write(replace(old, extra_keys=b"new"), views())
+    assert caught.value.kind == kind
+    files.faults.cure()
+    assert files.open_descriptors == set()
+    assert len(files_below(tmp_path)) == 1
+    assert read(store, old.key) == (old, PAYLOAD)
+    assert store.statistics().used_bytes == path_of(tmp_path, old).stat().st_size
+
+
+def test_a_disk_that_is_full_after_any_byte_leaves_nothing_behind(tmp_path: Path) -> None:
+    head = random_head(np.random.default_rng(3), PAYLOAD)
+    size = len(pack_head(head)) + 96
+    store, files = make_store(tmp_path, StoreLimits(max_bytes=size))
+    for num_bytes in range(size):
+        files.faults.full_after = num_bytes
+        with pytest.raises(FileTierError) as caught:
+            store.write(head, views())
+        assert caught.value.kind == "no_space"
+        assert files_below(tmp_path) == []
+    files.faults.full_after = size
+    assert store.write(head, views()) == size
+    assert store.statistics().problems == {"no_space": size}
+
+
+def test_short_reads_and_writes_change_nothing(tmp_path: Path) -> None:
+    for seed in range(10):
+        print("seed", seed)
+        store, files = make_store(tmp_path)
+        files.faults.short = random.Random(seed)
+        head = written(store, seed)
+        assert read(store, head.key) == (head, PAYLOAD)
+
+
+def test_a_disk_that_cannot_be_read_keeps_its_file(tmp_path: Path) -> None:
+    store, files = make_store(tmp_path)
+    head = written(store)
+    for call in ("open", "read"):
+        files.faults.failing[call] = errno.EIO
+        with pytest.raises(FileTierError, match="Input/output error: look at the disk") as caught:
+            read(store, head.key)
+        assert caught.value.kind == "io"
+        files.faults.cure()
+    assert read(store, head.key) == (head, PAYLOAD)
+    assert files.open_descriptors == set()
+
+
+def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "tier"
+    directory.mkdir()
+    store, _ = make_store(directory)
+    head = written(store)
+    path_of(directory, head).unlink()
+    path_of(directory, head).parent.rmdir()
+    directory.rmdir()
+    with pytest.raises(FileTierError, match="bring the directory back") as caught:
+        store.write(head, views())
+    assert caught.value.kind == "unplugged"
+    assert not directory.exists()
+    with pytest.raises(FileTierError, match="has no file"):
+        read(store, head.key)
+    assert not store.discard(head.key)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="ROOT MAY WRITE EVERYWHERE: NOT TESTED")
+def test_a_read_only_directory_is_said(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    tmp_path.chmod(0o500)
+    with pytest.raises(FileTierError) as caught:
+        written(store)
+    assert caught.value.kind == "denied"
+
+
+def test_memory_that_is_no_block_is_a_bug_and_nothing_is_touched(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path)
+    head = written(store)
+    with pytest.raises(InvariantError, match=r"^memory of 64 bytes for a block of 96$"):
+        store.write(head, views()[:1])
+    with pytest.raises(InvariantError, match=r"^memory of 64 bytes for a block of 96$"):
+        store.read(head.key, views(bytearray(96))[:1])
+    assert read(store, head.key) == (head, PAYLOAD)
+
+
+def test_no_more_than_the_bound_is_written(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    heads = [random_head(rng, PAYLOAD) for _ in range(3)]
+    sizes = [len(pack_head(head)) + 96 for head in heads]
+    limit = sizes[0] + sizes[1]
+    store, _ = make_store(tmp_path, StoreLimits(max_bytes=limit))
+    store.write(heads[0], views())
+    store.write(heads[1], views())
+    with pytest.raises(FileTierError) as caught:
+        store.write(heads[2], views())
+    assert str(caught.value) == (
+        f"a file of {sizes[2]} bytes beside {limit} exceeds the tier's max_bytes, {limit}: discard "
+        "blocks, or raise it"
+    )
+    assert caught.value.kind == "quota"
+    assert store.discard(heads[0].key)
+    assert not store.discard(heads[0].key)
+    assert store.statistics().used_bytes == sizes[1]
+
+
+def test_a_scan_finds_good_files_and_clears_up_after_the_dead(tmp_path: Path) -> None:
+    store, _ = make_store(tmp_path, writer="dead")
+    heads = [written(store, seed) for seed in range(30)]
+    broken, foreign, moved = heads[0], heads[1], heads[2]
+    path_of(tmp_path, broken).write_bytes(b"")
+    damage(path_of(tmp_path, foreign), "another layout", foreign)
+    elsewhere = tmp_path / f"{(moved.key[0] + 1) % 256:02x}"
+    elsewhere.mkdir(exist_ok=True)
+    path_of(tmp_path, moved).rename(elsewhere / path_of(tmp_path, moved).name)
+    left = path_of(tmp_path, heads[3]).parent / f".{heads[3].key.hex()}.dead.tmp"
+    left.write_bytes(b"half")
+    (path_of(tmp_path, heads[3]).parent / "README").write_bytes(b"not ours")
+    again, files = make_store(tmp_path, writer="alive")
+    scanned = [again.scan(prefix) for prefix in range(256)]
+    found = [head for directory in scanned for head in directory.heads]
+    assert sorted(head.key for head in found) == sorted(head.key for head in heads[3:])
+    assert {head.key: head for head in found} == {head.key: head for head in heads[3:]}
+    problems = sorted(problem.split(": ", 1)[1] for one in scanned for problem in one.problems)
+    assert problems == [
+        "it has layout other, this tier layout",
+        f"it is the file of block {moved.key.hex()[:16]}",
+        "the file ends after 0 bytes",
+    ]
+    assert not left.exists()
+    kept = sum(path_of(tmp_path, head).stat().st_size for head in heads[3:])
+    assert again.statistics().used_bytes == kept
+    assert files.open_descriptors == set()
+    one = next(directory for directory in scanned if len(directory.heads))
+    assert one.keys == b"".join(head.key for head in one.heads)
+    assert label_views(one.labels) == label_views(labels_of_heads(one.heads))
+    assert np.frombuffer(one.checksums, "<i8").tolist() == [h.checksum for h in one.heads]
+
+
+def test_a_directory_that_cannot_be_listed_is_a_problem_of_the_scan(tmp_path: Path) -> None:
+    store, files = make_store(tmp_path)
+    files.faults.failing["names_in"] = errno.EIO
+    assert store.scan(7).problems == ("directory 07: Input/output error: look at the disk",)
+    assert store.statistics().problems == {"io": 1}
+
+
+# --- the directory of a rank
+
+
+def settings(root: Path) -> FileTierSettings:
+    return FileTierSettings(root, "cluster")
+
+
+def test_a_rank_has_a_directory_of_its_own_that_says_what_it_holds(tmp_path: Path) -> None:
+    tier = FileTier(settings(tmp_path), IDENTITY, "me")
+    assert tier.directory == tmp_path / "cluster" / "layout" / "rank1"
+    head = written(tier.store)
+    tier.close()
+    again = FileTier(settings(tmp_path), IDENTITY, "next")
+    assert read(again.store, head.key) == (head, PAYLOAD)
+    again.close()
+    assert files_below(tier.directory) == [
+        "about",
+        f"{head.key.hex()[:2]}/{head.key.hex()}.kvb",
+    ]
+
+
+def test_a_directory_of_other_blocks_is_refused(tmp_path: Path) -> None:
+    FileTier(settings(tmp_path), IDENTITY, "me").close()
+    with pytest.raises(ConfigurationError) as caught:
+        FileTier(settings(tmp_path), replace(IDENTITY, block_bytes=32), "me")
+    directory = tmp_path / "cluster" / "layout" / "rank1"
+    about = "'blocks of kvcache, format 1, layout layout, rank 1, {} bytes each, keys of 8 bytes'"
+    assert str(caught.value) == (
+        f"the file tier's directory {directory} holds {about.format(96)}, this rank needs "
+        f"{about.format(32)}: choose another root, or remove the directory"
+    )
+
+
+def test_a_root_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    root = tmp_path / "unplugged"
+    with pytest.raises(ConfigurationError, match=f"^the file tier's root {root} is no directory"):
+        FileTier(settings(root), IDENTITY, "me")
+    assert not root.exists()
+
+
+TAKE = """
+import sys
+from pathlib import Path
+from kvcache.errors import ConfigurationError
+from kvcache.worker.file_tier import FileTier
+from tests.worker.tier_support import IDENTITY
+from tests.worker.test_file_store import settings
+try:
+    FileTier(settings(Path(sys.argv[1])), IDENTITY, "another")
+except ConfigurationError as error:
+    print(error)
+"""
+
+
+def test_a_directory_that_a_living_process_uses_is_refused(tmp_path: Path) -> None:
+    tier = FileTier(settings(tmp_path), IDENTITY, "me")
+    found = subprocess.run(
+        [sys.executable, "-c", TAKE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"directory {tier.directory} is in use by another process" in found.stdout
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sync": "often"}, "sync is 'often': choose one of never, file, directory"),
+        ({"cluster": "../x"}, r"cluster '../x' cannot name a directory: use a name without /"),
+        ({"threads": 0}, "threads"),
+        ({"max_bytes": -1}, "max_bytes"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(settings(tmp_path), **change)

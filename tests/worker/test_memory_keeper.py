@@ -1,0 +1,357 @@
+"""Memory that survives its workers, and is gone with the last who has it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvcache.errors import (
+    AlreadyRunningError,
+    ConfigurationError,
+    DeadlineError,
+    ExhaustedError,
+    NotRunningError,
+)
+from kvcache.keeper import client as keeper_client
+from kvcache.keeper import memory_keeper
+from kvcache.keeper.client import KeeperAddress, KeeperClient
+from kvcache.keeper.memory_keeper import MemoryKeeper
+from kvcache.keeper.protocol import make_socket, receive, send, socket_name
+from kvcache.worker.label_rows import SlotState
+from kvcache.worker.segment_source import open_segment
+from kvcache.worker.shared_memory import make_memory
+from tests.worker.keeper_party import PAYLOADS, keeper_of
+from tests.worker.tier_support import SHAPE, fill
+
+TIMEOUT_S = 60.0
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def address() -> str:
+    return f"unix:@kvcache-test-{os.getpid()}-{next(NUMBERS)}"
+
+
+@pytest.fixture
+def keeper(address: str) -> Iterator[MemoryKeeper]:
+    made = MemoryKeeper(address, max_segments=3, max_bytes=2**20, timeout_s=5.0)
+    made.serve()
+    yield made
+    made.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_is_put_is_handed_out_until_it_is_dropped(keeper: MemoryKeeper, address: str) -> None:
+    client = KeeperClient(address)
+    memory = make_memory("test", 4096)
+    before = open_descriptors()
+    assert client.attach("a") is None
+    client.put("a", memory)
+    os.pwrite(memory, b"written later", 0)
+    found = client.attach("a")
+    assert found is not None
+    assert os.pread(found, 13, 0) == b"written later"
+    assert not os.get_inheritable(found)
+    os.close(found)
+    assert (keeper.statistics().num_segments, keeper.statistics().num_bytes) == (1, 4096)
+    client.drop("a")
+    client.drop("a")
+    assert client.attach("a") is None
+    assert keeper.statistics().num_segments == 0
+    keeper.close()
+    assert open_descriptors() == before - 1
+    os.close(memory)
+
+
+def test_another_memory_under_the_name_takes_the_place_of_the_first(
+    keeper: MemoryKeeper, address: str
+) -> None:
+    client = KeeperClient(address)
+    for size in (4096, 8192):
+        memory = make_memory("test", size)
+        client.put("a", memory)
+        os.close(memory)
+    found = client.attach("a")
+    assert found is not None
+    assert os.fstat(found).st_size == 8192
+    os.close(found)
+    assert (keeper.statistics().num_segments, keeper.statistics().num_bytes) == (1, 8192)
+
+
+def test_no_more_is_kept_than_the_bounds_allow(keeper: MemoryKeeper, address: str) -> None:
+    client = KeeperClient(address)
+    large, small = make_memory("large", 2**20 + 4096), make_memory("small", 4096)
+    with pytest.raises(ExhaustedError) as caught:
+        client.put("large", large)
+    assert str(caught.value) == (
+        f"the keeper at {address} refuses: 'large' would make it 1 segments of 1052672 bytes, at "
+        "most 3 of 1048576 are kept"
+    )
+    for name in "abc":
+        client.put(name, small)
+    with pytest.raises(ExhaustedError, match="'d' would make it 4 segments"):
+        client.put("d", small)
+    client.put("a", small)
+    assert keeper.statistics().num_refused == 2
+    for descriptor in (large, small):
+        os.close(descriptor)
+
+
+def test_a_pipe_is_no_memory(keeper: MemoryKeeper, address: str) -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(ExhaustedError, match="what is put under 'a' is no memory"):
+        KeeperClient(address).put("a", reading)
+    assert keeper.statistics().num_segments == 0
+    os.close(reading)
+    os.close(writing)
+
+
+def say_rubbish(connected: socket.socket) -> None:
+    connected.send(b"\xc1rubbish")
+
+
+def say_nothing_and_go(connected: socket.socket) -> None:
+    connected.shutdown(socket.SHUT_WR)
+
+
+def say_another_version(connected: socket.socket) -> None:
+    connected.send(msgpack.packb([9, "attach", "a"]))
+
+
+def say_unknown(connected: socket.socket) -> None:
+    send(connected, ["explode", "a"])
+
+
+def say_too_much(connected: socket.socket) -> None:
+    connected.send(b"x" * 5000)
+
+
+def put_nothing(connected: socket.socket) -> None:
+    send(connected, ["put", "a"])
+
+
+def bring_two(connected: socket.socket) -> None:
+    socket.send_fds(connected, [msgpack.packb([1, "put", "a"])], [0, 1])
+
+
+def attach_with_memory(connected: socket.socket) -> None:
+    send(connected, ["attach", "a"], 0)
+
+
+@pytest.mark.parametrize(
+    "speak",
+    [
+        say_rubbish,
+        say_nothing_and_go,
+        say_another_version,
+        say_unknown,
+        say_too_much,
+        put_nothing,
+        bring_two,
+        attach_with_memory,
+    ],
+)
+def test_whatever_is_said_the_keeper_goes_on(
+    keeper: MemoryKeeper, address: str, speak: Callable[[socket.socket], None]
+) -> None:
+    before = open_descriptors()
+    with make_socket(TIMEOUT_S) as connected:
+        connected.connect(socket_name(address))
+        speak(connected)
+        (is_ok, reason), descriptor = receive(connected)
+    assert (is_ok, descriptor) == (False, None)
+    assert reason
+    assert KeeperClient(address).attach("a") is None
+    assert keeper.statistics().num_refused == 1
+    keeper.close()
+    assert open_descriptors() == before - 1
+
+
+def test_who_connects_and_says_nothing_holds_up_the_others_for_a_deadline_only(
+    address: str,
+) -> None:
+    keeper = MemoryKeeper(address, max_segments=1, max_bytes=4096, timeout_s=0.05)
+    keeper.serve()
+    with make_socket(TIMEOUT_S) as silent:
+        silent.connect(socket_name(address))
+        assert KeeperClient(address, TIMEOUT_S).attach("a") is None
+    assert keeper.statistics().num_refused == 1
+    keeper.close()
+
+
+def test_strangers_are_refused_by_both_ends(
+    keeper: MemoryKeeper, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_keeper, "is_trusted", lambda connected: False)
+    with pytest.raises((ExhaustedError, NotRunningError)):
+        KeeperClient(address).attach("a")
+    assert keeper.statistics().num_refused == 1
+    monkeypatch.setattr(keeper_client, "is_trusted", lambda connected: False)
+    with pytest.raises(NotRunningError, match=f"^the keeper at {address} is another user's$"):
+        KeeperClient(address).attach("a")
+
+
+def test_a_second_keeper_is_refused(keeper: MemoryKeeper, address: str) -> None:
+    with pytest.raises(AlreadyRunningError) as caught:
+        MemoryKeeper(address, max_segments=1, max_bytes=1)
+    assert str(caught.value) == (
+        f"no keeper can listen at {address} (Address already in use): end the one that is there, "
+        "or use another name"
+    )
+    assert keeper.statistics().num_segments == 0
+
+
+def test_a_keeper_that_is_not_there_or_silent_is_said(address: str) -> None:
+    with pytest.raises(NotRunningError) as caught:
+        KeeperClient(address).attach("a")
+    assert str(caught.value) == f"no keeper answers at {address} (Connection refused)"
+    silent = MemoryKeeper(address, max_segments=1, max_bytes=1)
+    with pytest.raises(DeadlineError) as late:
+        KeeperClient(address, timeout_s=0.01).attach("a")
+    assert str(late.value) == f"the keeper at {address} does not answer within 0.01 s"
+    silent.close()
+    with pytest.raises(NotRunningError):
+        KeeperClient(address).attach("a")
+
+
+@pytest.mark.parametrize("wrong", ["tcp://x", "unix:@", "unix:@" + "x" * 107])
+def test_addresses_that_cannot_be_are_refused(wrong: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^keeper address '{wrong}': use unix:@ and a"):
+        KeeperAddress(wrong, "cluster")
+
+
+# --- segments from a keeper
+
+
+def test_without_a_keeper_a_segment_is_private_and_says_so(address: str) -> None:
+    assert open_segment(SHAPE).origin == "private: no keeper is configured"
+    segment = open_segment(SHAPE, KeeperAddress(address, "cluster"))
+    assert segment.origin == f"private: no keeper answers at {address} (Connection refused)"
+    segment.close()
+
+
+def test_a_segment_that_the_keeper_does_not_take_is_private(
+    keeper: MemoryKeeper, address: str
+) -> None:
+    segment = open_segment(replace(SHAPE, num_slots=4000), KeeperAddress(address, "cluster"))
+    assert segment.origin.startswith(f"private: the keeper at {address} refuses: 'cluster/rank1' ")
+    assert keeper.statistics().num_segments == 0
+    segment.close()
+
+
+def test_a_segment_is_found_again(keeper: MemoryKeeper, address: str) -> None:
+    kept_at = KeeperAddress(address, "cluster")
+    first = open_segment(SHAPE, kept_at)
+    assert first.origin == "fresh"
+    fill(first, PAYLOADS)
+    first.close()
+    again = open_segment(SHAPE, kept_at)
+    assert again.origin == "attached"
+    assert {slot: b"".join(again.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS
+    assert again.labels.num_in(SlotState.SEALED) == 2
+    assert again.labels.num_in(SlotState.EMPTY) == 4
+    assert keeper.statistics().num_segments == 1
+    again.close()
+
+
+def test_a_segment_of_another_plan_is_let_go_and_a_new_one_is_kept(
+    keeper: MemoryKeeper, address: str
+) -> None:
+    kept_at = KeeperAddress(address, "cluster")
+    first = open_segment(SHAPE, kept_at)
+    fill(first, PAYLOADS)
+    first.close()
+    other = open_segment(replace(SHAPE, layout_fingerprint="new"), kept_at)
+    assert other.origin == "fresh: the host segment has layout fingerprint layout, rank 1 needs new"
+    assert other.labels.num_in(SlotState.SEALED) == 0
+    other.close()
+    assert keeper.statistics().num_segments == 1
+    assert open_segment(replace(SHAPE, layout_fingerprint="new"), kept_at).origin == "attached"
+
+
+# --- processes that are killed
+
+
+@pytest.fixture
+def start(address: str) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
+    """Start a party and wait for what it says."""
+    parties: list[subprocess.Popen[str]] = []
+
+    def start_one(role: str) -> tuple[subprocess.Popen[str], str]:
+        party = subprocess.Popen(
+            [sys.executable, "-m", "tests.worker.keeper_party", role, address],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        parties.append(party)
+        assert party.stdout is not None
+        return party, party.stdout.readline().strip()
+
+    yield start_one
+    for party in parties:
+        party.kill()
+        party.wait(TIMEOUT_S)
+        if party.stdout is not None:
+            party.stdout.close()
+
+
+def kill(party: subprocess.Popen[str]) -> None:
+    party.kill()
+    party.wait(TIMEOUT_S)
+
+
+def test_memory_survives_a_killed_worker_and_nothing_survives_all(
+    start: Callable[[str], tuple[subprocess.Popen[str], str]], address: str
+) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    keeper, serves = start("keeper")
+    assert serves == "serves, torch False"
+    worker, wrote = start("worker")
+    origin, digests = wrote.split("; ")
+    assert origin == "fresh"
+    other = open_segment(replace(SHAPE, rank=2), keeper_of(address))
+    assert other.origin == "fresh"
+    kill(worker)
+    segment = open_segment(SHAPE, keeper_of(address))
+    assert segment.origin == "attached"
+    labels = segment.labels.collect(1, 1, 1, "layout").labels
+    assert labels.block_ids.tolist() == list(PAYLOADS)
+    assert labels.digests.hex() == digests
+    assert {slot: b"".join(segment.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS
+    with pytest.raises(AlreadyRunningError):
+        MemoryKeeper(address, max_segments=1, max_bytes=1)
+    segment.close()
+    other.close()
+    worker, _ = start("worker")
+    kill(keeper)
+    kill(worker)
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert not [line for line in Path("/proc/net/unix").read_text().split() if address[6:] in line]
+    with pytest.raises(NotRunningError):
+        KeeperClient(address).attach("cluster/rank1")
+
+
+def test_memory_of_a_worker_that_is_still_there_is_left_to_it(
+    keeper: MemoryKeeper,
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+    address: str,
+) -> None:
+    _, wrote = start("worker")
+    assert wrote.startswith("fresh; ")
+    segment = open_segment(SHAPE, keeper_of(address))
+    assert segment.origin.startswith("fresh: the host segment is another living process's (")
+    assert keeper.statistics().num_segments == 1
+    segment.close()
