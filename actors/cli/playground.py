@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from actors.step_client import StepClient
 from kvcache.config import ClusterConfig, layer_specs, load_config
+from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import (
     ConfigurationError,
@@ -21,7 +22,7 @@ from kvcache.errors import (
 from kvcache.messages import FailedForward
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.replay.limits import EngineLimits
-from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper
+from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper, TierFigures
 from kvcache.replay.traits import ModelTraits
 from kvcache.step import StepRequest, StepResult
 
@@ -123,8 +124,23 @@ class ClientStepper:
         if statistics is not None and statistics.manager is not None:
             core = statistics.manager.core
             share = 1 - core.num_free_blocks / core.num_blocks if core.num_blocks else 0.0
-            self._figures = CacheFigures(core.num_blocks, core.num_evictions, copies, share)
+            tiers = _tier_figures(statistics.offload)
+            self._figures = CacheFigures(core.num_blocks, core.num_evictions, copies, share, tiers)
         return self._figures
+
+
+def _tier_figures(offload: OffloadStatistics | None) -> TierFigures | None:
+    if offload is None:
+        return None
+    host, disk = offload.tiers.host, offload.tiers.disk
+    return TierFigures(
+        offload.num_loaded_tokens,
+        offload.num_fetched_tokens,
+        host.stored_bytes,
+        host.loaded_bytes,
+        0 if disk is None else disk.stored_bytes,
+        0 if disk is None else disk.loaded_bytes,
+    )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from kvcache.errors import ConfigurationError, WrongBytesError
 from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import require_model_len
 from kvcache.replay.report import ReplayReport
+from kvcache.replay.stepper import TierFigures
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.opening import open_workload
 
@@ -128,6 +129,7 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
             "evictions": f"{report.num_evictions:,} blocks",
             "preemptions": f"{report.num_preemptions:,} ({again})",
             "copies": f"{report.num_copies:,} blocks",
+            **_tier_facts(report.tiers),
             "returns after a loss": f"{report.num_returns:,}",
             "peak usage, sampled": f"{report.peak_usage:.1%} of blocks",
             "steps": f"{report.num_steps:,} ({report.steps_per_s:,.0f} per second)",
@@ -136,6 +138,20 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
             "wrong bytes": _wrong_text(report),
         },
     )
+
+
+def _tier_facts(tiers: TierFigures | None) -> dict[str, str]:
+    if tiers is None:
+        return {}
+    from_host = tiers.num_loaded_tokens - tiers.num_fetched_tokens
+    return {
+        "loaded from host memory": f"{from_host:,} tokens",
+        "loaded from files": f"{tiers.num_fetched_tokens:,} tokens",
+        "host memory": f"{bytes_text(tiers.stored_bytes)} stored, "
+        f"{bytes_text(tiers.loaded_bytes)} loaded",
+        "files": f"{bytes_text(tiers.spilled_bytes)} written, "
+        f"{bytes_text(tiers.fetched_bytes)} read",
+    }
 
 
 def _wrong_text(report: ReplayReport) -> str:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.clock import Clock
 from kvcache.commands import (
@@ -96,6 +98,8 @@ class Offloading:
         self._labels = LabelTable(
             manager.statistics().core.num_blocks + 1, len(link.none_hash), max(link.block_sizes)
         )
+        self._unstored = np.zeros(self._labels.num_blocks, dtype=np.bool_)
+        self._may_store_more = False
         self._kinds: dict[int, str] = {}
         self._pending: list[Command] = []
         self._adoption: TierAdoption | None = None
@@ -126,7 +130,7 @@ class Offloading:
     @property
     def has_work(self) -> bool:
         """Whether `commands` would have something to say although no step has run."""
-        return bool(self._pending) or self._loading.has_work
+        return bool(self._pending) or self._may_store_more or self._loading.has_work
 
     def commands(
         self,
@@ -147,6 +151,8 @@ class Offloading:
             if isinstance(command, Label):
                 ids = command.block_ids
                 self._store(ids[self._labels.are_labelled(ids)], told, now_s)
+        if self._may_store_more:
+            self._store_more(told, now_s)
         told += self._note(self._loading.advance(now_s))
         evicted = self._manager.take_commands()  # what loads that have begun take blocks from
         self._follow(evicted)
@@ -181,6 +187,7 @@ class Offloading:
                 self._loading.on_fetched(job.job_id)
             case "spill":
                 self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
+                self._may_store_more = bool(self._unstored.any())
             case _:
                 self.tiers.loaded(job.job_id, ok=is_ok, failed=failed)
                 self._loading.on_loaded(job.job_id, self._clock.now(), is_ok=is_ok)
@@ -235,6 +242,7 @@ class Offloading:
             self.tiers.statistics(),
             self._loading.num_waiting,
             self._loading.num_loaded_tokens,
+            self._loading.num_fetched_tokens,
             self._loading.num_given_up,
             self._num_failed,
             self._last_failure,
@@ -281,14 +289,30 @@ class Offloading:
             ids = int32_array(table[: num_hit_tokens // size])
             self._store(ids[self._labels.are_labelled(ids)], told, now_s)
 
-    def _store(self, block_ids: Int32Array, told: list[Command], now_s: float) -> None:
-        """Store labelled blocks that are not in the tiers; count that they were seen."""
+    def _store_more(self, told: list[Command], now_s: float) -> None:
+        """Store what found no room when it was sealed, as far as it is still there."""
+        self._may_store_more = False
+        ids = int32_array(np.flatnonzero(self._unstored))
+        self._unstored[:] = False
+        self._store(ids[self._labels.are_labelled(ids)], told, now_s, is_new=False)
+
+    def _store(
+        self, block_ids: Int32Array, told: list[Command], now_s: float, *, is_new: bool = True
+    ) -> None:
+        """Store labelled blocks that are not in the tiers; count that they were seen, if they were.
+
+        What finds no room is tried again when something has been written to files.
+        """
         if not len(block_ids):
             return
         labels = self._labels.labels_of(block_ids)
         keys = label_keys(labels)
-        self.tiers.see(keys)
+        if is_new:
+            self.tiers.see(keys)
         job = self.tiers.plan_store(keys, now_s, labels=labels)
+        if self.tiers.num_without_room:
+            first = 0 if job is None else int(job.positions[-1]) + 1
+            self._unstored[block_ids[first:]] = True
         if job is not None:
             self._kinds[job.job_id] = "store"
             told.append(Store(job.job_id, HOST_MEDIUM, block_ids[job.positions], job.destinations))

@@ -65,6 +65,7 @@ class _Wish:
     keys: list[OffloadKey]
     job_id: int = 0
     num_fetches: int = 0
+    num_fetched: int = 0
     load: PrefixLoad | None = None
 
     def is_of(self, request: Request) -> bool:
@@ -111,6 +112,7 @@ class PrefixLoading:
         self._loading: dict[OffloadKey, int] = {}
         self._orphans: dict[int, PrefixLoad] = {}
         self.num_loaded_tokens = 0
+        self.num_fetched_tokens = 0
         self.num_given_up = 0
 
     @property
@@ -197,7 +199,10 @@ class PrefixLoading:
             self._give_up(wish, now_s)
             return
         self._loads.finish(load.load_id)
-        self.num_loaded_tokens += load.num_tokens - load.num_device_tokens
+        num_tokens = load.num_tokens - load.num_device_tokens
+        self.num_loaded_tokens += num_tokens
+        num_fetched = min(wish.num_fetched, len(wish.keys))
+        self.num_fetched_tokens += num_tokens * num_fetched // len(wish.keys)
         wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
 
     def on_overdue(self, job_id: int, now_s: float) -> None:
@@ -249,6 +254,7 @@ class PrefixLoading:
             if fetch is not None:
                 wish.stage, wish.job_id = _Stage.FETCHING, fetch.job_id
                 wish.num_fetches += 1
+                wish.num_fetched += len(fetch.keys)
                 self._by_job[fetch.job_id] = wish
                 packed = pack_keys(fetch.keys, len(fetch.keys[0]))
                 return [Fetch(fetch.job_id, FILE_MEDIUM, packed, fetch.destinations)]

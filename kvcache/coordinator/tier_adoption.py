@@ -28,6 +28,9 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 
 logger = logging.getLogger(__name__)
 
+ASK_S = 0.05
+"""How long after an answer "not read yet" a rank is asked again."""
+
 
 class TierAdoption:
     """What ranks tell of their tiers at the beginning of one epoch."""
@@ -51,7 +54,7 @@ class TierAdoption:
         media = [HOST_MEDIUM] if tiers.disk is None else [HOST_MEDIUM, FILE_MEDIUM]
         self._open = {
             medium: LabelCollection(
-                num_ranks, expected, nonce, epoch, resend_s=resend_s, medium=medium
+                num_ranks, expected, nonce, epoch, resend_s=min(resend_s, ASK_S), medium=medium
             )
             for medium in media
         }

@@ -36,7 +36,7 @@ NO_SLOT = -1
 BoolArray = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Stretch:
     """Successive blocks of one group and one segment, ready to be told of."""
 
@@ -172,11 +172,15 @@ class Announcer:
             end = start + segment.num_units
             for group in self.shape.groups:
                 new = is_new[group.index, start:end]
-                units = np.flatnonzero(new)
-                if len(units):
-                    for part in _unbroken(units, group.num_units):
-                        ids = int32_array(block_ids[group.index, start:end][part])
-                        yield self._stretch(group, segment, ids, int(part[0]))
+                num_new = np.count_nonzero(new)
+                if not num_new:
+                    continue
+                ids = block_ids[group.index, start:end]
+                if num_new == len(new):
+                    yield self._stretch(group, segment, int32_array(ids), 0)
+                    continue
+                for part in _unbroken(new.nonzero()[0], group.num_units):
+                    yield self._stretch(group, segment, int32_array(ids[part]), int(part[0]))
             start = end
 
     def _stretch(
@@ -188,9 +192,12 @@ class Announcer:
         last = lead + first  # the unit, counted from the base, with which the first block ends
         count = len(block_ids)
         begin, end = last + 1 - length, last + 1 + (count - 1) * length
-        digests = np.frombuffer(segment.digests, np.uint8).reshape(-1, size)
-        of_blocks = digests[last:end:length]
-        before = segment.parent if begin == 0 else digests[begin - 1].tobytes()
+        before = segment.parent
+        if begin:
+            before = segment.digests[(begin - 1) * size : begin * size]
+        of_blocks = segment.digests[last * size : end * size]
+        if length > 1:
+            of_blocks = np.frombuffer(of_blocks, np.uint8).reshape(-1, size)[::length].tobytes()
         keys: tuple[ExtraKeys | None, ...] = ()
         if segment.extra_keys is not None:
             start = (segment.base_unit + begin) * self.shape.unit_tokens
@@ -202,8 +209,8 @@ class Announcer:
             group,
             segment,
             block_ids,
-            of_blocks.tobytes(),
-            before + of_blocks[:-1].tobytes(),
+            of_blocks,
+            before + of_blocks[:-size],
             np.frombuffer(segment.tokens[begin * unit_bytes : end * unit_bytes], np.int32),
             keys,
         )

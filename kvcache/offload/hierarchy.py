@@ -69,6 +69,7 @@ class TierHierarchy:
         self.options = HierarchyOptions() if options is None else options
         self._tiers = TierSet(host, disk, new_job_id, self.options)
         self._settlement = JobSettlement(self._tiers)
+        self.num_without_room = 0
 
     # Asking
 
@@ -124,6 +125,7 @@ class TierHierarchy:
         """Plan to bring blocks of the device to host memory: as many leading missing ones as fit.
 
         None if there is nothing to store, or no room for it. What is there already counts as used.
+        `num_without_room` says how many were left out for want of room.
 
         Args:
             keys: those of sealed blocks, in order of the chain.
@@ -139,6 +141,7 @@ class TierHierarchy:
             is_forced=is_private,
             drops_dirty=not self.is_disk_in_use,
         )
+        self.num_without_room = 0 if reserved is None else reserved.num_refused
         if reserved is None:
             return None
         self._tiers.spills.note_shortage(reserved.num_refused)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from kvcache.replay.stepper import TierFigures
+
 
 @dataclass(frozen=True)
 class ReplayReport:
@@ -18,7 +20,7 @@ class ReplayReport:
     is counted apart. `peak_usage` is the largest share of blocks in use that was sampled.
     `num_wrong_blocks`: blocks found to hold other bytes than their tokens demand; the first one
     ends the replay. `num_returns`: how often all requests came back to a cluster that had lost its
-    coordinator or a worker.
+    coordinator or a worker. `tiers` is None where there are none below the device.
     """
 
     workload: str
@@ -40,6 +42,7 @@ class ReplayReport:
     num_wrong_blocks: int
     num_returns: int = 0
     history: str = ""
+    tiers: TierFigures | None = None
 
     @property
     def hit_rate(self) -> float:

@@ -8,7 +8,7 @@ their forwards have got. Refuses to schedule anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 from kvcache.manager import KVCacheManager
@@ -32,14 +32,38 @@ class ForwardProgress:
 
 
 @dataclass(frozen=True)
+class TierFigures:
+    """What went through the tiers below the device since the epoch began: tokens that requests did
+    not compute because they were loaded, those of them that came from files, and bytes over all
+    ranks."""
+
+    num_loaded_tokens: int = 0
+    num_fetched_tokens: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    spilled_bytes: int = 0
+    fetched_bytes: int = 0
+
+    def grown_since(self, before: TierFigures) -> TierFigures:
+        """Return by how much each figure has grown; one that is lower has begun anew."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return TierFigures(*(now - then if now >= then else now for now, then in pairs))
+
+    def plus(self, more: TierFigures) -> TierFigures:
+        """Return the sums."""
+        return TierFigures(*map(sum, zip(astuple(self), astuple(more), strict=True)))
+
+
+@dataclass(frozen=True)
 class CacheFigures:
     """What the cluster knows, since it was started: blocks evicted, and blocks copied by each rank.
-    `usage` is of this moment, 0 to 1."""
+    `usage` is of this moment, 0 to 1. `tiers` is None where there are none."""
 
     num_blocks: int
     num_evictions: int
     num_copies: int
     usage: float
+    tiers: TierFigures | None = None
 
 
 class Stepper(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.rows import ReplayedRequest
-from kvcache.replay.stepper import CacheFigures
+from kvcache.replay.stepper import CacheFigures, TierFigures
 
 
 class ReplayTally:
@@ -34,6 +34,7 @@ class ReplayTally:
         self._peak_usage = 0.0
         self._num_evictions = 0
         self._num_copies = 0
+        self._tiers: TierFigures | None = None
         self._latest: CacheFigures | None = None
 
     def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
@@ -63,6 +64,10 @@ class ReplayTally:
         if self._latest is not None:
             self._num_evictions += _grown(figures.num_evictions, self._latest.num_evictions)
             self._num_copies += _grown(figures.num_copies, self._latest.num_copies)
+            if figures.tiers is not None:
+                before = self._latest.tiers or TierFigures()
+                grown = figures.tiers.grown_since(before)
+                self._tiers = (self._tiers or TierFigures()).plus(grown)
         self._latest = figures
         self._peak_usage = max(self._peak_usage, figures.usage)
 
@@ -88,6 +93,7 @@ class ReplayTally:
             bytes_checked=self.bytes_checked,
             num_wrong_blocks=self.num_wrong_blocks,
             history=self.history,
+            tiers=self._tiers,
         )
 
 

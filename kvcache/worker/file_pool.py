@@ -19,7 +19,7 @@ from kvcache.worker.file_books import NUM_DIRECTORIES
 from kvcache.worker.file_format import FileHead
 from kvcache.worker.file_store import FileStore, ScannedDirectory
 
-MAX_UNTAKEN_SCANS = 8
+MAX_UNTAKEN_SCANS = 64
 """Directories that are scanned ahead of `take_scanned`."""
 
 SlotViews = Callable[[int], list[memoryview]]

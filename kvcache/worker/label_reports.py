@@ -19,10 +19,13 @@ from kvcache.messages import ClientStep, LabelReport
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
 from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.file_books import NUM_DIRECTORIES
-from kvcache.worker.file_format import labels_of_heads
+from kvcache.worker.file_format import FileHead, labels_of_heads
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_store import ScannedDirectory
 from kvcache.worker.settings import WorkerSettings
+
+HEAD_BYTES = 256
+"""About what a file's label takes in a report."""
 
 
 def _key_bytes(labels: LabelSet) -> int:
@@ -113,21 +116,25 @@ class LabelReporter:
         return self._piece(medium, first, end, num_rows, labels)
 
     def _report_files(self, first: int, files: FilePool) -> LabelReport:
-        """Report directory `first`; none if it is not read yet, which is begun by the first one."""
+        """Report the directories from `first` on that have been read, as far as one message goes.
+
+        Reading is begun by whoever asks for the first one."""
         first = min(max(0, first), NUM_DIRECTORIES)
         if first == 0 and not self._directories and not files.is_scanning:
             files.scan()
         for scanned in files.take_scanned():
             self._directories[scanned.prefix] = scanned
-        directory = self._directories.get(first)
-        if directory is None:
-            return self._piece(FILE_MEDIUM, first, first, NUM_DIRECTORIES, self._no_labels())
+        heads: list[FileHead] = []
+        end, most = first, max(1, self._settings.max_report_bytes // HEAD_BYTES)
+        while end in self._directories and (end == first or len(heads) < most):
+            heads += self._directories[end].heads
+            end += 1
         labels = replace(
             self._no_labels(),
-            labels=labels_of_heads(directory.heads),
-            checksums=np.array([h.checksum for h in directory.heads], dtype="<i8").tobytes(),
+            labels=labels_of_heads(heads),
+            checksums=np.array([head.checksum for head in heads], dtype="<i8").tobytes(),
         )
-        return self._piece(FILE_MEDIUM, first, first + 1, NUM_DIRECTORIES, labels)
+        return self._piece(FILE_MEDIUM, first, end, NUM_DIRECTORIES, labels)
 
     def _no_labels(self) -> LabelSet:
         settings, receiver = self._settings, self._receiver

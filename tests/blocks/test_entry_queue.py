@@ -18,11 +18,12 @@ def test_a_queue_does_what_a_list_does_also_when_its_stamps_begin_anew(
     print(f"seed {seed}")
     monkeypatch.setattr(entry_queue, "_LAST_STAMP", last_stamp)
     rng = random.Random(seed)
-    queue, model = EntryQueue(40), []
+    num_entries, most = rng.choice([(40, 6), (300, 150)])
+    queue, model = EntryQueue(num_entries), []
     for _ in range(400):
-        outside = [entry for entry in range(40) if entry not in model]
-        some = rng.sample(outside, rng.randint(0, min(6, len(outside))))
-        match rng.randrange(4):
+        outside = [entry for entry in range(num_entries) if entry not in model]
+        some = rng.sample(outside, rng.randint(0, min(most, len(outside))))
+        match rng.randrange(5):
             case 0:
                 queue.append_many(some)
                 model += some
@@ -30,9 +31,11 @@ def test_a_queue_does_what_a_list_does_also_when_its_stamps_begin_anew(
                 queue.prepend_many(some)
                 model[:0] = some
             case 2:
-                count = rng.randint(0, 5)
+                count = rng.randint(0, most - 1)
                 assert queue.pop_many(count).tolist() == model[:count]
                 del model[:count]
+            case 3:
+                assert queue.pop_first() == (model.pop(0) if model else None)
             case _:
                 gone = rng.sample(model, rng.randint(0, len(model)))
                 queue.remove_many(gone)

@@ -220,4 +220,5 @@ def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
         walk.rng.choice(operations)()
         walk.compare()
     walk.finish()
-    assert walk.num_loaded > 0
+    # With two slots it may be that nothing stayed until it was wanted.
+    assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots == 2
