@@ -586,3 +586,26 @@ def test_more_layers_than_a_model_can_have_are_refused() -> None:
     data = plain()
     data["model"]["layers"][0]["count"] = 10**9
     assert complaint(data) == "c.yaml: model.layers[0].count: 1000000000: must be at most 4096"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"disk": {"directory": "/x", "capacity_per_rank": 1}}, "host_memory_per_rank is not"),
+        (
+            {"host_memory_per_rank": 1, "disk": {"directory": "x", "capacity_per_rank": 1}},
+            "directory 'x' is relative",
+        ),
+        ({"host_memory_per_rank": 1, "policy": "newest"}, "newest"),
+        ({"host_memory_per_rank": 1, "tier": "tape"}, "tier"),
+    ],
+)
+def test_tiers_that_cannot_be_meant_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        parse_config(plain(offload=changes))
+
+
+def test_a_cluster_with_tiers_is_not_recorded() -> None:
+    tiers = {"host_memory_per_rank": "1MiB"}
+    with pytest.raises(ConfigurationError, match="recordings do not hold what comes from tiers"):
+        parse_config(plain(offload=tiers, recorder={"directory": "/x"}))

@@ -10,7 +10,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from kvcache.config.sections import Bytes, Count, FewThousand, Seconds, Section, Share
+from kvcache.config.sections import (
+    Bytes,
+    Count,
+    EvictionPolicyName,
+    FewThousand,
+    Seconds,
+    Section,
+    Share,
+)
 from kvcache.errors import ConfigurationError
 
 
@@ -24,7 +32,7 @@ class DiskConfig(Section):
 
     directory: Annotated[str, Field(min_length=1)]
     capacity_per_rank: Bytes
-    policy: Annotated[str, Field(min_length=1)] = "lru"
+    policy: EvictionPolicyName = "lru"
     write: Literal["on_evict", "on_store"] = "on_evict"
     sync: Literal["never", "file", "directory"] = "never"
     num_threads: Annotated[int, Field(ge=1, le=64)] = 4
@@ -50,7 +58,7 @@ class OffloadConfig(Section):
     """
 
     host_memory_per_rank: Bytes | None = None
-    policy: Annotated[str, Field(min_length=1)] = "lru"
+    policy: EvictionPolicyName = "lru"
     store_after: FewThousand = 1
     blocks_per_slot: FewThousand = 1
     spare_share: Share = 1 / 16

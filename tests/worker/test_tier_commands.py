@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from kvcache.errors import ConfigurationError
 from kvcache.messages import JobReport
 from kvcache.offload.keys import label_keys
 from kvcache.worker import host_pool
+from kvcache.worker.file_format import FileHead
 from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.label_rows import SlotState
 from tests.worker.tier_support import PLAIN, files_below, label_views, random_labels
@@ -214,7 +216,8 @@ def test_a_file_that_was_damaged_is_a_miss_and_its_slot_stays_empty(
 
 
 def test_a_slot_that_is_discarded_while_it_is_fetched_stays_empty(bench: Bench) -> None:
-    stored(bench)
+    bench.send(replace(CONTENT, extra_keys={0: b"k" * 300}))
+    bench.send(Store(1, "host", ids(3), ids(2)))
     bench.send(Spill(2, "file", ids(2), KEY))
     bench.settle(2)
     bench.send(Fetch(3, "file", KEY, ids(4)), Discard("host", ids(4), b""))
@@ -321,16 +324,27 @@ def test_commands_that_do_not_fit_are_refused(bench: Bench, command: Command, re
     assert bench.worker.statistics().num_invalid_messages == 1
 
 
-def test_a_grant_waits_until_no_file_is_read_or_written(bench: Bench) -> None:
+def test_a_grant_waits_until_no_file_is_read_or_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(bench)
-    bench.send(Spill(2, "file", ids(2), KEY))
-    bench.nonce, bench.epoch, bench.seq = "coordinator-2", 2, 0
-    replies = bench.grant()
     pool = bench.worker.file_pool
     assert pool is not None
+    write, may_write = pool.store.write, threading.Event()
+
+    def write_late(head: FileHead, payload: Sequence[memoryview]) -> int:
+        assert may_write.wait(TIMEOUT_S)
+        return write(head, payload)
+
+    monkeypatch.setattr(pool.store, "write", write_late)
+    bench.send(Spill(2, "file", ids(2), KEY))
+    bench.nonce, bench.epoch, bench.seq = "coordinator-2", 2, 0
+    assert bench.grant() == []
+    assert bench.worker.on_tick() == []
+    may_write.set()
     assert pool.wait(TIMEOUT_S)
-    replies += bench.worker.on_tick()
-    assert [type(reply).__name__ for reply in replies] == ["Granted"]
+    granted = bench.worker.on_tick()
+    assert [type(reply).__name__ for reply in granted] == ["Granted"]
 
 
 def test_content_checked_blocks_survive_all_tiers(tmp_path: Path) -> None:
