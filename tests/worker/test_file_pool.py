@@ -15,7 +15,7 @@ import pytest
 from kvcache.errors import BacklogFullError
 from kvcache.worker.checksums import checksum_of
 from kvcache.worker.file_format import FileHead
-from kvcache.worker.file_pool import FilePool, FinishedFileJob
+from kvcache.worker.file_pool import MAX_UNTAKEN_SCANS, FilePool, FinishedFileJob
 from kvcache.worker.file_store import FileStore, StoreLimits
 from tests.worker.tier_support import IDENTITY, FaultyFiles, files_below, random_head
 
@@ -219,7 +219,7 @@ def test_a_scan_returns_every_directory_once_and_only_some_ahead(bench: Bench) -
     assert bench.pool.wait(TIMEOUT_S)
     assert bench.pool.is_scanning
     scanned = bench.pool.take_scanned()
-    assert len(scanned) == 8
+    assert len(scanned) == MAX_UNTAKEN_SCANS
     while bench.pool.is_scanning:
         assert bench.pool.wait(TIMEOUT_S)
         scanned += bench.pool.take_scanned()
