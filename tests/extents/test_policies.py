@@ -45,7 +45,9 @@ def expected_victims(order: list[int], weights: IndexArray, num_blocks: int) -> 
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 3))]
+)
 def test_a_policy_gives_out_as_many_blocks_as_are_wanted_and_no_entry_more(
     name: str, seed: int
 ) -> None:

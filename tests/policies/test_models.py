@@ -26,7 +26,9 @@ def test_every_policy_has_a_slow_one() -> None:
     assert set(SLOW_POLICIES) == set(EVICTION_POLICIES)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
+)
 @pytest.mark.parametrize("is_uniform", [True, False], ids=["blocks", "runs"])
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 def test_a_policy_does_what_its_slow_one_does(name: str, is_uniform: bool, seed: int) -> None:

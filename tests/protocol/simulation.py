@@ -242,6 +242,9 @@ class Cluster:
         is_total_loss = chance.random() < 0.2
         if is_total_loss or chance.random() < 0.3:
             self._store = MemoryStateStore()
+            # One that hears nobody, not even the store, would be obeyed for ever by a rank's new
+            # process: nothing is left that says which of two is the newer.
+            self.superseded.clear()
         if is_total_loss:
             self.superseded.clear()
             self._jobs.clear()

@@ -28,7 +28,7 @@ from tests.protocol.simulation import simulate
 
 SEEDS_PER_TEST = 50
 NUM_SEEDS = 1000
-NUM_QUICK_SEEDS = 150
+NUM_QUICK_SEEDS = 100
 """The others are played by `make test-long`."""
 
 ROUGH = NetworkFaults(

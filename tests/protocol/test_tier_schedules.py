@@ -49,7 +49,9 @@ def num_loaded(clusters: list[Cluster]) -> int:
 @pytest.mark.parametrize("core", ["blocks", "extents"])
 @pytest.mark.parametrize("model", sorted(MODELS_BY_CONTENT))
 def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str, core: str) -> None:
-    clusters = [simulate(scenario_of(seed, model, core)) for seed in range(8)]
+    clusters: list[Cluster] = []
+    while not num_loaded(clusters) and len(clusters) < 8:
+        clusters.append(simulate(scenario_of(len(clusters), model, core)))
     # Of chunks alone a request needs no more than its last one, which it computes.
     assert num_loaded(clusters) > 0 or model == "chunk"
 

@@ -98,6 +98,7 @@ def test_a_request_larger_than_the_cache_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+@pytest.mark.long
 def test_lru_has_the_published_hit_rate_on_the_conversation_trace() -> None:
     count = count_prefill_hits(MooncakeTrace(TRACE), CountingOptions(10_000), SystemClock())
     assert count.num_block_references == 288_500
