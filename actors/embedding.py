@@ -43,6 +43,9 @@ from kvcache.worker.worker import KVCacheWorker
 
 logger = logging.getLogger(__name__)
 
+MAX_QUEUED_BLOCKS = 8192
+"""Blocks that wait for the threads of files: more than are ever spilled and fetched at once."""
+
 TO_WORKER = get_args(ToWorker)
 
 Connect = Callable[[Endpoint, Peer, int, Mailbox], PeerTransport]
@@ -171,6 +174,7 @@ class EmbeddedWorker:
             Path(disk.directory),
             self._config.name,
             threads=disk.num_threads,
+            max_queued_blocks=MAX_QUEUED_BLOCKS,
             max_bytes=disk.capacity_per_rank + disk.capacity_per_rank // 8,
             sync=disk.sync,
         )

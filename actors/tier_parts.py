@@ -54,7 +54,9 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
         labels,
         block_bytes,
     )
-    disk, options = None, HierarchyOptions(deadlines=Deadlines(*[offload.job_s] * 4))
+    # Files may be on a disk that others use.
+    deadlines = Deadlines(offload.job_s, offload.job_s, 4 * offload.job_s, 4 * offload.job_s)
+    disk, options = None, HierarchyOptions(deadlines=deadlines)
     if offload.disk is not None:
         if not model.disk_blocks:
             raise ConfigurationError(
@@ -71,7 +73,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
         options = HierarchyOptions(
             disk_write=offload.disk.write,
             spare_share=offload.spare_share,
-            deadlines=Deadlines(*[offload.job_s] * 4),
+            deadlines=deadlines,
         )
 
     def make_tiers(new_job_id: Callable[[], int]) -> TierHierarchy:

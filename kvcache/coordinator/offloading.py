@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -43,10 +44,19 @@ from kvcache.manager import KVCacheManager
 from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.events import cache_events
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.keys import label_keys, pack_keys
+from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.request import Request
 from kvcache.step import NO_SLOT, StepRequest, StepResult
+
+MAX_DISCARDED_KEYS = 16384
+"""Files to be removed that one message names; the others follow."""
+
+SPARE_PART = 16
+"""One in so many blocks of the device is left to running requests when others are loaded."""
+
+MAX_STORED_AGAIN = 4096
+"""Blocks that are looked at again at once because there is room now."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ class Offloading:
             min_load_tokens=max(1, settings.min_load_tokens),
             hold_s=settings.hold_s,
             wait_s=settings.wait_s,
+            num_spare_blocks=manager.statistics().core.num_blocks // SPARE_PART,
         )
         self._link = link = manager.tiers
         self._labels = LabelTable(
@@ -100,6 +111,8 @@ class Offloading:
         )
         self._unstored = np.zeros(self._labels.num_blocks, dtype=np.bool_)
         self._may_store_more = False
+        self._is_storable = np.ones(self._labels.num_blocks, dtype=np.bool_)
+        self._to_discard: dict[OffloadKey, None] = {}
         self._kinds: dict[int, str] = {}
         self._pending: list[Command] = []
         self._adoption: TierAdoption | None = None
@@ -130,21 +143,27 @@ class Offloading:
     @property
     def has_work(self) -> bool:
         """Whether `commands` would have something to say although no step has run."""
-        return bool(self._pending) or self._may_store_more or self._loading.has_work
+        return bool(
+            self._pending or self._may_store_more or self._to_discard or self._loading.has_work
+        )
 
     def commands(
         self,
         taken: Sequence[Command],
         step: StepRequest | None = None,
         result: StepResult | None = None,
+        *,
+        is_confirmed: bool = True,
     ) -> list[Command]:
         """Return what to add to a message, behind `taken`, which the manager's core has said.
 
-        `step` and its `result` go with them, if it was a step.
+        `step` and its `result` go with them, if it was a step. What is labelled before its bytes
+        are there, as by per-request calls on their caller's word, is not `is_confirmed`: it is
+        never stored.
         """
         now_s = self._clock.now()
         told, self._pending = self._pending, []
-        self._follow(taken)
+        self.follow(taken, is_confirmed=is_confirmed)
         if step is not None and result is not None:
             self._after_step(step, result, told, now_s)
         for command in taken:
@@ -155,16 +174,29 @@ class Offloading:
             self._store_more(told, now_s)
         told += self._note(self._loading.advance(now_s))
         evicted = self._manager.take_commands()  # what loads that have begun take blocks from
-        self._follow(evicted)
+        self.follow(evicted)
         told += evicted
         spill = self.tiers.plan_spills(now_s)
         if spill is not None:
             self._kinds[spill.job_id] = "spill"
+            for key in spill.keys:
+                self._to_discard.pop(key, None)
             packed = pack_keys(spill.keys, len(spill.keys[0]))
             told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
         self._discard(told)
         self._emit()
         return told
+
+    def suspect(self, block_ids: Sequence[int]) -> None:
+        """Some rank holds something else in these blocks: forget what was stored of them."""
+        ids = int32_array([b for b in block_ids if 0 < b < self._labels.num_blocks])
+        ids = ids[self._labels.are_labelled(ids)]
+        if len(ids):
+            self.tiers.forget(label_keys(self._labels.labels_of(ids)))
+
+    def know(self, labels: Label) -> None:
+        """These blocks are labelled from before the epoch."""
+        self._labels.apply(labels)
 
     def on_ended(self, job: EndedJob) -> bool:
         """Take the reports of all ranks; say whether it was a job of the tiers."""
@@ -216,7 +248,7 @@ class Offloading:
         if self._adoption is None:
             return []
         asked = self._adoption.on_report(report, self._clock.now())
-        self._pending += self._adoption.take_discards()
+        self._note_discards(self._adoption)
         return asked
 
     def on_tick(self) -> list[Outgoing]:
@@ -225,7 +257,7 @@ class Offloading:
         asked: list[Outgoing] = []
         if self._adoption is not None:
             asked = self._adoption.on_tick(now_s)
-            self._pending += self._adoption.take_discards()
+            self._note_discards(self._adoption)
             if self._adoption.is_over:
                 self._num_adopted += self._adoption.num_adopted
                 self._adoption = None
@@ -255,17 +287,26 @@ class Offloading:
 
     # --- inside
 
-    def _follow(self, commands: Sequence[Command]) -> None:
-        """Know what blocks are labelled with."""
+    def _note_discards(self, adoption: TierAdoption) -> None:
+        slots, keys = adoption.take_discards()
+        self._to_discard.update(dict.fromkeys(keys))
+        if len(slots):
+            self._pending.append(Discard(HOST_MEDIUM, slots, b""))
+
+    def follow(self, commands: Sequence[Command], *, is_confirmed: bool = True) -> None:
+        """Know what blocks are labelled with, and whether that can be believed."""
         for command in commands:
             match command:
                 case Label():
                     self._labels.apply(command)
+                    self._is_storable[command.block_ids] = is_confirmed
                 case Unlabel():
                     self._labels.withdraw(command.block_ids)
                 case Reset():
                     self._labels.reset()
                     self.tiers.reset()
+                    if self._adoption is not None:
+                        self._adoption.forget()
 
     def _after_step(
         self, step: StepRequest, result: StepResult, told: list[Command], now_s: float
@@ -292,8 +333,8 @@ class Offloading:
     def _store_more(self, told: list[Command], now_s: float) -> None:
         """Store what found no room when it was sealed, as far as it is still there."""
         self._may_store_more = False
-        ids = int32_array(np.flatnonzero(self._unstored))
-        self._unstored[:] = False
+        ids = int32_array(np.flatnonzero(self._unstored)[:MAX_STORED_AGAIN])
+        self._unstored[ids] = False
         self._store(ids[self._labels.are_labelled(ids)], told, now_s, is_new=False)
 
     def _store(
@@ -303,6 +344,7 @@ class Offloading:
 
         What finds no room is tried again when something has been written to files.
         """
+        block_ids = block_ids[self._is_storable[block_ids]]
         if not len(block_ids):
             return
         labels = self._labels.labels_of(block_ids)
@@ -327,9 +369,12 @@ class Offloading:
         gone = self.tiers.take_discards()
         if len(gone.addresses):
             told.append(Discard(HOST_MEDIUM, gone.addresses, b""))
-        if gone.keys:
-            packed = pack_keys(gone.keys, len(gone.keys[0]))
-            told.append(Discard(FILE_MEDIUM, EMPTY_INT32, packed))
+        self._to_discard.update(dict.fromkeys(gone.keys))
+        if self._to_discard:
+            keys = list(islice(self._to_discard, MAX_DISCARDED_KEYS))
+            for key in keys:
+                del self._to_discard[key]
+            told.append(Discard(FILE_MEDIUM, EMPTY_INT32, pack_keys(keys, len(keys[0]))))
 
     def _emit(self) -> None:
         for event in self.tiers.take_events():

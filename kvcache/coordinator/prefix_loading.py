@@ -91,11 +91,13 @@ class PrefixLoading:
         min_load_tokens: int,
         hold_s: float,
         wait_s: float,
+        num_spare_blocks: int = 0,
     ) -> None:
         """Load prefixes by `loads` where at least `min_load_tokens` come from the tiers.
 
         `cancel_job` ends jobs that no rank was told of. What was loaded is held for a request for
-        `hold_s` at most, and a request waits `wait_s`.
+        `hold_s` at most, and a request waits `wait_s`. While requests run, `num_spare_blocks` stay
+        free for them.
         """
         self._finder = finder
         self._tiers = tiers
@@ -104,6 +106,7 @@ class PrefixLoading:
         self._min_load_tokens = min_load_tokens
         self._hold_s = hold_s
         self._wait_s = wait_s
+        self._num_spare_blocks = num_spare_blocks
         self._wishes: dict[str, _Wish] = {}
         self._wanted: list[_Wish] = []
         self._parked: list[_Wish] = []
@@ -263,7 +266,7 @@ class PrefixLoading:
         hit = self._finder.find(wish.request, before, there, _is_in_host)
         if hit is None or hit.num_tokens - before < self._min_load_tokens:
             return self._give_up(wish, now_s)
-        load = self._loads.begin(wish.request, hit.num_tokens)
+        load = self._loads.begin(wish.request, hit.num_tokens, self._num_spare_blocks)
         if load is None:
             return self._give_up(wish, now_s)
         keys = [
@@ -277,6 +280,7 @@ class PrefixLoading:
             self._loads.release(load.load_id)
             if job is not None:
                 self._tiers.loaded(job.job_id, ok=True)
+                self._cancel_job(job.job_id)
             return self._give_up(wish, now_s)
         wish.stage, wish.job_id, wish.load, wish.keys = _Stage.LOADING, job.job_id, load, keys
         self._by_job[job.job_id] = wish

@@ -31,6 +31,7 @@ from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.delivery import CommandWindow
 from kvcache.errors import ClusterError, InvariantError, ProtocolError
 from kvcache.heads import MessageHead
+from kvcache.label_agreement import agreed_labels
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Acknowledge,
@@ -134,6 +135,9 @@ class Reign:
         else:
             commands = tuple(self.manager.take_commands())
             labels = collection.label_sets
+            if self._offloading is not None:
+                self._offloading.know(agreed_labels(labels()))
+                self._offloading.follow(commands)
             self._recorder.begin_epoch(self._epoch, self.manager, labels, commands)
         _, sent = self._send_commands("", 0, commands)
         if self._offloading is None:

@@ -20,7 +20,13 @@ from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.remote_calls import RemoteCalls
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
-from kvcache.errors import ExhaustedError, InvalidInputError, RequestError
+from kvcache.errors import (
+    ExhaustedError,
+    InvalidInputError,
+    InvariantError,
+    KVCacheError,
+    RequestError,
+)
 from kvcache.manager import KVCacheManager
 from kvcache.messages import Call, CallResult
 from kvcache.step import NewRequest, StepRequest, StepResult
@@ -104,6 +110,8 @@ class StepServer:
     def withdraw(self, block_ids: Sequence[int] = ()) -> tuple[Command, ...]:
         """Have these blocks forgotten; return all commands that wait to be sent, beside a step."""
         if block_ids:
+            if self._offloading is not None:
+                self._offloading.suspect(block_ids)
             self.manager.evict_blocks(block_ids)
         commands = tuple(self.manager.take_commands())
         if block_ids or commands:
@@ -138,18 +146,27 @@ class StepServer:
             raise
         answer = CallResult(call.client_id, call.step, 0, 0, packed)
         self._recorder.executed(call, answer, commands)
-        return Served(answer, (*commands, *self._below(commands)), True)
+        below = self._below(commands, is_confirmed=False)
+        return Served(answer, (*commands, *below), True)
 
     def _below(
         self,
         commands: Sequence[Command],
         request: StepRequest | None = None,
         result: StepResult | None = None,
+        *,
+        is_confirmed: bool = True,
     ) -> Sequence[Command]:
-        """Return what the tiers have to add to `commands`."""
+        """Return what the tiers have to add to `commands`.
+
+        Raises InvariantError where they fail: the manager has gone on already, nothing is refused.
+        """
         if self._offloading is None:
             return ()
-        return self._offloading.commands(commands, request, result)
+        try:
+            return self._offloading.commands(commands, request, result, is_confirmed=is_confirmed)
+        except KVCacheError as error:
+            raise InvariantError(f"the tiers do not follow the manager: {error}") from error
 
 
 def _require_draft_ids(request: StepRequest) -> None:

@@ -15,15 +15,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, int32_array
-from kvcache.commands import Command, Discard, Label
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.commands import Label
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
+from kvcache.errors import KVCacheError
 from kvcache.label_agreement import NO_LABELS, agreed_labels
 from kvcache.labels import LabelSet
 from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
+from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,22 @@ class TierAdoption:
         resend_s: float,
         patience_s: float,
     ) -> None:
-        """Take over for `tiers`, which are empty. Ranks that tell nothing new for `patience_s` are
-        waited for no longer."""
+        """Take over for `tiers`, which are empty, within `patience_s`."""
         self._tiers = tiers
         self._patience_s = patience_s
-        self._discards: list[Command] = []
+        self._give_up_s = float("inf")
+        self._is_forgotten = False
+        self._slots: list[Int32Array] = []
+        self._keys: list[OffloadKey] = []
         media = [HOST_MEDIUM] if tiers.disk is None else [HOST_MEDIUM, FILE_MEDIUM]
         self._open = {
             medium: LabelCollection(
-                num_ranks, expected, nonce, epoch, resend_s=min(resend_s, ASK_S), medium=medium
+                num_ranks,
+                expected,
+                nonce,
+                epoch,
+                resend_s=min(resend_s, ASK_S) if medium == FILE_MEDIUM else resend_s,
+                medium=medium,
             )
             for medium in media
         }
@@ -68,6 +76,7 @@ class TierAdoption:
     def begin(self, now_s: float) -> list[Outgoing]:
         """Ask every rank. Until they have answered the tiers do not know what they hold."""
         self._tiers.begin_adoption()
+        self._give_up_s = now_s + self._patience_s
         return [message for each in self._open.values() for message in each.begin(now_s)]
 
     def on_report(self, report: LabelReport, now_s: float) -> list[Outgoing]:
@@ -86,13 +95,21 @@ class TierAdoption:
             for collection in self._open.values()
             for message in collection.on_tick(now_s, self._patience_s)
         ]
+        if now_s > self._give_up_s:
+            for collection in self._open.values():
+                collection.problem = collection.problem or "it takes too long"
         self._close_what_is_over()
         return asked
 
-    def take_discards(self) -> list[Command]:
-        """Return what ranks have to forget because not all of them have it."""
-        discards, self._discards = self._discards, []
-        return discards
+    def forget(self) -> None:
+        """The cache was emptied meanwhile: take nothing over of what was there before."""
+        self._is_forgotten = True
+
+    def take_discards(self) -> tuple[Int32Array, list[OffloadKey]]:
+        """Return the slots and keys that ranks have to forget because not all of them have them."""
+        slots: Int32Array = np.concatenate([EMPTY_INT32, *self._slots])
+        keys, self._slots, self._keys = self._keys, [], []
+        return slots, keys
 
     def _close_what_is_over(self) -> None:
         for medium in [medium for medium, each in self._open.items() if each.is_over]:
@@ -100,29 +117,32 @@ class TierAdoption:
             label_sets = collection.label_sets()
             if collection.problem:
                 logger.warning("the %s tier begins empty: %s", medium, collection.problem)
-            if medium == HOST_MEDIUM:
-                self._adopt_host(label_sets)
-            else:
-                self._adopt_files(label_sets)
+            adopt = self._adopt_host if medium == HOST_MEDIUM else self._adopt_files
+            try:
+                adopt(label_sets)
+            except KVCacheError as error:
+                logger.warning("the %s tier begins empty: %s", medium, error)
+                adopt([])
 
     def _adopt_host(self, label_sets: Sequence[LabelSet]) -> None:
-        agreed = agreed_labels(label_sets) if label_sets else NO_LABELS
+        agreed = NO_LABELS
+        if label_sets and not self._is_forgotten:
+            agreed = agreed_labels(label_sets)
         told = [label_set.labels.block_ids for label_set in label_sets]
         rest = np.setdiff1d(np.concatenate([EMPTY_INT32, *told]), agreed.block_ids)
         if len(rest):
-            self._discards.append(Discard(HOST_MEDIUM, int32_array(rest), b""))
+            self._slots.append(int32_array(rest))
         self.num_adopted += len(agreed.block_ids)
         self._tiers.adopt_host(agreed)
 
     def _adopt_files(self, label_sets: Sequence[LabelSet]) -> None:
         """Files have no numbers: they are the same where their keys are."""
         keys = [label_keys(label_set.labels) for label_set in label_sets]
-        common = set(keys[0]).intersection(*keys[1:]) if keys else set()
+        common: set[OffloadKey] = set()
+        if keys and not self._is_forgotten:
+            common = set(keys[0]).intersection(*keys[1:])
         rest = set().union(*keys) - common
-        if rest:
-            key_bytes = len(next(iter(rest)))
-            packed = pack_keys(sorted(rest), key_bytes)
-            self._discards.append(Discard(FILE_MEDIUM, EMPTY_INT32, packed))
+        self._keys += sorted(rest)
         self.num_adopted += len(common)
         self._tiers.adopt_disk(
             _rows_of(label_sets[0].labels, keys[0], common) if common else NO_LABELS

@@ -21,6 +21,7 @@ from kvcache.core import Core, Reservation
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.cache_control import CacheControl
+from kvcache.manager.slots import SlotTable
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
 from kvcache.request import BlockHasher, Request
 
@@ -66,12 +67,15 @@ class PrefixLoads:
         control: CacheControl,
         hasher: BlockHasher,
         ledger: StepLedger,
+        slots: SlotTable,
+        *,
         block_sizes: tuple[int, ...],
     ) -> None:
         """Load nothing. `block_sizes` are tokens per block of each group."""
         self._core = core
         self._hasher = hasher
         self._ledger = ledger
+        self._slots = slots
         self._control = control
         self._block_sizes = block_sizes
         self._standing: dict[int, _Standing] = {}
@@ -91,7 +95,8 @@ class PrefixLoads:
     ) -> PrefixLoad | None:
         """Take blocks for the first `num_tokens` tokens of `request` that are not cached.
 
-        `num_tokens` is a multiple of every group's block size. None, unchanged, if there is no
+        `num_tokens` is a multiple of every group's block size. While a request runs,
+        `num_spare_blocks` must stay free. None, unchanged, if there is no
         room, nothing to load, or a drain: what is loaded now could never be hit.
 
         Raises:
@@ -106,7 +111,8 @@ class PrefixLoads:
             return None
         load_id = next(self._numbers)
         stand_in = _stand_in(request, load_id)
-        wanted = Reservation(num_tokens, num_tokens, 0, num_spare_blocks, num_tokens)
+        spare = num_spare_blocks if self._slots.num_taken else 0
+        wanted = Reservation(num_tokens, num_tokens, 0, spare, num_tokens)
         self._control.changed()
         if self._core.reserve(stand_in, wanted, hit if hit.num_tokens else None) is None:
             return None

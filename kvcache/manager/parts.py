@@ -142,7 +142,14 @@ class ManagerParts:
         )
         self.tiers = TierLink(
             hooks,
-            PrefixLoads(self.core, self.control, self.hasher, self.ledger, settings.block_sizes),
+            PrefixLoads(
+                self.core,
+                self.control,
+                self.hasher,
+                self.ledger,
+                self.slots,
+                block_sizes=settings.block_sizes,
+            ),
             self.events,
             block_sizes=settings.block_sizes,
             none_hash=self.hasher.none_hash,

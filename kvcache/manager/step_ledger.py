@@ -101,8 +101,11 @@ class ClientSteps:
         self.void: list[tuple[int, int]] = []
 
     def is_under_way(self, step: int) -> bool:
-        """Whether a rank may still run this step, which was executed."""
-        return step > self.completed_step and self.void_range(step) is None
+        """Whether a rank may still run this step, which was executed, or one before it."""
+        if step <= self.completed_step:
+            return False
+        void = self.void_range(step)
+        return void is None or self.completed_step < void[0] - 1
 
     def void_range(self, step: int) -> tuple[int, int] | None:
         """Return the first and last step of the failed range that `step` lies in, or None."""

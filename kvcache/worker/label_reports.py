@@ -124,6 +124,8 @@ class LabelReporter:
             files.scan()
         for scanned in files.take_scanned():
             self._directories[scanned.prefix] = scanned
+        for prefix in [prefix for prefix in self._directories if prefix < first]:
+            del self._directories[prefix]  # nobody asks for what it has got
         heads: list[FileHead] = []
         end, most = first, max(1, self._settings.max_report_bytes // HEAD_BYTES)
         while end in self._directories and (end == first or len(heads) < most):

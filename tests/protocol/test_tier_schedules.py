@@ -122,14 +122,14 @@ def test_a_load_that_counts_before_every_rank_has_it_turns_the_simulation_red(
 def test_labels_of_blocks_that_loads_take_must_be_withdrawn_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    follow = Offloading._follow
+    follow = Offloading.follow
 
-    def deaf(self: Offloading, commands: Any) -> None:
-        follow(self, commands)
+    def deaf(self: Offloading, commands: Any, **rest: Any) -> None:
+        follow(self, commands, **rest)
         if isinstance(commands, list):
             commands.clear()  # what a load has evicted is told to nobody
 
-    monkeypatch.setattr(Offloading, "_follow", deaf)
+    monkeypatch.setattr(Offloading, "follow", deaf)
     assert turns_red()
 
 

@@ -1,0 +1,123 @@
+"""What the tiers' wiring does with odd orders of events."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache.clock import VirtualClock
+from kvcache.commands import Label, Reset, Store
+from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.label_collection import ExpectedLabels
+from kvcache.coordinator.offloading import Offloading, OffloadParts, OffloadSettings
+from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.core import OffloadAnswer
+from kvcache.errors import ConfigurationError
+from kvcache.labels import LABEL_VERSION
+from kvcache.messages import LabelReport
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.options import TierOptions
+from kvcache.offload.registry import make_tier
+from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.request import Request
+from tests.manager.managers_under_test import (
+    ENCODER,
+    FULL,
+    ONE_STATE,
+    Shape,
+    make_config,
+    make_manager,
+)
+
+TOKENS = list(range(100, 113))
+
+
+class Bench:
+    """A manager, a host tier and what connects them."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.manager = make_manager(FULL)
+        config = make_config(FULL, 64)
+        host = TierOptions(HOST_MEDIUM, 16)
+        parts = OffloadParts(
+            OffloadSettings(adoption_s=5.0),
+            TierHitFinder(config, 4),
+            lambda new_job_id: TierHierarchy(make_tier(host), None, new_job_id),
+        )
+        self.offloading = Offloading(parts, self.manager, JobBook(1), self.clock)
+
+    def computed(self) -> list[Label]:
+        """Compute a prompt by a call, and say what became of it."""
+        request = Request("r", TOKENS)
+        self.manager.allocate_slots(request, len(TOKENS))
+        commands = self.manager.take_commands()
+        self.manager.free(request)
+        return [command for command in commands if isinstance(command, Label)]
+
+    def look_up(self) -> OffloadAnswer:
+        request = Request("again", TOKENS)
+        self.manager.get_computed_blocks(request)  # it has a hasher now
+        return self.offloading.look_up(request, 0).answer
+
+    def report(self, labels: Label) -> LabelReport:
+        slots = np.arange(len(labels.block_ids), dtype=np.int32)
+        held = Label(
+            slots,
+            labels.groups,
+            labels.slots,
+            labels.digests,
+            labels.parent_digests,
+            labels.token_counts,
+            labels.token_ids,
+            labels.namespaces,
+            labels.namespace_names,
+        )
+        checksums = np.full(len(slots), 7, dtype="<i8").tobytes()
+        return LabelReport(
+            "n", "p", 0, 1, 0, 16, 16, 0, LABEL_VERSION, "", 32, held, checksums, (), HOST_MEDIUM
+        )
+
+
+def test_what_a_call_labels_on_its_callers_word_is_not_stored() -> None:
+    bench = Bench()
+    labels = bench.computed()
+    assert labels
+    told = bench.offloading.commands(labels, is_confirmed=False)
+    assert not [command for command in told if isinstance(command, Store)]
+    confirmed = Bench()
+    told = confirmed.offloading.commands(confirmed.computed())
+    assert [command for command in told if isinstance(command, Store)]
+
+
+def test_host_memory_from_before_is_found_once_it_was_told() -> None:
+    bench = Bench()
+    (labels,) = Bench().computed()
+    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    assert bench.look_up() is OffloadAnswer.RETRY
+    bench.offloading.on_labels(bench.report(labels))
+    assert bench.look_up() is OffloadAnswer.HIT_PENDING
+
+
+def test_a_cache_that_is_emptied_meanwhile_takes_nothing_over() -> None:
+    bench = Bench()
+    (labels,) = Bench().computed()
+    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    bench.offloading.commands([Reset(0)])
+    bench.offloading.on_labels(bench.report(labels))
+    assert bench.look_up() is OffloadAnswer.MISS
+    assert bench.offloading.has_work  # ranks are told to forget it
+
+
+def test_nobody_waits_for_ever_for_what_a_rank_does_not_tell() -> None:
+    bench = Bench()
+    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    bench.clock.advance(6.0)
+    bench.offloading.on_tick()
+    assert bench.look_up() is OffloadAnswer.MISS
+
+
+@pytest.mark.parametrize("shape", [ENCODER, ONE_STATE], ids=lambda shape: shape.name)
+def test_kinds_whose_blocks_are_not_their_tokens_are_refused(shape: Shape) -> None:
+    with pytest.raises(ConfigurationError, match="tiers below the device cannot serve"):
+        TierHitFinder(make_config(shape, 64), 4)
