@@ -31,11 +31,17 @@ SHAPE = ConversationShape(
 
 @pytest.mark.launches
 @pytest.mark.parametrize("name", SMALL)
-def test_a_configuration_launches_and_serves_right_bytes(ray_cluster: str, name: str) -> None:
+def test_a_configuration_launches_and_serves_right_bytes(
+    ray_cluster: str, name: str, tmp_path: Path
+) -> None:
     config = load_config(CONFIGS / name)
     patient = {"startup_s": 240.0, "step_s": 60.0, "forward_s": 60.0}
     deadlines = config.deadlines.model_copy(update=patient)
     config = config.model_copy(update={"name": f"test-{config.name}", "deadlines": deadlines})
+    if config.offload.disk is not None:
+        disk = config.offload.disk.model_copy(update={"directory": str(tmp_path)})
+        offload = config.offload.model_copy(update={"disk": disk})
+        config = config.model_copy(update={"offload": offload})
     with KVCacheCluster.launch(config) as cluster, cluster.client("replay") as client:
         stepper = ClientStepper(
             client, lambda: (cluster.statistics().coordinator, cluster.statistics().workers)
