@@ -34,10 +34,6 @@ class KeeperActor:
         """Return what is kept."""
         return self._keeper.statistics()
 
-    def close(self) -> None:
-        """Give all memory back that no worker holds."""
-        self._keeper.close()
-
 
 def make_keepers(
     config: ClusterConfig,

@@ -181,7 +181,7 @@ class Launch:
     def _keep_memory(self, reports: Sequence[WorkerReport]) -> None:
         """Make what host memory outlives its workers by."""
         lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
-        self.parts.keepers = make_keepers(self.config, reports, lifetime, self._remaining_s())
+        make_keepers(self.config, reports, lifetime, self._remaining_s())
 
     def _allocate(self, ranked: Sequence[Any], plan: Plan) -> None:
         calls = [worker.kvcache_allocate.remote(rank, plan) for rank, worker in enumerate(ranked)]

@@ -39,7 +39,6 @@ class ClusterParts:
     placement: PlacementGroup | None = None
     process_ids: tuple[int, ...] = ()
     num_places: int = 0
-    keepers: list[Any] = field(default_factory=list)
 
     def find_workers(self, num_ranks: int) -> None:
         """Look up the worker actors as they are now, instead of those known; not an engine's."""

@@ -37,6 +37,10 @@ from kvcache.step import StepRequest, StepResult
 WIRE_VERSION = 1
 
 
+MAX_REPORTED_BLOCKS = 64
+"""Blocks that one job's report names at most: one with so many may have left others out."""
+
+
 @dataclass(frozen=True)
 class JobReport:
     """One job of one rank that has ended.

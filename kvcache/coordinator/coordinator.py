@@ -272,7 +272,7 @@ class Coordinator:
         self._jobs.check()
         self._clients.check()
         if self._reign is not None:
-            self._reign.manager.check()
+            self._reign.check()
 
     def _as_introduction(self, message: FromWorker) -> FromWorker:
         """What a process says to another coordinator introduces it, while its rank is not taken."""

@@ -10,10 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcache.errors import InvariantError, MalformedMessageError, RequestError
-from kvcache.messages import FailedForward, JobReport
-
-MAX_REPORTED_BLOCKS = 64
-"""A report that names so many failed blocks may have left others out."""
+from kvcache.messages import MAX_REPORTED_BLOCKS, FailedForward, JobReport
 
 
 @dataclass

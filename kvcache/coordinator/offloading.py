@@ -44,6 +44,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.events import cache_events
 from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.jobs import JobKind
 from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.request import Request
@@ -113,7 +114,7 @@ class Offloading:
         self._may_store_more = False
         self._is_storable = np.ones(self._labels.num_blocks, dtype=np.bool_)
         self._to_discard: dict[OffloadKey, None] = {}
-        self._kinds: dict[int, str] = {}
+        self._kinds: dict[int, JobKind] = {}
         self._pending: list[Command] = []
         self._adoption: TierAdoption | None = None
         self._adoption_s = settings.adoption_s
@@ -178,7 +179,7 @@ class Offloading:
         told += evicted
         spill = self.tiers.plan_spills(now_s)
         if spill is not None:
-            self._kinds[spill.job_id] = "spill"
+            self._kinds[spill.job_id] = JobKind.SPILL
             for key in spill.keys:
                 self._to_discard.pop(key, None)
             packed = pack_keys(spill.keys, len(spill.keys[0]))
@@ -207,20 +208,20 @@ class Offloading:
         failed = () if job.is_wholly_failed else job.block_ids
         if not is_ok:
             self._num_failed += 1
-            self._last_failure = f"{kind}: " + "; ".join(
+            self._last_failure = f"{kind.value}: " + "; ".join(
                 f"rank {failure.rank}: {failure.detail}" for failure in job.failures
             )
         visible: Int32Array = EMPTY_INT32
         match kind:
-            case "store":
+            case JobKind.STORE:
                 visible = self.tiers.stored(job.job_id, ok=is_ok)
-            case "fetch":
+            case JobKind.FETCH:
                 visible = self.tiers.fetched(job.job_id, ok=is_ok, failed=failed)
                 self._loading.on_fetched(job.job_id)
-            case "spill":
+            case JobKind.SPILL:
                 self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
                 self._may_store_more = bool(self._unstored.any())
-            case _:
+            case JobKind.LOAD:
                 self.tiers.loaded(job.job_id, ok=is_ok, failed=failed)
                 self._loading.on_loaded(job.job_id, self._clock.now(), is_ok=is_ok)
         if len(visible):
@@ -263,7 +264,7 @@ class Offloading:
                 self._adoption = None
         for late in self.tiers.expire(now_s):
             self._num_failed += 1
-            self._last_failure = f"{late.kind} of {len(late.keys)} blocks takes too long"
+            self._last_failure = f"{late.kind.value} of {len(late.keys)} blocks takes too long"
             self._loading.on_overdue(late.job_id, now_s)
         self._loading.expire(now_s)
         return asked
@@ -356,13 +357,14 @@ class Offloading:
             first = 0 if job is None else int(job.positions[-1]) + 1
             self._unstored[block_ids[first:]] = True
         if job is not None:
-            self._kinds[job.job_id] = "store"
+            self._kinds[job.job_id] = JobKind.STORE
             told.append(Store(job.job_id, HOST_MEDIUM, block_ids[job.positions], job.destinations))
 
     def _note(self, commands: list[Command]) -> list[Command]:
         for command in commands:
             if isinstance(command, (Fetch, Load)):
-                self._kinds[command.job_id] = "fetch" if isinstance(command, Fetch) else "load"
+                is_fetch = isinstance(command, Fetch)
+                self._kinds[command.job_id] = JobKind.FETCH if is_fetch else JobKind.LOAD
         return commands
 
     def _discard(self, told: list[Command]) -> None:

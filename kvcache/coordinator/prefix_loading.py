@@ -228,10 +228,6 @@ class PrefixLoading:
             self._desert(wish, wish.load)
         wish.stage = _Stage.GIVEN_UP
 
-    def is_wished(self, request_id: str) -> bool:
-        """Whether something is remembered of this request."""
-        return request_id in self._wishes
-
     def expire(self, now_s: float) -> None:
         """Forget wishes whose requests have not come for too long."""
         late = [r for r, wish in self._wishes.items() if wish.until_s <= now_s]

@@ -228,6 +228,12 @@ class Reign:
             return False
         return True
 
+    def check(self) -> None:
+        """Raise `InvariantError` if the books of manager or tiers do not add up."""
+        self.manager.check()
+        if self._offloading is not None:
+            self._offloading.check()
+
     def on_tier_labels(self, report: LabelReport) -> list[Outgoing]:
         """Take what a rank has in a tier below the device."""
         if self._offloading is None:

@@ -106,20 +106,8 @@ class ManagerParts:
         self.events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
         is_heard = settings.enable_kv_cache_events or event_sink is not None
         slot_by_request: dict[str, int] = {}
-        core_settings = CoreSettings(
-            config,
-            self.hasher.none_hash,
-            self.hasher.hash_fn,
-            slot_by_request,
-            settings.enable_caching,
-            settings.use_eagle,
-            settings.eviction_policy,
-            self.events if is_heard else NullEventSink(),
-            hooks,
-            settings.zero_new_blocks,
-            settings.has_workers,
-            settings.merge_duplicates,
-        )
+        heard: EventSink = self.events if is_heard else NullEventSink()
+        core_settings = self._core_settings(settings, slot_by_request, heard, hooks)
         self.core = make_core(settings.core, core_settings, core_factories)
         self.slots = SlotTable(settings.max_num_seqs, settings.hash_block_size)
         self.book = RequestBook(self.slots, self.core, slot_by_request)
@@ -140,20 +128,7 @@ class ManagerParts:
             model_epoch=settings.model_epoch,
             has_workers=settings.has_workers,
         )
-        self.tiers = TierLink(
-            hooks,
-            PrefixLoads(
-                self.core,
-                self.control,
-                self.hasher,
-                self.ledger,
-                self.slots,
-                block_sizes=settings.block_sizes,
-            ),
-            self.events,
-            block_sizes=settings.block_sizes,
-            none_hash=self.hasher.none_hash,
-        )
+        self.tiers = self._tier_link(settings.block_sizes, hooks)
         self.calls = RequestCalls(
             self.book,
             self.core,
@@ -167,3 +142,42 @@ class ManagerParts:
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
         self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)
         self.executor = StepExecutor(self.book, self.core, self.admission, self.tiers, limits)
+
+    def _core_settings(
+        self,
+        settings: ManagerSettings,
+        slot_by_request: dict[str, int],
+        events: EventSink,
+        hooks: OffloadHooks,
+    ) -> CoreSettings:
+        return CoreSettings(
+            settings.kv_cache_config,
+            self.hasher.none_hash,
+            self.hasher.hash_fn,
+            slot_by_request,
+            settings.enable_caching,
+            settings.use_eagle,
+            settings.eviction_policy,
+            events,
+            hooks,
+            settings.zero_new_blocks,
+            settings.has_workers,
+            settings.merge_duplicates,
+        )
+
+    def _tier_link(self, block_sizes: tuple[int, ...], hooks: OffloadHooks) -> TierLink:
+        loads = PrefixLoads(
+            self.core,
+            self.control,
+            self.hasher,
+            self.ledger,
+            self.slots,
+            block_sizes=block_sizes,
+        )
+        return TierLink(
+            hooks,
+            loads,
+            self.events,
+            block_sizes=block_sizes,
+            none_hash=self.hasher.none_hash,
+        )

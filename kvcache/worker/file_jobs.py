@@ -15,7 +15,7 @@ import numpy as np
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.commands import Fetch, Spill
 from kvcache.errors import BacklogFullError, MalformedMessageError
-from kvcache.messages import JobReport
+from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.offload.keys import label_keys
 from kvcache.offload.specs import FILE_MEDIUM
 from kvcache.worker.checksums import combined_checksum
@@ -23,9 +23,6 @@ from kvcache.worker.file_format import FileHead, heads_of_labels, labels_of_head
 from kvcache.worker.file_pool import FilePool, FinishedFileJob
 from kvcache.worker.host_labels import Generations, HostLabels
 from kvcache.worker.slot_holds import SlotHolds
-
-MAX_REPORTED_BLOCKS = 64
-"""Blocks named in one report."""
 
 MAX_DETAILS = 3
 """Blocks of which a report says what went wrong."""

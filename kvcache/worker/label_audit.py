@@ -11,11 +11,8 @@ import numpy as np
 
 from kvcache.commands import Audit
 from kvcache.labels import LabelTable
-from kvcache.messages import JobReport
+from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.worker.history import BlockHistory
-
-MAX_REPORTED_BLOCKS = 64
-"""Blocks named in one report; if more are wrong, the next audit names them."""
 
 
 def audit_labels(audit: Audit, labels: LabelTable, history: BlockHistory) -> JobReport:
