@@ -19,6 +19,7 @@ from rich.table import Table
 
 from actors.cli.sessions import ray_session
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from actors.cli.tier_facts import tier_facts
 from actors.cluster import KVCacheCluster
 from actors.embedded_site import find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
@@ -173,6 +174,9 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
             "clients": f"{statistics.num_clients:,}",
             "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} refused)",
         }
+    offload = None if statistics is None else statistics.offload
+    if offload is not None:
+        facts |= tier_facts(offload)
     recorder = None if statistics is None else statistics.recorder
     if recorder is not None:
         written = f"{recorder.num_records:,} records, {bytes_text(recorder.written_bytes)}"
