@@ -15,7 +15,7 @@ JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-long test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-long test-interop test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer clean
 
 setup: $(STAMP)
 
@@ -28,11 +28,16 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
-	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos'
+	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos and not interop'
 	$(BIN)/python -m pytest tests -m 'ray and not faults'
 
 test-long: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m long
+
+# Real routers, in an environment of their own, subscribe to clusters of ours.
+test-interop: setup
+	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/interop/install.sh .venv-interop
+	$(BIN)/python -m pytest tests/interop -m interop
 
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
@@ -48,13 +53,13 @@ test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
-	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long and not chaos' -x -q
+	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop' -x -q
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long and not chaos'
+	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop'
 
 format: setup
 	$(BIN)/ruff format .
@@ -72,4 +77,4 @@ bench-peer: setup
 	$(BIN)/python -m tests.benchmarks --peer .venv-peer --write BENCHMARKS.md
 
 clean:
-	rm -rf $(VENV) .venv-peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-interop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

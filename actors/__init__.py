@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from actors.embedded_cluster import EmbeddedCluster
     from actors.embedding import EmbeddedWorker
     from actors.local import LocalCluster
+    from actors.replicas import KVCacheReplicas
     from actors.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor, WorkerMethods
 
 _HOMES = {
@@ -33,6 +34,7 @@ _HOMES = {
     "EmbeddedWorker": "actors.embedding",
     "KVCacheClient": "actors.client",
     "KVCacheCluster": "actors.cluster",
+    "KVCacheReplicas": "actors.replicas",
     "LocalCluster": "actors.local",
     "WORKER_CONCURRENCY_GROUPS": "actors.worker",
     "WorkerActor": "actors.worker",
@@ -48,6 +50,7 @@ __all__ = [
     "EmbeddedWorker",
     "KVCacheClient",
     "KVCacheCluster",
+    "KVCacheReplicas",
     "LocalCluster",
     "WorkerActor",
     "WorkerMethods",

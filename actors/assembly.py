@@ -9,11 +9,13 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from actors.event_publishing import make_event_feed
 from actors.tier_parts import offload_parts
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
+from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
 from kvcache.managers.coordinators import require_eagle_support
 from kvcache.planner import Plan, rank_layout_fingerprint
@@ -58,7 +60,6 @@ def manager_recipe(config: ClusterConfig, plan: Plan) -> ManagerRecipe:
         enable_caching=cache.enable_prefix_caching and plan.can_prefix_cache,
         caching_hash_algo=cache.hash_algorithm,
         log_stats=cache.log_stats,
-        enable_kv_cache_events=cache.events,
         watermark=cache.watermark,
         eviction_policy=cache.eviction_policy,
         core=cache.core,
@@ -90,22 +91,36 @@ def make_recorder(config: ClusterConfig, plan: Plan, clock: Clock) -> FileStepRe
 
 
 def make_coordinator(
-    config: ClusterConfig, plan: Plan, clock: Clock, state_store: StateStore
+    config: ClusterConfig,
+    plan: Plan,
+    clock: Clock,
+    state_store: StateStore,
+    keys: CurveKeys | None = None,
 ) -> Coordinator:
-    """Return a coordinator with a nonce of its own, not started.
+    """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's.
 
-    Raises ConfigurationError for a kind of attention that EAGLE cannot be used with.
+    Raises ConfigurationError for a kind of attention that EAGLE cannot be used with, and for events
+    that cannot be published.
     """
     if config.cache.use_eagle:
         require_eagle_support(g.kv_cache_spec for g in plan.model_config.kv_cache_groups)
     recorder = make_recorder(config, plan, clock)
     manager_clock = clock if recorder is None else recorder.clock
+    offload = offload_parts(config, plan)
+    feed = make_event_feed(config, plan, clock, keys)
+    recipe = manager_recipe(config, plan)
+
+    def make_one(model_epoch: int) -> KVCacheManager:
+        tells_all = config.events.publish_groups == "all"
+        return recipe.make(manager_clock, model_epoch, feed, publish_all_groups=tells_all)
+
     return Coordinator(
         coordinator_settings(config, plan),
-        manager_factory=lambda model_epoch: make_manager(config, plan, manager_clock, model_epoch),
+        manager_factory=make_one,
         clock=clock,
         nonce=secrets.token_hex(16),
         state_store=state_store,
         recorder=recorder,
-        offload=offload_parts(config, plan),
+        offload=offload,
+        events=feed,
     )

@@ -28,7 +28,8 @@ from actors.shutdown import ClusterParts, take_down
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
-from kvcache.errors import NotRunningError
+from kvcache.curve import CurveKeys
+from kvcache.errors import ConfigurationError, NotRunningError
 
 
 class KVCacheCluster(ClusterAccess):
@@ -57,12 +58,13 @@ class KVCacheCluster(ClusterAccess):
         workers (see `WorkerMethods`). `worker_class`: a subclass of `WorkerActor` to use.
 
         Raises:
-            ConfigurationError: the file cannot be meant.
+            ConfigurationError: the file cannot be meant, or asks for several replicas.
             AlreadyRunningError: a cluster of that name runs.
             StartupError, NotEnoughMemoryError: names the rank and the cause; nothing is left.
         """
         if not isinstance(config, ClusterConfig):
             config = load_config(config)
+        require_one_replica(config)
         connect_to_ray()
         options = LaunchOptions(
             is_detached=detached,
@@ -113,6 +115,11 @@ class KVCacheCluster(ClusterAccess):
         pending = ask(self._parts.coordinator.pending.remote(), "the coordinator")
         return tuple(pending)
 
+    def event_keys(self) -> CurveKeys | None:
+        """Return what followers of the events prove themselves with, None where they need not."""
+        keys: CurveKeys | None = ask(self._parts.coordinator.event_keys.remote(), "the coordinator")
+        return keys
+
     def stop(self) -> None:
         """End the cluster in order; nothing of it is left when this returns. Repeatable."""
         if not self._is_stopped:
@@ -130,3 +137,13 @@ class KVCacheCluster(ClusterAccess):
             self._parts.coordinator.statistics.remote(), "the coordinator"
         )
         return answer
+
+
+def require_one_replica(config: ClusterConfig) -> None:
+    """Raise ConfigurationError for a configuration of several replicas."""
+    size = config.parallel.data_parallel_size
+    if size > 1:
+        raise ConfigurationError(
+            f"parallel.data_parallel_size is {size}, and this launches one cluster: use "
+            "KVCacheReplicas.launch, or `kvcache launch`, which launch all of them"
+        )

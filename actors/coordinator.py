@@ -26,7 +26,6 @@ from actors.reports import ClusterStatus, LastWorkers, NodeAddress
 from actors.service import CoordinatorService, ServiceStatistics
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
-from actors.transport.curve import CurveKeys
 from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
@@ -39,6 +38,7 @@ from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import Phase
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
+from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError, StartupError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class CoordinatorActor:
 
         `recipe`: how other workers are made for ranks that are lost.
         """
-        self._config = config
+        self._config, self._keys = config, keys
         self._recipe = recipe
         self._node = this_node()
         self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
@@ -116,6 +116,11 @@ class CoordinatorActor:
     def connection_settings(self) -> ClusterConfig:
         """Return the configuration, which says how a client has to talk."""
         return self._config
+
+    @ray.method(concurrency_group=CONTROL)
+    def event_keys(self) -> CurveKeys | None:
+        """Return what followers of the events prove themselves with, None where they need not."""
+        return self._keys.for_peers() if self._config.events.curve == "always" else None
 
     # --- looking
 
@@ -211,7 +216,7 @@ class CoordinatorActor:
     def _begin(self, workforce: Workforce, lost: Mapping[int, str]) -> Caretaker:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
         coordinator = make_coordinator(
-            self._config, workforce.plan, self._clock, RayStateStore(self._config.name)
+            self._config, workforce.plan, self._clock, RayStateStore(self._config.name), self._keys
         )
         incarnations = {
             rank: report.incarnation

@@ -29,7 +29,6 @@ from actors.service import ServiceStatistics
 from actors.shared_service import SharedService
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
-from actors.transport.curve import generate_curve_keys
 from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
@@ -40,6 +39,7 @@ from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import Phase
 from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.curve import generate_curve_keys
 from kvcache.errors import (
     ClusterError,
     ConfigurationError,

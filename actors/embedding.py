@@ -59,6 +59,7 @@ class EmbeddedWorker:
     """The rank that this process is, from its first report to its end.
 
     One thread at a time polls; the others may call everything. `worker` exists once allocated.
+    Unless `must_have_files`, a directory that cannot be used leaves the rank without files.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EmbeddedWorker:
         self._clock = SystemClock() if clock is None else clock
         self.mailbox = Mailbox(MAILBOX_CAPACITY)
         self.incarnation = secrets.token_hex(8)
+        self.must_have_files = True
         self._polling = threading.Lock()
         self._worker: KVCacheWorker | None = None
         self._plan: Plan | None = None
@@ -152,9 +154,10 @@ class EmbeddedWorker:
             max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
             host_keeper=self._keeper(),
             file_tier=self._file_tier(),
+            verify=config.offload.verify,
         )
         poll = None if self._is_threaded else self._poll_for_forward
-        self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll)
+        self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll, on_news=self.wake)
         self._plan = plan
         return settings.fingerprint
 
@@ -177,6 +180,7 @@ class EmbeddedWorker:
             max_queued_blocks=MAX_QUEUED_BLOCKS,
             max_bytes=disk.capacity_per_rank + disk.capacity_per_rank // 8,
             sync=disk.sync,
+            must_work=self.must_have_files,
         )
 
     def assignment(self) -> tuple[int, Plan, WorkerReport]:
@@ -293,7 +297,8 @@ class EmbeddedWorker:
         self.worker.introduce()
 
     def _serve(self, worker: KVCacheWorker, transport: PeerTransport, timeout_s: float) -> bool:
-        payloads = transport.receive(min(timeout_s, self._tick_s))
+        receive = transport.receive_or_wake if worker.is_transferring else transport.receive
+        payloads = receive(min(timeout_s, self._tick_s))
         if payloads:
             num_plain, acknowledgement = worker.on_plain_steps(payloads)
             if num_plain:

@@ -10,11 +10,11 @@ import ipaddress
 
 from actors.reports import NodeAddress
 from actors.transport import Endpoint
-from actors.transport.curve import CurveKeys
 from actors.transport.node_server import NodeServer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import local_address, network_address
 from kvcache.config import TransportConfig
+from kvcache.curve import CurveKeys
 
 
 class EndpointBook:

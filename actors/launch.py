@@ -25,10 +25,10 @@ from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
-from actors.transport.curve import generate_curve_keys
 from actors.worker_making import WorkerRecipe, make_worker
 from actors.workforce import Workforce
 from kvcache.config import ClusterConfig
+from kvcache.curve import generate_curve_keys
 from kvcache.errors import (
     AlreadyRunningError,
     KVCacheError,
@@ -179,9 +179,9 @@ class Launch:
             raise StartupError(f"the ranks do not fit together: {error}") from error
 
     def _keep_memory(self, reports: Sequence[WorkerReport]) -> None:
-        """Make what host memory outlives its workers by."""
+        """Make what host memory outlives its workers by. Ray ends who nobody has a handle of."""
         lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
-        make_keepers(self.config, reports, lifetime, self._remaining_s())
+        self.parts.keepers = make_keepers(self.config, reports, lifetime, self._remaining_s())
 
     def _allocate(self, ranked: Sequence[Any], plan: Plan) -> None:
         calls = [worker.kvcache_allocate.remote(rank, plan) for rank, worker in enumerate(ranked)]

@@ -88,6 +88,7 @@ class LocalCluster:
 
         What all ranks hold is kept; clients attach again. Returns when it runs.
         """
+        self.coordinator.close()  # as the end of its process would: sockets and files are free
         self.coordinator = make_coordinator(self.config, self.plan, self._clock, self._store)
         for worker in self.workers:
             worker.worker.introduce()
@@ -97,10 +98,12 @@ class LocalCluster:
     def restart_worker(self, rank: int) -> None:
         """Lose the worker of a rank with its memory, and start another one with the same plan.
 
+        It starts without files where its directory cannot be used, as a replacement on Ray does.
         Clients attach again. Returns when it obeys.
         """
         lost, self.workers[rank] = self.workers[rank], self._make_worker(rank)
         lost.close()
+        self.workers[rank].must_have_files = False
         self.workers[rank].report(_HERE, (), len(self.workers))
         self.workers[rank].allocate(rank, self.plan)
         self.workers[rank].attach(LOCAL_ENDPOINT)

@@ -43,3 +43,8 @@ def placement_group_name(cluster: str) -> str:
 def state_prefix(cluster: str) -> str:
     """Return what the keys of the cluster's small state begin with."""
     return f"kvcache/{cluster}/"
+
+
+def router_name(router: str) -> str:
+    """Return the name of the actor that ranks replicas for the router `router`."""
+    return f"router:{router}"

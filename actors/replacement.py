@@ -170,7 +170,7 @@ class Replacement:
             workforce = site.workforce
             require_fit(workforce.plan, rank, report, workforce.reports[rank].specs)
             self._enter(ALLOCATING)
-            call = actor.kvcache_allocate.remote(rank, workforce.plan)
+            call = actor.kvcache_allocate_again.remote(rank, workforce.plan)
             fingerprint = self._await(call, "allocate its blocks", give_up_s)
             if fingerprint != workforce.plan.fingerprint:
                 raise PlanMismatchError(

@@ -37,6 +37,7 @@ class ClusterParts:
     workers: list[Any] = field(default_factory=list)
     foreign_workers: list[Any] = field(default_factory=list)
     placement: PlacementGroup | None = None
+    keepers: list[Any] = field(default_factory=list)
     process_ids: tuple[int, ...] = ()
     num_places: int = 0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offloading import OffloadParts, OffloadSettings
+from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import get_hash_fn
@@ -41,7 +42,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
             f"{offload.blocks_per_slot} blocks at least"
         )
     labels = None
-    if config.cache.events:
+    if config.events.enabled:
         digest_bytes = get_hash_fn(config.cache.hash_algorithm).digest_bytes
         labels = LabelShape(digest_bytes, max(block_sizes))
     block_bytes = sum(rank.block_size_bytes for rank in plan.configs)
@@ -81,7 +82,13 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
         return TierHierarchy(make_tier(host), below, new_job_id, options)
 
     make_tiers(lambda: 0)  # an unknown policy is an error now, not in the first epoch
+    swap = SwapRule(
+        SwapWhen(offload.swap),
+        offload.prefill_tokens_per_s,
+        offload.swap_bandwidth_per_rank,
+        max(rank.block_size_bytes for rank in plan.configs),
+    )
     settings = OffloadSettings(
-        offload.min_load_tokens, offload.hold_s, offload.wait_s, adoption_s=offload.job_s
+        offload.min_load_tokens, offload.hold_s, offload.wait_s, adoption_s=offload.job_s, swap=swap
     )
     return OffloadParts(settings, finder, make_tiers)

@@ -12,7 +12,7 @@ no torch before a worker is made, which would cost a restarted coordinator a sec
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -76,6 +76,15 @@ class WorkerMethods:
         """Talk to the coordinator at `endpoint` from now on."""
         self.kvcache.attach(endpoint)
         self.kvcache.poll_until_granted()
+
+    @ray.method(concurrency_group=CONTROL)
+    def kvcache_allocate_again(self, rank: int, plan: Plan) -> str:
+        """As `kvcache_allocate`, but in a lost worker's place: where the directory of files cannot
+        be used, the rank serves without files rather than not at all."""
+        self.kvcache.must_have_files = False
+        allocate: Any = self.kvcache_allocate  # a plain method here
+        fingerprint: str = allocate(rank, plan)
+        return fingerprint
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_assignment(self) -> tuple[int, Plan, WorkerReport]:

@@ -47,7 +47,8 @@ class JobReport:
 
     `ok` is False when it failed, and then `detail` says how. `checksum` is of the bytes moved, 0
     where none was taken. `num_bytes` were moved or, for a forward, compared. `block_ids` are those
-    of which an audit found something else than was expected.
+    of which an audit found something else than was expected, and those that did not arrive;
+    `lost_ids` of them never will, because their file is no good.
     """
 
     job_id: int
@@ -56,6 +57,7 @@ class JobReport:
     num_bytes: int = 0
     detail: str = ""
     block_ids: tuple[int, ...] = ()
+    lost_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

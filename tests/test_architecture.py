@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What stands lower may import what stands higher, never the reverse. Modules of one line may
 # import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "ids", "arrays", "clock"),
+    ("errors", "ids", "arrays", "clock", "curve"),
     ("specs", "policies"),
     ("config",),
     ("tokens", "hash_algorithms", "request_content"),
@@ -83,6 +83,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "coordinator": (
         (
             "phase",
+            "event_feed",
             "offload_statistics",
             "step_recorder",
             "settings",
@@ -92,7 +93,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
             "remote_calls",
             "tier_hits",
         ),
-        ("client_ledger", "clients", "label_collection", "prefix_loading"),
+        ("client_ledger", "clients", "label_collection", "swapped_tails"),
+        ("prefix_loading",),
         ("tier_adoption",),
         ("offloading",),
         ("serving", "auditor", "recovery"),
@@ -102,7 +104,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("watchdog",),
     ),
     "offload": (
-        ("keys", "context", "statistics", "canonical"),
+        ("keys", "context", "statistics", "canonical", "disk_rest"),
         ("specs", "sightings", "hits", "jobs", "discards", "contents"),
         ("events", "options"),
         ("slot_table",),
@@ -113,6 +115,15 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tier_set",),
         ("settlement",),
         ("hierarchy",),
+    ),
+    "events": (
+        ("wire_events", "integers", "history", "answers"),
+        ("hashes", "shelf"),
+        ("translation", "mirror"),
+        ("codec", "feed_frames"),
+        ("decoding", "publisher"),
+        ("publisher_process", "subscription"),
+        ("process_link", "subscriber", "prefix_index"),
     ),
     "recorder": (
         ("frames", "operation_clock", "recipe", "label_codec", "outcomes"),

@@ -471,10 +471,10 @@ def test_a_layer_that_cannot_be_meant_is_refused(layer: Any, message: str) -> No
 
 
 def test_all_problems_are_named_at_once() -> None:
-    data = plain(cache={"blok_size": 8, "events": "yes"}, parallel={"tensor_parallel_size": 0})
+    data = plain(cache={"blok_size": 8, "log_stats": "yes"}, parallel={"tensor_parallel_size": 0})
     assert complaint(data) == (
         "c.yaml: 3 settings are wrong:\n"
-        "  cache.events: 'yes': write true or false\n"
+        "  cache.log_stats: 'yes': write true or false\n"
         "  cache.blok_size: 8: there is no such key: did you mean block_size?\n"
         "  parallel.tensor_parallel_size: 0: must be at least 1"
     )
@@ -598,6 +598,8 @@ def test_more_layers_than_a_model_can_have_are_refused() -> None:
         ),
         ({"host_memory_per_rank": 1, "policy": "newest"}, "newest"),
         ({"host_memory_per_rank": 1, "tier": "tape"}, "tier"),
+        ({"host_memory_per_rank": 1, "swap": "sometimes"}, "'never', 'auto' or 'always'"),
+        ({"host_memory_per_rank": 1, "prefill_tokens_per_s": 0}, "prefill_tokens_per_s"),
     ],
 )
 def test_tiers_that_cannot_be_meant_are_refused(changes: dict[str, Any], said: str) -> None:

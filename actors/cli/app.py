@@ -1,8 +1,9 @@
 """What can be typed: commands, arguments, options, and what becomes of errors.
 
 Imports nothing but typer, so that `--help` is there at once; every command imports its work when it
-runs. Exit codes: 0 done, 1 wrong bytes, a recording that does not replay to the same, or something
-stuck, 2 an error of ours (one line on stderr; `--verbose` shows the traceback), 130 interrupted.
+runs. Exit codes: 0 done, 1 wrong bytes, a recording that does not replay to the same, something
+stuck, or a machine on which a launch would fail, 2 an error of ours (one line on stderr;
+`--verbose` shows the traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 EXIT_WRONG_BYTES = 1
 EXIT_DIFFERENT = 1
 EXIT_STUCK = 1
+EXIT_PREVENTED = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -29,6 +31,9 @@ app = typer.Typer(
     help="KV-cache coordinator for distributed LLM inference on Ray.",
 )
 
+events_app = typer.Typer(no_args_is_help=True, help="Cache events, as routers read them.")
+app.add_typer(events_app, name="events")
+
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", help="The cluster's configuration, a YAML file.")
 ]
@@ -40,6 +45,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Show no progress bar.")]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")
+]
+ClusterArgument = Annotated[
+    str | None, typer.Argument(help="Name of the cluster; default: the only one that runs.")
+]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", help="Instead: where events are published.")
+]
+ReplayEndpointOption = Annotated[
+    str | None, typer.Option("--replay-endpoint", help="With --endpoint: where to ask for more.")
 ]
 
 
@@ -102,6 +116,26 @@ def plan(
             mamba_cache_mode=mamba_cache_mode,
         )
         show_plan(config, hf_config, choices, as_json)
+
+    _run(work, verbose)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="Look with this cluster's eyes; a YAML file."),
+    ] = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Examine this machine: memory, speed of copies; exit code 1 if a launch would fail."""
+
+    def work() -> None:
+        from actors.cli.doctor import show_examination
+
+        if show_examination(config, as_json):
+            raise typer.Exit(EXIT_PREVENTED)
 
     _run(work, verbose)
 
@@ -251,6 +285,56 @@ def replay_record(
 
         if not replay_recording(file, as_json=as_json, has_progress=not no_progress):
             raise typer.Exit(EXIT_DIFFERENT)
+
+    _run(work, verbose)
+
+
+@app.command()
+def watch(
+    name: ClusterArgument = None,
+    *,
+    endpoint: EndpointOption = None,
+    replay_endpoint: ReplayEndpointOption = None,
+    seconds: Annotated[
+        float | None, typer.Option("--for", help="End after so many seconds.", min=0)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON each second instead.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Show live what a cache's events say: rates, blocks, prefixes, and what is missing."""
+
+    def work() -> None:
+        from actors.cli.event_source import SourceChoice
+        from actors.cli.event_watch import watch_events
+
+        watch_events(SourceChoice(name, endpoint, replay_endpoint), as_json, seconds)
+
+    _run(work, verbose)
+
+
+@events_app.command()
+def dump(
+    name: ClusterArgument = None,
+    *,
+    endpoint: EndpointOption = None,
+    replay_endpoint: ReplayEndpointOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what happens then.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-l", help="End after N events.", min=1)
+    ] = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Print cache events as lines of JSON: first what is cached now, prompt tokens included."""
+
+    def work() -> None:
+        from actors.cli.event_dump import dump_events
+        from actors.cli.event_source import SourceChoice
+
+        dump_events(SourceChoice(name, endpoint, replay_endpoint), follow, limit)
 
     _run(work, verbose)
 

@@ -21,8 +21,9 @@ from actors.cli.sessions import ray_session
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cli.tier_facts import tier_facts
 from actors.cluster import KVCacheCluster
-from actors.embedded_site import find_cluster
+from actors.embedded_site import EmbeddedSite, find_actor, find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
+from actors.replicas import KVCacheReplicas, replica_name
 from actors.reports import ClusterStatus
 from actors.state import recorded_clusters
 from kvcache.config import load_config, parse_config
@@ -42,7 +43,11 @@ def launch_cluster(config_path: Path, name: str | None, is_detached: bool) -> No
     if name is not None:
         config = parse_config({**config.model_dump(), "name": name}, "command line")
     with ray_session(may_start=not is_detached), interrupted_by_sigterm():
-        cluster = KVCacheCluster.launch(config, detached=is_detached, on_progress=say)
+        cluster: KVCacheCluster | KVCacheReplicas
+        if config.parallel.data_parallel_size > 1:
+            cluster = KVCacheReplicas.launch(config, detached=is_detached, on_progress=say)
+        else:
+            cluster = KVCacheCluster.launch(config, detached=is_detached, on_progress=say)
         if is_detached:
             say(f"{config.name} is running: `kvcache stop --name {config.name}` ends it")
             return
@@ -57,18 +62,22 @@ def launch_cluster(config_path: Path, name: str | None, is_detached: bool) -> No
     say(f"{config.name} has stopped")
 
 
-def _watch(cluster: KVCacheCluster) -> str:
-    """Return why the cluster has ended by itself; a coordinator that restarts has not."""
+def _watch(launched: KVCacheCluster | KVCacheReplicas) -> str:
+    """Return why a cluster has ended by itself; a coordinator that restarts has not."""
+    clusters = [launched] if isinstance(launched, KVCacheCluster) else list(launched)
     while True:
         time.sleep(_WATCH_INTERVAL_S)
-        try:
-            status = cluster.status()
-        except NotRunningError:
-            return f"{cluster.name} was stopped from elsewhere"
-        except DeadlineError:
-            continue
-        if status.state == "failed":
-            raise NotRunningError(f"{cluster.name} has failed: {status.problem}: launch it again")
+        for cluster in clusters:
+            try:
+                status = cluster.status()
+            except NotRunningError:
+                return f"{cluster.name} was stopped from elsewhere"
+            except DeadlineError:
+                continue
+            if status.state == "failed":
+                raise NotRunningError(
+                    f"{cluster.name} has failed: {status.problem}: launch it again"
+                )
 
 
 def show_status(name: str | None, as_json: bool) -> None:
@@ -91,9 +100,18 @@ def show_status(name: str | None, as_json: bool) -> None:
 def stop_cluster(name: str | None) -> None:
     """Stop a running cluster; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        cluster = find_cluster(name or only_cluster())
+        cluster = find_launched(name or only_cluster())
         cluster.stop()
     say(f"{cluster.name} has stopped")
+
+
+def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
+    """Return what runs under a name: a cluster, or the replicas of one launch. Raises
+    NotRunningError if there is nothing."""
+    is_replicated = find_actor(coordinator_name(replica_name(name, 0))) is not None
+    if is_replicated and find_actor(coordinator_name(name)) is None:
+        return KVCacheReplicas.connect(name)
+    return find_cluster(name)
 
 
 def only_cluster() -> str:

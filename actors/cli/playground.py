@@ -140,6 +140,9 @@ def _tier_figures(offload: OffloadStatistics | None) -> TierFigures | None:
         host.loaded_bytes,
         0 if disk is None else disk.stored_bytes,
         0 if disk is None else disk.loaded_bytes,
+        offload.num_swapped_out,
+        offload.num_swapped_in,
+        offload.num_swap_saved_tokens,
     )
 
 

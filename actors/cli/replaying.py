@@ -151,6 +151,8 @@ def _tier_facts(tiers: TierFigures | None) -> dict[str, str]:
         f"{bytes_text(tiers.loaded_bytes)} loaded",
         "files": f"{bytes_text(tiers.spilled_bytes)} written, "
         f"{bytes_text(tiers.fetched_bytes)} read",
+        "requests swapped": f"{tiers.num_swapped_out:,} out, {tiers.num_swapped_in:,} in, "
+        f"{tiers.num_swap_saved_tokens:,} tokens saved",
     }
 
 

@@ -21,6 +21,11 @@ def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
         f"{offload.num_loaded_tokens:,} ({offload.num_fetched_tokens:,} from files), "
         f"{offload.num_waiting_requests:,} requests wait"
     )
+    if offload.num_swapped_out:
+        facts["requests swapped"] = (
+            f"{offload.num_swapped_out:,} out, {offload.num_swapped_in:,} in, "
+            f"{offload.num_swap_saved_tokens:,} tokens saved"
+        )
     if offload.num_failed_jobs or offload.num_loads_given_up:
         facts["tiers' failures"] = (
             f"{offload.num_failed_jobs:,} jobs, {offload.num_loads_given_up:,} loads given up"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.transport.curve import CurveKeys
 from actors.transport.protocol import Inbound, TransportStatistics
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_server import UnixServer
 from actors.transport.zmq_server import ZmqLimits, ZmqServer
+from kvcache.curve import CurveKeys
 from kvcache.errors import ClusterError
 from kvcache.messages import Address
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
-from actors.transport.curve import CurveKeys
+from kvcache.curve import CurveKeys
 from kvcache.errors import ConfigurationError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import zmq
 
-from actors.transport.curve import equip_peer
 from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.zmq_server import (
     HARD_LIMIT_FACTOR,
@@ -20,6 +19,7 @@ from actors.transport.zmq_server import (
     ZmqLimits,
     has_message,
 )
+from kvcache.curve import equip_peer
 from kvcache.errors import ClusterError, MalformedMessageError
 
 RECONNECT_MS = 20

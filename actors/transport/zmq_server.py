@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from actors.transport.curve import CurveGate, CurveKeys, guard_server
 from actors.transport.protocol import (
     MAX_PROCESSES_PER_RANK,
     Inbound,
@@ -28,6 +27,7 @@ from actors.transport.protocol import (
     TransportStatistics,
     parse_identity,
 )
+from kvcache.curve import CurveGate, CurveKeys, guard_server
 from kvcache.errors import ClusterError, MalformedMessageError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 

@@ -6,6 +6,7 @@ are made of; loading.py reads files, layers.py makes specs.
 
 from __future__ import annotations
 
+from kvcache.config.events import EventsConfig
 from kvcache.config.layer_kinds import (
     ChunkedLocalLayer,
     CrossLayer,
@@ -44,6 +45,7 @@ __all__ = [
     "CrossLayer",
     "DeadlinesConfig",
     "DiskConfig",
+    "EventsConfig",
     "FullLayer",
     "Layer",
     "LayerConfig",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvcache.config.events import EventsConfig
 from kvcache.config.layer_kinds import Layer, LayerConfig
 from kvcache.config.offload import OffloadConfig
 from kvcache.config.sections import (
@@ -88,18 +89,22 @@ class CacheConfig(Section):
     disable_hybrid_manager: bool = False
     layout: Layout = "block_first"
     log_stats: bool = True
-    events: bool = False
 
 
 class ParallelConfig(Section):
-    """How many ranks, and how the model is spread over them."""
+    """How many ranks, and how the model is spread over them.
+
+    `data_parallel_size`: replicas of the whole model, each a cluster of its own with a cache of its
+    own, of `num_ranks` ranks.
+    """
 
     tensor_parallel_size: FewThousand = 1
     pipeline_parallel_size: FewThousand = 1
+    data_parallel_size: FewThousand = 1
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole cluster."""
+        """Ranks of one cluster, which has one replica of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -248,6 +253,7 @@ class ClusterConfig(Section):
     audit: AuditConfig = AuditConfig()
     recorder: RecorderConfig = RecorderConfig()
     offload: OffloadConfig = OffloadConfig()
+    events: EventsConfig = EventsConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -55,6 +55,13 @@ class OffloadConfig(Section):
     have where that is at least `min_load_tokens`, and not longer than `wait_s`; what was loaded
     stays for it for `hold_s`. Jobs that take longer than `job_s` are given up. With
     `keeps_memory`, a process of each node holds the memory, so that it survives its worker.
+    `verify`: a checksum is taken of each block that is stored, and compared before it is loaded; or
+    of one block in 16; or `never`, and then none is taken.
+
+    `swap` says what becomes of the unsealed tokens of a request that is preempted by swap: they go
+    to host memory and come back (`always`), are computed again (`never`), or (`auto`) whatever
+    takes less time: computing them at `prefill_tokens_per_s`, or moving their blocks there and
+    back at `swap_bandwidth_per_rank`, in bytes per second. With EAGLE nothing is swapped.
     """
 
     host_memory_per_rank: Bytes | None = None
@@ -67,6 +74,10 @@ class OffloadConfig(Section):
     hold_s: Seconds = 5.0
     job_s: Seconds = 30.0
     keeps_memory: bool = True
+    verify: Literal["always", "sample", "never"] = "always"
+    swap: Literal["never", "auto", "always"] = "auto"
+    prefill_tokens_per_s: Count = 10_000
+    swap_bandwidth_per_rank: Bytes = 10_000_000_000
     disk: DiskConfig | None = None
 
     @model_validator(mode="after")

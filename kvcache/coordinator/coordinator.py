@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from kvcache.clock import Clock
 from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.membership import Membership
@@ -78,23 +79,22 @@ class Coordinator:
         state_store: StateStore,
         recorder: StepRecorder | None = None,
         offload: OffloadParts | None = None,
+        events: EventFeed | None = None,
     ) -> None:
         """Take no epoch yet. `nonce` tells this coordinator from all others, for ever; `offload`
-        says what tiers there are below the device.
+        says what tiers there are below the device, `events` hears what is cached.
 
         Raises what loading the state raises: a state that cannot be read is not guessed.
         """
         self.settings = settings
         self._make_manager = manager_factory
         self._offload = offload
-        self._recorder = NullStepRecorder() if recorder is None else recorder
+        self._events: EventFeed = events or NullEventFeed()
+        self._recorder: StepRecorder = recorder or NullStepRecorder()
         self._clock = clock
+        patience_s = 4 * settings.resend_s
         self._members = Membership(
-            settings.num_ranks,
-            settings.fingerprint,
-            nonce,
-            state_store,
-            patience_s=4 * settings.resend_s,
+            settings.num_ranks, settings.fingerprint, nonce, state_store, patience_s=patience_s
         )
         self._jobs = JobBook(settings.num_ranks)
         self._clients = Clients(settings)
@@ -184,11 +184,8 @@ class Coordinator:
 
         What came of it is in `settle`. Not taken is what has to be looked at more closely.
         """
-        reign = self._reign
-        if reign is None:
-            return False
-        now_s = self._clock.now()
-        if not reign.on_plain_applied(rank, payload, now_s):
+        reign, now_s = self._reign, self._clock.now()
+        if reign is None or not reign.on_plain_applied(rank, payload, now_s):
             return False
         self._members.heard_again(rank, now_s)
         return True
@@ -219,9 +216,7 @@ class Coordinator:
 
         No effect for a process that does not serve the rank.
         """
-        if self._phase not in OBEYED:
-            return []
-        if self._members.incarnations.get(rank) != incarnation:
+        if self._phase not in OBEYED or self._members.incarnations.get(rank) != incarnation:
             return []
         self._members.retire(rank)
         return self._begin_epoch(f"rank {rank} is lost: {reason}")
@@ -247,6 +242,7 @@ class Coordinator:
         """Serve nobody any more. May be called again."""
         self._recorder.close()
         self._end_reign()
+        self._events.close()
         self._phase = Phase.CLOSED
 
     def statistics(self) -> CoordinatorStatistics:
@@ -334,15 +330,17 @@ class Coordinator:
             members.save_model_epoch(collection.settle_model_epoch())
         manager, self._recovery = recover(self._make_manager, members.model_epoch, collection)
         returning = self._returning | collection.clients
+        identity = ReignIdentity(
+            self.epoch,
+            members.nonce,
+            members.incarnations,
+            members.first_event,
+            collection.applied_steps(),
+            frozenset() if self._recovery.is_cold else returning,
+        )
         self._reign = Reign(
             self.settings,
-            ReignIdentity(
-                self.epoch,
-                members.nonce,
-                members.incarnations,
-                collection.applied_steps(),
-                frozenset() if self._recovery.is_cold else returning,
-            ),
+            identity,
             manager,
             self._clients,
             self._jobs,
@@ -351,6 +349,7 @@ class Coordinator:
             save_model_epoch=members.save_model_epoch,
             recorder=self._recorder,
             offload=self._offload,
+            events=self._events,
         )
         self._collection, self._returning = None, frozenset()
         self._phase, self._reason = Phase.RUNNING, ""

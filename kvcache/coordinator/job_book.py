@@ -24,13 +24,16 @@ class _Job:
     failures: list[FailedForward] = field(default_factory=list)
     block_ids: set[int] = field(default_factory=set)
     is_wholly_failed: bool = False
+    lost_ids: set[int] = field(default_factory=set)
+    has_unread: bool = False
 
 
 @dataclass(frozen=True)
 class EndedJob:
     """A job that every rank has reported. `failures` is empty when it was good everywhere;
     `block_ids` are those of which some rank says that they are wrong or failed; `is_wholly_failed`
-    that a rank failed without saying which, or says more than a report holds."""
+    that a rank failed without saying which, or says more than a report holds. `lost_ids` of them
+    cannot be had any more, `has_unread`: some may be had another time."""
 
     job_id: int
     client_id: str
@@ -39,6 +42,8 @@ class EndedJob:
     failures: tuple[FailedForward, ...]
     block_ids: tuple[int, ...] = ()
     is_wholly_failed: bool = False
+    lost_ids: tuple[int, ...] = ()
+    has_unread: bool = False
 
 
 class JobBook:
@@ -84,6 +89,8 @@ class JobBook:
             job.failures.append(FailedForward(job.step, rank, report.detail))
             job.block_ids.update(report.block_ids)
             job.is_wholly_failed |= not 0 < len(report.block_ids) < MAX_REPORTED_BLOCKS
+            job.lost_ids.update(report.lost_ids)
+            job.has_unread |= len(report.lost_ids) < max(1, len(report.block_ids))
         if len(job.reported) < self._num_ranks:
             return None
         del self._open[report.job_id]
@@ -96,6 +103,8 @@ class JobBook:
             failures,
             tuple(sorted(job.block_ids)),
             job.is_wholly_failed,
+            tuple(sorted(job.lost_ids)),
+            job.has_unread,
         )
 
     def clear(self) -> None:

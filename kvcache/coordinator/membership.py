@@ -18,6 +18,12 @@ from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError,
 from kvcache.messages import Grant, Granted, Hello, Refused
 from kvcache.state_store import SmallState, StateStore
 
+EPOCH_EVENTS = 1 << 40
+"""Event numbers that an epoch reserves, more than it can use. They go forward with the epoch even
+where the state that says what was reserved is lost."""
+
+MAX_EVENT = 2**63 - 1
+
 _MAX_RETIRED = 64
 _MAX_ATTEMPTS = 16
 
@@ -60,6 +66,8 @@ class Membership:
         self._members = {rank: _Member() for rank in range(num_ranks)}
         self._highest_seen = 0
         self.epoch = 0
+        self.first_event = 0
+        """The lowest event number that the present epoch has reserved."""
         self.is_epoch_doubted = False
         self.save_problem = ""
 
@@ -92,8 +100,10 @@ class Membership:
         """
         for attempt in range(_MAX_ATTEMPTS):
             epoch = 1 + max(self._state.epoch, self._highest_seen, self.epoch)
+            first_event = max(self._state.next_event_chunk, _first_event(epoch))
+            end = min(first_event + EPOCH_EVENTS, MAX_EVENT)
             try:
-                self._save(replace(self._state, epoch=epoch))
+                self._save(replace(self._state, epoch=epoch, next_event_chunk=end))
                 break
             except SupersededError:
                 if self.epoch or attempt + 1 == _MAX_ATTEMPTS:
@@ -101,7 +111,7 @@ class Membership:
                 # Two begin at once: the later one begins above the other.
                 self._saved = self._store.load()
                 self._state = self._saved or SmallState(knows_model_epoch=False)
-        self.epoch = epoch
+        self.epoch, self.first_event = epoch, first_event
         self.is_epoch_doubted = False
         for member in self._members.values():
             member.is_granted = False
@@ -285,3 +295,10 @@ class Membership:
                 f"rank {rank} does not exist, the ranks are 0..{len(self._members) - 1}"
             )
         return member
+
+
+def _first_event(epoch: int) -> int:
+    """Return a number above all that earlier epochs have used. Where there are none left, what was
+    saved has to do."""
+    first = epoch * EPOCH_EVENTS
+    return first if first < MAX_EVENT else 0

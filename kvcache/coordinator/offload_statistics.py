@@ -13,6 +13,10 @@ class OffloadStatistics:
 
     `num_loaded_tokens` were not computed because the tiers had them, `num_fetched_tokens` of them
     came from files. `num_adopted_blocks` were there when the epoch began.
+
+    Of `num_swapped_out` preempted requests something was kept that has no content hash;
+    `num_swapped_in` of them went on where they had been, and `num_swap_saved_tokens` were not
+    computed again for it, beside what was found by its content.
     """
 
     tiers: HierarchyStatistics
@@ -23,3 +27,6 @@ class OffloadStatistics:
     num_failed_jobs: int = 0
     last_failure: str = ""
     num_adopted_blocks: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_swap_saved_tokens: int = 0

@@ -13,7 +13,7 @@ and to make a step wait: a request whose prefix is in a tier comes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -21,7 +21,9 @@ import numpy as np
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.clock import Clock
 from kvcache.commands import (
+    BlockTablePatch,
     Command,
+    Copy,
     Discard,
     Fetch,
     Label,
@@ -36,6 +38,7 @@ from kvcache.coordinator.job_book import EndedJob, JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.prefix_loading import PrefixLoading
+from kvcache.coordinator.swapped_tails import SwappedTails, SwapRule
 from kvcache.coordinator.tier_adoption import TierAdoption
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadHit
@@ -64,12 +67,13 @@ MAX_STORED_AGAIN = 4096
 class OffloadSettings:
     """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
     for `hold_s` until its request comes, which waits `wait_s` at most. Tiers of an epoch before are
-    taken over within `adoption_s`, or given up."""
+    taken over within `adoption_s`, or given up. `swap` says what of preempted requests is kept."""
 
     min_load_tokens: int = 1
     hold_s: float = 5.0
     wait_s: float = 30.0
     adoption_s: float = 30.0
+    swap: SwapRule = field(default_factory=SwapRule)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class OffloadParts:
 
 
 class Offloading:
-    """The tiers of one epoch, as the hooks of its manager. One owner, one thread."""
+    """The tiers of one epoch, as both hooks of its manager. One owner, one thread."""
 
     def __init__(
         self,
@@ -96,10 +100,19 @@ class Offloading:
         self.tiers = tiers = parts.make_tiers(lambda: jobs.open("", 0))
         self._manager = manager
         self._clock = clock
+        self._tails = SwappedTails(
+            settings.swap,
+            parts.finder,
+            tiers,
+            manager.tiers.loads,
+            jobs.cancel,
+            digest_bytes=len(manager.tiers.none_hash),
+        )
         self._loading = PrefixLoading(
             parts.finder,
             tiers,
             manager.tiers.loads,
+            self._tails,
             jobs.cancel,
             min_load_tokens=max(1, settings.min_load_tokens),
             hold_s=settings.hold_s,
@@ -121,7 +134,7 @@ class Offloading:
         self._num_adopted = 0
         self._num_failed = 0
         self._last_failure = ""
-        link.connect(self)
+        link.connect(self, self)
 
     # --- hooks of the manager
 
@@ -135,6 +148,20 @@ class Offloading:
     def on_sealed(self, group: int, block_ids: Int32Array) -> None:
         """Wait for the label, which says what they hold."""
 
+    def on_swap_out(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_cached_tokens: int,
+        block_ids: tuple[list[int], ...],
+    ) -> None:
+        """Store what only these tables hold, where the rule says so."""
+        now_s = self._clock.now()
+        store = self._tails.swap_out(request, num_tokens, num_cached_tokens, block_ids, now_s)
+        if store is not None:
+            self._kinds[store.job_id] = JobKind.STORE
+            self._pending.append(store)
+
     def on_request_finished(self, request_id: str) -> None:
         """Wish for nothing more on its behalf."""
         self._loading.on_admitted(request_id)
@@ -145,7 +172,11 @@ class Offloading:
     def has_work(self) -> bool:
         """Whether `commands` would have something to say although no step has run."""
         return bool(
-            self._pending or self._may_store_more or self._to_discard or self._loading.has_work
+            self._pending
+            or self._may_store_more
+            or self._to_discard
+            or self.tiers.has_discards
+            or self._loading.has_work
         )
 
     def commands(
@@ -177,6 +208,7 @@ class Offloading:
         evicted = self._manager.take_commands()  # what loads that have begun take blocks from
         self.follow(evicted)
         told += evicted
+        told += self._announce(taken, result)
         spill = self.tiers.plan_spills(now_s)
         if spill is not None:
             self._kinds[spill.job_id] = JobKind.SPILL
@@ -215,8 +247,11 @@ class Offloading:
         match kind:
             case JobKind.STORE:
                 visible = self.tiers.stored(job.job_id, ok=is_ok)
+                self._tails.on_stored(job.job_id)
             case JobKind.FETCH:
-                visible = self.tiers.fetched(job.job_id, ok=is_ok, failed=failed)
+                visible = self.tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
+                if job.has_unread:
+                    self.tiers.rest_disk(self._last_failure, self._clock.now())
                 self._loading.on_fetched(job.job_id)
             case JobKind.SPILL:
                 self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
@@ -267,6 +302,7 @@ class Offloading:
             self._last_failure = f"{late.kind.value} of {len(late.keys)} blocks takes too long"
             self._loading.on_overdue(late.job_id, now_s)
         self._loading.expire(now_s)
+        self._tails.expire(now_s)
         return asked
 
     def statistics(self) -> OffloadStatistics:
@@ -280,11 +316,15 @@ class Offloading:
             self._num_failed,
             self._last_failure,
             self._num_adopted,
+            self._tails.num_swapped_out,
+            self._tails.num_swapped_in,
+            self._tails.num_saved_tokens,
         )
 
     def check(self) -> None:
         """Raise `InvariantError` if the books do not add up."""
         self.tiers.check()
+        self._tails.check()
 
     # --- inside
 
@@ -303,11 +343,27 @@ class Offloading:
                     self._is_storable[command.block_ids] = is_confirmed
                 case Unlabel():
                     self._labels.withdraw(command.block_ids)
+                case Copy():
+                    ends = np.concatenate((command.sources, command.destinations))
+                    self._tails.on_copies(ends)
                 case Reset():
                     self._labels.reset()
                     self.tiers.reset()
+                    self._tails.clear()
                     if self._adoption is not None:
                         self._adoption.forget()
+
+    def _announce(self, taken: Sequence[Command], result: StepResult | None) -> list[Command]:
+        """Have ranks wait before they write blocks without a label that a store still reads.
+
+        Any other write is announced by the label's withdrawal, or is no forward's.
+        """
+        entered = [c.block_ids for c in taken if isinstance(c, BlockTablePatch)]
+        if result is not None:
+            entered.append(result.patches.block_ids)
+        ids = self._tails.read_among(entered)
+        ids = ids[~self._labels.are_labelled(ids)]
+        return [Unlabel(ids)] if len(ids) else []
 
     def _after_step(
         self, step: StepRequest, result: StepResult, told: list[Command], now_s: float

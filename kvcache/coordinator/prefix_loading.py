@@ -9,6 +9,8 @@ goes wrong, or takes too long, is computed: who was disappointed once does not w
                  └───────────┴───────────┴──▶ GIVEN_UP ─▶ (request admitted) ▶ gone
 
 A load is said to workers only when no step from before can read the blocks it writes any more.
+A request that was swapped out wishes for its tail, too: all of it or, where some of it is gone, for
+what any request of its content would.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy.typing as npt
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Fetch, Load
+from kvcache.coordinator.swapped_tails import SwappedTail, SwappedTails
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.errors import InvariantError
@@ -67,6 +70,7 @@ class _Wish:
     num_fetches: int = 0
     num_fetched: int = 0
     load: PrefixLoad | None = None
+    tail: SwappedTail | None = None
 
     def is_of(self, request: Request) -> bool:
         """Whether another object is the same request, asked for again."""
@@ -86,6 +90,7 @@ class PrefixLoading:
         finder: TierHitFinder,
         tiers: TierHierarchy,
         loads: PrefixLoads,
+        tails: SwappedTails,
         cancel_job: Callable[[int], None],
         *,
         min_load_tokens: int,
@@ -102,6 +107,7 @@ class PrefixLoading:
         self._finder = finder
         self._tiers = tiers
         self._loads = loads
+        self._tails = tails
         self._cancel_job = cancel_job
         self._min_load_tokens = min_load_tokens
         self._hold_s = hold_s
@@ -138,8 +144,14 @@ class PrefixLoading:
             if not wish.is_of(request) or wish.stage in (_Stage.LOADED, _Stage.GIVEN_UP):
                 return MISS
             return OffloadHit(OffloadAnswer.HIT_PENDING, wish.num_tokens - num_device_tokens)
-        wanted = request.num_tokens - 1 - num_device_tokens
-        if wanted < self._min_load_tokens or len(self._wishes) >= MAX_WISHES:
+        if len(self._wishes) >= MAX_WISHES:
+            return MISS
+        tail = self._tails.of(request)
+        if tail is not None and num_device_tokens < tail.num_tokens < request.num_tokens:
+            answer = self._look_up_tail(request, tail, num_device_tokens, now_s)
+            if answer is not None:
+                return answer
+        if request.num_tokens - 1 - num_device_tokens < self._min_load_tokens:
             return MISS
         places = _Places(self._tiers)
         hit = self._finder.find(request, num_device_tokens, places.locate, _is_ready)
@@ -160,9 +172,37 @@ class PrefixLoading:
             hit.num_tokens,
             hit.keys,
         )
-        self._wishes[request.request_id] = wish
+        return self._want(wish)
+
+    def _look_up_tail(
+        self, request: Request, tail: SwappedTail, num_device_tokens: int, now_s: float
+    ) -> OffloadHit | None:
+        """Wish for a tail and all before it; None if some of it is gone."""
+        before = self._finder.keys_between(
+            request, tail.num_tokens, num_device_tokens, tail.first_token
+        )
+        keys = [*before, *tail.keys]
+        places = self._tiers.locate(keys)
+        if not _is_coming(places).all():
+            return None
+        if not _is_ready(places).all():
+            return OffloadHit(OffloadAnswer.HIT_PENDING, tail.num_tokens - num_device_tokens)
+        wish = _Wish(
+            request,
+            _Stage.WANTED,
+            now_s + self._wait_s,
+            num_device_tokens,
+            tail.num_tokens,
+            keys,
+            tail=tail,
+        )
+        return self._want(wish)
+
+    def _want(self, wish: _Wish) -> OffloadHit:
+        """Begin to wish; the request is to wait."""
+        self._wishes[wish.request.request_id] = wish
         self._wanted.append(wish)
-        return OffloadHit(OffloadAnswer.HIT_PENDING, hit.num_tokens - num_device_tokens)
+        return OffloadHit(OffloadAnswer.HIT_PENDING, wish.num_tokens - wish.num_device_tokens)
 
     def advance(self, now_s: float) -> list[Command]:
         """Begin fetches and loads that can begin now; return what every rank has to do."""
@@ -218,11 +258,17 @@ class PrefixLoading:
         self._give_up(wish, now_s)
 
     def on_admitted(self, request_id: str) -> None:
-        """The request runs, or will never come: forget what it wished for."""
+        """The request runs, or will never come: forget what it wished for, and its tail."""
+        self._tails.forget(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
         wish = self._wishes.pop(request_id, None)
         if wish is None:
             return
         if wish.stage is _Stage.LOADED and wish.load is not None:
+            if wish.tail is not None and self._loads.was_taken(wish.load.load_id):
+                self._tails.came_back(wish.tail)
             self._loads.release(wish.load.load_id)
         elif wish.stage is _Stage.LOADING and wish.load is not None:
             self._desert(wish, wish.load)
@@ -234,7 +280,7 @@ class PrefixLoading:
         for request_id in late:
             wish = self._wishes[request_id]
             if wish.stage in (_Stage.LOADED, _Stage.GIVEN_UP):
-                self.on_admitted(request_id)
+                self._forget(request_id)
             elif wish.stage is _Stage.LOADING:
                 self.on_overdue(wish.job_id, now_s)
             else:
@@ -245,7 +291,8 @@ class PrefixLoading:
             self._parked.append(wish)  # what another request has loaded is a hit for this one too
             return []
         wish.num_device_tokens = self._loads.num_device_tokens(wish.request)
-        if wish.num_tokens - wish.num_device_tokens < self._min_load_tokens:
+        least = self._min_load_tokens if wish.tail is None else 1
+        if wish.num_tokens - wish.num_device_tokens < least:
             wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
             return []
         if (self._tiers.locate(wish.keys) == Place.DISK).any() and wish.num_fetches < MAX_FETCHES:
@@ -257,19 +304,10 @@ class PrefixLoading:
                 self._by_job[fetch.job_id] = wish
                 packed = pack_keys(fetch.keys, len(fetch.keys[0]))
                 return [Fetch(fetch.job_id, FILE_MEDIUM, packed, fetch.destinations)]
-        # What the host has no room for stays on disk: a shorter prefix may do.
-        there, before = self._tiers.locate, wish.num_device_tokens
-        hit = self._finder.find(wish.request, before, there, _is_in_host)
-        if hit is None or hit.num_tokens - before < self._min_load_tokens:
-            return self._give_up(wish, now_s)
-        load = self._loads.begin(wish.request, hit.num_tokens, self._num_spare_blocks)
+        load = self._take_blocks(wish)
         if load is None:
             return self._give_up(wish, now_s)
-        keys = [
-            key
-            for group, columns in enumerate(load.columns)
-            for key in self._finder.keys_of(wish.request, group, columns.tolist())
-        ]
+        keys = self._keys_of(wish, load)
         job = self._tiers.plan_load(keys, now_s) if keys else None
         if job is None or len(job.keys) < len(keys):
             # The device has lost what the look-up counted on.
@@ -285,6 +323,35 @@ class PrefixLoading:
         command = Load(job.job_id, HOST_MEDIUM, job.sources, destinations)
         self._unsaid.append((load.load_id, command))
         return []
+
+    def _take_blocks(self, wish: _Wish) -> PrefixLoad | None:
+        """Begin a load of what host memory has of a wish; None if that is too little, or no room.
+
+        What the host has no room for stays on disk: a shorter prefix may do.
+        """
+        if wish.tail is not None and not _is_in_host(self._tiers.locate(wish.keys)).all():
+            wish.tail = None
+        if wish.tail is not None:
+            num_tokens = wish.tail.num_tokens
+        else:
+            there, before = self._tiers.locate, wish.num_device_tokens
+            hit = self._finder.find(wish.request, before, there, _is_in_host)
+            if hit is None or hit.num_tokens - before < self._min_load_tokens:
+                return None
+            num_tokens = hit.num_tokens
+        return self._loads.begin(
+            wish.request, num_tokens, self._num_spare_blocks, has_tail=wish.tail is not None
+        )
+
+    def _keys_of(self, wish: _Wish, load: PrefixLoad) -> list[OffloadKey]:
+        """Return the key of what goes into each block of a load."""
+        keys: list[OffloadKey] = []
+        for group, columns in enumerate(load.columns):
+            private = [None if wish.tail is None else wish.tail.key_at(group, c) for c in columns]
+            shared = [c for c, key in zip(columns.tolist(), private, strict=True) if key is None]
+            keys += self._finder.keys_of(wish.request, group, shared)
+            keys += [key for key in private if key is not None]
+        return keys
 
     def _desert(self, wish: _Wish, load: PrefixLoad) -> None:
         """Nobody waits for a load any more: end it, or let it end if ranks were told of it."""

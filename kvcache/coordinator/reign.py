@@ -20,6 +20,7 @@ from kvcache.commands import Command, Fence, Reset, Unlabel
 from kvcache.coordinator.auditor import Auditor
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.event_feed import EventFeed
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.offloading import Offloading, OffloadParts
@@ -65,13 +66,14 @@ MAX_STEPS_AT_ONCE = 256
 class ReignIdentity:
     """What every command message of an epoch carries, and which processes granted it.
 
-    `applied_steps` says, by client, how far every rank had come before; `returning` are the clients
-    that ran something then.
+    `first_event` is the lowest event number that is the epoch's own. `applied_steps` says, by
+    client, how far every rank had come before; `returning` are the clients that ran something then.
     """
 
     epoch: int
     nonce: str
     incarnations: dict[int, str]
+    first_event: int = 0
     applied_steps: Mapping[str, int] = field(default_factory=dict)
     returning: frozenset[str] = frozenset()
 
@@ -95,9 +97,10 @@ class Reign:
         save_model_epoch: Callable[[int], None],
         recorder: StepRecorder,
         offload: OffloadParts | None = None,
+        events: EventFeed,
     ) -> None:
         """Rule with a `manager` that nobody has asked for anything yet. `problem` says why steps
-        are refused now, if they are."""
+        are refused now, if they are; `events` hears what is cached."""
         self.manager = manager
         self._applied_steps = identity.applied_steps
         self.window = CommandWindow(
@@ -107,6 +110,7 @@ class Reign:
         self._auditor = Auditor(settings.audit, manager, jobs, clock.now(), self.counts.audits)
         self._settings = settings
         self._epoch = identity.epoch
+        self._first_event = identity.first_event
         self._nonce = identity.nonce
         self._incarnations = identity.incarnations
         self._applied_heads = {
@@ -118,6 +122,7 @@ class Reign:
         self._clients = clients
         self._jobs = jobs
         self._recorder = recorder
+        self._events = events
         self._offloading = None if offload is None else Offloading(offload, manager, jobs, clock)
         self._server = StepServer(settings, manager, jobs, recorder, self._offloading)
         self.reattachment = Reattachment(
@@ -130,21 +135,26 @@ class Reign:
     def begin(self, recovery: Recovery, collection: LabelCollection) -> list[Outgoing]:
         """Make every rank forget what was not kept: one message, the first of the epoch."""
         commands: tuple[Command, ...] = (Reset(self.manager.model_epoch),)
+        below = self._offloading
+        tier_state = None if below is None else below.tiers.present_events
+        known = None
         if recovery.is_cold:
             self._recorder.begin_epoch(self._epoch, self.manager)
         else:
             commands = tuple(self.manager.take_commands())
-            labels = collection.label_sets
-            if self._offloading is not None:
-                self._offloading.know(agreed_labels(labels()))
-                self._offloading.follow(commands)
-            self._recorder.begin_epoch(self._epoch, self.manager, labels, commands)
+            known = agreed_labels(collection.label_sets())
+            if below is not None:
+                below.know(known)
+                below.follow(commands)
+            self._recorder.begin_epoch(self._epoch, self.manager, collection.label_sets, commands)
+        self._events.begin(self.manager, self._first_event, known, tier_state)
         _, sent = self._send_commands("", 0, commands)
-        if self._offloading is None:
+        self._events.flush()
+        if below is None:
             return [sent]
         settings, model_epoch = self._settings, self.manager.model_epoch
         expected = ExpectedLabels(model_epoch, settings.layout_fingerprints)
-        asked = self._offloading.begin(
+        asked = below.begin(
             settings.num_ranks, expected, self._nonce, self._epoch, settings.resend_s
         )
         return [sent, *asked]
@@ -278,6 +288,7 @@ class Reign:
     def on_tick(self) -> list[Outgoing]:
         """Repeat what is not acknowledged, give up silent clients, serve what had to wait."""
         self._recorder.on_tick()
+        self._events.on_tick()
         now_s = self._clock.now()
         out = [
             Outgoing((WorkerAddress(rank),), message)
@@ -342,6 +353,7 @@ class Reign:
         out.append(_to_client(answer))
         if not served.is_executed and ledger.on_applied(self.window.applied_by_all):
             out.append(self._progress(ledger))
+        self._events.flush()
         return out
 
     def _let_clients_go(self) -> list[Outgoing]:
@@ -387,6 +399,7 @@ class Reign:
             commands,
         )
         self.window.append(message, self._clock.now())
+        self._events.follow(commands)
         return message.seq, Outgoing(self._ranks, message)
 
     def add_figures(self, counts: CoordinatorStatistics) -> CoordinatorStatistics:
@@ -399,6 +412,7 @@ class Reign:
             waiting_for_clients=tuple(self.reattachment.missing()),
             manager=self.manager.statistics(),
             offload=None if self._offloading is None else self._offloading.statistics(),
+            events=self._events.figures(),
         )
 
     def _drop(self, reason: str) -> None:

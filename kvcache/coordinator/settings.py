@@ -6,6 +6,7 @@ Stands before coordinator.py. Every queue has its limit here, every wait its tim
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.step_recorder import RecorderStatistics
@@ -130,6 +131,7 @@ class CoordinatorStatistics:
     last_finding: str = ""
     manager: ManagerStatistics | None = None
     offload: OffloadStatistics | None = None
+    events: dict[str, Any] | None = None
     recorder: RecorderStatistics | None = None
 
     def plus(self, *, epochs_run: int = 0, unattached: int = 0) -> CoordinatorStatistics:

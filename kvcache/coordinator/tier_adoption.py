@@ -84,6 +84,10 @@ class TierAdoption:
         collection = self._open.get(report.medium)
         if collection is None:
             return []
+        if report.medium == FILE_MEDIUM and not report.num_blocks:
+            problem = f"rank {report.rank} works without files: look into its log"
+            self._tiers.leave_disk(problem)
+            collection.problem = problem
         asked = collection.on_report(report, now_s)
         self._close_what_is_over()
         return asked

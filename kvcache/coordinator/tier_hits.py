@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvcache.errors import ConfigurationError
 from kvcache.offload.keys import OffloadKey, make_offload_keys
 from kvcache.request import Request
-from kvcache.specs import KVCacheConfig, KVCacheSpec
+from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -64,7 +64,7 @@ class TierHitFinder:
             _Group(index, group.kv_cache_spec) for index, group in enumerate(config.kv_cache_groups)
         )
         self._hash_block_size = hash_block_size
-        self._use_eagle = use_eagle
+        self.use_eagle = use_eagle
         self.alignment_tokens = math.lcm(*(group.spec.block_size for group in self._groups))
         unserved = sorted({g.spec.kind for g in self._groups if not _is_by_content(g.spec)})
         if unserved:
@@ -80,6 +80,28 @@ class TierHitFinder:
         digests = [hashes[(column + 1) * per_block - 1] for column in columns]
         return make_offload_keys(digests, group, request.namespace)
 
+    def columns_between(self, num_tokens: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return (group, column) of the blocks with tokens of `[start, end)` that are needed for
+        a prefix of `num_tokens` tokens, group by group."""
+        return [
+            (group.index, column)
+            for group in self._groups
+            for column in range(
+                group.first_needed(num_tokens, start), ceil_div(end, group.spec.block_size)
+            )
+        ]
+
+    def keys_between(
+        self, request: Request, num_tokens: int, start: int, end: int
+    ) -> list[OffloadKey]:
+        """Return the keys of `columns_between`; `end` is a multiple of every block size."""
+        found: list[OffloadKey] = []
+        for group in self._groups:
+            first = group.first_needed(num_tokens, start)
+            columns = range(first, end // group.spec.block_size)
+            found += self.keys_of(request, group.index, columns)
+        return found
+
     def find(
         self,
         request: Request,
@@ -94,7 +116,7 @@ class TierHitFinder:
         step = self.alignment_tokens
         longest = (request.num_tokens - 1) // step * step
         start = num_device_tokens // step * step
-        least = max(start, num_device_tokens) + (step if self._use_eagle else 0)
+        least = max(start, num_device_tokens) + (step if self.use_eagle else 0)
         if longest <= least:
             return None
         keys: list[list[OffloadKey]] = []

@@ -6,16 +6,14 @@ Below the codec. Refuses to hash: digests come from the core.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.digests import PackedDigests
 from kvcache.errors import InvalidInputError
+from kvcache.events.wire_events import Hashes
 from kvcache.hashing import BlockHash
-
-Hashes: TypeAlias = NDArray[np.uint64]
 
 _WORD_BYTES: Final = 8
 _NO_HASH: Final = 0

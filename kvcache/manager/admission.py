@@ -6,7 +6,7 @@ order in which requests come is the engine's choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -63,6 +63,9 @@ class Admission:
         self._limits = limits
         self._no_hit = CacheHit((EMPTY_INT32,) * len(core.block_ids("")), 0)
         self._stats = PrefixCacheStats() if log_stats else None
+        self.num_asked_tokens = 0
+        self.num_hit_tokens = 0
+        """Of all look-ups that were counted, but for those after a preemption."""
 
     def look_up(self, request: Request) -> CacheHit:
         """Return the longest hit of a request that reads the cache. Changes nothing."""
@@ -76,6 +79,9 @@ class Admission:
             self._stats.record(
                 request.num_tokens, num_hit_tokens, is_preempted=request.num_preemptions > 0
             )
+            if not request.num_preemptions:
+                self.num_asked_tokens += request.num_tokens
+                self.num_hit_tokens += num_hit_tokens
 
     def record_reset(self) -> None:
         """Note in the statistics that the cache was emptied."""
@@ -106,15 +112,24 @@ class Admission:
         )
 
     def seat(
-        self, request: Request, client_index: int, demand: Demand, hit: CacheHit | None
+        self,
+        request: Request,
+        client_index: int,
+        demand: Demand,
+        hit: CacheHit | None,
+        reserve: Callable[[Reservation], list[TableChange] | None] | None = None,
     ) -> Admitted | None:
-        """Give a request without blocks its blocks and a slot; None, unchanged, without room."""
+        """Give a request without blocks its blocks and a slot; None, unchanged, without room.
+
+        `reserve` gives it blocks instead of the core, where there is more for it than a hit.
+        """
         slots = self._book.slots
         num_free = slots.num_free
         if not num_free:
             return None
         spare = self._limits.watermark_blocks if num_free < slots.num_slots else 0
-        changes = self._core.reserve(request, self.reservation(demand, spare), hit)
+        wanted = self.reservation(demand, spare)
+        changes = reserve(wanted) if reserve else self._core.reserve(request, wanted, hit)
         if changes is None:
             return None
         known = self._book.admit(request, client_index, demand.num_computed_tokens)

@@ -26,7 +26,8 @@ class CoreSettings:
     what is stored and removed, `offload` what may be stored below. `slots` is a live view of the
     running requests' slots, by request id. With `zero_new_blocks` a block's bytes are cleared when
     a request gets it; without workers no commands are kept. With `merge_duplicates` equal sealed
-    blocks become one.
+    blocks become one. With `publish_all_groups` events tell of groups, too, that cannot be hit
+    alone.
     """
 
     kv_cache_config: KVCacheConfig
@@ -41,6 +42,7 @@ class CoreSettings:
     zero_new_blocks: bool
     has_workers: bool
     merge_duplicates: bool = False
+    publish_all_groups: bool = False
 
 
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
@@ -60,6 +62,7 @@ def _make_block_core(settings: CoreSettings) -> Core:
         zero_new_blocks=settings.zero_new_blocks,
         has_workers=settings.has_workers,
         merge_duplicates=settings.merge_duplicates,
+        publish_all_groups=settings.publish_all_groups,
     )
     core.use_slots(settings.slots)
     return core
@@ -81,6 +84,7 @@ def _make_extent_core(settings: CoreSettings) -> Core:
         has_workers=settings.has_workers,
         slots=settings.slots,
         merge_duplicates=settings.merge_duplicates,
+        publish_all_groups=settings.publish_all_groups,
     )
 
 

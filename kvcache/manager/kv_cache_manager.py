@@ -61,6 +61,7 @@ class KVCacheManager:
         has_workers: bool = False,
         model_epoch: int = 0,
         merge_duplicates: bool = False,
+        publish_all_groups: bool = False,
         core_factories: Mapping[str, CoreFactory] = CORES,
     ) -> None:
         """Make a manager with an empty cache.
@@ -89,6 +90,7 @@ class KVCacheManager:
             model_epoch: generation of the weights that are loaded now.
             merge_duplicates: once steps are complete, let requests that filled blocks with equal
                 content share one; the statistics say how many blocks and bytes that saved.
+            publish_all_groups: tell of groups, too, that cannot be hit without full attention.
 
         Raises:
             ConfigurationError: a value cannot be meant; names it, and what could be.
@@ -111,6 +113,7 @@ class KVCacheManager:
             has_workers,
             model_epoch,
             merge_duplicates,
+            publish_all_groups,
         )
         parts = ManagerParts(
             settings,
@@ -121,16 +124,13 @@ class KVCacheManager:
         )
         self._hasher = parts.hasher
         self._events = parts.events
-        self._core = parts.core
-        self._slots = parts.slots
-        self._book = parts.book
-        self._ledger = parts.ledger
+        self._core, self._slots = parts.core, parts.slots
+        self._book, self._ledger = parts.book, parts.ledger
         self._admission = parts.admission
         self._control = parts.control
         self.holds, self.tiers = parts.holds, parts.tiers
         self._calls = parts.calls
-        self._planner = parts.planner
-        self._executor = parts.executor
+        self._planner, self._executor = parts.planner, parts.executor
 
     # A request, call by call.
 
@@ -257,8 +257,8 @@ class KVCacheManager:
     def step(self, request: StepRequest) -> StepResult:
         """Do all of a scheduling step; see `StepRequest` for the order and `StepResult`.
 
-        Preempted requests stay known, without slot and blocks. `preempted_swap` does what
-        `preempted_recompute` does: what the tiers below kept of the blocks they find again.
+        Preempted requests stay known, without slot and blocks. What the tiers below kept of them
+        they find again; by `preempted_swap` that is, where a rule says so, all that was complete.
         Step numbers that never reached the manager count as complete once a later one does.
         `epoch` is copied into the result, whose `seq` is 0: both are the coordinator's.
 
@@ -397,11 +397,9 @@ class KVCacheManager:
 
     def statistics(self) -> ManagerStatistics:
         """Return figures, frozen."""
-        num_running, num_preempted = self._book.counts()
         return ManagerStatistics(
-            core=self._core.statistics(),
-            num_running_requests=num_running,
-            num_preempted_requests=num_preempted,
+            self._core.statistics(),
+            *self._book.counts(),
             num_free_slots=self._slots.num_free,
             num_pins=self._control.num_pins,
             num_clients=len(self._ledger),
@@ -412,6 +410,8 @@ class KVCacheManager:
             num_blocks_refusing_reset=self._control.num_blocks_refusing_reset,
             model_epoch=self._control.model_epoch,
             is_draining=self._control.is_draining,
+            num_asked_tokens=self._admission.num_asked_tokens,
+            num_hit_tokens=self._admission.num_hit_tokens,
         )
 
     def check(self) -> None:

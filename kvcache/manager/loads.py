@@ -7,6 +7,11 @@ Refuses to know tiers, jobs and time: their owner says how a load ended.
 
     begin ──▶ blocks without content ──finish──▶ cached, held ──release──▶ evictable
                         └──release, when nobody writes them──▶ free
+
+A load may have a tail, that is end in the middle of a block: a request that was swapped out comes
+back. What has no content hash cannot be found; the request forks from its stand-in, which goes.
+
+    finish ──▶ cached + tail, held ──hand_over──▶ tables of the request ──release──▶ gone
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from itertools import count
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.core import Core, Reservation
+from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.cache_control import CacheControl
@@ -48,14 +53,25 @@ class PrefixLoad:
         return sum(len(ids) for ids in self.block_ids)
 
 
+@dataclass(frozen=True)
+class HeldPrefix:
+    """What a finished load with a tail holds for its request."""
+
+    load_id: int
+    num_tokens: int
+
+
 @dataclass(eq=False)
 class _Standing:
-    """A stand-in and what it waits for."""
+    """A stand-in for `owner` and what it waits for. `was_taken`: its blocks are the owner's now."""
 
+    owner: Request
     request: Request
     num_tokens: int
     readers: StepsUnderWay
+    has_tail: bool
     is_finished: bool = False
+    was_taken: bool = False
 
 
 class PrefixLoads:
@@ -79,11 +95,20 @@ class PrefixLoads:
         self._control = control
         self._block_sizes = block_sizes
         self._standing: dict[int, _Standing] = {}
+        self._held: dict[str, int] = {}
         self._numbers = count(1)
 
     def __len__(self) -> int:
         """Return how many loads have begun and hold blocks."""
         return len(self._standing)
+
+    def under_way(self) -> StepsUnderWay:
+        """Return the steps that are neither complete nor void now, of all clients."""
+        return self._ledger.under_way()
+
+    def are_over(self, steps: StepsUnderWay) -> bool:
+        """Say whether no rank can run any of these steps any more."""
+        return self._ledger.are_over(steps)
 
     def num_device_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` are cached now. Changes nothing."""
@@ -91,18 +116,23 @@ class PrefixLoads:
         return self._core.look_up(request).num_tokens
 
     def begin(
-        self, request: Request, num_tokens: int, num_spare_blocks: int = 0
+        self,
+        request: Request,
+        num_tokens: int,
+        num_spare_blocks: int = 0,
+        *,
+        has_tail: bool = False,
     ) -> PrefixLoad | None:
         """Take blocks for the first `num_tokens` tokens of `request` that are not cached.
 
-        `num_tokens` is a multiple of every group's block size. While a request runs,
-        `num_spare_blocks` must stay free. None, unchanged, if there is no
-        room, nothing to load, or a drain: what is loaded now could never be hit.
+        `num_tokens` is a multiple of every group's block size, unless it is said that the load
+        `has_tail`. While a request runs, `num_spare_blocks` must stay free. None, unchanged, if
+        there is no room, nothing to load, or a drain: what is loaded now could never be hit.
 
         Raises:
             RequestError: no such number of tokens can be loaded for this request.
         """
-        self._require_whole_blocks(request, num_tokens)
+        self._require_blocks(request, num_tokens, has_tail=has_tail)
         if self._control.is_draining:
             return None
         request.attach_block_hasher(self._hasher)
@@ -116,7 +146,9 @@ class PrefixLoads:
         self._control.changed()
         if self._core.reserve(stand_in, wanted, hit if hit.num_tokens else None) is None:
             return None
-        self._standing[load_id] = _Standing(stand_in, num_tokens, self._ledger.under_way())
+        self._standing[load_id] = _Standing(
+            request, stand_in, num_tokens, self._ledger.under_way(), has_tail
+        )
         columns, block_ids = [], []
         for size, table in zip(
             self._block_sizes, self._core.block_ids(stand_in.request_id), strict=True
@@ -155,6 +187,54 @@ class PrefixLoads:
         self._control.changed()
         self._core.commit(standing.request, standing.num_tokens)
         standing.is_finished = True
+        if standing.has_tail:
+            self._held[standing.owner.request_id] = load_id
+
+    def held_for(self, request: Request, num_hit_tokens: int) -> HeldPrefix | None:
+        """Return what is held for this very request and more than its hit; None if nothing is.
+
+        The last token of a request is always computed: a load that reaches it is of no use.
+        """
+        load_id = self._held.get(request.request_id)
+        if load_id is None:
+            return None
+        standing = self._standing[load_id]
+        is_more = num_hit_tokens < standing.num_tokens < request.num_tokens
+        if standing.owner is not request or not is_more:
+            return None
+        return HeldPrefix(load_id, standing.num_tokens)
+
+    def hand_over(
+        self, load_id: int, request: Request, reservation: Reservation
+    ) -> list[TableChange] | None:
+        """Give a request without blocks those of its stand-in, and what else it reserves.
+
+        Returns its whole tables; None, unchanged, if there is no room. `release` ends the load.
+
+        Raises:
+            RequestError: nothing is held for this request by this load.
+        """
+        standing = self._standing.get(load_id)
+        if standing is None or self._held.get(request.request_id) != load_id:
+            raise RequestError(f"load {load_id} holds nothing for request {request.request_id}")
+        core, stand_in = self._core, standing.request
+        origin = ForkOrigin(standing.num_tokens, NewestState(standing.num_tokens, 0))
+        self._control.changed()
+        core.fork(stand_in, request, origin)
+        core.free(stand_in)  # first, or what both hold would be copied
+        if core.reserve(request, reservation) is None:
+            core.fork(request, stand_in, origin)
+            core.free(request)
+            return None
+        del self._held[request.request_id]
+        standing.was_taken = True
+        tables = core.block_ids(request.request_id)
+        return [TableChange(g, 0, int32_array(ids)) for g, ids in enumerate(tables) if ids]
+
+    def was_taken(self, load_id: int) -> bool:
+        """Say whether a load that was not released yet has been handed over."""
+        standing = self._standing.get(load_id)
+        return standing is not None and standing.was_taken
 
     def release(self, load_id: int) -> None:
         """Let a load's blocks go: cached ones can be evicted from now on, others are free again.
@@ -169,6 +249,8 @@ class PrefixLoads:
             raise RequestError(f"load {load_id} is not known: it was never begun, or has ended")
         self._control.changed()
         del self._standing[load_id]
+        if self._held.get(standing.owner.request_id) == load_id:
+            del self._held[standing.owner.request_id]
         self._core.free(standing.request)
 
     def _unfinished(self, load_id: int) -> _Standing:
@@ -178,8 +260,8 @@ class PrefixLoads:
             raise RequestError(f"load {load_id} {state}: finish each load that was begun, once")
         return standing
 
-    def _require_whole_blocks(self, request: Request, num_tokens: int) -> None:
-        is_whole = all(num_tokens % size == 0 for size in self._block_sizes)
+    def _require_blocks(self, request: Request, num_tokens: int, *, has_tail: bool) -> None:
+        is_whole = has_tail or all(num_tokens % size == 0 for size in self._block_sizes)
         if not 0 < num_tokens <= request.num_tokens or not is_whole:
             raise RequestError(
                 f"request {request.request_id} has {request.num_tokens} tokens in blocks of "

@@ -59,6 +59,7 @@ class ManagerSettings:
     has_workers: bool
     model_epoch: int
     merge_duplicates: bool = False
+    publish_all_groups: bool = False
 
     def __post_init__(self) -> None:
         require_count("max_model_len", self.max_model_len)
@@ -163,6 +164,7 @@ class ManagerParts:
             settings.zero_new_blocks,
             settings.has_workers,
             settings.merge_duplicates,
+            settings.publish_all_groups,
         )
 
     def _tier_link(self, block_sizes: tuple[int, ...], hooks: OffloadHooks) -> TierLink:

@@ -11,7 +11,9 @@ from kvcache.core import CoreStatistics
 class ManagerStatistics:
     """Figures at one moment; counters since the manager was made.
 
-    `num_blocks_refusing_reset` are the blocks that were in use when a reset was refused last.
+    `num_blocks_refusing_reset` are the blocks that were in use when a reset was refused last. Of
+    `num_asked_tokens` of requests that were let in `num_hit_tokens` were cached; requests that come
+    back after a preemption do not count, and nothing does without `log_stats`.
     """
 
     core: CoreStatistics
@@ -27,3 +29,5 @@ class ManagerStatistics:
     num_blocks_refusing_reset: int
     model_epoch: int
     is_draining: bool
+    num_asked_tokens: int = 0
+    num_hit_tokens: int = 0

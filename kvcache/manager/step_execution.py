@@ -10,6 +10,7 @@ what finds no room is said in the result. Refuses to look at time, clients' epoc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,10 @@ from kvcache.core import (
 from kvcache.manager.admission import Admission, Demand
 from kvcache.manager.forks import Forks
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.request_book import RequestBook
+from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.row_plan import RowPlan
 from kvcache.manager.slots import BatchTokens
-from kvcache.manager.step_ledger import Rollback, Seating, StepRecord
+from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
@@ -141,9 +142,30 @@ class StepExecutor:
         for known in plan.finished:
             self._book.forget(known)
             self.say_finished(known.request.request_id)
+        swapped = set(plan.request.preempted_swap)
         for known in plan.preempted:
+            if known.request.request_id in swapped:
+                self._swap_out(known, plan.client)
             self._book.preempt(known)
             record.preempted.append(Seating(known, known.generation, known.request.num_tokens))
+
+    def _swap_out(self, known: KnownRequest, client: ClientSteps) -> None:
+        """Have the tiers keep what only the tables of a request that is preempted hold.
+
+        Not where it does not read the cache: all of its tokens are to be computed.
+        """
+        swap, request, slots = self._tiers.swap, known.request, self._slots
+        if swap is None or request.skip_reading_prefix_cache:
+            return
+        slots.sync(known.slot)
+        num_confirmed = client.num_confirmed(
+            known.generation, int(slots.num_computed[known.slot]), request.num_tokens
+        )
+        num_tokens = min(num_confirmed, request.num_tokens - 1)
+        num_cached = self._core.look_up(request).num_tokens
+        if num_tokens > num_cached:
+            ids = self._core.block_ids(request.request_id)
+            swap.on_swap_out(request, num_tokens, num_cached, ids)
 
     def _note_merges(self, answer: _Answer) -> None:
         """Tell of blocks that running requests share since steps are complete."""
@@ -248,22 +270,26 @@ class StepExecutor:
         hit = self._admission.look_up(request)
         if not self._is_ready(request, hit, answer):
             return None
-        num_tokens = request.num_tokens
-        start = min(hit.num_tokens + applicant.num_external_tokens, num_tokens - 1)
+        num_tokens, num_hit, reserve = request.num_tokens, hit.num_tokens, None
+        held = self._tiers.loads.held_for(request, num_hit)
+        if held is not None:
+            num_hit = held.num_tokens
+            reserve = partial(self._tiers.loads.hand_over, held.load_id, request)
+        start = min(num_hit + applicant.num_external_tokens, num_tokens - 1)
         num_scheduled = min(applicant.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
         slot_tokens = end + applicant.num_lookahead_tokens
         cached_tokens = 0 if applicant.delays_caching else end
         demand = Demand(start, slot_tokens, cached_tokens, end, applicant.num_encoder_tokens)
-        admitted = self._admission.seat(request, index, demand, hit)
+        admitted = self._admission.seat(request, index, demand, hit, reserve)
         if admitted is None:
             answer.refuse(request.request_id, answer.no_room)
             return None
-        self._admission.record(request, hit.num_tokens)
+        self._admission.record(request, num_hit)
         known = admitted.known
         self._slots.num_computed[known.slot] = end
         answer.slots.append(known.slot)
-        answer.num_hit.append(hit.num_tokens)
+        answer.num_hit.append(num_hit)
         answer.num_scheduled.append(num_scheduled)
         answer.changes += [(known.slot, change) for change in admitted.changes]
         return Seating(known, known.generation, num_tokens)

@@ -161,6 +161,23 @@ class ClientSteps:
             confirmed[record.slots[is_same]] = known[is_same]
         return np.minimum(confirmed[slots], num_settled)
 
+    def num_confirmed(self, generation: int, num_computed: int, num_tokens: int) -> int:
+        """Return how many tokens of one row are computed for good: complete on every rank.
+
+        It has `num_computed` and `num_tokens`, unfinished steps included. 0 where the step that
+        admitted it is unfinished itself.
+        """
+        num_confirmed = min(num_computed, num_tokens)
+        for record in self.records:
+            if any(s.generation == generation for s in (*record.new, *record.resumed)):
+                return 0
+            places = np.flatnonzero(record.generations == generation)
+            if len(places):
+                row = int(places[0])
+                before = min(int(record.num_computed[row]), int(record.num_tokens[row]))
+                return min(num_confirmed, before)
+        return num_confirmed
+
     def plan_rollback(
         self, from_step: int, book: RequestBook, *, keeps_states: bool = False
     ) -> Rollback:

@@ -32,6 +32,9 @@ class DiscardList:
         self._addresses: dict[int, None] = {}
         self._keys: dict[OffloadKey, None] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._addresses or self._keys)
+
     def add_addresses(self, addresses: Int32Array) -> None:
         """Let host addresses be forgotten."""
         self._addresses.update(dict.fromkeys(addresses.tolist()))

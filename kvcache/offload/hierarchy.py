@@ -79,8 +79,13 @@ class TierHierarchy:
         return len(self._tiers.book)
 
     @property
+    def has_discards(self) -> bool:
+        """Whether `take_discards` would return anything."""
+        return bool(self._tiers.discards)
+
+    @property
     def is_disk_in_use(self) -> bool:
-        """Whether the disk is asked: it is left alone while a job of it is overdue."""
+        """Whether the disk is asked: it is left alone while it rests or a job of it is overdue."""
         return self._tiers.answering_disk is not None
 
     def look_up(self, keys: Sequence[OffloadKey]) -> TierHits:
@@ -230,13 +235,19 @@ class TierHierarchy:
         """
         return self._settlement.stored(job_id, ok)
 
-    def fetched(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> Int32Array:
+    def fetched(
+        self,
+        job_id: int,
+        ok: bool,
+        failed: Collection[int] = (),
+        lost: Collection[int] | None = None,
+    ) -> Int32Array:
         """A fetch has ended on every rank; return the host addresses that are to be sealed.
 
-        `failed` are those that went wrong on any rank, none for all of them: the disk forgets what
-        should have come there.
+        `failed` are those that went wrong on any rank, none for all of them. Of these, the disk
+        forgets what should have come to `lost`: all where nothing is said of it.
         """
-        return self._settlement.fetched(job_id, ok, failed)
+        return self._settlement.fetched(job_id, ok, failed, lost)
 
     def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """A spill has ended on every rank. What failed (as in `fetched`) is not tried again."""
@@ -245,6 +256,17 @@ class TierHierarchy:
     def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """A load has ended on every rank. Host memory forgets what failed (as in `fetched`)."""
         self._settlement.loaded(job_id, ok, failed)
+
+    def rest_disk(self, reason: str, now_s: float) -> None:
+        """Leave the disk alone for a while: it did not serve, and what it has is not lost by that.
+
+        Meanwhile what it holds is not found, and nothing is spilled. `expire` ends the rest.
+        """
+        self._tiers.rest.begin(reason, now_s)
+
+    def leave_disk(self, problem: str) -> None:
+        """Leave the disk alone for good: a rank cannot use its own."""
+        self._tiers.disk_problem = problem
 
     def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
         """Note which jobs are overdue; return each once.
@@ -315,6 +337,11 @@ class TierHierarchy:
 
     # Figures
 
+    def present_events(self) -> list[OffloadingEvent]:
+        """Return events that say all that tiers hold now, by tier."""
+        tiers = [tier for tier in (self.host, self.disk) if tier is not None]
+        return [event for tier in tiers if (event := tier.present_event()) is not None]
+
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         """Return what appeared in tiers and disappeared since the last call, by tier."""
         events = self.host.take_events()
@@ -329,6 +356,9 @@ class TierHierarchy:
             num_overdue=self._tiers.book.num_overdue(),
             num_failed_jobs=self._tiers.book.num_failed,
             num_expired_jobs=self._tiers.book.num_expired,
+            num_disk_rests=self._tiers.rest.num_rests,
+            disk_problem=self._tiers.disk_problem
+            or (self._tiers.rest.reason if self._tiers.rest.is_on else ""),
         )
 
     def shutdown(self) -> None:

@@ -132,6 +132,14 @@ class OpenJob:
         good = [key for key, bad in zip(self.keys, is_bad, strict=True) if not bad]
         return good, [key for key, bad in zip(self.keys, is_bad, strict=True) if bad]
 
+    def keys_at(
+        self, addresses: Collection[int], *, among: Collection[OffloadKey]
+    ) -> list[OffloadKey]:
+        """Return the keys at these host addresses, as far as they are among others."""
+        is_there = np.isin(self.addresses, list(addresses)).tolist()
+        known = set(among)
+        return [k for k, there in zip(self.keys, is_there, strict=True) if there and k in known]
+
 
 class TransferBook:
     """Open jobs by number. Bounded by what the hierarchy plans."""

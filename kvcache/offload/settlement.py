@@ -4,7 +4,7 @@ Beside the hierarchy, which planned it and hands over how it ended. Content beco
 and nowhere else. Refuses to plan: what follows from an end is planned when the hierarchy is asked.
 
     ended well      destinations are ready; of a store and a fetch they are to be sealed
-    ended badly     destinations are empty again; what could not be read is forgotten
+    ended badly     destinations are empty again; what cannot be read any more is forgotten
     overdue         destinations are in quarantine, sources held, until the end is told after all
 """
 
@@ -41,7 +41,9 @@ class JobSettlement:
             tiers.spills.write_through(missing)
         return self._visible(job)
 
-    def fetched(self, job_id: int, ok: bool, failed: Collection[int]) -> Int32Array:
+    def fetched(
+        self, job_id: int, ok: bool, failed: Collection[int], lost: Collection[int] | None
+    ) -> Int32Array:
         """End a fetch; return what is to be sealed."""
         tiers = self._tiers
         job = tiers.book.require(job_id, JobKind.FETCH)
@@ -53,8 +55,10 @@ class JobSettlement:
             tiers.host.complete_store(bad, success=False)
         if tiers.disk is not None:
             tiers.disk.complete_load(job.keys)
-            tiers.disk.forget(bad)
+            tiers.disk.forget(bad if lost is None else job.keys_at(lost, among=bad))
             tiers.discard_files(job.keys)
+        if ok:
+            tiers.rest.served()
         self._close(job, is_good=ok)
         return self._visible(job)
 
@@ -88,6 +92,7 @@ class JobSettlement:
     def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
         """Put what overdue jobs write into quarantine; return those that were not before."""
         tiers = self._tiers
+        tiers.rest.look(now_s)
         late = tiers.book.expire(now_s)
         for job in late:
             if job.kind in (JobKind.STORE, JobKind.FETCH):

@@ -50,7 +50,8 @@ class HierarchyStatistics:
     """Figures of all tiers below the device. `open_jobs` by kind; `num_overdue` of them are late.
 
     `num_failed_jobs` have ended badly, wholly or in part, `num_expired_jobs` were late, both since
-    the start.
+    the start. The disk has been left alone `num_disk_rests` times; `disk_problem` says why it is
+    now, if it is.
     """
 
     host: TierStatistics
@@ -59,3 +60,5 @@ class HierarchyStatistics:
     num_overdue: int = 0
     num_failed_jobs: int = 0
     num_expired_jobs: int = 0
+    num_disk_rests: int = 0
+    disk_problem: str = ""

@@ -352,6 +352,10 @@ class TierManager(OffloadingManager):
         refused: IndexArray = np.setdiff1d(np.arange(len(keys)), kept)
         return refused
 
+    def present_event(self) -> OffloadingEvent | None:
+        """Return an event that says all that is ready now, parents first; None without labels."""
+        return self._books.present()
+
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         events = tuple(self._books.events)
         self._books.events.clear()

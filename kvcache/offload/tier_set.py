@@ -12,6 +12,7 @@ import numpy as np
 
 from kvcache.errors import InvariantError
 from kvcache.offload.discards import DiscardList
+from kvcache.offload.disk_rest import DiskRest
 from kvcache.offload.jobs import JobKind, OpenJob, TransferBook
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import HierarchyOptions
@@ -37,11 +38,17 @@ class TierSet:
         self.book = TransferBook(new_job_id, options.deadlines)
         self.spills = SpillChoice(host, options.spare_share)
         self.discards = DiscardList()
+        self.rest = DiskRest()
+        self.disk_problem = ""
 
     @property
     def answering_disk(self) -> TierManager | None:
-        """The disk, unless there is none or a job of it is overdue."""
-        if self.book.num_overdue(JobKind.SPILL, JobKind.FETCH):
+        """The disk, unless there is none, it rests or a job of it is overdue."""
+        if (
+            self.disk_problem
+            or self.rest.is_on
+            or self.book.num_overdue(JobKind.SPILL, JobKind.FETCH)
+        ):
             return None
         return self.disk
 

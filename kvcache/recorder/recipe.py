@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvcache.clock import Clock
+from kvcache.core import EventSink
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.manager import KVCacheManager
@@ -38,14 +39,29 @@ class ManagerRecipe:
     hash_seed: str = DEFAULT_HASH_SEED
     merge_duplicates: bool = False
 
-    def make(self, clock: Clock, model_epoch: int = 0) -> KVCacheManager:
-        """Return a manager with an empty cache, which keeps commands for workers.
+    def make(
+        self,
+        clock: Clock,
+        model_epoch: int = 0,
+        event_sink: EventSink | None = None,
+        *,
+        publish_all_groups: bool = False,
+    ) -> KVCacheManager:
+        """Return a manager with an empty cache, which keeps commands for workers; `event_sink`
+        hears what is cached.
 
         Raises:
             ConfigurationError: a value cannot be meant.
         """
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
-        return KVCacheManager(**settings, clock=clock, has_workers=True, model_epoch=model_epoch)
+        return KVCacheManager(
+            **settings,
+            clock=clock,
+            has_workers=True,
+            model_epoch=model_epoch,
+            event_sink=event_sink,
+            publish_all_groups=publish_all_groups,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a record."""

@@ -6,8 +6,9 @@
 
 Every step runs all rows on (one token each, or a chunk of the prompt) within a budget of tokens,
 then admits whoever waits first. Tokens are "sampled" by a rule, not by a model, so that a replay is
-the same every time. Who finds no room makes the most recently admitted request give way: it is
-computed again later. Refuses to play on after a wrong byte, and says which block it was.
+the same every time. Who finds no room makes the most recently admitted request give way: what
+tiers do not keep of it is computed again later. Refuses to play on after a wrong byte, and says
+which block it was.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ class ReplayEngine:
             replace(
                 self._request(),
                 finished=tuple(request.request_id for request in plan.finished),
-                preempted_recompute=tuple(request.request_id for request in plan.preempted),
+                preempted_swap=tuple(request.request_id for request in plan.preempted),
                 running=plan.rows.running,
                 resumed=tuple(
                     ResumedRequest(request.request_id, tokens)

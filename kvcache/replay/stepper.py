@@ -35,7 +35,8 @@ class ForwardProgress:
 class TierFigures:
     """What went through the tiers below the device since the epoch began: tokens that requests did
     not compute because they were loaded, those of them that came from files, and bytes over all
-    ranks."""
+    ranks. Of the requests that were swapped out some came back where they had been: so many tokens
+    were not computed again although they have no content hash."""
 
     num_loaded_tokens: int = 0
     num_fetched_tokens: int = 0
@@ -43,6 +44,9 @@ class TierFigures:
     loaded_bytes: int = 0
     spilled_bytes: int = 0
     fetched_bytes: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_swap_saved_tokens: int = 0
 
     def grown_since(self, before: TierFigures) -> TierFigures:
         """Return by how much each figure has grown; one that is lower has begun anew."""

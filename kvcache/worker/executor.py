@@ -3,12 +3,16 @@
 Stands between the worker, which decides whether and when a message is obeyed, and tensors, tables,
 labels and transfers. Labels, fences and transfers happen when a message is applied; tables, zeroes
 and copies when the forward of its step begins. Not thread-safe: the worker locks around it. Refuses
-messages that do not fit, before anything is changed.
+messages that do not fit, before anything is changed. A forward does not begin while
+a transfer is in its way: one that reads what it writes, or writes what it uses.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -29,12 +33,14 @@ from kvcache.commands import (
     WriteExpected,
     Zero,
 )
-from kvcache.errors import InvariantError, KVCacheError, RequestError
+from kvcache.errors import DeadlineError, InvariantError, KVCacheError, RequestError
 from kvcache.labels import LabelTable
 from kvcache.messages import JobReport, StepCommands
 from kvcache.worker.block_tables import BlockTables
+from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.content import ContentChecker
-from kvcache.worker.copy_engine import CopyEngine
+from kvcache.worker.copy_engine import CopyEngine, PendingCopy
+from kvcache.worker.copy_runner import CopyThread, InlineCopies
 from kvcache.worker.deferred import DeferredCommands
 from kvcache.worker.forwards import ForwardGate
 from kvcache.worker.history import BlockHistory
@@ -43,24 +49,58 @@ from kvcache.worker.layout import PoolLayout
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.tensors import KVCachePool
 from kvcache.worker.tiers import make_tiers
-from kvcache.worker.transfers import TransferJobs
+from kvcache.worker.transfers import Copying, TransferJobs
 from kvcache.worker.validation import CommandValidator
+
+SETTLE_TIMEOUT_S = 1.0
+"""How long a store or load is held up, and all messages behind it, by a transfer that must be over
+before what was put off for its blocks can be executed. The job fails then."""
+
+CHECKED_FORWARD_TIMEOUT_S = 30.0
+"""How long a content-checked forward is held up by transfers. It fails then."""
+
+
+LONGEST_WAIT_S = 0.1
+
+
+class _OpenForward:
+    """The forward that runs, for stores that must not begin before it has ended."""
+
+    def __init__(self) -> None:
+        self._has_ended = threading.Event()
+
+    def end(self) -> None:
+        self._has_ended.set()
+
+    def is_done(self) -> bool:
+        return self._has_ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._has_ended.wait(timeout_s)
 
 
 class CommandExecutor:
     """The memory of one rank and the books about it, changed by commands only."""
 
-    def __init__(self, settings: WorkerSettings, device: torch.device, engine: CopyEngine) -> None:
-        """Allocate everything the plan says.
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        device: torch.device,
+        engine: CopyEngine,
+        on_news: Callable[[], None] | None,
+    ) -> None:
+        """Allocate everything the plan says. `on_news` is called in another thread when a transfer
+        has ended; without it, stores and loads run in the calling thread.
 
         Raises ConfigurationError for a plan that cannot be meant, NotEnoughMemoryError when pool or
         host pool do not fit.
         """
         config = settings.kv_cache_config
+        rule = ChecksumRule(settings.verify)
         self._rank = settings.rank
         self._engine = engine
         self.pool = KVCachePool(PoolLayout.from_config(config), device)
-        self.tiers = make_tiers(settings, self.pool.layout, device)
+        self.tiers = make_tiers(settings, self.pool.layout, device, rule, on_news or (lambda: None))
         self.block_tables = BlockTables(
             settings.table_widths,
             config.num_blocks,
@@ -71,11 +111,20 @@ class CommandExecutor:
             config.num_blocks, settings.digest_bytes, max(settings.block_sizes, default=1)
         )
         self.gate = ForwardGate(settings.rank)
-        self.transfers = TransferJobs(self.pool, self.tiers, engine, self.labels)
+        runner = InlineCopies() if on_news is None else CopyThread(on_news)
+        self.transfers = TransferJobs(
+            self.pool, self.tiers, Copying(engine, runner, rule), self.labels
+        )
         self.history = BlockHistory()
         self.deferred = DeferredCommands(
-            self.pool.rows, self.block_tables, engine, self.history, self.transfers.reads
+            self.pool.rows,
+            self.block_tables,
+            engine,
+            self.history,
+            self.transfers.uses,
         )
+        self._open_forward: _OpenForward | None = None
+        self._awaited: PendingCopy | None = None
         self._checker = self._make_checker(settings) if settings.is_content_checking else None
         self._validator = CommandValidator(
             config.num_blocks,
@@ -129,7 +178,7 @@ class CommandExecutor:
                     self.labels.apply(command)
                 case Unlabel():
                     self.labels.withdraw(command.block_ids)
-                    self.transfers.reads.on_unlabel(message.seq, command.block_ids)
+                    self.transfers.uses.reads.on_unlabel(message.seq, command.block_ids)
                 case Reset():
                     self.labels.reset()
                     self.transfers.reset(command.model_epoch)
@@ -153,21 +202,37 @@ class CommandExecutor:
         self.deferred.add(message)
         self.gate.on_applied(message.seq, message.client_id, message.client_step)
 
-    def begin_forward(self, seq: int) -> None:
-        """Open the forward of applied step `seq` and execute what waited for it; RequestError if it
-        may not begin."""
+    def wait_for(self, copy: PendingCopy, timeout_s: float) -> bool:
+        """Wait for what is in the way, and no longer than `LONGEST_WAIT_S`, because it may not
+        matter any more; say whether it was over. Any thread."""
+        if copy is not self._awaited:
+            self._awaited = copy
+            self.transfers.uses.num_waits += 1
+        return copy.wait(min(timeout_s, LONGEST_WAIT_S))
+
+    def begin_forward(self, seq: int) -> PendingCopy | None:
+        """Open the forward of applied step `seq` and execute what waited for it; or return a
+        transfer that must be over before, changing nothing. RequestError if it may not begin."""
         if self._due and self._due[0][0] <= seq:
             raise RequestError(
                 f"forward {seq} of rank {self._rank}: this worker runs its content-checked forward "
                 f"{self._due[0][0]} itself, call run_due_forwards"
             )
-        self.gate.begin(seq)
-        self._execute(seq)
+        copy = self._in_the_way(seq)
+        if copy is None:
+            self.gate.begin(seq)
+            self._open_forward = _OpenForward()
+            self.deferred.execute(seq)
+        return copy
 
     def end_forward(self, seq: int) -> None:
         """Close the open forward; raises RequestError if `seq` is not it."""
         self.gate.end(seq)
         self._engine.on_forward_end()
+        if self._open_forward is not None:
+            self._open_forward.end()
+            self._open_forward = None
+            self.transfers.go_on()
 
     def run_due_forward(self) -> JobReport:
         """Run the next content-checked forward; what goes wrong is in the report."""
@@ -175,17 +240,20 @@ class CommandExecutor:
         if self._checker is None:
             raise InvariantError(f"forward {seq} is due, but content checking is off")
         try:
+            self._clear_the_way(lambda: self._in_the_way(seq), CHECKED_FORWARD_TIMEOUT_S)
             self.gate.begin(seq)
         except RequestError as error:
-            self._execute(seq)
+            self.deferred.execute(seq)
             return JobReport(command.job_id, ok=False, detail=str(error))
+        except DeadlineError as error:
+            return JobReport(command.job_id, ok=False, detail=f"forward {seq}: {error}")
         num_bytes, problems = 0, []
         self.deferred.execute(seq - 1)
         try:
             num_bytes += self._checker.verify(command.verify_slots, command.verify_lengths)
         except KVCacheError as error:
             problems.append(str(error))
-        self._execute(seq)
+        self.deferred.execute(seq)
         try:
             num_bytes += self._checker.run(command, seq)
         except KVCacheError as error:
@@ -228,7 +296,7 @@ class CommandExecutor:
             )
 
     def close(self) -> None:
-        """Wait for everything that was started."""
+        """End what was started, as far as it ends in time."""
         self.transfers.close()
         self._engine.close()
 
@@ -243,16 +311,38 @@ class CommandExecutor:
             max_model_len=settings.max_model_len,
         )
 
-    def _execute(self, seq: int) -> None:
-        """Execute what waits for the forward of `seq`, once its blocks may be written."""
-        self.transfers.reads.before_forward(seq)
-        self.deferred.execute(seq)
+    def _in_the_way(self, seq: int) -> PendingCopy | None:
+        """Return a transfer that must be over before the forward of `seq`, None if none must."""
+        return self.transfers.uses.reads.before_forward(seq) or self.deferred.in_the_way(seq)
+
+    def _clear_the_way(
+        self, in_the_way: Callable[[], PendingCopy | None], timeout_s: float
+    ) -> None:
+        """Wait until nothing is in the way; raises DeadlineError."""
+        end_s = time.monotonic() + timeout_s
+        while (copy := in_the_way()) is not None:
+            remaining_s = end_s - time.monotonic()
+            if not self.wait_for(copy, max(0.0, remaining_s)) and remaining_s <= 0:
+                raise DeadlineError(
+                    f"a transfer of rank {self._rank} still uses the blocks after {timeout_s:g} s: "
+                    "wait for its report"
+                )
 
     def _start_copy(self, seq: int, job: Store | Load) -> None:
-        if isinstance(job, Store):
-            self.deferred.settle(job.sources)
-            self.history.record(seq, "stored to host slot", job.sources, job.destinations)
-        else:
-            self.deferred.settle(job.destinations)
-            self.history.record(seq, "loaded from host slot", job.destinations, job.sources)
-        self.transfers.start(job)
+        """Start a store or load, behind what was put off for its blocks."""
+        is_store = isinstance(job, Store)
+        block_ids = job.sources if is_store else job.destinations
+        try:
+            self._clear_the_way(
+                lambda: self.deferred.in_the_way_of_settling(block_ids), SETTLE_TIMEOUT_S
+            )
+        except DeadlineError as error:
+            self.transfers.refuse(job, str(error))
+            return
+        if self.deferred.settle(block_ids):
+            self._engine.on_forward_end()  # the transfer begins behind what was just executed
+        what, others = ("stored to", job.destinations) if is_store else ("loaded from", job.sources)
+        self.history.record(seq, f"{what} host slot", block_ids, others)
+        # What is stored has been written, on the rank that said so first; here it may still be.
+        forward = self._open_forward if is_store else None
+        self.transfers.start(job, () if forward is None else (forward,))

@@ -97,10 +97,11 @@ class FileBooks:
         with self._lock:
             self._used[prefix] = num_bytes
 
-    def count(self, kind: Problem) -> None:
-        """A problem was met."""
+    def count(self, kind: Problem) -> int:
+        """A problem was met; return how often so far."""
         with self._lock:
             self._problems[kind] += 1
+            return self._problems[kind]
 
     def statistics(self) -> FileTierStatistics:
         """Return the figures, frozen."""

@@ -31,6 +31,9 @@ SET_ASIDE: frozenset[Problem] = frozenset(
 )
 """After these a file is kept apart, for somebody to look at."""
 
+LOST = SET_ASIDE | frozenset[Problem](("missing",))
+"""After these nothing can be read there again; after any other, perhaps another time."""
+
 
 class FileTierError(KVCacheError):
     """A block that cannot be written to, or read from, its file. Nothing else is affected."""
@@ -44,6 +47,7 @@ class FileTierError(KVCacheError):
 _KINDS: dict[int, Problem] = {
     errno.ENOSPC: "no_space",
     errno.EDQUOT: "no_space",
+    errno.EFBIG: "no_space",
     errno.EACCES: "denied",
     errno.EPERM: "denied",
     errno.EROFS: "denied",

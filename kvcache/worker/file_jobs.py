@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.arrays import Int32Array
 from kvcache.commands import Fetch, Spill
 from kvcache.errors import BacklogFullError, MalformedMessageError
 from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
@@ -181,12 +181,13 @@ class FileJobs:
             checksum = combined_checksum(checksums)
             return JobReport(finished.job_id, True, checksum, finished.num_bytes)
         failures = finished.failures
-        places = [failure.place for failure in failures[:MAX_REPORTED_BLOCKS]]
+        named = failures[:MAX_REPORTED_BLOCKS]
         details = "; ".join(failure.detail for failure in failures[:MAX_DETAILS])
         return JobReport(
             finished.job_id,
             ok=False,
             num_bytes=finished.num_bytes,
             detail=f"{len(failures)} of {len(running.slots)} blocks failed: {details}",
-            block_ids=tuple(running.slots[int32_array(places)].tolist()),
+            block_ids=tuple(int(running.slots[failure.place]) for failure in named),
+            lost_ids=tuple(int(running.slots[f.place]) for f in named if f.is_lost),
         )

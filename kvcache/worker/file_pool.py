@@ -1,7 +1,7 @@
-"""Threads that read and write a rank's files, so that no step ever waits on a disk.
+"""A rank's files, read and written in lanes of their own, so that no step ever waits on a disk.
 
-Between transfers, which submit jobs and ask what has ended, and file_store.py. Each thread serves
-the keys whose first byte is its own, in the order in which they came: what is done with one key is
+Between transfers, which submit jobs and ask what has ended, and file_store.py. Each lane serves the
+keys whose first byte is its own, in the order in which they came: what is done with one key is
 never overtaken by what is done with it later. What waits is bounded; a job beyond the bound fails.
 Refuses to know labels or slots: it is handed heads and memory.
 """
@@ -12,12 +12,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 from kvcache.errors import BacklogFullError, KVCacheError
 from kvcache.worker.file_books import NUM_DIRECTORIES
+from kvcache.worker.file_errors import LOST, FileTierError
 from kvcache.worker.file_format import FileHead
+from kvcache.worker.file_lanes import Lanes, Task
 from kvcache.worker.file_store import FileStore, ScannedDirectory
+
+MAX_TRIED_AGAIN = 64
+"""Files that could not be removed and are tried again at once."""
 
 MAX_UNTAKEN_SCANS = 64
 """Directories that are scanned ahead of `take_scanned`."""
@@ -25,16 +29,15 @@ MAX_UNTAKEN_SCANS = 64
 SlotViews = Callable[[int], list[memoryview]]
 """The bytes of a host slot, writable."""
 
-_Task = Callable[[], None]
-
 
 @dataclass(frozen=True)
 class BlockFailure:
-    """What went wrong with the block at `place` of its job."""
+    """What went wrong with the block at `place` of its job. `is_lost`: its file is no good."""
 
     place: int
     key: bytes
     detail: str
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,41 +62,39 @@ class _Job:
 
 
 class FilePool:
-    """A fixed number of threads. Every method may be called from any thread, none waits on a disk
-    but `wait` and `close`, which have a deadline."""
+    """The files of one rank. Every method may be called from any thread; none waits on a disk but
+    `wait` and `close`, which have a deadline."""
 
     def __init__(
         self,
         store: FileStore,
         slot_views: SlotViews,
+        lanes: Lanes,
         *,
-        threads: int,
         max_queued_blocks: int,
         on_finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the threads. `on_finished` is called in one of them when a job has ended."""
+        """Work in `lanes`, which nobody else uses; `on_finished` is called there when a job has
+        ended."""
         self._store = store
         self._slot_views = slot_views
         self._max_queued = max_queued_blocks
         self._on_finished = on_finished
-        self._queues: list[SimpleQueue[_Task | None]] = [SimpleQueue() for _ in range(threads)]
+        self._lanes = lanes
         self._condition = threading.Condition()
         self._num_queued = 0
         self._num_running = 0
         self._num_discards = 0
+        self._undone: dict[bytes, None] = {}
         self._finished: list[FinishedFileJob] = []
         self._to_scan: deque[int] = deque()
-        self._num_scanning = 0
+        self._num_scanning = self._scan_round = 0
         self._scanned: list[ScannedDirectory] = []
         self._is_closed = False
-        self._num_threads = threads
-        for i, queue in enumerate(self._queues):
-            name = f"kvcache-file-{i}"
-            threading.Thread(target=self._run, args=(queue,), name=name, daemon=True).start()
 
     @property
     def store(self) -> FileStore:
-        """What the threads work on."""
+        """What the lanes work on."""
         return self._store
 
     @property
@@ -107,6 +108,11 @@ class FilePool:
         """Whether `get_finished` has something to return."""
         return bool(self._finished)
 
+    @property
+    def num_undone_discards(self) -> int:
+        """Files that were to be removed and could not be: tried again with what comes next."""
+        return len(self._undone)
+
     def submit_spill(self, job_id: int, slots: Sequence[int], heads: Sequence[FileHead]) -> None:
         """Write slot `slots[i]` to the file of `heads[i].key`. The slots stay as they are until
         the job has ended.
@@ -114,6 +120,7 @@ class FilePool:
         Raises BacklogFullError, nothing submitted.
         """
         job = self._begin(job_id, len(heads))
+        self._discard_again()
         for place, (slot, head) in enumerate(zip(slots, heads, strict=True)):
             self._submit(head.key, self._spill_task(job, place, slot, head))
 
@@ -131,21 +138,24 @@ class FilePool:
     def discard(self, keys: Iterable[bytes]) -> None:
         """Remove files, behind everything submitted before for these keys. Nothing is reported.
 
-        Never refused: there are never more than files, and those waiting to be written.
+        Never refused: there are never more than files, and those waiting to be written. What cannot
+        be removed is tried again later.
         """
+        self._discard_again()
         for key in keys:
             with self._condition:
                 self._num_discards += 1
-            self._submit(key, self._discard_task(key))
+            self._submit(key, self._discard_task(key, is_repeat=False))
 
     def scan(self, prefixes: Iterable[int] = range(NUM_DIRECTORIES)) -> None:
         """Read the heads of all files of directories, a few at a time; see `take_scanned`.
 
-        What was scanned before and not taken is forgotten.
+        What was asked for before and not taken is forgotten.
         """
         with self._condition:
+            self._scan_round += 1
             self._scanned.clear()
-            self._to_scan.extend(p for p in prefixes if p not in self._to_scan)
+            self._to_scan = deque(prefixes)
             self._scan_more()
 
     @property
@@ -155,10 +165,7 @@ class FilePool:
             return bool(self._to_scan or self._num_scanning)
 
     def take_scanned(self) -> list[ScannedDirectory]:
-        """Return the directories that were scanned since the last call, in no order.
-
-        One that was being scanned when it was asked for again comes twice.
-        """
+        """Return the directories that were scanned since the last call, in no order."""
         with self._condition:
             scanned, self._scanned = self._scanned, []
             self._scan_more()
@@ -176,17 +183,12 @@ class FilePool:
             return self._condition.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads when what was submitted is done; say whether they ended in time.
-
-        Those that hang on a disk are left behind, and end with the process.
-        """
+        """Take nothing more, and end the lanes when what was submitted is done; say whether they
+        ended in time."""
         with self._condition:
-            is_first, self._is_closed = not self._is_closed, True
+            self._is_closed = True
             self._to_scan.clear()
-            if is_first:
-                for queue in self._queues:
-                    queue.put(None)
-            return self._condition.wait_for(lambda: not self._num_threads, timeout_s)
+        return self._lanes.close(timeout_s)
 
     # --- submitting
 
@@ -206,59 +208,77 @@ class FilePool:
                 self._end(_Job(job_id, 0))
         return _Job(job_id, num_blocks)
 
-    def _submit(self, key: bytes, task: _Task) -> None:
-        self._queues[key[0] % len(self._queues)].put(task)
+    def _submit(self, key: bytes, task: Task) -> None:
+        self._lanes.put(key[0] % self._lanes.num_lanes, task)
+
+    def _discard_again(self) -> None:
+        """Try once more to remove what could not be removed."""
+        with self._condition:
+            keys = list(self._undone)[:MAX_TRIED_AGAIN]
+            self._num_discards += len(keys)
+        for key in keys:
+            self._submit(key, self._discard_task(key, is_repeat=True))
 
     def _scan_more(self) -> None:
         """Scan the next directories, as far as there is room for what they hold. Locked."""
         while self._to_scan and self._num_scanning + len(self._scanned) < MAX_UNTAKEN_SCANS:
             prefix = self._to_scan.popleft()
             self._num_scanning += 1
-            self._queues[prefix % len(self._queues)].put(self._scan_task(prefix))
+            self._lanes.put(
+                prefix % self._lanes.num_lanes, self._scan_task(prefix, self._scan_round)
+            )
 
-    # --- tasks, in the threads
+    # --- tasks, in the lanes
 
-    def _run(self, queue: SimpleQueue[_Task | None]) -> None:
-        while (task := queue.get()) is not None:
-            task()
-        with self._condition:
-            self._num_threads -= 1
-            self._condition.notify_all()
-
-    def _spill_task(self, job: _Job, place: int, slot: int, head: FileHead) -> _Task:
+    def _spill_task(self, job: _Job, place: int, slot: int, head: FileHead) -> Task:
         def spill() -> None:
             self._do(job, place, head.key, lambda: self._spill(head, slot))
 
         return spill
 
-    def _fetch_task(self, job: _Job, place: int, slot: int, key: bytes) -> _Task:
+    def _fetch_task(self, job: _Job, place: int, slot: int, key: bytes) -> Task:
         def fetch() -> None:
             self._do(job, place, key, lambda: self._fetch(job, place, key, slot))
 
         return fetch
 
-    def _discard_task(self, key: bytes) -> _Task:
+    def _discard_task(self, key: bytes, *, is_repeat: bool) -> Task:
         def discard() -> None:
+            # What was written or found there since is another file.
+            is_done = is_repeat and key not in self._undone
             try:
-                self._store.discard(key)
-            except Exception:  # the file stays, and is found again when somebody looks
+                if not is_done:
+                    self._store.discard(key)
+                is_done = True
+            except KVCacheError:
+                pass  # counted
+            except Exception:
                 self._store.count("io")
             with self._condition:
+                if is_done:
+                    self._undone.pop(key, None)
+                else:
+                    self._undone[key] = None
                 self._num_discards -= 1
                 self._condition.notify_all()
 
         return discard
 
-    def _scan_task(self, prefix: int) -> _Task:
+    def _scan_task(self, prefix: int, scan_round: int) -> Task:
         def scan() -> None:
             try:
                 found = self._store.scan(prefix)
+                # Whoever asked for the scan knows of them again.
+                self._forget_undone(head.key for head in found.heads)
             except Exception as error:  # whatever it is, the others are scanned
                 problem = f"directory {prefix:02x}: {type(error).__name__} {error}"
                 found = ScannedDirectory(prefix, (), 0, (problem,))
             with self._condition:
                 self._num_scanning -= 1
-                self._scanned.append(found)
+                if scan_round == self._scan_round:
+                    self._scanned.append(found)
+                else:
+                    self._scan_more()  # what was found is of no use, but there is room again
                 self._condition.notify_all()
             self._on_finished()
 
@@ -266,6 +286,7 @@ class FilePool:
 
     def _spill(self, head: FileHead, slot: int) -> int:
         self._store.write(head, self._slot_views(slot))
+        self._forget_undone([head.key])
         return head.block_bytes
 
     def _fetch(self, job: _Job, place: int, key: bytes, slot: int) -> int:
@@ -273,14 +294,20 @@ class FilePool:
         job.heads[place] = head
         return head.block_bytes
 
+    def _forget_undone(self, keys: Iterable[bytes]) -> None:
+        with self._condition:
+            for key in keys:
+                self._undone.pop(key, None)
+
     def _do(self, job: _Job, place: int, key: bytes, task: Callable[[], int]) -> None:
         """Do one block of a job; whatever happens, the job gets on."""
         num_bytes, failure = 0, None
         try:
             num_bytes = task()
         except KVCacheError as error:
-            failure = BlockFailure(place, key, str(error))
-        except Exception as error:  # a thread that ends would leave everything behind it undone
+            is_lost = isinstance(error, FileTierError) and error.kind in LOST
+            failure = BlockFailure(place, key, str(error), is_lost)
+        except Exception as error:  # nothing behind it may be left undone
             self._store.count("io")
             failure = BlockFailure(place, key, f"{type(error).__name__} {error}")
         with self._condition:

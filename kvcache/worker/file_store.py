@@ -14,8 +14,9 @@ Calls about keys with the same first byte must come from one thread at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from kvcache.commands import Label
 from kvcache.errors import InvariantError, MalformedMessageError
 from kvcache.offload.keys import label_keys
-from kvcache.worker.checksums import checksum_of
+from kvcache.worker.checksums import ChecksumRule, checksum_of
 from kvcache.worker.file_books import FileBooks, FileTierStatistics
 from kvcache.worker.file_buffers import fill, read_start, write_all
 from kvcache.worker.file_errors import SET_ASIDE, FileTierError, Problem, from_os_error
@@ -37,6 +38,8 @@ from kvcache.worker.file_format import (
 )
 from kvcache.worker.file_system import FileSystem
 from kvcache.worker.set_aside import SetAside
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".kvb"
 UNFINISHED = ".tmp"
@@ -101,11 +104,17 @@ class FileStore:
     """Writes, reads and discards the files of one rank."""
 
     def __init__(
-        self, files: FileSystem, identity: BlockIdentity, limits: StoreLimits, writer: str
+        self,
+        files: FileSystem,
+        identity: BlockIdentity,
+        limits: StoreLimits,
+        writer: str,
+        rule: ChecksumRule | None = None,
     ) -> None:
         """Keep blocks in `files`. `writer` is unique to the process, and part of temporary names:
-        those of others are leftovers."""
+        those of others are leftovers. `rule` says which payloads are compared, all by default."""
         self.identity = identity
+        self._rule = rule or ChecksumRule()
         self._files = files
         self._sync = limits.sync
         self._writer = writer
@@ -119,6 +128,8 @@ class FileStore:
         could not be synced, the new file is there.
         """
         self._require_whole(payload)
+        if head.checksum < 0:  # none was taken; files outlive the rule of the process that writes
+            head = replace(head, checksum=checksum_of(payload))
         packed = pack_head(head)
         name, num_bytes = _name(head.key), len(packed) + head.block_bytes
         unfinished = f"{name[:2]}/.{head.key.hex()}.{self._writer}{UNFINISHED}"
@@ -155,7 +166,8 @@ class FileStore:
             head, start = self._read_head(descriptor, size)
             self._require_ours(head, key)
             self._read_payload(descriptor, start, payload)
-            if checksum_of(payload) != head.checksum:
+            is_compared = bool(self._rule.chosen(1)[0])
+            if is_compared and checksum_of(payload) != head.checksum:
                 raise FileTierError("damaged", "the checksum of its bytes is wrong")
         except OSError as error:
             raise self._counted(from_os_error(what, error)) from error
@@ -169,7 +181,10 @@ class FileStore:
         return head
 
     def discard(self, key: bytes) -> bool:
-        """Remove a block's file; say whether there was one. What cannot be removed is counted."""
+        """Remove a block's file; say whether there was one.
+
+        Raises FileTierError: it is still there.
+        """
         name = _name(key)
         try:
             size = self._files.size_of(name)
@@ -177,8 +192,7 @@ class FileStore:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._counted(from_os_error(f"block {_shown(key)}", error))
-            return False
+            raise self._counted(from_os_error(f"block {_shown(key)}", error)) from error
         self._books.discarded(key[0], size)
         return True
 
@@ -348,7 +362,12 @@ class FileStore:
             self.count("io")
 
     def _counted(self, error: FileTierError) -> FileTierError:
-        self.count(error.kind)
+        """Count an error, and say it: the first, second, fourth, eighth ... of its kind."""
+        count = self._books.count(error.kind)
+        if count & (count - 1) == 0:
+            logger.warning(
+                "files of rank %d: %s (%d of this kind so far)", self.identity.rank, error, count
+            )
         return error
 
 

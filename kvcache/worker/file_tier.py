@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -21,7 +22,9 @@ import xxhash
 
 from kvcache.errors import ConfigurationError
 from kvcache.specs import require_count
+from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.file_format import FORMAT_VERSION
+from kvcache.worker.file_lanes import Lanes, ThreadLanes
 from kvcache.worker.file_store import BlockIdentity, FileStore, StoreLimits, Sync
 from kvcache.worker.file_system import DirectoryFiles, FileSystem
 
@@ -30,12 +33,21 @@ MAX_ABOUT_BYTES = 4096
 
 
 @dataclass(frozen=True)
+class DiskAccess:
+    """By what a rank gets at its files: `make_files` is given the open directory, `make_lanes` how
+    many lanes there are to be. Tests hand in others, which fail and come late as they are told."""
+
+    make_files: Callable[[int], FileSystem] = DirectoryFiles
+    make_lanes: Callable[[int], Lanes] = ThreadLanes
+
+
+@dataclass(frozen=True)
 class FileTierSettings:
     """The file tier of one rank. `cluster` names the directory below `root`, which exists.
 
     `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
     cannot be used does not start, or, unless `must_work`, starts without it and says why in every
-    job for it. The other fields are `StoreLimits`.
+    job for it. `access` says by what it gets at the disk. The other fields are `StoreLimits`.
     """
 
     root: Path
@@ -46,6 +58,7 @@ class FileTierSettings:
     sync: Sync = "never"
     max_set_aside: int = 16
     must_work: bool = True
+    access: DiskAccess = DiskAccess()
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_queued_blocks"):
@@ -76,16 +89,17 @@ class FileTier:
         settings: FileTierSettings,
         identity: BlockIdentity,
         writer: str,
-        files: FileSystem | None = None,
+        rule: ChecksumRule | None = None,
     ) -> None:
-        """Make the directory, or use the one that is there. `files` replaces the disk in tests.
+        """Make the directory, or use the one that is there. `rule`: what is compared on reading,
+        all by default.
 
         Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
         """
         self.directory = (
             settings.root / settings.cluster / identity.layout_fingerprint / f"rank{identity.rank}"
         )
-        if not settings.root.is_dir():
+        if not os.path.isdir(settings.root):  # a sick disk raises nothing here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is no directory: make or mount it first"
             )
@@ -103,10 +117,11 @@ class FileTier:
             os.close(self._directory)
             raise
         self.store = FileStore(
-            files or DirectoryFiles(self._directory),
+            settings.access.make_files(self._directory),
             identity,
             settings.limits,
             xxhash.xxh3_64_hexdigest(writer.encode()),
+            rule,
         )
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class LabelReporter:
         self._receiver = receiver
         self._executor = executor
         self._directories: dict[int, ScannedDirectory] = {}
+        self._are_files_read = False
 
     def collect(self, first_block: int = 0, end_block: int | None = None) -> LabelSet:
         """Return the labels of blocks `[first_block, end_block)` as of the last applied message."""
@@ -82,6 +83,7 @@ class LabelReporter:
     def forget_files(self) -> None:
         """Another coordinator asks: files are read again when it does."""
         self._directories.clear()
+        self._are_files_read = False
 
     def _collect_slots(self, first_slot: int, end_slot: int) -> LabelSet:
         host = self._executor.tiers.host
@@ -118,9 +120,10 @@ class LabelReporter:
     def _report_files(self, first: int, files: FilePool) -> LabelReport:
         """Report the directories from `first` on that have been read, as far as one message goes.
 
-        Reading is begun by whoever asks for the first one."""
+        Reading is begun by whoever asks first, anew for every coordinator."""
         first = min(max(0, first), NUM_DIRECTORIES)
-        if first == 0 and not self._directories and not files.is_scanning:
+        if not self._are_files_read:
+            self._are_files_read = True
             files.scan()
         for scanned in files.take_scanned():
             self._directories[scanned.prefix] = scanned

@@ -11,6 +11,7 @@ from kvcache.delivery import ReceiverStatistics
 from kvcache.errors import ConfigurationError
 from kvcache.keeper.client import KeeperAddress
 from kvcache.specs import KVCacheConfig, require_count
+from kvcache.worker.checksums import VerifyMode
 from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.tier_statistics import TransferStatistics
 
@@ -23,6 +24,7 @@ class WorkerSettings:
     `layout_fingerprint` says which bytes the labels speak about. `device` is a torch device name.
     A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
     `host_keeper` host slots end with the process; without `file_tier` there are no files.
+    `verify` says which blocks' checksums are compared before they are loaded (`ChecksumRule`).
     """
 
     rank: int
@@ -42,6 +44,7 @@ class WorkerSettings:
     max_report_bytes: int = 2**20
     host_keeper: KeeperAddress | None = None
     file_tier: FileTierSettings | None = None
+    verify: VerifyMode = "always"
 
     def __post_init__(self) -> None:
         require_count("rank", self.rank, at_least=0)

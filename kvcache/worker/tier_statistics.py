@@ -59,7 +59,8 @@ class JobCounts:
 class TransferStatistics:
     """Jobs by kind (`store`, `load`, `spill`, `fetch`), and the tiers that the rank has.
 
-    `num_waits`: writes of device blocks that waited for a store to read them first.
+    `num_waits`: forwards and jobs that waited for a transfer which used their blocks.
+    `files_problem`: why a rank that should have files works without, empty otherwise.
     """
 
     num_running: int = 0
@@ -67,6 +68,7 @@ class TransferStatistics:
     jobs: Mapping[str, JobCounts] = field(default_factory=lambda: MappingProxyType({}))
     host: HostStatistics | None = None
     files: FileTierStatistics | None = None
+    files_problem: str = ""
 
 
 class JobTally:

@@ -7,11 +7,13 @@ no files without slots.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvcache.errors import ConfigurationError
+from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.file_jobs import FileJobs
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_store import BlockIdentity
@@ -32,13 +34,15 @@ CLOSE_TIMEOUT_S = 10.0
 @dataclass(frozen=True, eq=False)
 class Tiers:
     """What a rank has of each tier, None where it has not. `holds` are the host slots';
-    `why_no_files` is for whoever asks for a file all the same."""
+    `why_no_files` is for whoever asks for a file all the same, `files_problem` says what is wrong
+    where there should be files and are none."""
 
     holds: SlotHolds
     host: HostPool | None = None
     files: FileJobs | None = None
     file_tier: FileTier | None = None
     why_no_files: str = "this rank has no file tier: configure one"
+    files_problem: str = ""
 
     def close(self) -> None:
         """End the threads and give memory and directory back. Nothing copies any more."""
@@ -49,8 +53,16 @@ class Tiers:
             self.host.close()
 
 
-def make_tiers(settings: WorkerSettings, layout: PoolLayout, device: torch.device) -> Tiers:
+def make_tiers(
+    settings: WorkerSettings,
+    layout: PoolLayout,
+    device: torch.device,
+    rule: ChecksumRule,
+    on_news: Callable[[], None],
+) -> Tiers:
     """Open the host segment and the directory of files, as far as the settings have them.
+
+    `rule` is for what is read from files; `on_news` is called when a file job has ended.
 
     Raises ConfigurationError, NotEnoughMemoryError.
     """
@@ -83,17 +95,19 @@ def make_tiers(settings: WorkerSettings, layout: PoolLayout, device: torch.devic
         max_block_tokens=max_block_tokens,
     )
     try:
-        file_tier = FileTier(settings.file_tier, identity, settings.incarnation)
+        file_tier = FileTier(settings.file_tier, identity, settings.incarnation, rule)
     except ConfigurationError as error:
         if not settings.file_tier.must_work:
             logger.error("rank %d works without files: %s", settings.rank, error)
-            return Tiers(holds, host, why_no_files=f"this rank has no file tier: {error}")
+            why = f"this rank has no file tier: {error}"
+            return Tiers(holds, host, why_no_files=why, files_problem=str(error))
         host.close()
         raise
     pool = FilePool(
         file_tier.store,
         host.segment.slot_views,
-        threads=settings.file_tier.threads,
+        settings.file_tier.access.make_lanes(settings.file_tier.threads),
         max_queued_blocks=settings.file_tier.max_queued_blocks,
+        on_finished=on_news,
     )
     return Tiers(holds, host, FileJobs(pool, host.labels, holds), file_tier)

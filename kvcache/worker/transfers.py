@@ -1,56 +1,71 @@
 """Jobs that move blocks between the tiers of a rank, and end later: started, polled, reported.
 
-Stands between the worker, which starts a job when its command is applied, the copy engine (stores
-and loads) and the file jobs (spills and fetches). A host slot's label is withdrawn before a job
-writes it; its checksum is taken when a store ends and compared before a load begins: a mismatch
-fails the job and no byte is copied. Ids of device blocks are validated before; what cannot be done
-is reported, not raised, because the command has been obeyed by then.
+Stands between the worker, which starts a job when its command is applied, copy_runner.py, where
+stores and loads are carried out, and the file jobs (spills and fetches). Labels and holds are
+changed here, in the worker's own thread; whoever copies sees memory and ids only. A host slot's
+label is withdrawn before a job writes it; its checksum is taken when a store ends and compared
+before a load copies anything: of a slot that is wrong no byte is copied, and the report names it.
+Ids of device blocks are validated before; what cannot be done is reported, not raised, because the
+command has been obeyed by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.labels import LabelTable
-from kvcache.messages import JobReport
+from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.worker.checksums import checksum_of, combined_checksum
-from kvcache.worker.copy_engine import CopyEngine, PendingCopy, rows_bytes
-from kvcache.worker.host_labels import Generations, Int64Array
-from kvcache.worker.host_pool import HostPool
-from kvcache.worker.store_reads import StoreRead, StoreReads
+from kvcache.worker.checksums import ChecksumRule, Int64Array, combined_checksum
+from kvcache.worker.copy_engine import CopyEngine, PendingCopy
+from kvcache.worker.copy_runner import CopyRunner
+from kvcache.worker.copy_task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.host_labels import NO_CHECKSUM, Generations
+from kvcache.worker.store_reads import BlockUses, TransferUses
 from kvcache.worker.tensors import KVCachePool
 from kvcache.worker.tier_statistics import HostStatistics, JobTally, TransferStatistics
 from kvcache.worker.tiers import Tiers
 
 __all__ = ["FILE_MEDIUM", "HOST_MEDIUM", "TransferJobs"]
 
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long copies that have begun may take when a worker ends."""
+
 
 @dataclass(frozen=True, eq=False)
 class _RunningCopy:
     job: Store | Load
-    copies: tuple[PendingCopy, ...]
-    read: StoreRead | None = None
     generations: Generations | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Copying:
+    """By what stores and loads are carried out, and which checksums they take and compare."""
+
+    engine: CopyEngine
+    runner: CopyRunner
+    rule: ChecksumRule
 
 
 class TransferJobs:
     """Runs the jobs of one rank, in the order in which they are started.
 
-    `reads` says which device blocks stores still read.
+    `uses` says what stores and loads that run still do to which device blocks.
     """
 
     def __init__(
         self,
         pool: KVCachePool,
         tiers: Tiers,
-        engine: CopyEngine,
+        copying: Copying,
         labels: LabelTable,
     ) -> None:
         """Move between `pool`, whose blocks have `labels`, and `tiers`: jobs for one that is not
@@ -60,31 +75,48 @@ class TransferJobs:
         self._host = tiers.host
         self._files = tiers.files
         self._holds = tiers.holds
-        self._engine = engine
+        self._engine = copying.engine
+        self._runner = copying.runner
+        self._rule = copying.rule
         self._labels = labels
-        self.reads = StoreReads(pool.layout.num_blocks)
-        self._running: list[_RunningCopy] = []
+        self.uses = TransferUses(pool.layout.num_blocks)
+        self._running: dict[PendingCopy, _RunningCopy] = {}
         self._ended: list[JobReport] = []
         self._kinds: dict[int, str] = {}
         self._tally = JobTally()
 
     @property
     def num_running(self) -> int:
-        """Jobs that are not over."""
+        """Jobs that have not been reported."""
         return len(self._running) + (0 if self._files is None else self._files.num_running)
 
-    def start(self, job: Store | Load | Spill | Fetch) -> None:
-        """Start a job, or note why it cannot be done; `poll` returns its report."""
+    def start(self, job: Store | Load | Spill | Fetch, after: Sequence[PendingCopy] = ()) -> None:
+        """Start a job, or note why it cannot be done; `poll` returns its report.
+
+        A store or load begins when `after`, and what uses its device blocks now, is over.
+        """
         problem = ""
         self._kinds[job.job_id] = type(job).__name__.lower()
         if isinstance(job, (Store, Load)):
-            problem = self._copy_problem(job) or self._start_copy(job)
+            problem = self._copy_problem(job)
+            if not problem:
+                self._start_copy(job, after)
         elif self._files is None:
             problem = self._tiers.why_no_files
         else:
             self._files.start(job)
         if problem:
             self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
+
+    def go_on(self) -> None:
+        """Look again whether jobs may begin: something else that they wait for is over."""
+        if self._running:
+            self._runner.go_on()
+
+    def refuse(self, job: Store | Load, problem: str) -> None:
+        """Note that a job was not started, and why."""
+        self._kinds[job.job_id] = type(job).__name__.lower()
+        self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
     def discard(self, command: Discard) -> None:
         """Withdraw labels of slots, and have files removed."""
@@ -107,17 +139,12 @@ class TransferJobs:
     def has_news(self) -> bool:
         """Whether `poll` may have something to return."""
         has_files = self._files is not None and self._files.has_news
-        return bool(self._running or self._ended or has_files)
+        return bool(self._ended or has_files) or self._runner.has_finished
 
     def poll(self) -> list[JobReport]:
         """Return the reports of jobs that have ended since the last call. Never blocks."""
-        still_running: list[_RunningCopy] = []
-        for running in self._running:
-            if all(copy.is_done() for copy in running.copies):
-                self._ended.append(self._finish(running))
-            else:
-                still_running.append(running)
-        self._running = still_running
+        for finished in self._runner.take_finished():
+            self._ended.append(self._finish(finished.copy, finished.result))
         ended, self._ended = self._ended, []
         if self._files is not None:
             ended += self._files.poll()
@@ -133,7 +160,7 @@ class TransferJobs:
         """
         self._ended.clear()
         self._kinds.clear()
-        self.reads.forget_awaited()
+        self.uses.reads.forget_awaited()
         if self._files is not None:
             self._files.forget_ended()
         if self._host is not None:
@@ -143,10 +170,11 @@ class TransferJobs:
         """Return the figures, frozen."""
         return TransferStatistics(
             num_running=self.num_running,
-            num_waits=self.reads.num_waits,
+            num_waits=self.uses.num_waits,
             jobs=self._tally.counts(),
             host=None if self._host is None else HostStatistics.of(self._host.segment),
             files=None if self._files is None else self._files.pool.store.statistics(),
+            files_problem=self._tiers.files_problem,
         )
 
     def check(self) -> None:
@@ -156,53 +184,44 @@ class TransferJobs:
             self._host.labels.check()
 
     def close(self) -> None:
-        """Block until every started job is over, and give the tiers back."""
-        for running in self._running:
-            for copy in running.copies:
-                copy.wait()
-        self._tiers.close()
+        """End what has begun, drop the rest, and give the tiers back.
+
+        Tiers that something may still copy to or from are left to the process's end.
+        """
+        if self._runner.close(CLOSE_TIMEOUT_S):
+            self._tiers.close()
+        else:
+            logger.error("a copy is not over after %g s: its memory is kept", CLOSE_TIMEOUT_S)
 
     # --- starting
 
-    def _start_copy(self, job: Store | Load) -> str:
-        """Start a store or load that has no problem; say why it failed all the same, if it did."""
+    def _start_copy(self, job: Store | Load, after: Sequence[PendingCopy]) -> None:
+        """Start a store or load that has no problem."""
         if self._host is None:
-            return ""
-        generations: Generations | None = None
+            return
+        slots, block_ids = _slots(job), _block_ids(job)
+        generations, comparison = None, None
+        before = self.uses.before_write
         if isinstance(job, Store):
+            before = self.uses.before_read
             generations = self._host.labels.begin(job.destinations)
             is_known = self._labels.are_labelled(job.sources)
             labels = self._labels.labels_of(job.sources[is_known])
             self._host.labels.describe(job.destinations[is_known], labels)
         else:
-            self.reads.before_write(job.destinations)
-        copies: list[PendingCopy] = []
-        try:
-            for source, sources, destination, destinations in self._parts(self._host, job):
-                copies.append(self._engine.copy_blocks(source, sources, destination, destinations))
-        except RuntimeError as error:
-            # The report says that nothing will write any more: wait for what was started.
-            for copy in copies:
-                copy.wait()
-            if isinstance(job, Store):
-                self._host.labels.withdraw(job.destinations)
-            return f"the copy engine failed: {error}"
-        read: StoreRead | None = None
-        if isinstance(job, Store):
-            read = StoreRead(job.sources, copies)
-            self.reads.add(read)
-        self._holds.hold(_slots(job), to_write=isinstance(job, Store))
-        self._running.append(_RunningCopy(job, tuple(copies), read, generations))
-        return ""
-
-    def _parts(
-        self, host: HostPool, job: Store | Load
-    ) -> Iterator[tuple[torch.Tensor, Int32Array, torch.Tensor, Int32Array]]:
-        """Yield what the engine is asked for: a copy for each tensor and piece of its slots."""
-        for index, (device, slots) in enumerate(zip(self._pool.rows, host.tensors, strict=True)):
-            source, destination = (device, slots) if isinstance(job, Store) else (slots, device)
-            for part in host.pieces(index, _slots(job)):
-                yield source, job.sources[part], destination, job.destinations[part]
+            expected = self._host.labels.checksums(slots)
+            comparison = Comparison(expected, self._rule.chosen(len(slots)))
+        task = CopyTask(
+            BlockMove(self._pool.rows, self._host, block_ids, slots, isinstance(job, Store)),
+            self._engine,
+            takes_checksums=isinstance(job, Store) and self._rule.takes,
+            comparison=comparison,
+            after=(*after, *before(block_ids)),
+        )
+        copy = self._runner.submit(task)
+        self._uses_of(job).add(copy, block_ids)
+        self._holds.hold(slots, to_write=isinstance(job, Store))
+        self._running[copy] = _RunningCopy(job, generations)
 
     def _copy_problem(self, job: Store | Load) -> str:
         """Say why a store or load cannot be done, or return an empty string."""
@@ -214,41 +233,39 @@ class TransferJobs:
         problem = self._holds.problem(slots, to_write=isinstance(job, Store))
         if problem or isinstance(job, Store):
             return problem
-        return self._content_problem(self._host, slots)
-
-    def _content_problem(self, host: HostPool, slots: Int32Array) -> str:
-        """Say why slots cannot be loaded from, or return an empty string."""
-        empty = np.flatnonzero(~host.labels.are_readable(slots))
+        empty = np.flatnonzero(~self._host.labels.are_readable(slots))
         if len(empty):
             return f"host slot {int(slots[empty[0]])} holds nothing that this rank stored"
-        expected, found = host.labels.checksums(slots), _checksums_of(host, slots)
-        wrong = np.flatnonzero(found != expected)
-        if not len(wrong):
-            return ""
-        first = int(wrong[0])
-        return (
-            f"checksum of host slot {int(slots[first])} is {int(found[first]):#018x}, "
-            f"{int(expected[first]):#018x} was stored: its bytes changed in host memory "
-            f"({len(wrong)} of {len(slots)} slots are wrong)"
-        )
+        return ""
+
+    def _uses_of(self, job: Store | Load) -> BlockUses:
+        return self.uses.reads if isinstance(job, Store) else self.uses.writes
 
     # --- ending
 
-    def _finish(self, running: _RunningCopy) -> JobReport:
+    def _finish(self, copy: PendingCopy, result: CopyResult) -> JobReport:
+        """Let go of what a job held, write down what its slots hold, and return its report."""
+        running = self._running.pop(copy)
         job, slots = running.job, _slots(running.job)
         self._holds.release(slots, to_write=isinstance(job, Store))
+        self._uses_of(job).remove(copy)
         if self._host is None:
             return JobReport(job.job_id, ok=True)
-        if running.read is not None and running.generations is not None:
-            self.reads.remove(running.read)
-            checksums = _checksums_of(self._host, slots)
-            self._host.labels.finish(slots, running.generations, checksums)
+        labels, checksums = self._host.labels, result.checksums
+        if running.generations is None:
+            checksums = labels.checksums(slots)
+        elif result.problem:
+            labels.withdraw(slots[labels.are_awaited(slots, running.generations)])
         else:
-            checksums = self._host.labels.checksums(slots)
+            labels.finish(slots, running.generations, checksums)
+        if result.problem:
+            return JobReport(job.job_id, ok=False, detail=result.problem)
+        if len(result.wrong):
+            return _report_of_wrong(job.job_id, slots, checksums, result)
         return JobReport(
             job.job_id,
             ok=True,
-            checksum=combined_checksum(checksums),
+            checksum=0 if NO_CHECKSUM in checksums else combined_checksum(checksums),
             num_bytes=len(slots) * self._pool.layout.block_bytes,
         )
 
@@ -257,6 +274,25 @@ def _slots(job: Store | Load) -> Int32Array:
     return job.destinations if isinstance(job, Store) else job.sources
 
 
-def _checksums_of(host: HostPool, slots: Int32Array) -> Int64Array:
-    values = [checksum_of(rows_bytes(host.tensors, slot)) for slot in slots.tolist()]
-    return np.array(values, dtype=np.int64)
+def _block_ids(job: Store | Load) -> Int32Array:
+    return job.sources if isinstance(job, Store) else job.destinations
+
+
+def _report_of_wrong(
+    job_id: int, slots: Int32Array, expected: Int64Array, result: CopyResult
+) -> JobReport:
+    """Return the report of a load that found slots whose bytes are not what was stored."""
+    wrong = slots[result.wrong]
+    found, was = int(result.found[0]), int(expected[result.wrong[0]])
+    told = (
+        "nothing is known of what was stored" if was == NO_CHECKSUM else f"{was:#018x} was stored"
+    )
+    return JobReport(
+        job_id,
+        ok=False,
+        detail=(
+            f"checksum of host slot {int(wrong[0])} is {found:#018x}, {told}: its bytes changed in "
+            f"host memory ({len(wrong)} of {len(slots)} slots are wrong)"
+        ),
+        block_ids=tuple(np.unique(wrong)[:MAX_REPORTED_BLOCKS].tolist()),
+    )

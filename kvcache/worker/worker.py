@@ -2,9 +2,9 @@
 
 A message's way: validation as a whole -> delivery rules (CommandReceiver) -> applied in order by
 the executor, acknowledged -> tables, zeroes and copies when the forward of the step begins. A plain
-class without threads, sockets or Ray: somebody feeds `on_message` and `on_tick` and sends what they
-return, from one thread if they like, and runs forwards in another. Refuses to decide anything: it
-never seals, frees or evicts by itself.
+class without sockets or Ray, and threads for transfers only: somebody feeds `on_message` and
+`on_tick`, sends what they return, and runs forwards, in the same thread or another one. Refuses to
+decide anything: it never seals, frees or evicts by itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcache.messages import (
 )
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
-from kvcache.worker.cuda_engine import make_copy_engine
+from kvcache.worker.engine_choice import make_copy_engine
 from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.host_pool import HostPool
@@ -65,11 +65,13 @@ class KVCacheWorker:
         clock: Clock,
         copy_engine: CopyEngine | None = None,
         poll: Callable[[float], None] | None = None,
+        on_news: Callable[[], None] | None = None,
     ) -> None:
         """Allocate everything the plan says.
 
         `copy_engine` defaults to the one for the device. `poll(timeout_s)` receives messages and
-        hands them to `on_message`; give it where no thread does, and `begin_forward` calls it.
+        hands them to `on_message`; give it where no thread does, and `begin_forward` calls it. With
+        `on_news`, called when one has ended, transfers run in a thread beside.
 
         Raises:
             ConfigurationError: the plan or the device cannot be meant.
@@ -83,7 +85,7 @@ class KVCacheWorker:
         self._lock = threading.RLock()
         self._condition = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._executor = CommandExecutor(settings, device, engine)
+        self._executor = CommandExecutor(settings, device, engine, on_news)
         self._receiver = CommandReceiver(
             settings.rank, settings.incarnation, settings.fingerprint, settings.max_buffered
         )
@@ -137,6 +139,11 @@ class KVCacheWorker:
     def applied_seq(self) -> int:
         """Everything up to this number of the present epoch is applied."""
         return self._receiver.applied_seq
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether `on_news` will be called."""
+        return self._executor.transfers.num_running > 0
 
     # --- messages
 
@@ -225,28 +232,32 @@ class KVCacheWorker:
             StaleEpochError: another epoch holds or is about to; also while waiting.
             RequestError: another forward is open, this one has begun before, or its client was
                 given up.
-            DeadlineError: `seq` was not applied within `timeout_s`; it may be asked for again.
+            DeadlineError: `seq` was not applied within `timeout_s`, or a transfer that uses its
+                blocks was not over; it may be asked for again.
         """
         deadline_s = self._clock.now() + timeout_s
         while True:
             with self._condition:
                 self._require_epoch(epoch)
                 self._executor.gate.require_in_order(seq)
+                copy = None
                 if self._receiver.applied_seq >= seq:
                     self._run_due_forwards(before_seq=seq)
-                    self._executor.begin_forward(seq)
-                    return
+                    if (copy := self._executor.begin_forward(seq)) is None:
+                        return
                 remaining_s = deadline_s - self._clock.now()
                 if remaining_s <= 0:
                     raise DeadlineError(
-                        f"rank {self.settings.rank} has applied {self._receiver.applied_seq} of "
-                        f"epoch {epoch}, {seq} did not arrive within {timeout_s} s: ask again, or "
-                        "give the step up"
+                        f"forward {seq} cannot begin within {timeout_s} s: rank "
+                        f"{self.settings.rank} has applied {self._receiver.applied_seq} of epoch "
+                        f"{epoch}{', and moves its blocks' if copy else ''}: ask again, or give up"
                     )
-                if self._poll is None:
+                if copy is None and self._poll is None:
                     self._wait_for_news(remaining_s)
-                    continue
-            self._poll(remaining_s)
+            if copy:
+                self._executor.wait_for(copy, remaining_s)
+            elif self._poll:
+                self._poll(remaining_s)
 
     def end_forward(self, epoch: int, seq: int) -> None:
         """Say that the forward of step `seq` is over (on CUDA: queued). What waited for its end

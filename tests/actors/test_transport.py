@@ -12,7 +12,6 @@ import pytest
 import zmq
 
 from actors.transport import Endpoint, Inbound, Peer, PeerTransport, client_peer, worker_peer
-from actors.transport.curve import CurveKeys, generate_curve_keys
 from actors.transport.mailbox import Mailbox
 from actors.transport.node_server import NodeServer
 from actors.transport.protocol import parse_identity
@@ -22,6 +21,7 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, local_address, network_address
+from kvcache.curve import CurveKeys, generate_curve_keys
 from kvcache.errors import ClusterError, ConfigurationError, MalformedMessageError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 

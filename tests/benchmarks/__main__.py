@@ -3,7 +3,7 @@
     python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
-Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1`, `c2`, `c4`); without any, all run.
+Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1` to `c5`); without any, all run.
 `--cores` says which cores run, all by default: a core that is not there has an empty column.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
 `--full` serves 20,000 turns of churn and a million small requests.
@@ -32,7 +32,7 @@ from tests.benchmarks.works import Sizes
 
 SIDES = (FAST, REFERENCE, PEER)
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER_WORKLOADS = ("c1", "c2", "c4")
+CLUSTER_WORKLOADS = ("c1", "c2", "c4", "c5")
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--write", type=Path, help="write the table as Markdown")
     options = parser.parse_args()
-    known = (*MANAGER_WORKLOADS, *CLUSTER_WORKLOADS)
+    known = (*MANAGER_WORKLOADS, *CLUSTER_WORKLOADS, "c3")
     names = options.names or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -76,6 +76,10 @@ def main() -> None:
         managers = [name for name in names if name in MANAGER_WORKLOADS]
         with SidePool(cores, peer) as pool:
             rows += measure_manager(managers, pool, sizes_of(options), progress)
+        if "c3" in names:
+            from tests.benchmarks.bench_copies import measure_copies_shown
+
+            rows += measure_copies_shown(options.smoke, progress)
         cluster = [name for name in names if name in CLUSTER_WORKLOADS]
         if cluster:
             from tests.benchmarks.bench_cluster import measure_cluster
@@ -131,13 +135,14 @@ def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_be
         "",
         f"- Machine: {os.cpu_count()} cores, {platform.machine()}, {platform.system()}; load "
         f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after",
-        "- Clock: processor time of the one thread for w, m, g, flat; time on the wall for C",
+        "- Clock: processor time of the one thread for w, m, g, flat and copies of C3; time on the",
+        "  wall for the rest of C",
         f"- Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("numpy", "ray", "torch", "pyzmq")),
         f"- Revision: {revision()}",
         f"- Command: `python -m tests.benchmarks {' '.join(options_without_paths())}`",
         f"- Peer of w, m, g: the KV cache manager of {name} (`make bench-peer`). Peer of C: the",
-        "  same messages as plain Ray actor calls.",
+        "  same messages as plain Ray actor calls; of C3: a memcpy of as many bytes.",
         *[f"- Core `{core}` is not {why_not(core)}: its column is empty." for core in missing],
         "",
         f"The fast core is `{FAST}`, the reference core `{REFERENCE}`; `fast` and `reference` are",

@@ -315,22 +315,26 @@ def measure_cluster(
 ) -> list[Row]:
     """Return the rows of `names` (`c1`, `c2`) for the table of all benchmarks."""
     task = progress.add_task("cluster", total=None)
-    wanted = tuple(name.upper() for name in names if name != "c4")
+    wanted = tuple(name.upper() for name in names if name in ("c1", "c2"))
 
     def show(line: str) -> None:
         progress.update(task, description=f"cluster: {line}")
 
-    restarts: list[Row] = []
+    others: list[Row] = []
     with ray_for_benchmarks():
         measured = measure_all(wanted, cores, is_small, show)
         if "c4" in names:
             from tests.benchmarks.bench_restart import measure_restart
 
-            restarts = measure_restart(cores, is_small, show)
+            others += measure_restart(cores, is_small, show)
+        if "c5" in names:
+            from tests.benchmarks.bench_events import measure_events
+
+            others += measure_events(is_small, show)
     progress.remove_task(task)
     empty = {samples.num_workers: samples for samples in measured if samples.row == "C1"}
     rows = [as_row(samples, empty.get(samples.num_workers, samples)) for samples in measured]
-    return rows + restarts
+    return rows + others
 
 
 def as_row(samples: Samples, empty: Samples) -> Row:

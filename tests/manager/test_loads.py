@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.commands import Label
+from kvcache.commands import Copy, Label
+from kvcache.core import Reservation
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
+from kvcache.manager.loads import HeldPrefix
 from kvcache.request import Request
 from tests.manager.managers_under_test import (
     CHUNKED,
@@ -134,6 +136,64 @@ def test_a_drain_outlives_a_load_and_keeps_nothing_of_it(core: str) -> None:
     assert manager.reset_prefix_cache(drain=True)
     assert manager.model_epoch == 1
     manager.check()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays(core: str) -> None:
+    manager = make_manager(FULL, 10, core=core)
+    loads = manager.tiers.loads
+    request = request_of(TOKENS[:30])
+    load = loads.begin(request, 22, has_tail=True)
+    assert load is not None
+    assert load.columns[0].tolist() == list(range(6))
+    assert loads.held_for(request, 0) is None
+    loads.finish(load.load_id)
+    assert loads.held_for(request, 20) == HeldPrefix(load.load_id, 22)
+    assert loads.held_for(request, 22) is None
+    assert loads.held_for(request_of(TOKENS[:30]), 20) is None
+    assert hit_tokens(manager, TOKENS) == 20
+
+    stand_in = f"\x00load {load.load_id}"
+    before = manager.get_block_ids(stand_in), manager.statistics()
+    assert loads.hand_over(load.load_id, request, Reservation(22, 40, 30)) is None
+    assert (manager.get_block_ids(stand_in), manager.statistics()) == before
+    assert not any(manager.get_block_ids("asks"))
+    manager.check()
+    assert loads.held_for(request, 20) is not None
+    changes = loads.hand_over(load.load_id, request, Reservation(22, 30, 30))
+    assert changes is not None
+    (change,) = changes
+    assert change.first_index == 0
+    assert change.block_ids[:6].tolist() == load.block_ids[0].tolist()
+    assert len(change.block_ids) == 8
+    assert not [c for c in manager.take_commands() if isinstance(c, Copy)]
+    assert loads.was_taken(load.load_id)
+    assert loads.held_for(request, 20) is None
+    with pytest.raises(RequestError, match="holds nothing for request asks"):
+        loads.hand_over(load.load_id, request, Reservation(22, 30, 30))
+    loads.release(load.load_id)
+    manager.check()
+    assert manager.statistics().core.num_free_blocks == 1
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_tail_that_nobody_takes_is_free_again(core: str) -> None:
+    manager = make_manager(FULL, core=core)
+    loads = manager.tiers.loads
+    request = request_of(TOKENS[:22])
+    request.append_output_token_ids(TOKENS[22:30])
+    load = loads.begin(request, 22, has_tail=True)
+    assert load is not None
+    loads.finish(load.load_id)
+    request.truncate_tokens(22)  # its last token is always computed: the load is of no use
+    assert loads.held_for(request, 20) is None
+    loads.release(load.load_id)
+    assert loads.held_for(request, 0) is None
+    manager.check()
+    figures = manager.statistics().core
+    assert figures.num_free_blocks == figures.num_blocks
+    assert hit_tokens(manager, TOKENS) == 20
+    assert manager.statistics().core.num_cached_blocks == 5
 
 
 def test_wrong_numbers_are_refused_and_change_nothing() -> None:

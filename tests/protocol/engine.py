@@ -74,6 +74,7 @@ class Engine:
         depth: int = 2,
         num_lookahead: int = 0,
         keeps_states: bool = False,
+        swap_share: float = 0.0,
     ) -> None:
         self.session = session
         self.sequences = sequences
@@ -84,6 +85,8 @@ class Engine:
         self._draft_share = draft_share
         self._depth = depth
         self._keeps_states = keeps_states
+        self._swap_share = swap_share
+        self._swapping = random.Random(sum(len(one.prompt) for one in sequences))
         self._delaying = random.Random(sum(sum(one.prompt) for one in sequences))
         self._num_lookahead = num_lookahead
         self._withdrawn: set[str] = set()
@@ -194,6 +197,7 @@ class Engine:
             if s.state == "preempted" and s is not victim and rng.random() < 0.6
         ]
         new = [s for s in self.sequences if s.state == "waiting" and rng.random() < 0.5][:3]
+        swapped = [r for r in preempted if self._swapping.random() < self._swap_share]
         request = StepRequest(
             client_id="",
             step=0,
@@ -201,7 +205,8 @@ class Engine:
             completed_step=completed,
             failed_step=failed,
             finished=tuple(finished),
-            preempted_recompute=tuple(preempted),
+            preempted_recompute=tuple(r for r in preempted if r not in swapped),
+            preempted_swap=tuple(swapped),
             running=_running(rows),
             num_lookahead_tokens=self._num_lookahead,
             resumed=tuple(ResumedRequest(s.request_id, rng.randint(1, 12)) for s in resumed),

@@ -74,7 +74,10 @@ class Scenario:
     """What happens in a schedule, beside the faults of the network.
 
     `core` names the manager's core; without a name the seed says which one it is. With
-    `num_host_blocks` there is a tier below the device.
+    `num_host_blocks` there is a tier below the device, with `num_disk_blocks` a second one: files,
+    of whose calls `disk_fail_share` fail and `disk_stall_share` take long. `keeps_memory`: host
+    memory outlives its process. Of preemptions `swap_share` ask for a swap.
+    With `has_slow_copies` transfers take a while, and overtake one another.
     """
 
     seed: int
@@ -91,6 +94,13 @@ class Scenario:
     num_host_blocks: int = 0
     blocks_per_slot: int = 1
     store_after: int = 1
+    num_disk_blocks: int = 0
+    disk_fail_share: float = 0.0
+    disk_stall_share: float = 0.0
+    writes_through: bool = False
+    keeps_memory: bool = False
+    swap_share: float = 0.0
+    has_slow_copies: bool = False
     faults: NetworkFaults = field(default_factory=NetworkFaults)
 
 
@@ -100,6 +110,8 @@ def random_scenario(seed: int) -> Scenario:
     model = random.Random(seed * 15485863 + 7).choice(list(MODELS))
     tiers = random.Random(seed * 32452843 + 11)
     has_tiers = model in MODELS_BY_CONTENT and tiers.random() < 0.6
+    disks = random.Random(seed * 49979687 + 13)
+    has_disk = has_tiers and disks.random() < 0.6
     num_blocks = rng.choice((22, 26, 40))
     if has_tiers:  # so few that contents leave the device
         num_blocks = tiers.choice((13, 16, 20))
@@ -116,6 +128,12 @@ def random_scenario(seed: int) -> Scenario:
         num_host_blocks=tiers.choice((4, 12, 40)) * has_tiers,
         blocks_per_slot=tiers.choice((1, 1, 2)),
         store_after=tiers.choice((1, 1, 2)),
+        num_disk_blocks=disks.choice((6, 30, 100)) * has_disk,
+        disk_fail_share=disks.choice((0.0, 0.0, 0.03, 0.2)),
+        disk_stall_share=disks.choice((0.0, 0.0, 0.05)),
+        writes_through=disks.random() < 0.3,
+        keeps_memory=has_tiers and disks.random() < 0.4,
+        swap_share=random.Random(seed * 86028121 + 17).choice((0.0, 0.5, 1.0)),
         faults=NetworkFaults(
             dropped=rng.choice((0.0, 0.05, 0.2)),
             duplicated=rng.choice((0.0, 0.1, 0.3)),
@@ -132,11 +150,15 @@ def make_config(num_blocks: int, *, is_hybrid: bool) -> KVCacheConfig:
     return config_of("full, window" if is_hybrid else "full", num_blocks)
 
 
-def config_of(model: str, num_blocks: int, host_blocks: int = 0) -> KVCacheConfig:
-    """One layer of each kind of a model in one pool, and slots of host memory."""
+def config_of(
+    model: str, num_blocks: int, host_blocks: int = 0, disk_blocks: int = 0
+) -> KVCacheConfig:
+    """One layer of each kind of a model in one pool, slots of host memory, and files."""
     specs = MODELS[model]
     page = specs[0].page_size_bytes
     assert {spec.page_size_bytes for spec in specs} == {page}
     groups = tuple(KVCacheGroupSpec((f"{spec.kind}.0",), spec) for spec in specs)
     pool = KVCacheTensor(num_blocks * page, tuple(g.layer_names[0] for g in groups), 0, page, page)
-    return KVCacheConfig(num_blocks, (pool,), groups, host_blocks=host_blocks)
+    return KVCacheConfig(
+        num_blocks, (pool,), groups, host_blocks=host_blocks, disk_blocks=disk_blocks
+    )

@@ -3,15 +3,19 @@
 Real coordinator, manager, workers (content checking on tiny tensors) and client sessions talk
 through a network that loses, repeats, delays, reorders and tears messages. `simulate(seed)` plays
 one schedule to its end and raises when a byte is wrong, something does not end, or books do not
-add up.
+add up. Files are real ones, in a directory of the schedule's own.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import secrets
+import tempfile
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import get_args
 
 from kvcache.client_session import ClientSession, SessionSettings
@@ -20,8 +24,10 @@ from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.offloading import OffloadParts, OffloadSettings
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
+from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import MalformedMessageError
+from kvcache.keeper import KeeperAddress, MemoryKeeper
 from kvcache.manager import KVCacheManager
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.messages import (
@@ -36,13 +42,15 @@ from kvcache.messages import (
 )
 from kvcache.network import FaultyNetwork, NetworkFaults
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.options import TierOptions
+from kvcache.offload.jobs import Deadlines
+from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.registry import make_tier
-from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.specs import KVCacheConfig
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
-from kvcache.worker import KVCacheWorker, WorkerSettings
+from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
+from kvcache.worker.file_tier import FileTierSettings
 from tests.protocol.engine import Engine, Sequence
 from tests.protocol.scenario import (
     MAX_ENCODER_TOKENS,
@@ -52,10 +60,14 @@ from tests.protocol.scenario import (
     Scenario,
     config_of,
 )
+from tests.protocol.virtual_disk import VirtualDisk
+from tests.worker.delayed_engine import DelayedEngine
 
 COORDINATOR = "coordinator"
 TICK_S = 0.02
 MAX_VIRTUAL_S = 120.0
+ADOPTION_S = 5.0
+MAX_SET_ASIDE = 4
 
 FROM_CLIENT = get_args(FromClient)
 FROM_WORKER = get_args(FromWorker)
@@ -64,13 +76,18 @@ FROM_WORKER = get_args(FromWorker)
 class Cluster:
     """All parties of one schedule and the network between them."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, directory: Path | None = None) -> None:
+        """`directory` is where files lie, if the scenario has any."""
         self.scenario = scenario
         self.clock = VirtualClock()
         self.random = random.Random(scenario.seed * 7919 + 1)
         self.network = FaultyNetwork(self.clock, self.random, scenario.faults)
-        self.config = config_of(scenario.model, scenario.num_blocks, scenario.num_host_blocks)
-        self.are_copies_failing = False
+        self.config = config_of(
+            scenario.model, scenario.num_blocks, scenario.num_host_blocks, scenario.num_disk_blocks
+        )
+        self.are_copies_failing = bool(scenario.disk_fail_share or scenario.disk_stall_share)
+        self.num_fetched_tokens = 0
+        self.num_swapped_in = 0
         self.num_loaded_tokens = 0
         self.num_adopted_blocks = 0
         self._max_unacknowledged = self.random.choice((2, 4, 64))
@@ -84,6 +101,23 @@ class Cluster:
         self.workers: dict[int, KVCacheWorker] = {}
         self.lost_workers: list[KVCacheWorker] = []
         self.num_short_ways: Counter[str] = Counter()
+        self.disks: dict[int, VirtualDisk] = {}
+        if directory is not None and scenario.num_disk_blocks:
+            self.disks = {
+                rank: VirtualDisk(
+                    directory / f"tier/layout/rank{rank}",
+                    self.clock,
+                    random.Random(scenario.seed * 6271 + rank),
+                    scenario.disk_fail_share,
+                    stall_share=scenario.disk_stall_share,
+                )
+                for rank in range(scenario.num_ranks)
+            }
+        self._directory = directory
+        self._keeper: KeeperAddress | None = None
+        self.resources = ExitStack()
+        if scenario.keeps_memory:
+            self._keeper = self._keep_memory()
         for rank in range(scenario.num_ranks):
             self._start_worker(rank)
         self.engines = {f"engine-{i}": self._make_engine(i) for i in range(scenario.num_clients)}
@@ -117,6 +151,22 @@ class Cluster:
             wake_s = next_tick_s if arrival_s is None else min(next_tick_s, arrival_s)
             self.clock.advance(max(0.0, wake_s - self.clock.now()))
         self._finish()
+        if self.disks:
+            self._check_files()
+
+    def close(self) -> None:
+        """Give back what the process would keep."""
+        for disk in self.disks.values():
+            disk.kill()
+        self.resources.close()
+
+    def _keep_memory(self) -> KeeperAddress:
+        """Start a keeper, as a node has one."""
+        address = f"unix:@kvcache-test-{secrets.token_hex(8)}"
+        keeper = MemoryKeeper(address, max_segments=8, max_bytes=2**26)
+        self.resources.callback(keeper.close)
+        keeper.serve()
+        return KeeperAddress(address, "simulated")
 
     def _tick(self) -> None:
         if self._losses_s and self.clock.now() >= self._losses_s[0]:
@@ -128,6 +178,8 @@ class Cluster:
         for coordinator in (*self.superseded, self.coordinator):
             self._send_all(coordinator.on_tick())
         for rank, worker in self.workers.items():
+            if rank in self.disks:
+                self.disks[rank].run_due()
             self._run_forwards(rank, worker)
             self._send(self._name(worker), COORDINATOR, worker.on_tick())
         for name, engine in self.engines.items():
@@ -261,6 +313,8 @@ class Cluster:
         """Kill the process of a rank; another one takes its place."""
         self.network.forget(self._name(self.workers[rank]))
         self.lost_workers.append(self.workers[rank])
+        if rank in self.disks:
+            self.disks[rank].kill()
         self._start_worker(rank)
 
     def _start_worker(self, rank: int) -> None:
@@ -278,8 +332,27 @@ class Cluster:
                 hello_interval_s=0.1,
                 repeat_interval_s=0.1,
                 heartbeat_interval_s=0.5,
+                host_keeper=self._keeper,
+                file_tier=self._file_tier(rank),
             ),
             clock=self.clock,
+            copy_engine=self._make_copy_engine(),
+        )
+
+    def _make_copy_engine(self) -> CopyEngine | None:
+        if not self.scenario.has_slow_copies:
+            return None
+        return DelayedEngine(self.scenario.seed + self.num_processes)
+
+    def _file_tier(self, rank: int) -> FileTierSettings | None:
+        if self._directory is None or rank not in self.disks:
+            return None
+        return FileTierSettings(
+            self._directory,
+            "tier",
+            threads=1 + self.scenario.seed % 3,
+            max_set_aside=MAX_SET_ASIDE,
+            access=self.disks[rank].access,
         )
 
     @staticmethod
@@ -315,10 +388,26 @@ class Cluster:
         host = TierOptions(
             HOST_MEDIUM, num_slots, scenario.blocks_per_slot, store_after=scenario.store_after
         )
+        disk = TierOptions(FILE_MEDIUM, scenario.num_disk_blocks)
+        options = HierarchyOptions(
+            "on_store" if scenario.writes_through else "on_evict",
+            spare_share=0.25,
+            deadlines=Deadlines(spill_s=1.0, fetch_s=1.0),
+        )
+
+        def make_tiers(new_job_id: Callable[[], int]) -> TierHierarchy:
+            below = make_tier(disk) if self.disks else None
+            return TierHierarchy(make_tier(host), below, new_job_id, options)
+
         return OffloadParts(
-            OffloadSettings(hold_s=0.5, wait_s=5.0, adoption_s=5.0),
+            OffloadSettings(
+                hold_s=0.5,
+                wait_s=5.0,
+                adoption_s=ADOPTION_S,
+                swap=SwapRule(SwapWhen.ALWAYS, hold_s=20.0),
+            ),
             TierHitFinder(config, math.gcd(*sizes), use_eagle=self._uses_eagle),
-            lambda new_job_id: TierHierarchy(make_tier(host), None, new_job_id),
+            make_tiers,
         )
 
     @property
@@ -366,6 +455,7 @@ class Cluster:
             fail_share=self.scenario.fail_share,
             depth=rng.randint(1, 3),
             num_lookahead=chance.choice((0, 0, 1, 5)),
+            swap_share=self.scenario.swap_share,
             keeps_states=any(spec.num_state_blocks is not None for spec in specs),
         )
 
@@ -390,6 +480,8 @@ class Cluster:
         statistics = self.coordinator.statistics()
         if statistics.offload is not None:
             self.num_loaded_tokens += statistics.offload.num_loaded_tokens
+            self.num_swapped_in += statistics.offload.num_swapped_in
+            self.num_fetched_tokens += statistics.offload.num_fetched_tokens
             self.num_adopted_blocks += statistics.offload.num_adopted_blocks
             if not self.are_copies_failing:
                 assert statistics.offload.num_failed_jobs == 0, statistics.offload
@@ -400,14 +492,28 @@ class Cluster:
         assert statistics.num_wrong_blocks == 0, statistics
 
     def _num_loads(self) -> int:
-        """Loads that still hold blocks."""
+        """Loads that still hold blocks, and jobs of tiers that have not ended."""
         manager = self.coordinator.manager
-        return 0 if manager is None else len(manager.tiers.loads)
+        num_jobs = 0 if self._tiers is None else self._tiers.num_open_jobs
+        return num_jobs if manager is None else num_jobs + len(manager.tiers.loads)
+
+    @property
+    def _tiers(self) -> TierHierarchy | None:
+        """The tiers' books of the present epoch."""
+        reign = self.coordinator._reign
+        offloading = None if reign is None else reign._offloading
+        return None if offloading is None else offloading.tiers
 
     def _is_quiet(self) -> bool:
         figures = self.coordinator.statistics()
         is_over = not (figures.num_clients or figures.num_unacknowledged or figures.num_open_jobs)
         return is_over and not len(self.network)
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is under way but audits, which never end."""
+        figures = self.coordinator.statistics()
+        num_audits = self._audit_mode == "sample"
+        return max(figures.num_unacknowledged, figures.num_open_jobs) <= num_audits
 
     def _step_on(self) -> None:
         self.clock.advance(TICK_S)
@@ -420,7 +526,8 @@ class Cluster:
         for engine in self.engines.values():
             assert engine.session.failures == (), engine.session.failures
         for worker in (*self.workers.values(), *self.lost_workers):
-            worker.check()
+            if self._keeper is None or worker not in self.lost_workers:
+                worker.check()  # memory that is kept is another process's now
             figures = worker.statistics()
             if not self.are_copies_failing:
                 assert figures.num_failed_jobs == 0, figures
@@ -440,6 +547,60 @@ class Cluster:
             all_workers = (*self.workers.values(), *self.lost_workers)
             assert sum(w.statistics().num_bytes_compared for w in all_workers) > 0
 
+    def _check_files(self) -> None:
+        """Every file belongs to a block that the books have, and is good; nothing else is there.
+
+        On a disk that was sick that holds once it is well, and another coordinator has looked.
+        """
+        for disk in self.disks.values():
+            disk.cure()
+        self._settle()
+        if not self.are_copies_failing:
+            self._compare_files()
+        self.coordinator = self._make_coordinator()
+        self._send_all(self.coordinator.start())
+        for worker in self.workers.values():
+            worker.introduce()
+        self._settle()
+        self._compare_files()
+
+    def _settle(self) -> None:
+        """Go on until nothing is left to be done."""
+        num_quiet = 0
+        for _ in range(600):
+            is_over = self.coordinator.phase is Phase.RUNNING and self._tiers is not None
+            is_over = is_over and self._is_idle() and not self._are_tiers_busy()
+            num_quiet = num_quiet + 1 if is_over else 0
+            if num_quiet > 10:  # what seems to be an audit may have been something else
+                return
+            self._step_on()
+        raise AssertionError(f"it is not quiet: {self._describe()}")
+
+    def _are_tiers_busy(self) -> bool:
+        reign, tiers = self.coordinator._reign, self._tiers
+        assert reign is not None
+        assert reign._offloading is not None
+        assert tiers is not None
+        is_adopting = reign._offloading._adoption is not None
+        num_waiting = sum(disk.num_waiting for disk in self.disks.values())
+        return bool(is_adopting or num_waiting or tiers.num_open_jobs or reign._offloading.has_work)
+
+    def _compare_files(self) -> None:
+        tiers = self._tiers
+        assert tiers is not None
+        assert tiers.disk is not None
+        expected = set(tiers.disk.keys())
+        for rank, disk in self.disks.items():
+            pool = self.workers[rank].file_pool
+            assert pool is not None
+            found = disk.keys()
+            assert found == expected, (rank, len(found), len(expected))
+            assert disk.unfinished() == []
+            assert disk.files[-1].open_descriptors == set()
+            assert pool.store.statistics().used_bytes == disk.num_bytes()
+            num_aside = len(list(disk.directory.glob("set-aside/*")))
+            assert num_aside <= MAX_SET_ASIDE
+
     def _describe(self) -> str:
         sessions = [
             (e.session.state, e.session.reason, e.session.next_step, e.session.finished_step)
@@ -451,11 +612,14 @@ class Cluster:
 
 def simulate(scenario: Scenario) -> Cluster:
     """Play one schedule to its end; raises AssertionError with the seed when anything is wrong."""
-    cluster = Cluster(scenario)
-    try:
-        cluster.play()
-    except Exception as error:
-        raise AssertionError(f"seed {scenario.seed}: {error} ({scenario})") from error
+    with tempfile.TemporaryDirectory(prefix="kvc-simulated-") as directory:
+        cluster = Cluster(scenario, Path(directory))
+        try:
+            cluster.play()
+        except Exception as error:
+            raise AssertionError(f"seed {scenario.seed}: {error} ({scenario})") from error
+        finally:
+            cluster.close()
     return cluster
 
 

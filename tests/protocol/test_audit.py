@@ -162,7 +162,7 @@ def test_a_report_of_blocks_that_were_not_audited_is_not_believed(block_id: int)
 
 def test_schedules_are_audited_all_the_time() -> None:
     num_audits = sum(
-        simulate(random_scenario(seed)).coordinator.statistics().num_audits for seed in range(8)
+        simulate(random_scenario(seed)).coordinator.statistics().num_audits for seed in range(14)
     )
     assert num_audits > 80
 

@@ -12,6 +12,7 @@ from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
 from kvcache.commands import Fence, Label, Reset, WriteExpected
 from kvcache.coordinator import Coordinator, Phase
+from kvcache.coordinator.membership import EPOCH_EVENTS
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import ClusterError
@@ -176,7 +177,8 @@ def new(request_id: str, num_tokens: int = 8) -> NewRequest:
 def test_an_epoch_is_saved_before_anybody_is_asked_for_it() -> None:
     bench = Bench(MemoryStateStore(SmallState(epoch=6, hash_seed="s")))
     assert bench.coordinator.start() == []
-    assert bench.store.load() == SmallState(epoch=7, hash_seed="s", owner="n")
+    end_of_events = 8 * EPOCH_EVENTS
+    assert bench.store.load() == SmallState(7, 0, end_of_events, "s", owner="n")
     assert only(bench.hello(0), Grant) == [Grant("n", "p", 7, "plan")]
 
 

@@ -1,7 +1,8 @@
-"""Schedules of faults with a tier below the device: blocks go down, come up, and are taken over."""
+"""Schedules of faults with tiers below the device: blocks go down, come up, and are taken over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,10 @@ from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.manager.loads import PrefixLoads
 from kvcache.network import NetworkFaults
+from kvcache.worker.file_pool import FilePool
+from kvcache.worker.file_store import FileStore
 from kvcache.worker.transfers import TransferJobs
+from tests.protocol import virtual_disk
 from tests.protocol.scenario import MODELS, MODELS_BY_CONTENT, Scenario
 from tests.protocol.simulation import Cluster, simulate
 
@@ -68,6 +72,109 @@ def test_host_memory_outlives_the_coordinator() -> None:
 def test_workers_are_lost_with_their_host_memory() -> None:
     for seed in range(4):
         simulate(replace(scenario_of(seed), num_worker_losses=1))
+
+
+def with_files(seed: int, **changes: Any) -> Scenario:
+    """So little host memory that most contents are found in files only, of which there may be too
+    few, too."""
+    model = ("full", "full, window", "mla", "chunk")[seed % 4]
+    scenario = replace(
+        scenario_of(seed, model),
+        num_requests=14,
+        num_host_blocks=(4, 6, 10)[seed % 3] * (1 + seed % 2),
+        num_disk_blocks=(6, 40, 100)[seed // 3 % 3],
+        writes_through=seed % 5 == 0,
+        keeps_memory=seed % 2 == 0,
+    )
+    return replace(scenario, **changes)
+
+
+def faulty(seed: int) -> Scenario:
+    """Disks that fail and hang, and processes that are lost and taken over from."""
+    return with_files(
+        seed,
+        disk_fail_share=(0.02, 0.15)[seed % 2],
+        disk_stall_share=0.05 * (seed % 3 == 1),
+        num_worker_losses=seed % 3 % 2,
+        num_restarts=seed % 4 // 2,
+    )
+
+
+def test_files_hold_what_the_books_say_and_every_byte_that_comes_back_is_right() -> None:
+    clusters = [simulate(with_files(seed)) for seed in range(12)]
+    assert sum(cluster.num_fetched_tokens for cluster in clusters) > 0
+
+
+def test_files_outlive_coordinators_and_workers() -> None:
+    num_adopted = 0
+    for seed in range(8):
+        scenario = with_files(seed, num_restarts=1, num_worker_losses=seed % 2)
+        num_adopted += simulate(scenario).num_adopted_blocks
+    assert num_adopted > 10
+
+
+SEEDS_PER_TEST = 12
+NUM_SEEDS = 300
+NUM_QUICK_SEEDS = 12
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        first if first < NUM_QUICK_SEEDS else pytest.param(first, marks=pytest.mark.long)
+        for first in range(0, NUM_SEEDS, SEEDS_PER_TEST)
+    ],
+)
+def test_disks_may_fail_and_hang_and_lie(first: int) -> None:
+    disks = [
+        disk
+        for seed in range(first, first + SEEDS_PER_TEST)
+        for disk in simulate(faulty(seed)).disks.values()
+    ]
+    assert sum(disk.num_failures for disk in disks) > 0
+
+
+def files_turn_red(scenario_of: Callable[[int], Scenario], num_seeds: int) -> bool:
+    """Say whether some schedule with files fails."""
+    for seed in range(num_seeds):
+        try:
+            simulate(scenario_of(seed))
+        except AssertionError:
+            return True
+    return False
+
+
+def test_another_blocks_file_that_is_believed_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mixed_up(seed: int) -> Scenario:
+        return with_files(seed, disk_fail_share=0.5)
+
+    monkeypatch.setattr(virtual_disk, "DAMAGE", ("other file",))
+    monkeypatch.setattr(virtual_disk.VirtualDisk, "may_fail", lambda self: None)
+    assert not files_turn_red(mixed_up, 4)
+    monkeypatch.setattr(FileStore, "_require_ours", lambda self, head, key: None)
+    assert files_turn_red(mixed_up, 40)
+
+
+def test_a_file_that_is_not_discarded_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FilePool, "discard", lambda self, keys: None)
+    assert files_turn_red(with_files, 8)
+
+
+def test_a_scan_that_another_coordinator_began_is_begun_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scan = FilePool.scan
+
+    def go_on(self: FilePool, *prefixes: Any) -> None:
+        if not self.is_scanning:
+            scan(self, *prefixes)
+
+    monkeypatch.setattr(FilePool, "scan", go_on)
+    assert files_turn_red(lambda seed: with_files(seed, num_restarts=3), 40)
 
 
 def turns_red(num_seeds: int = 10) -> bool:
@@ -138,7 +245,7 @@ def test_a_failed_copy_of_one_rank_fails_it_everywhere_and_service_goes_on(
 ) -> None:
     start, failed = TransferJobs.start, []
 
-    def sometimes(self: TransferJobs, job: Any) -> None:
+    def sometimes(self: TransferJobs, job: Any, *rest: Any) -> None:
         if (
             job.job_id % 3 == 0
             and self._pool.layout.num_blocks
@@ -146,9 +253,9 @@ def test_a_failed_copy_of_one_rank_fails_it_everywhere_and_service_goes_on(
         ):
             failed.append(job.job_id)
             problem = replace(job, medium="nowhere")
-            start(self, problem)
+            start(self, problem, *rest)
             return
-        start(self, job)
+        start(self, job, *rest)
 
     monkeypatch.setattr(TransferJobs, "start", sometimes)
     for seed in range(4):

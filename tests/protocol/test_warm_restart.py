@@ -11,6 +11,7 @@ from kvcache.arrays import int32_array
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE, namespace_name
 from kvcache.commands import Fence, Reset, Unlabel
 from kvcache.coordinator import Phase
+from kvcache.coordinator.membership import EPOCH_EVENTS
 from kvcache.coordinator.remote_calls import pack_values
 from kvcache.errors import ClusterError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
@@ -37,6 +38,11 @@ from tests.protocol.simulation import simulate
 from tests.protocol.test_coordinator import NUM_BLOCKS, Bench, label_report, only
 
 PROMPT = tuple(range(100, 117))
+
+
+def saved_state(epoch: int, *, owner: str = "n", **changes: Any) -> SmallState:
+    """What is saved when `epoch` is taken: the event numbers up to its end are its own."""
+    return SmallState(epoch, next_event_chunk=(epoch + 1) * EPOCH_EVENTS, owner=owner, **changes)
 
 
 def chain(tokens: tuple[int, ...] = PROMPT, first_block: int = 5) -> list[BlockLabel]:
@@ -196,13 +202,13 @@ def test_what_ranks_hold_is_not_used_where_no_state_was_saved() -> None:
         "no state was saved, so that it is not known which weights are loaded"
     )
     saved = bench.store.load()
-    assert saved == SmallState(epoch=1, model_epoch=1, owner="n")
+    assert saved == saved_state(1, model_epoch=1)
 
 
 def test_a_coordinator_that_ends_before_it_has_settled_the_model_epoch_leaves_it_unknown() -> None:
     store = MemoryStateStore()
     granted(Bench(store))
-    assert store.load() == SmallState(epoch=1, knows_model_epoch=False, owner="n")
+    assert store.load() == saved_state(1, knows_model_epoch=False)
     bench = Bench(store)
     granted(bench)
     bench.labels(0, *chain())
@@ -217,7 +223,7 @@ def test_a_coordinator_whose_successor_has_begun_cannot_change_the_model_epoch()
     (away,) = only(old.coordinator.on_client_message(call), Unattached)
     assert old.coordinator.phase is Phase.SUPERSEDED
     assert "another coordinator has begun, this one saves nothing any more" in away.reason
-    assert store.load() == SmallState(epoch=2, owner="new")
+    assert store.load() == saved_state(2, owner="new")
 
 
 def test_a_coordinator_whose_successor_has_begun_takes_no_other_epoch() -> None:
@@ -226,7 +232,7 @@ def test_a_coordinator_whose_successor_has_begun_takes_no_other_epoch() -> None:
     Bench(store, "new").coordinator.start()
     old.coordinator.on_worker_lost(0, "p", "killed")
     assert old.coordinator.phase is Phase.SUPERSEDED
-    assert store.load() == SmallState(epoch=2, owner="new")
+    assert store.load() == saved_state(2, owner="new")
 
 
 def test_a_save_that_was_answered_with_an_error_but_happened_is_our_own() -> None:

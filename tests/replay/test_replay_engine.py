@@ -107,7 +107,7 @@ def seatings(stepper: RecordingStepper) -> list[str]:
     events = []
     for request, result in stepper.steps:
         admitted = iter(result.admitted_slots.tolist())
-        events += [f"preempt {name}" for name in request.preempted_recompute]
+        events += [f"preempt {name}" for name in request.preempted_swap]
         events += [f"finish {name}" for name in request.finished]
         events += [f"resume {r.request_id}" for r in request.resumed if next(admitted) >= 0]
         events += [f"admit {r.request_id}" for r in request.new if next(admitted) >= 0]

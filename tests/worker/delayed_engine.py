@@ -27,10 +27,11 @@ class DelayedCopy:
         self._engine.go_on()
         return not self.rows
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> bool:
         self._engine.num_waits += bool(self.rows)
-        while self.rows:
+        while self.rows and timeout_s > 0 and not self._engine.is_stuck:
             self.move_one()
+        return not self.rows
 
     def move_one(self) -> None:
         sources, source, destinations, destination = self.rows.pop(
@@ -40,12 +41,15 @@ class DelayedCopy:
 
 
 class DelayedEngine(CpuCopyEngine):
-    """Moves a row of some transfer now and then, or nothing for as long as it is `stopped`."""
+    """Moves a row of some transfer now and then; while `is_stopped` only if somebody waits for it,
+    while `is_stuck` not even then."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.chance = random.Random(seed)
         self.copies: list[DelayedCopy] = []
         self.is_stopped = False
+        self.is_stuck = False
         self.num_waits = 0
 
     def copy_blocks(
@@ -67,7 +71,7 @@ class DelayedEngine(CpuCopyEngine):
 
     def go_on(self) -> None:
         """Move a few rows of transfers chosen by chance."""
-        if self.is_stopped:
+        if self.is_stopped or self.is_stuck:
             return
         for _ in range(self.chance.randrange(3)):
             self.copies = [copy for copy in self.copies if copy.rows]

@@ -15,6 +15,7 @@ import pytest
 from kvcache.errors import BacklogFullError
 from kvcache.worker.checksums import checksum_of
 from kvcache.worker.file_format import FileHead
+from kvcache.worker.file_lanes import ThreadLanes
 from kvcache.worker.file_pool import MAX_UNTAKEN_SCANS, FilePool, FinishedFileJob
 from kvcache.worker.file_store import FileStore, StoreLimits
 from tests.worker.tier_support import IDENTITY, FaultyFiles, files_below, random_head
@@ -50,7 +51,7 @@ class Bench:
         self.pool = FilePool(
             self.store,
             self.memory.views,
-            threads=threads,
+            ThreadLanes(threads),
             max_queued_blocks=max_queued_blocks,
         )
 

@@ -25,6 +25,7 @@ from tests.worker.worker_support import (
 NUM_BLOCKS = 12
 NUM_SLOTS = 6
 MAX_TICKS = 20_000
+TIMEOUT_S = 60.0
 
 
 def make(seed: int, layout: Layout = "layer_first") -> tuple[Harness, DelayedEngine]:
@@ -46,7 +47,7 @@ def wait_for(harness: Harness, job_id: int) -> None:
 
 def by_forward(harness: Harness) -> None:
     harness.send(Unlabel(ids(3)), patch(0, [3]))
-    harness.worker.begin_forward(1, harness.seq, timeout_s=0.0)
+    harness.worker.begin_forward(1, harness.seq, TIMEOUT_S)
     fill_block(harness.worker, 3, 99.0)
     harness.worker.end_forward(1, harness.seq)
 
@@ -54,7 +55,7 @@ def by_forward(harness: Harness) -> None:
 def by_later_forward(harness: Harness) -> None:
     harness.send(Unlabel(ids(3)))
     harness.send(patch(0, [3]))
-    harness.worker.begin_forward(1, harness.seq, timeout_s=0.0)
+    harness.worker.begin_forward(1, harness.seq, TIMEOUT_S)
     fill_block(harness.worker, 3, 99.0)
     harness.worker.end_forward(1, harness.seq)
 
@@ -62,7 +63,7 @@ def by_later_forward(harness: Harness) -> None:
 def by(*commands: Command) -> Callable[[Harness], None]:
     def write(harness: Harness) -> None:
         harness.send(*commands)
-        harness.forward()
+        harness.forward(TIMEOUT_S)
 
     return write
 
@@ -118,7 +119,7 @@ def test_without_the_wait_wrong_bytes_are_stored(
 ) -> None:
     """The test above can fail: this is what it looks like."""
     monkeypatch.setattr(StoreReads, "before_forward", lambda reads, seq: None)
-    monkeypatch.setattr(StoreReads, "before_write", lambda reads, block_ids: None)
+    monkeypatch.setattr(StoreReads, "using", lambda reads, block_ids: [])
     assert not all(stored_bytes_are_right(seed, WRITERS[writer]) for seed in range(20))
 
 
@@ -129,7 +130,7 @@ def test_a_step_that_reuses_a_stored_block_is_acknowledged_while_the_copy_runs()
     replies = harness.send(Unlabel(ids(3)), Zero(ids(4)), patch(0, [3]))
     assert replies == [Applied("coordinator-1", "process-a", 0, 1, 2)]
     assert engine.num_waits == 0
-    harness.forward()
+    harness.forward(TIMEOUT_S)
     assert engine.num_waits > 0
     assert harness.worker.statistics().transfers.num_waits == 1
 
@@ -139,7 +140,7 @@ def test_a_step_that_writes_other_blocks_does_not_wait() -> None:
     engine.is_stopped = True
     harness.send(Store(2, "host", ids(3), ids(1)))
     harness.send(Unlabel(ids(4)), Zero(ids(4)), Copy(ids(3), ids(5)), patch(0, [4]))
-    harness.forward()
+    harness.forward(TIMEOUT_S)
     assert engine.num_waits == 0
 
 
@@ -209,12 +210,12 @@ class Walk:
         target, source = (self.chance.choice(self.free_blocks) for _ in range(2))
         if self.chance.random() < 0.5:
             self.harness.send(Unlabel(ids(target)), patch(0, [target]))
-            self.harness.worker.begin_forward(1, self.harness.seq, timeout_s=0.0)
+            self.harness.worker.begin_forward(1, self.harness.seq, TIMEOUT_S)
             fill_block(self.harness.worker, target, float(job))
             self.harness.worker.end_forward(1, self.harness.seq)
         else:
             self.harness.send(Copy(ids(source), ids(target)))
-            self.harness.forward()
+            self.harness.forward(TIMEOUT_S)
         self.blocks[target] = block_bytes(self.harness.worker, target)
 
     def settle(self) -> None:

@@ -285,14 +285,16 @@ class _Later:
     def is_done(self) -> bool:
         return self.is_over
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> bool:
         self.is_over = True
+        return True
 
 
 class LateEngine(CpuCopyEngine):
     """Transfers that end when they are told to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.copies: list[_Later] = []
 
     def copy_blocks(

@@ -14,6 +14,7 @@ from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import consecutive_runs
 from tests.worker.worker_support import ids, patch, random_bytes
 
+TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
 
 
@@ -74,11 +75,11 @@ def test_transfers_between_two_memories_equal_the_naive_model(device: str) -> No
         slots = rng.permutation(12)[:count] if seed % 3 else np.arange(count)
         expected = naive_copy(pool.cpu(), blocks.tolist(), host, slots.tolist())
         stored = engine.copy_blocks(pool, int32_array(blocks), host, int32_array(slots))
-        stored.wait()
+        assert stored.wait(TIMEOUT_S)
         assert stored.is_done()
         assert torch.equal(host, expected)
         back = naive_copy(host, slots.tolist(), pool.cpu(), blocks.tolist())
-        engine.copy_blocks(host, int32_array(slots), pool, int32_array(blocks)).wait()
+        engine.copy_blocks(host, int32_array(slots), pool, int32_array(blocks)).wait(TIMEOUT_S)
         assert torch.equal(pool.cpu(), back)
     engine.close()
 

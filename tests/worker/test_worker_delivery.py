@@ -263,7 +263,7 @@ def test_a_wait_without_a_feeding_thread_polls() -> None:
     inbox.append(lambda: harness.clock.advance(5.0))
     with pytest.raises(
         DeadlineError,
-        match=r"^rank 0 has applied 1 of epoch 1, 2 did not arrive within 5.0 s: ask again",
+        match=r"^forward 2 cannot begin within 5.0 s: rank 0 has applied 1 of epoch 1: ask ",
     ):
         harness.worker.begin_forward(1, 2, timeout_s=5.0)
 

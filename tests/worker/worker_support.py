@@ -203,9 +203,9 @@ class Harness:
         job = next(c.job_id for c in commands if isinstance(c, WriteExpected))
         return self.reports[job]
 
-    def forward(self) -> None:
+    def forward(self, timeout_s: float = 0.0) -> None:
         """Begin and end the forward of the last message."""
-        self.worker.begin_forward(self.epoch, self.seq, timeout_s=0.0)
+        self.worker.begin_forward(self.epoch, self.seq, timeout_s)
         self.worker.end_forward(self.epoch, self.seq)
 
 

@@ -11,7 +11,7 @@ has it compute a prompt, kills it with SIGKILL, and takes the cluster over:
 Whoever is taken over from while it still lives, because it only hung, is not obeyed any more: its
 next call raises SupersededError.
 
-    .venv/bin/python examples/05_take_over.py
+    .venv/bin/python examples/07_take_over.py
 
 It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none it
 starts one, and ends it again.

@@ -1,0 +1,124 @@
+"""Whose cache events a command reads: a running cluster's, or those of two addresses.
+
+Below `kvcache watch` and `kvcache events dump`. A cluster's coordinator is asked for its figures in
+a thread of its own: one that is away does not hold up the events. Refuses to start anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from actors.event_endpoints import EventEndpoints
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
+
+Look = Callable[[], "CoordinatorStatistics | None"]
+
+_ASK_S = 0.5
+
+
+@dataclass(frozen=True)
+class SourceChoice:
+    """What was typed: a cluster's name, or two addresses, or nothing for the only cluster."""
+
+    name: str | None
+    endpoint: str | None
+    replay_endpoint: str | None
+
+
+@dataclass(frozen=True)
+class EventSource:
+    """Where to follow. `look` asks the coordinator for its figures; None where only addresses are
+    known. `host`: where its publisher runs."""
+
+    title: str
+    endpoints: EventEndpoints
+    look: Look | None = None
+    host: str = ""
+
+
+@contextmanager
+def open_source(choice: SourceChoice) -> Iterator[EventSource]:
+    """Yield what to follow; connected to Ray meanwhile, if it is a cluster.
+
+    Raises ConfigurationError when the choices contradict each other or the cluster publishes no
+    events, NotRunningError if there is none, or none whose coordinator can be asked.
+    """
+    if choice.endpoint is None and choice.replay_endpoint is None:
+        with _cluster(choice.name) as source:
+            yield source
+    elif choice.endpoint is None or choice.replay_endpoint is None:
+        raise ConfigurationError(
+            "one address is not enough: give --endpoint for the live stream and --replay-endpoint "
+            "for what was missed"
+        )
+    elif choice.name is not None:
+        raise ConfigurationError(
+            f"{choice.name} and --endpoint {choice.endpoint}: give a cluster or addresses, not both"
+        )
+    else:
+        yield EventSource(choice.endpoint, EventEndpoints(choice.endpoint, choice.replay_endpoint))
+
+
+@contextmanager
+def _cluster(name: str | None) -> Iterator[EventSource]:
+    from actors.cli.launching import only_cluster
+    from actors.cli.sessions import ray_session
+    from actors.cluster import KVCacheCluster
+    from actors.cluster_events import cluster_endpoints, publisher_host
+    from actors.embedded_site import find_cluster
+
+    with ray_session(may_start=False):
+        cluster = find_cluster(name or only_cluster())
+        if not isinstance(cluster, KVCacheCluster):
+            raise NotRunningError(
+                f"the coordinator of {cluster.name} is in a process of its engine, which alone "
+                "knows its figures: pass --endpoint and --replay-endpoint"
+            )
+        yield EventSource(
+            cluster.name,
+            cluster_endpoints(cluster),
+            cluster.coordinator_statistics,
+            publisher_host(cluster),
+        )
+
+
+class FigureReader:
+    """Asks for a coordinator's figures again and again, in a thread; the newest are at hand."""
+
+    def __init__(self, look: Look | None) -> None:
+        """Ask nobody yet; `look` None is nobody."""
+        self._look = look
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="figure-reader", daemon=True)
+        self.newest: CoordinatorStatistics | None = None
+        """The last answer, None before there was one."""
+        self.problem = ""
+        """Why there was no answer the last time, nothing if there was."""
+
+    def __enter__(self) -> FigureReader:
+        if self._look is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_closing.set()
+        if self._look is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._look is not None and not self._is_closing.is_set():
+            try:
+                self.newest, self.problem = self._look(), ""
+            except (DeadlineError, NotRunningError) as error:
+                self.problem = str(error)
+            self._is_closing.wait(_ASK_S)

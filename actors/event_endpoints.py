@@ -1,0 +1,104 @@
+"""Where a cluster publishes its cache events, for whoever wants to follow it.
+
+Between a coordinator's figures and subscribers. Refuses addresses of clusters that publish nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvcache.curve import CurveKeys
+from kvcache.errors import ConfigurationError, NotRunningError
+from kvcache.events.subscriber import KVEventSubscriber
+from kvcache.events.subscription import SubscriptionSettings
+
+_ANY_HOST = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
+
+
+@dataclass(frozen=True)
+class EventEndpoints:
+    """The two sockets of a publisher, and what it takes to follow it.
+
+    `heartbeat_s`: after so many seconds of silence it says something. `topic`: only messages whose
+    topic begins with it. `keys`: of one that only lets their holders in.
+
+    Raises ConfigurationError for a heartbeat that is none.
+    """
+
+    endpoint: str
+    replay_endpoint: str
+    heartbeat_s: float = 5.0
+    topic: str = "kv@"
+    keys: CurveKeys | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.heartbeat_s) and self.heartbeat_s > 0):
+            raise ConfigurationError(
+                f"heartbeat_s is {self.heartbeat_s!r}: pass the publisher's events.heartbeat_s"
+            )
+
+
+def endpoints_in(
+    figures: Mapping[str, Any] | None,
+    name: str,
+    heartbeat_s: float = 5.0,
+    *,
+    host: str = "",
+    keys: CurveKeys | None = None,
+) -> EventEndpoints:
+    """Return where the publisher with these `figures` can be followed.
+
+    Args:
+        figures: `CoordinatorStatistics.events` of cluster `name`.
+        name: for messages.
+        heartbeat_s: its `events.heartbeat_s`.
+        host: where it runs: what it bound on all addresses is looked for there.
+        keys: those of its followers, None where they need none.
+
+    Raises:
+        ConfigurationError: the cluster publishes no events.
+        NotRunningError: its publisher is not there now.
+    """
+    if figures is None:
+        raise ConfigurationError(
+            f"{name} publishes no cache events: launch it with `events: {{enabled: true}}`"
+        )
+    places = [str(figures.get(key, "")) for key in ("endpoint", "replay_endpoint")]
+    if not all(places):
+        raise NotRunningError(
+            f"the event publisher of {name} is not there: {figures.get('problem') or 'wait for it'}"
+        )
+    live, replay = (_reachable(place, host) for place in places)
+    return EventEndpoints(live, replay, heartbeat_s, keys=keys)
+
+
+def moved(before: EventEndpoints, figures: Mapping[str, Any] | None, host: str) -> EventEndpoints:
+    """Return where a publisher is by newer `figures`; where it was, if they do not say so."""
+    try:
+        now = endpoints_in(figures, "it", host=host)
+    except (ConfigurationError, NotRunningError):
+        return before
+    return replace(before, endpoint=now.endpoint, replay_endpoint=now.replay_endpoint)
+
+
+def subscribe(
+    endpoints: EventEndpoints, settings: SubscriptionSettings | None = None
+) -> KVEventSubscriber:
+    """Return a subscriber of a publisher. Raises ConfigurationError for addresses that are none."""
+    return KVEventSubscriber(
+        endpoints.endpoint,
+        endpoints.replay_endpoint,
+        topic=endpoints.topic,
+        settings=settings,
+        keys=endpoints.keys,
+    )
+
+
+def _reachable(place: str, host: str) -> str:
+    for anywhere in _ANY_HOST:
+        if host and place.startswith(anywhere):
+            return f"tcp://{host}:{place.removeprefix(anywhere)}"
+    return place

@@ -1,0 +1,60 @@
+"""From a configuration and a plan to the publisher of cache events, on the coordinator's side."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+from kvcache.clock import Clock
+from kvcache.config import ClusterConfig
+from kvcache.coordinator.event_feed import LinkedEventFeed
+from kvcache.curve import CurveKeys
+from kvcache.errors import ConfigurationError
+from kvcache.events.process_link import ProcessLink
+from kvcache.events.publisher import PublisherSettings
+from kvcache.events.publisher_process import SocketSettings
+from kvcache.events.translation import group_kinds
+from kvcache.planner import Plan
+
+OPEN_S = 30.0
+
+
+def make_event_feed(
+    config: ClusterConfig, plan: Plan, clock: Clock, keys: CurveKeys | None
+) -> LinkedEventFeed | None:
+    """Return the feed of a publisher that has bound its sockets; None where events are off.
+
+    `keys` are the cluster's, for followers that must prove themselves.
+
+    Raises ConfigurationError when it cannot bind them, or there are no keys and it needs them;
+    ClusterError when it does not start.
+    """
+    events = config.events
+    if not events.enabled:
+        return None
+    settings = PublisherSettings(
+        topic=events.topic or f"kv@{config.name}@{config.model.name}",
+        data_parallel_rank=events.data_parallel_rank,
+        encoding=events.encoding,
+        publish_groups=events.publish_groups,
+        one_block_per_event=events.publish_one_block_per_event,
+        heartbeat_s=events.heartbeat_s,
+        history_batches=events.history_batches,
+        history_bytes=events.history_bytes,
+    )
+    curve_keys = None
+    if events.curve == "always":
+        if keys is None:
+            raise ConfigurationError(
+                "events.curve is always, but a cluster inside one process has no keys: set it to "
+                "never"
+            )
+        curve_keys = astuple(keys)
+    link = ProcessLink(
+        settings,
+        group_kinds(plan.model_config.kv_cache_groups),
+        SocketSettings(events.endpoint, events.replay_endpoint, curve_keys=curve_keys),
+        clock,
+        max_waiting_bytes=events.queue_bytes,
+    )
+    link.open(OPEN_S)
+    return LinkedEventFeed(link)

@@ -1,0 +1,120 @@
+"""Following one replica's cache events in a thread, so that its prefixes can be asked for.
+
+Between a `KVEventSubscriber` and the router. A state that is told anew is put together beside the
+one that is asked meanwhile. Refuses to rank, and to decide what a silent replica means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+
+import zmq
+
+from actors.event_endpoints import EventEndpoints, subscribe
+from kvcache.arrays import Int32Array
+from kvcache.clock import Clock
+from kvcache.errors import KVCacheError
+from kvcache.events.prefix_index import PrefixIndex, PrefixMatch
+from kvcache.events.subscription import SubscriptionSettings, SubscriptionStatistics, Update
+
+_POLL_S = 0.1
+_SOURCE = "replica"
+
+
+@dataclass(frozen=True)
+class FollowerState:
+    """How well a replica is known. `silent_s`: since something was heard of it, None if nothing
+    ever was. `num_blocks`: in all media together, each counted once."""
+
+    silent_s: float | None
+    num_blocks: int
+    events: SubscriptionStatistics
+    problem: str
+
+
+class ReplicaFollower:
+    """Knows what one replica caches. Any thread may ask; one of its own listens."""
+
+    def __init__(self, endpoints: EventEndpoints, clock: Clock, silence_s: float) -> None:
+        """Connect, and follow from now on.
+
+        Args:
+            endpoints: where the replica publishes.
+            clock: tells how long it has been silent.
+            silence_s: after so long it is asked whether anything was missed.
+
+        Raises:
+            ConfigurationError: an address that is none.
+        """
+        self.endpoints = endpoints
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._index = PrefixIndex()
+        self._heard_s: float | None = None
+        self._problem = ""
+        self._is_closing = threading.Event()
+        self._subscriber = subscribe(endpoints, SubscriptionSettings(silence_s=silence_s))
+        self._figures = self._subscriber.statistics()
+        self._thread = threading.Thread(target=self._follow, name="replica-follower", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since something was heard; None if nothing ever was."""
+        heard_s = self._heard_s
+        return None if heard_s is None else self._clock.now() - heard_s
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the replica has in all media together, each counted once."""
+        with self._lock:
+            return self._index.num_blocks(_SOURCE)
+
+    def match(
+        self, token_ids: Int32Array, lora_name: str | None, cache_salt: str | None
+    ) -> PrefixMatch | None:
+        """Return what the replica has of a prompt of shape `(n,)`; None before it was heard."""
+        with self._lock:
+            found = self._index.match(token_ids, lora_name=lora_name, cache_salt=cache_salt)
+        return found[0] if found else None
+
+    def state(self) -> FollowerState:
+        """Return how well the replica is known, frozen."""
+        with self._lock:
+            figures, problem = self._figures, self._problem
+            num_blocks = self._index.num_blocks(_SOURCE)
+        return FollowerState(self.silent_s, num_blocks, figures, problem)
+
+    def close(self) -> None:
+        """Stop following; returns when the thread has ended. May be called again."""
+        self._is_closing.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        with contextlib.closing(self._subscriber) as subscriber:
+            while not self._is_closing.is_set():
+                try:
+                    updates = subscriber.poll(_POLL_S)
+                    for update in updates:
+                        self._take(update)
+                except (KVCacheError, zmq.ZMQError) as error:
+                    # It falls silent, and is stale soon: whoever routes sees why.
+                    with self._lock:
+                        self._problem = f"no longer followed: {error}"
+                    return
+                figures = subscriber.statistics()
+                with self._lock:
+                    self._figures = figures
+
+    def _take(self, update: Update) -> None:
+        if update.is_restatement:
+            index = PrefixIndex()
+            index.follow(_SOURCE, update)
+            with self._lock:
+                self._index = index
+        else:
+            with self._lock:
+                self._index.follow(_SOURCE, update)
+        self._heard_s = self._clock.now()

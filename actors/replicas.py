@@ -1,0 +1,165 @@
+"""KVCacheReplicas: several clusters of one configuration, each with the whole model and its cache.
+
+    with KVCacheReplicas.launch("configs/my_dp4.yaml") as replicas:
+        clients = [replica.client() for replica in replicas]
+
+Beside cluster.py, which knows one cluster. Each replica has coordinator, ranks, sockets and events
+of its own; whoever routes requests knows them apart by their data-parallel rank. Refuses to share
+anything between replicas but the launch and the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from actors.cluster import KVCacheCluster
+from actors.cluster_access import connect_to_ray
+from actors.discovery import DiscoveryRecord, discovery_records
+from actors.embedded_site import find_actor
+from actors.launch import OnProgress
+from actors.names import coordinator_name
+from kvcache.config import ClusterConfig, load_config
+from kvcache.config.events import shifted
+from kvcache.errors import ConfigurationError, NotRunningError
+
+
+def replica_name(name: str, rank: int) -> str:
+    """Return the name of the cluster that is replica `rank` of the launch `name`."""
+    return f"{name}-dp{rank}"
+
+
+def replica_configs(config: ClusterConfig) -> list[ClusterConfig]:
+    """Return the configuration of each replica: names, ports and ranks of its own.
+
+    Raises ConfigurationError where ports do not suffice.
+    """
+    size, events = config.parallel.data_parallel_size, config.events
+    alone = config.parallel.model_copy(update={"data_parallel_size": 1})
+    topic = events.topic or f"kv@{config.name}@{config.model.name}"
+    if events.enabled:
+        _require_distinct_ports(config)
+    return [
+        config.model_copy(
+            update={
+                "name": replica_name(config.name, rank),
+                "parallel": alone,
+                "events": events.model_copy(
+                    update={
+                        "data_parallel_rank": rank,
+                        "topic": topic,
+                        "endpoint": shifted(events.endpoint, rank),
+                        "replay_endpoint": shifted(events.replay_endpoint, rank),
+                    }
+                ),
+            }
+        )
+        for rank in range(size)
+    ]
+
+
+class KVCacheReplicas(Sequence[KVCacheCluster]):
+    """The running replicas of one launch, by data-parallel rank."""
+
+    def __init__(self, name: str, clusters: Sequence[KVCacheCluster]) -> None:
+        """Use `launch` or `connect` instead."""
+        self.name = name
+        self._clusters = tuple(clusters)
+
+    @classmethod
+    def launch(
+        cls,
+        config: ClusterConfig | str | Path,
+        *,
+        detached: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> KVCacheReplicas:
+        """Bring up `parallel.data_parallel_size` clusters, one after the other, all or none.
+
+        Raises what `KVCacheCluster.launch` raises; nothing is left running then.
+        """
+        if not isinstance(config, ClusterConfig):
+            config = load_config(config)
+        started: list[KVCacheCluster] = []
+        try:
+            for one in replica_configs(config):
+                started.append(
+                    KVCacheCluster.launch(one, detached=detached, on_progress=on_progress)
+                )
+        except BaseException:
+            _stop(started)
+            raise
+        return cls(config.name, started)
+
+    @classmethod
+    def connect(cls, name: str) -> KVCacheReplicas:
+        """Return the running replicas of the launch `name`. Raises NotRunningError without any."""
+        connect_to_ray()
+        found: list[KVCacheCluster] = []
+        while find_actor(coordinator_name(replica_name(name, len(found)))) is not None:
+            found.append(KVCacheCluster.connect(replica_name(name, len(found))))
+        if not found:
+            raise NotRunningError(
+                f"no replicas of {name!r} are running: launch them, or check the name"
+            )
+        return cls(name, found)
+
+    def __len__(self) -> int:
+        return len(self._clusters)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the replica of a rank, or those of a slice."""
+        return self._clusters[index]
+
+    def __iter__(self) -> Iterator[KVCacheCluster]:
+        return iter(self._clusters)
+
+    def discovery(self) -> list[DiscoveryRecord]:
+        """Return how to follow each replica's events. Raises as `discovery_record`."""
+        return discovery_records(self._clusters, self.name)
+
+    def stop(self) -> None:
+        """End all replicas in order; nothing of them is left when this returns. Repeatable."""
+        _stop(self._clusters)
+
+    def __enter__(self) -> KVCacheReplicas:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _stop(clusters: Sequence[KVCacheCluster]) -> None:
+    """Stop all of them; where one cannot be stopped, the others are all the same."""
+    problem: Exception | None = None
+    for cluster in clusters:
+        try:
+            cluster.stop()
+        except Exception as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+
+
+def _require_distinct_ports(config: ClusterConfig) -> None:
+    """Raise ConfigurationError where a replica's live port is another one's replay port."""
+    size, events = config.parallel.data_parallel_size, config.events
+    places = [
+        shifted(endpoint, rank)
+        for endpoint in (events.endpoint, events.replay_endpoint)
+        for rank in range(size)
+        if not endpoint.endswith((":0", ":*"))
+    ]
+    twice = sorted({place for place in places if places.count(place) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"events.endpoint and events.replay_endpoint of {size} replicas meet at "
+            f"{', '.join(twice)}: leave parallel.data_parallel_size ports between them"
+        )

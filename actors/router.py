@@ -1,0 +1,357 @@
+"""A router that knows what replicas have cached: it ranks them by cached prefix and by load.
+
+    router = PrefixRouter()
+    router.add_replica("a", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657")
+    router.add_replica("b", "tcp://10.0.0.2:5557", "tcp://10.0.0.2:5657")
+    best = router.rank(prompt)[0]
+    router.begin("r0", best.name, len(prompt))      ...      router.end("r0")
+
+`PrefixRouter` needs no Ray; `RouterActor` is the same as an actor that many ask. Refuses to send
+anything anywhere, and to judge whether a silent replica lives: it says that it is stale.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from actors.event_endpoints import EventEndpoints
+from actors.names import RAY_NAMESPACE, router_name
+from actors.replica_follower import FollowerState, ReplicaFollower
+from actors.replica_scores import Candidate, RankedReplica, RouterSettings, rank_candidates
+from kvcache.clock import Clock, SystemClock
+from kvcache.curve import CurveKeys
+from kvcache.errors import RequestError
+from kvcache.tokens import TokenIds, as_token_ids
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """One replica as the router sees it. `load`: in blocks of `RouterSettings.block_tokens`."""
+
+    endpoints: EventEndpoints
+    load: float
+    num_requests: int
+    is_stale: bool
+    known: FollowerState
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """Figures of a router. `num_stale_rankings` had at least one replica that was stale;
+    `num_forgotten_requests` were begun and not ended before there were too many."""
+
+    replicas: dict[str, ReplicaState]
+    num_rankings: int
+    num_stale_rankings: int
+    num_open_requests: int
+    num_forgotten_requests: int
+
+
+@dataclass
+class _Replica:
+    follower: ReplicaFollower
+    reported_load: float = 0.0
+    last_begun: int = 0
+    requests: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def load(self) -> float:
+        return self.reported_load + sum(self.requests.values())
+
+
+class PrefixRouter:
+    """Follows replicas and ranks them. Any thread may call everything."""
+
+    def __init__(self, settings: RouterSettings | None = None, clock: Clock | None = None) -> None:
+        """Know no replica. `clock` tells for how long replicas are silent."""
+        self.settings = settings or RouterSettings()
+        self._clock: Clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._replicas: dict[str, _Replica] = {}
+        self._places: dict[str, str] = {}
+        """Request to replica, in the order in which they began."""
+        self._num_begun = 0
+        self._num_rankings = 0
+        self._num_stale = 0
+        self._num_forgotten = 0
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of all replicas, in the order in which they came."""
+        with self._lock:
+            return tuple(self._replicas)
+
+    def add_replica(
+        self,
+        name: str,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        heartbeat_s: float = 5.0,
+        topic: str = "kv@",
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """Follow a replica from now on. Again with the same addresses changes nothing; with others
+        it is followed there instead, and its load stays.
+
+        Args:
+            name: what rankings call it.
+            endpoint: where its live stream is.
+            replay_endpoint: where what was missed can be asked for.
+            heartbeat_s: its `events.heartbeat_s`.
+            topic: only messages whose topic begins with it.
+            keys: of a publisher that only lets their holders in.
+
+        Raises:
+            ConfigurationError: an address or a heartbeat that is none.
+        """
+        endpoints = EventEndpoints(endpoint, replay_endpoint, heartbeat_s, topic, keys)
+        with self._lock:
+            known = self._replicas.get(name)
+            if known is not None and known.follower.endpoints == endpoints:
+                return
+            silence_s = self.settings.stale_heartbeats * heartbeat_s
+            follower = ReplicaFollower(endpoints, self._clock, silence_s)
+            if known is None:
+                self._replicas[name] = _Replica(follower)
+                return
+            left, known.follower = known.follower, follower
+        left.close()
+
+    def remove_replica(self, name: str) -> None:
+        """Forget a replica with its requests; one that is not known is none. May be repeated."""
+        with self._lock:
+            replica = self._replicas.pop(name, None)
+            for request_id in () if replica is None else replica.requests:
+                del self._places[request_id]
+        if replica is not None:
+            replica.follower.close()
+
+    def rank(
+        self,
+        token_ids: TokenIds,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        among: Iterable[str] | None = None,
+    ) -> list[RankedReplica]:
+        """Return the replicas, the one that serves a prompt with the least cost first.
+
+        Args:
+            token_ids: the prompt, shape `(n,)`.
+            lora_name: the adapter it runs with.
+            cache_salt: its salt.
+            among: only these replicas; names that are not known are left out.
+
+        Raises:
+            RequestError: ids that are no tokens.
+        """
+        tokens = as_token_ids(token_ids, "prompt token id")
+        wanted = None if among is None else set(among)
+        with self._lock:
+            asked = [
+                (name, replica.follower, replica.load, replica.last_begun)
+                for name, replica in self._replicas.items()
+                if wanted is None or name in wanted
+            ]
+        candidates = [
+            Candidate(
+                name,
+                None if self._is_stale(follower) else follower.match(tokens, lora_name, cache_salt),
+                load,
+                last_begun,
+                follower.num_blocks,
+            )
+            for name, follower, load, last_begun in asked
+        ]
+        ranked = rank_candidates(candidates, len(tokens), self.settings)
+        with self._lock:
+            self._num_rankings += 1
+            self._num_stale += any(one.is_stale for one in ranked)
+        return ranked
+
+    def begin(self, request_id: str, replica: str, num_tokens: int) -> None:
+        """A request of `num_tokens` tokens runs on `replica` from now on, and loads it. Repeated,
+        it changes nothing; with another replica, the request has moved.
+
+        Raises:
+            RequestError: no such replica, or a number of tokens that is none.
+        """
+        if num_tokens < 0:
+            raise RequestError(f"request {request_id} has {num_tokens} tokens: pass 0 or more")
+        with self._lock:
+            known = self._known(replica)
+            if request_id not in known.requests:
+                self._num_begun += 1
+                known.last_begun = self._num_begun
+            self._end(request_id)
+            known.requests[request_id] = num_tokens / self.settings.block_tokens
+            self._places[request_id] = replica
+            while len(self._places) > self.settings.max_open_requests:
+                self._end(next(iter(self._places)))
+                self._num_forgotten += 1
+
+    def end(self, request_id: str) -> bool:
+        """A request loads its replica no more; say whether it did. May be repeated."""
+        with self._lock:
+            return self._end(request_id)
+
+    def report_load(self, replica: str, load: float) -> None:
+        """Take a replica's own word for its load, in blocks of `RouterSettings.block_tokens`; it
+        comes on top of the requests that were begun here, and holds until the next one.
+
+        Raises:
+            RequestError: no such replica, or a load that is none.
+        """
+        if not (math.isfinite(load) and load >= 0):
+            raise RequestError(f"load {load!r} of replica {replica}: pass a number from 0 on")
+        with self._lock:
+            self._known(replica).reported_load = load
+
+    def statistics(self) -> RouterStatistics:
+        """Return figures, frozen."""
+        with self._lock:
+            replicas = {
+                name: ReplicaState(
+                    replica.follower.endpoints,
+                    replica.load,
+                    len(replica.requests),
+                    self._is_stale(replica.follower),
+                    replica.follower.state(),
+                )
+                for name, replica in self._replicas.items()
+            }
+            return RouterStatistics(
+                replicas,
+                self._num_rankings,
+                self._num_stale,
+                len(self._places),
+                self._num_forgotten,
+            )
+
+    def close(self) -> None:
+        """Follow nobody any more. May be called again."""
+        for name in self.replicas:
+            self.remove_replica(name)
+
+    def __enter__(self) -> PrefixRouter:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _is_stale(self, follower: ReplicaFollower) -> bool:
+        limit_s = self.settings.stale_heartbeats * follower.endpoints.heartbeat_s
+        silent_s = follower.silent_s
+        return silent_s is None or silent_s > limit_s
+
+    def _known(self, name: str) -> _Replica:
+        replica = self._replicas.get(name)
+        if replica is None:
+            raise RequestError(
+                f"no replica {name!r} is followed, there are {sorted(self._replicas)}: add it first"
+            )
+        return replica
+
+    def _end(self, request_id: str) -> bool:
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            del self._replicas[place].requests[request_id]
+        return place is not None
+
+
+class RouterActor:
+    """A `PrefixRouter` that everybody in the Ray cluster can ask. Make one with `start_router`."""
+
+    def __init__(self, settings: RouterSettings | None = None) -> None:
+        """Know no replica."""
+        self._router = PrefixRouter(settings)
+
+    def add_replica(
+        self,
+        name: str,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        heartbeat_s: float = 5.0,
+        topic: str = "kv@",
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """See `PrefixRouter.add_replica`."""
+        self._router.add_replica(
+            name, endpoint, replay_endpoint, heartbeat_s=heartbeat_s, topic=topic, keys=keys
+        )
+
+    def add_cluster(self, name: str) -> None:
+        """Follow a running cluster under its name; again after its publisher has moved. Of several
+        replicas of a launch, each is a cluster: `replica_name` says its name.
+
+        Raises NotRunningError, DeadlineError as `KVCacheCluster.connect` does, ConfigurationError
+        for one that publishes no events.
+        """
+        from actors.cluster import KVCacheCluster
+        from actors.cluster_events import cluster_endpoints
+
+        found = cluster_endpoints(KVCacheCluster.connect(name))
+        self._router.add_replica(
+            name,
+            found.endpoint,
+            found.replay_endpoint,
+            heartbeat_s=found.heartbeat_s,
+            keys=found.keys,
+        )
+
+    def remove_replica(self, name: str) -> None:
+        """See `PrefixRouter.remove_replica`."""
+        self._router.remove_replica(name)
+
+    def replicas(self) -> tuple[str, ...]:
+        """Return the names of all replicas."""
+        return self._router.replicas
+
+    def rank(
+        self, token_ids: TokenIds, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> list[RankedReplica]:
+        """See `PrefixRouter.rank`."""
+        return self._router.rank(token_ids, lora_name=lora_name, cache_salt=cache_salt)
+
+    def begin(self, request_id: str, replica: str, num_tokens: int) -> None:
+        """See `PrefixRouter.begin`."""
+        self._router.begin(request_id, replica, num_tokens)
+
+    def end(self, request_id: str) -> bool:
+        """See `PrefixRouter.end`."""
+        return self._router.end(request_id)
+
+    def report_load(self, replica: str, load: float) -> None:
+        """See `PrefixRouter.report_load`."""
+        self._router.report_load(replica, load)
+
+    def statistics(self) -> RouterStatistics:
+        """Return figures, frozen."""
+        return self._router.statistics()
+
+
+def start_router(name: str, settings: RouterSettings | None = None, **options: Any) -> Any:
+    """Return the handle of a new `RouterActor`, found as `router_name(name)` by everybody.
+
+    `options` are Ray's for the actor, such as `lifetime` or `num_cpus` [0]. Raises ValueError, as
+    Ray does, where there is one of that name.
+    """
+    import ray
+
+    make_remote: Any = ray.remote
+    actor = make_remote(RouterActor).options(
+        **{"name": router_name(name), "namespace": RAY_NAMESPACE, "num_cpus": 0, **options}
+    )
+    return actor.remote(settings)

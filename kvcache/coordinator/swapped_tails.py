@@ -1,0 +1,239 @@
+"""Preemption by swap: what a preempted request would lose goes to host memory, and comes back.
+
+Between a step that preempts a request and the load that brings it back. What is sealed is in the
+tiers anyway, under its content; what lies behind it (the partly filled block; in models with
+several block sizes all behind the last common end of blocks) has no content hash, and is stored
+under keys that nobody else knows. Such content is never sealed, never spilled, and dropped where
+room is needed: then it is computed again. Refuses to load, and to keep what a restart leaves: an
+epoch begins without tails.
+
+    tokens  0 ........... first_token .. num_tokens .. | what was under way: computed again
+            sealed: keys of content  │  tail: private keys
+
+A store reads blocks that are free again, and that have no label whose withdrawal would announce a
+write. So whoever gets such a block while it is read is told here, and each rank waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.commands import Store
+from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.errors import InvariantError
+from kvcache.ids import NULL_BLOCK_ID
+from kvcache.manager.loads import PrefixLoads
+from kvcache.manager.step_ledger import StepsUnderWay
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.keys import GROUP_BYTES, OffloadKey, make_offload_key
+from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.request import Request
+
+MAX_HOST_SHARE = 4
+"""One in so many host blocks may hold tails."""
+
+
+class SwapWhen(Enum):
+    """Whether what a preempted request would lose is swapped. `AUTO`: when that is cheaper."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class SwapRule:
+    """When a request is swapped whose preemption asks for it.
+
+    Recomputing costs `lost tokens / prefill_tokens_per_s` seconds of every rank. Swapping moves
+    each block down and up again: `2 * blocks * block_bytes / transfer_bytes_per_s`, beside the
+    forwards, all ranks at once; `block_bytes` are those of a block on the largest rank. The lesser
+    one is done. What was swapped is kept for `hold_s`.
+    """
+
+    when: SwapWhen = SwapWhen.AUTO
+    prefill_tokens_per_s: float = 10_000.0
+    transfer_bytes_per_s: float = 10e9
+    block_bytes: int = 0
+    hold_s: float = 600.0
+
+    def is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
+        """Say whether to move so many blocks instead of computing so many tokens."""
+        if self.when is not SwapWhen.AUTO:
+            return self.when is SwapWhen.ALWAYS
+        move_s = 2 * num_blocks * self.block_bytes / self.transfer_bytes_per_s
+        return move_s < num_tokens / self.prefill_tokens_per_s
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedTail:
+    """The tokens `[first_token, num_tokens)` of a preempted request, as blocks in host memory.
+
+    `places` are (group, column) of each block in the request's tables, in the order of `keys`.
+    """
+
+    request: Request
+    first_token: int
+    num_tokens: int
+    places: tuple[tuple[int, int], ...]
+    keys: tuple[OffloadKey, ...]
+    until_s: float
+
+    def key_at(self, group: int, column: int) -> OffloadKey | None:
+        """Return the key of a block of the tail; None for one before it."""
+        place = group, column
+        return self.keys[self.places.index(place)] if place in self.places else None
+
+
+class SwappedTails:
+    """The tails of one epoch, by request. Its owner sends the stores and says how they ended."""
+
+    def __init__(
+        self,
+        rule: SwapRule,
+        finder: TierHitFinder,
+        tiers: TierHierarchy,
+        loads: PrefixLoads,
+        cancel_job: Callable[[int], None],
+        *,
+        digest_bytes: int,
+    ) -> None:
+        """Keep nothing yet. `cancel_job` ends jobs that no rank was told of."""
+        self._rule = rule
+        # With EAGLE a hit's last block is computed again for the draft model: a tail never helps.
+        self._is_off = rule.when is SwapWhen.NEVER or finder.use_eagle
+        self._finder = finder
+        self._tiers = tiers
+        self._loads = loads
+        self._cancel_job = cancel_job
+        self._key_bytes = digest_bytes + 1  # longer than any digest: no content has such a key
+        self._max_blocks = tiers.host.num_addresses // MAX_HOST_SHARE
+        self._tails: dict[str, SwappedTail] = {}
+        self._being_read: dict[int, Int32Array] = {}
+        self._copied: list[tuple[Int32Array, StepsUnderWay]] = []
+        self._num_keys = 0
+        self.num_swapped_out = 0
+        self.num_swapped_in = 0
+        self.num_saved_tokens = 0
+
+    def __len__(self) -> int:
+        """Return how many requests have a tail."""
+        return len(self._tails)
+
+    def swap_out(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_cached_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        now_s: float,
+    ) -> Store | None:
+        """Keep what of the first `num_tokens` tokens only these tables hold; return the store.
+
+        None, with nothing kept, where the rule says no, a block's bytes may not be there yet, or
+        there is no room. What was kept of the request before is forgotten.
+        """
+        self.forget(request.request_id)
+        if self._is_off or self._tiers.host.is_adopting:
+            return None
+        step = self._finder.alignment_tokens
+        first_token = min(num_tokens, num_cached_tokens) // step * step
+        places = self._finder.columns_between(num_tokens, first_token, num_tokens)
+        ids = int32_array([block_ids[group][column] for group, column in places])
+        num_kept = sum(len(tail.keys) for tail in self._tails.values())
+        if (
+            not len(ids)
+            or num_kept + len(ids) > self._max_blocks
+            or not self._rule.is_cheaper(num_tokens - first_token, len(ids))
+            or (ids == NULL_BLOCK_ID).any()
+            or self._are_copied(ids)
+        ):
+            return None
+        keys = tuple(self._private_key(group) for group, _ in places)
+        job = self._tiers.plan_store(keys, now_s, is_private=True)
+        if job is None or len(job.keys) < len(keys):
+            if job is not None:
+                self._tiers.stored(job.job_id, ok=False)
+                self._cancel_job(job.job_id)
+            return None
+        until_s = now_s + self._rule.hold_s
+        self._tails[request.request_id] = SwappedTail(
+            request, first_token, num_tokens, tuple(places), keys, until_s
+        )
+        self._being_read[job.job_id] = ids
+        self.num_swapped_out += 1
+        return Store(job.job_id, HOST_MEDIUM, ids, job.destinations)
+
+    def of(self, request: Request) -> SwappedTail | None:
+        """Return what is kept of this very request, whether or not it is there still."""
+        tail = self._tails.get(request.request_id)
+        return tail if tail is not None and tail.request is request else None
+
+    def came_back(self, tail: SwappedTail) -> None:
+        """Count a request that goes on where it was."""
+        self.num_swapped_in += 1
+        self.num_saved_tokens += tail.num_tokens - tail.first_token
+
+    def forget(self, request_id: str) -> None:
+        """Keep nothing of a request any more."""
+        tail = self._tails.pop(request_id, None)
+        if tail is not None:
+            self._tiers.forget(tail.keys)
+
+    def clear(self) -> None:
+        """The tiers are emptied: forget all tails."""
+        self._tails.clear()
+
+    def expire(self, now_s: float) -> None:
+        """Forget what was kept for too long."""
+        for request_id in [r for r, tail in self._tails.items() if tail.until_s <= now_s]:
+            self.forget(request_id)
+
+    def check(self) -> None:
+        """Raise `InvariantError` if host memory keeps for a request what nobody would load."""
+        private = self._key_bytes + GROUP_BYTES
+        in_host = self._tiers.host.keys()
+        kept = {key for key in in_host if len(key) == private}
+        known = {key for tail in self._tails.values() for key in tail.keys}
+        if not kept <= known:
+            raise InvariantError(
+                f"host memory holds {len(kept)} blocks of tails, {len(kept - known)} of them of "
+                f"none of the {len(self._tails)} requests that are swapped out"
+            )
+
+    # --- blocks that are read, or are to be copied
+
+    def on_stored(self, job_id: int) -> None:
+        """Every rank has reported a store: nothing is read for it any more."""
+        self._being_read.pop(job_id, None)
+
+    def read_among(self, block_ids: Sequence[Int32Array]) -> Int32Array:
+        """Return those of the blocks that a store reads, rising: whoever writes them must wait."""
+        if not self._being_read or not block_ids:
+            return EMPTY_INT32
+        read = np.concatenate(list(self._being_read.values()))
+        return int32_array(np.intersect1d(read, np.concatenate(block_ids)))
+
+    def on_copies(self, block_ids: Int32Array) -> None:
+        """The steps under way begin with copies from or to these blocks.
+
+        A store would make ranks copy at once, before forwards have written what is to be copied.
+        """
+        self._copied = [entry for entry in self._copied if not self._loads.are_over(entry[1])]
+        self._copied.append((block_ids, self._loads.under_way()))
+
+    def _are_copied(self, block_ids: Int32Array) -> bool:
+        return any(
+            np.isin(block_ids, copied).any() and not self._loads.are_over(steps)
+            for copied, steps in self._copied
+        )
+
+    def _private_key(self, group: int) -> OffloadKey:
+        """Return a key that no content has, and no other tail."""
+        self._num_keys += 1
+        return make_offload_key(self._num_keys.to_bytes(self._key_bytes, "big"), group)

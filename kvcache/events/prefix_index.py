@@ -1,0 +1,178 @@
+"""Who has how much of a prompt: the leading blocks that each cache holds, by medium.
+
+Behind subscribers, for routers. Prompts are matched token by token, so it does not matter how a
+publisher hashes. Refuses to rank: what a hit is worth is the router's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.events.subscription import Update
+from kvcache.events.wire_events import ClearedEvent, RemovedEvent, RouterKey, StoredEvent
+from kvcache.tokens import as_token_ids
+
+BlockKey: TypeAlias = tuple[int, bytes, "str | None", "str | None", tuple[RouterKey, ...]]
+"""What tells a block from its siblings: parent, tokens, adapter, salt, multimodal items."""
+
+_MEDIA = {"GPU": 1, "CPU": 2, "STORAGE": 4}
+_DEVICE, _HOST, _ALL = 1, 3, 7
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """How many leading blocks of a prompt `source` has: in device memory alone; there or in host
+    memory; anywhere. Each count includes the one before."""
+
+    source: Hashable
+    device_blocks: int
+    host_blocks: int
+    storage_blocks: int
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt that need not be computed there."""
+        return self.storage_blocks * self.block_size
+
+
+class PrefixIndex:
+    """The caches of any number of sources, followed by their updates. One owner, one thread."""
+
+    def __init__(self) -> None:
+        """Know no source."""
+        self._sources: dict[Hashable, _SourceIndex] = {}
+
+    @property
+    def sources(self) -> tuple[Hashable, ...]:
+        """Everybody who was heard of, in that order."""
+        return tuple(self._sources)
+
+    def num_blocks(self, source: Hashable) -> int:
+        """Return how many blocks a source has in all media together, each counted once."""
+        index = self._sources.get(source)
+        return 0 if index is None else len(index.media)
+
+    def follow(self, source: Hashable, update: Update) -> None:
+        """Take what a subscription has passed on, in its order."""
+        index = self._sources.setdefault(source, _SourceIndex())
+        for event in update.batch.events:
+            if isinstance(event, StoredEvent):
+                index.put(event)
+            elif isinstance(event, RemovedEvent):
+                index.take(event)
+            elif isinstance(event, ClearedEvent):
+                index = self._sources[source] = _SourceIndex()
+
+    def forget(self, source: Hashable) -> None:
+        """A source has gone."""
+        self._sources.pop(source, None)
+
+    def match(
+        self,
+        token_ids: Sequence[int] | Int32Array,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        items: Sequence[tuple[RouterKey, ...]] = (),
+    ) -> list[PrefixMatch]:
+        """Return what every source has of a prompt, sources in the order in which they came.
+
+        Args:
+            token_ids: the prompt, shape `(n,)`; only whole blocks count.
+            lora_name: the adapter it runs with.
+            cache_salt: its salt.
+            items: for each block, the multimodal items in it as events name them; nothing for
+                prompts of text.
+
+        Raises:
+            RequestError: ids that are no tokens.
+        """
+        tokens = as_token_ids(token_ids, "prompt")
+        cut: dict[int, list[bytes]] = {}
+        found: list[PrefixMatch] = []
+        for source, index in self._sources.items():
+            size = index.block_size
+            if size and size not in cut:
+                step = size * tokens.itemsize
+                data = tokens[: len(tokens) // size * size].tobytes()
+                cut[size] = [data[at : at + step] for at in range(0, len(data), step)]
+            counts = index.match(cut.get(size, []), lora_name, cache_salt, items)
+            found.append(PrefixMatch(source, *counts, size))
+        return found
+
+
+class _SourceIndex:
+    """One cache: blocks of group 0 by what they are, and the media that have each."""
+
+    def __init__(self) -> None:
+        self.block_size = 0
+        self.media: dict[int, int] = {}
+        self._hashes: dict[BlockKey, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+
+    def put(self, event: StoredEvent) -> None:
+        if event.group_idx:
+            return
+        self.block_size = event.block_size
+        bit = _MEDIA.get(event.medium, _MEDIA["STORAGE"])
+        step = event.block_size * event.token_ids.itemsize
+        data = np.ascontiguousarray(event.token_ids).tobytes()
+        parent = event.parent_block_hash or 0
+        for i, value in enumerate(event.block_hashes.tolist()):
+            items = _items(event.extra_keys[i]) if event.extra_keys else ()
+            tokens = data[i * step : (i + 1) * step]
+            key = (parent, tokens, event.lora_name, event.cache_salt, items)
+            before = self._keys.get(value)
+            if before is not None and before != key and self._hashes.get(before) == value:
+                del self._hashes[before]
+            self._hashes[key] = parent = value
+            self._keys[value] = key
+            self.media[value] = self.media.get(value, 0) | bit
+
+    def take(self, event: RemovedEvent) -> None:
+        if event.group_idx:
+            return
+        bit = _MEDIA.get(event.medium, _MEDIA["STORAGE"])
+        for value in event.block_hashes.tolist():
+            left = self.media.get(value, 0) & ~bit
+            if left:
+                self.media[value] = left
+            elif self.media.pop(value, 0):
+                key = self._keys.pop(value)
+                if self._hashes.get(key) == value:
+                    del self._hashes[key]
+
+    def match(
+        self,
+        blocks: Sequence[bytes],
+        lora_name: str | None,
+        cache_salt: str | None,
+        items: Sequence[tuple[RouterKey, ...]],
+    ) -> tuple[int, int, int]:
+        """Return the leading blocks on the device, there or in host memory, and anywhere."""
+        parent = 0
+        lengths = [0, 0, 0]
+        wanted = (_DEVICE, _HOST, _ALL)
+        goes_on = [True, True, True]
+        for i, tokens in enumerate(blocks):
+            there = items[i] if i < len(items) else ()
+            found = self._hashes.get((parent, tokens, lora_name, cache_salt, there))
+            if found is None:
+                break
+            media = self.media[found]
+            for place in range(3):
+                goes_on[place] = goes_on[place] and bool(media & wanted[place])
+                lengths[place] += goes_on[place]
+            parent = found
+        return lengths[0], lengths[1], lengths[2]
+
+
+def _items(keys: tuple[RouterKey, ...] | None) -> tuple[RouterKey, ...]:
+    """Return the multimodal items among a block's extra keys: names and salts stand elsewhere."""
+    return tuple(key for key in keys if isinstance(key, tuple)) if keys else ()

@@ -1,0 +1,303 @@
+"""The coordinator's way to its publisher: a process, a pair of sockets, and never a wait.
+
+Beside `publisher_process.py`, which is at the other end. What the process has not taken yet is kept
+up to a limit; beyond it, and where the process ends, everything is dropped, and whoever uses the
+link is told to state everything anew. Refuses to wait, except in `open` and `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, replace
+from typing import Any, Final, Protocol
+
+from kvcache.clock import Clock
+from kvcache.errors import ClusterError, ConfigurationError, MalformedMessageError
+from kvcache.events.feed_frames import FrameReader, pack_frame
+from kvcache.events.publisher import PublisherSettings
+from kvcache.events.publisher_process import SocketSettings
+from kvcache.events.translation import GroupKind
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES: Final = 1 << 16
+_BUFFER_BYTES: Final = 4 << 20
+_CLOSE_S: Final = 2.0
+_RESTART_S: Final = 1.0
+
+
+class PublisherLink(Protocol):
+    """The way to a publisher that may come and go."""
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether a publisher is there that has to be told everything first."""
+
+    @property
+    def last_seq(self) -> int:
+        """The highest number that any publisher of this link has said it had published."""
+
+    def send(self, frame: bytes, *, is_state: bool = False) -> None:
+        """Hand a frame over, or drop it. `is_state`: it states everything."""
+
+    def forget_state(self) -> None:
+        """What was told so far is void: the publisher has to be told everything."""
+
+    def poll(self) -> None:
+        """Go on with what waits. Never blocks."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the publisher has said of itself, and what became of frames."""
+
+    def close(self) -> None:
+        """End the publisher."""
+
+
+class ProcessLink:
+    """A publisher in a process of its own, made again when it ends. One owner, one thread."""
+
+    def __init__(
+        self,
+        settings: PublisherSettings,
+        kinds: Sequence[GroupKind],
+        sockets: SocketSettings,
+        clock: Clock,
+        *,
+        max_waiting_bytes: int = 256 << 20,
+    ) -> None:
+        """Start nothing yet. `max_waiting_bytes`: frames that the process has not taken."""
+        self._settings = asdict(settings)
+        self._kinds = [astuple(kind) for kind in kinds]
+        self._sockets = sockets
+        self._bound: SocketSettings | None = None
+        self._clock = clock
+        self._max_waiting_bytes = max_waiting_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._reader = FrameReader()
+        self._waiting: deque[memoryview] = deque()
+        self._waiting_bytes = 0
+        self._is_ready = False
+        self._is_told = False
+        self._restart_at_s = 0.0
+        self._figures: dict[str, Any] = {}
+        self._last_seq = -1
+        self._places: tuple[str, str] = ("", "")
+        self._num_overflows = 0
+        self._num_restarts = 0
+        self._problem = ""
+
+    @property
+    def endpoints(self) -> tuple[str, str]:
+        """Where the publisher is bound: the live stream, and the socket for requests."""
+        return self._places
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether a publisher is there that has to be told everything first."""
+        keeps_up = 2 * self._waiting_bytes < self._max_waiting_bytes
+        return self._is_ready and not self._is_told and keeps_up
+
+    @property
+    def last_seq(self) -> int:
+        """The highest number that any publisher of this link has said it had published."""
+        return self._last_seq
+
+    def open(self, timeout_s: float) -> None:
+        """Start the process and return when its sockets are bound.
+
+        Raises:
+            ConfigurationError: they cannot be, and why.
+            ClusterError: the process ends, or says nothing within `timeout_s`.
+        """
+        self._start()
+        give_up_s = self._clock.now() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            if self._socket is not None:
+                selector.register(self._socket, selectors.EVENT_READ)
+            while self._socket is not None and not self._is_ready:
+                if self._clock.now() > give_up_s:
+                    self.close()
+                    raise ClusterError(
+                        f"the event publisher said nothing within {timeout_s:g} s: look at the log"
+                    )
+                selector.select(0.1)
+                self._receive()
+        if not self._is_ready:
+            problem = self._problem
+            self.close()
+            raise ConfigurationError(
+                f"events cannot be published: {problem}: set events.endpoint and "
+                "events.replay_endpoint to addresses that are free, or events.enabled to false"
+            )
+
+    def send(self, frame: bytes, *, is_state: bool = False) -> None:
+        """Hand a frame over, or drop it: without a publisher, and before it knows the state."""
+        if not self._is_ready or not (self._is_told or is_state):
+            return
+        if not is_state and self._waiting_bytes + len(frame) > self._max_waiting_bytes:
+            logger.warning(
+                "the event publisher does not keep up: %d bytes are dropped, everything will be "
+                "stated anew",
+                self._waiting_bytes,
+            )
+            self._num_overflows += 1
+            self._is_told = False
+            self._drop_whole_frames()
+            return
+        self._is_told = True
+        self._waiting.append(memoryview(frame))
+        self._waiting_bytes += len(frame)
+        self._push()
+
+    def forget_state(self) -> None:
+        """Send nothing more before the state; the publisher keeps what it knows until then."""
+        self._is_told = False
+        self._drop_whole_frames()
+
+    def poll(self) -> None:
+        """Go on with what waits; take what the process says; start another where it has ended."""
+        if self._socket is None:
+            if self._clock.now() >= self._restart_at_s:
+                self._num_restarts += 1
+                self._start()
+            return
+        self._receive()
+        self._push()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the publisher said last, and what became of frames here."""
+        return {
+            **self._figures,
+            "is_alive": self._is_ready,
+            "process_id": 0 if self._process is None else self._process.pid,
+            "endpoint": self._places[0],
+            "replay_endpoint": self._places[1],
+            "waiting_bytes": self._waiting_bytes,
+            "num_overflows": self._num_overflows,
+            "num_publisher_restarts": self._num_restarts,
+            "problem": self._problem,
+        }
+
+    def close(self) -> None:
+        """End the process: it sends what it has, for a moment, and goes. May be called again."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._is_ready = self._is_told = False
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> None:
+        """Start the process. What cannot be started now is tried again later."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            theirs.set_inheritable(True)
+            command = [
+                sys.executable,
+                "-m",
+                "kvcache.events.publisher_process",
+                str(theirs.fileno()),
+            ]
+            try:
+                self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+            except OSError as error:
+                ours.close()
+                self._problem = f"the event publisher cannot be started: {error}"
+                self._restart_at_s = self._clock.now() + _RESTART_S
+                return
+        ours.setblocking(False)
+        self._socket = ours
+        self._reader = FrameReader()
+        self._is_ready = self._is_told = False
+        # Whoever follows the one before looks for the next one where that was.
+        sockets = asdict(self._bound or self._sockets)
+        opening = pack_frame("open", self._settings, self._kinds, sockets)
+        self._waiting.append(memoryview(opening))
+        self._waiting_bytes = len(opening)
+        self._push()
+
+    def _push(self) -> None:
+        """Send as much as the socket takes."""
+        while self._waiting and self._socket is not None:
+            try:
+                sent = self._socket.send(self._waiting[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._on_end(f"the event publisher has ended: {error}")
+                return
+            self._waiting_bytes -= sent
+            if sent == len(self._waiting[0]):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = self._waiting[0][sent:]
+
+    def _receive(self) -> None:
+        """Take what the process says."""
+        if self._socket is None:
+            return
+        try:
+            data = self._socket.recv(_READ_BYTES)
+            frames = self._reader.feed(data)
+        except BlockingIOError:
+            return
+        except (OSError, MalformedMessageError) as error:
+            self._on_end(f"the event publisher has ended: {error}")
+            return
+        for kind, *values in frames:
+            if kind == "ready":
+                self._places = (str(values[0]), str(values[1]))
+                self._is_ready, self._problem = True, ""
+                live, replay = self._places
+                self._bound = replace(self._sockets, endpoint=live, replay_endpoint=replay)
+            elif kind == "failed":
+                self._problem = str(values[0])
+                self._bound = None
+            elif kind == "figures":
+                self._figures = dict(values[0])
+                self._last_seq = max(self._last_seq, int(self._figures["last_seq"]))
+        if not data:
+            self._on_end(self._problem or "the event publisher has ended")
+
+    def _on_end(self, problem: str) -> None:
+        """The process is gone, or as good as gone: another one follows."""
+        logger.warning("%s; it is started again", problem)
+        self._problem = problem
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
+        self._process = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._is_ready = self._is_told = False
+        self._figures = {}
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._restart_at_s = self._clock.now() + _RESTART_S
+
+    def _drop_whole_frames(self) -> None:
+        """Drop what has not been begun to be sent: a frame that was cut would spoil the stream."""
+        begun = self._waiting[0] if self._waiting else None
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        if begun is not None:
+            self._waiting.append(begun)
+            self._waiting_bytes = len(begun)

@@ -1,0 +1,225 @@
+"""The publisher of one cache: numbers, payloads, the last of them, and the state they add up to.
+
+Between the coordinator's feed and the sockets. A state machine: it is told what happened and what
+was asked, and returns the frames to send. Refuses nothing that a subscriber may ask: what is no
+request is counted, and whoever asks for what is not held any more gets the whole state instead.
+
+    events ──▶ translate ──▶ encode ──▶ [topic, number, payload] ──▶ everybody
+                    └──▶ mirror ──▶ snapshot ──▶ who comes late, or has missed too much
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import Final
+
+from kvcache.core import CacheEvent
+from kvcache.errors import ConfigurationError
+from kvcache.events.codec import Encoding, EventCodec
+from kvcache.events.history import BatchHistory
+from kvcache.events.mirror import CacheMirror
+from kvcache.events.translation import (
+    EventTranslator,
+    GroupKind,
+    PublishedGroups,
+    drop_void_removals,
+    join_removals,
+)
+from kvcache.events.wire_events import StoredEvent, WireEvent
+
+SEQUENCE: Final = Struct(">Q")
+END_MARK: Final = b"\xff" * SEQUENCE.size
+"""The number that ends the answer to a request."""
+
+MAX_SEQUENCE: Final = 2**63 - 1
+
+Frames = list[bytes]
+
+
+@dataclass(frozen=True)
+class PublisherSettings:
+    """What a publisher says, and how much of it is held.
+
+    `heartbeat_s`: an empty batch is published where nothing was for so long. `history_batches` and
+    `history_bytes` bound what can be asked for again. `one_block_per_event` is for consumers that
+    take the parent of an event for that of all its blocks.
+
+    Raises ConfigurationError for limits that are none.
+    """
+
+    topic: str
+    data_parallel_rank: int = 0
+    encoding: Encoding = "map"
+    publish_groups: PublishedGroups = "usable"
+    one_block_per_event: bool = False
+    heartbeat_s: float = 5.0
+    history_batches: int = 10_000
+    history_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "history_batches", "history_bytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
+
+
+@dataclass(frozen=True)
+class PublisherStatistics:
+    """Figures of a publisher. `last_seq` is the newest number, -1 before any; `checksum` that of
+    the state it adds up to, `num_blocks` how many blocks each medium has in it."""
+
+    last_seq: int = -1
+    checksum: int = 0
+    num_blocks: dict[str, int] = field(default_factory=dict)
+    num_batches: int = 0
+    num_events: int = 0
+    num_heartbeats: int = 0
+    num_replays: int = 0
+    num_snapshots: int = 0
+    num_malformed_requests: int = 0
+    num_unknown_removals: int = 0
+    history_batches: int = 0
+    history_bytes: int = 0
+
+
+class EventPublisher:
+    """Publishes one cache. Numbers are contiguous, except where an epoch begins."""
+
+    def __init__(self, settings: PublisherSettings, kinds: Sequence[GroupKind]) -> None:
+        """Publish the events of groups of these `kinds`, by index; `begin` says from which number.
+
+        Raises:
+            ConfigurationError: a rank, an encoding or a choice of groups that there is not.
+        """
+        self.settings = settings
+        self._translator = EventTranslator(kinds, publish_groups=settings.publish_groups)
+        self._codec = EventCodec(
+            (), data_parallel_rank=settings.data_parallel_rank, encoding=settings.encoding
+        )
+        self._topic = settings.topic.encode()
+        self._mirror = CacheMirror()
+        self._history = BatchHistory(settings.history_batches, settings.history_bytes)
+        self._next_seq = 0
+        self._snapshot: tuple[int, bytes] | None = None
+        self._num_batches = 0
+        self._num_events = 0
+        self._num_heartbeats = 0
+        self._num_replays = 0
+        self._num_snapshots = 0
+        self._num_malformed = 0
+
+    @property
+    def last_seq(self) -> int:
+        """The newest number that was published, one less than the first before any."""
+        return self._next_seq - 1
+
+    def begin(self, first_seq: int, time_s: float, state: Sequence[CacheEvent]) -> Frames:
+        """Begin an epoch: numbers go on at `first_seq`, or where they are if that is behind them.
+
+        `state` is all there is now; the batch clears everything before it.
+
+        Raises:
+            InvalidInputError, ConfigurationError: as `publish`; nothing is published.
+        """
+        events = [e for e in self._translator.translate(state) if isinstance(e, StoredEvent)]
+        restated = CacheMirror()
+        restated.apply(events)
+        self._next_seq = _require_number(max(self._next_seq, first_seq))
+        self._mirror = restated
+        return self._send(time_s, restated.state())
+
+    def publish(self, time_s: float, events: Sequence[CacheEvent]) -> Frames:
+        """Publish what has happened, made at `time_s` (seconds since 1970); return the frames.
+
+        There are none where routers are not told of any of it. Removals of one step go together.
+
+        Raises:
+            InvalidInputError: an event of a group or medium that does not exist, or whose tokens
+                do not fill its blocks; nothing is published.
+            ConfigurationError: there is no number left; nothing is published.
+        """
+        translated = join_removals(drop_void_removals(self._translator.translate(events)))
+        if not translated:
+            return []
+        _require_number(self._next_seq)
+        self._mirror.apply(translated)
+        return self._send(time_s, translated)
+
+    def heartbeat(self, time_s: float) -> Frames:
+        """Publish a batch without events."""
+        self._num_heartbeats += 1
+        return self._send(time_s, ())
+
+    def answer(self, request: Sequence[bytes], time_s: float) -> list[Frames]:
+        """Return the messages that answer a request: `[id, "", number]` or `[id, number]`.
+
+        What is held from that number on, or one batch that states everything, and an end mark. A
+        request that is none is counted, and not answered.
+        """
+        is_request = len(request) == 2 or (len(request) == 3 and not request[1])
+        if not is_request or len(request[-1]) != SEQUENCE.size:
+            self._num_malformed += 1
+            return []
+        client = bytes(request[0])
+        (seq,) = SEQUENCE.unpack(request[-1])
+        held = self._history.since(seq)
+        if held is None and self._num_batches:
+            self._num_snapshots += 1
+            held = [self._state_at(time_s)]
+        else:
+            self._num_replays += 1
+        found = [[client, b"", self._topic, SEQUENCE.pack(s), p] for s, p in held or ()]
+        return [*found, [client, b"", b"", END_MARK, b""]]
+
+    def statistics(self) -> PublisherStatistics:
+        """Return figures, frozen."""
+        return PublisherStatistics(
+            self.last_seq if self._num_batches else -1,
+            self._mirror.checksum,
+            self._mirror.num_blocks(),
+            self._num_batches,
+            self._num_events,
+            self._num_heartbeats,
+            self._num_replays,
+            self._num_snapshots,
+            self._num_malformed,
+            self._mirror.num_unknown_removals,
+            len(self._history),
+            self._history.num_bytes,
+        )
+
+    def _send(self, time_s: float, events: Sequence[WireEvent]) -> Frames:
+        payload = self._encode(time_s, events)
+        seq = _require_number(self._next_seq)
+        self._history.append(seq, payload)
+        self._next_seq += 1
+        self._num_batches += 1
+        self._num_events += len(events)
+        return [self._topic, SEQUENCE.pack(seq), payload]
+
+    def _state_at(self, time_s: float) -> tuple[int, bytes]:
+        """Return a batch that states everything, under the newest number."""
+        if self._snapshot is None or self._snapshot[0] != self.last_seq:
+            self._snapshot = self.last_seq, self._encode(time_s, self._mirror.state())
+        return self._snapshot
+
+    def _encode(self, time_s: float, events: Sequence[WireEvent]) -> bytes:
+        if self.settings.one_block_per_event:
+            events = [part for event in events for part in _parts(event)]
+        return self._codec.encode_wire(time_s, events)
+
+
+def _require_number(seq: int) -> int:
+    if seq > MAX_SEQUENCE:
+        raise ConfigurationError(
+            f"event number {seq} is beyond {MAX_SEQUENCE}, the last that routers can read: "
+            "remove the small state to begin anew, and restart the routers"
+        )
+    return seq
+
+
+def _parts(event: WireEvent) -> list[WireEvent]:
+    if isinstance(event, StoredEvent):
+        return [event.part(i, i + 1) for i in range(len(event.block_hashes))]
+    return [event]

@@ -1,0 +1,284 @@
+"""Following a publisher over the network: an iterator, a callback, or asyncio.
+
+Around `Subscription`, which knows what is missing; here are the sockets. Refuses to follow two
+publishers at once: make a subscriber for each, and let a `PrefixIndex` put them together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import Final
+
+import zmq
+
+from kvcache.curve import CurveKeys, equip_peer
+from kvcache.errors import ConfigurationError, DeadlineError
+from kvcache.events.subscription import (
+    Subscription,
+    SubscriptionSettings,
+    SubscriptionStatistics,
+    Update,
+)
+
+_TOPIC: Final = b"kv@"
+_WAIT_S: Final = 0.1
+_LINGER_MS: Final = 0
+_RECEIVE_BATCHES: Final = 20_000
+
+
+class _Sockets:
+    """The two sockets of a subscriber: SUB for the live stream, DEALER for requests."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: bytes,
+        max_bytes: int,
+        keys: CurveKeys | None,
+    ) -> None:
+        self.live = context.socket(zmq.SUB)
+        self.replay = context.socket(zmq.DEALER)
+        # While nobody is there requests do not gather: each of them would be answered.
+        self.replay.setsockopt(zmq.SNDHWM, 1)
+        for each, place in ((self.live, endpoint), (self.replay, replay_endpoint)):
+            each.setsockopt(zmq.LINGER, _LINGER_MS)
+            each.setsockopt(zmq.RCVHWM, _RECEIVE_BATCHES)
+            each.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            if keys is not None:
+                equip_peer(each, keys)
+            try:
+                each.connect(place)
+            except zmq.ZMQError as error:
+                self.close()
+                raise ConfigurationError(
+                    f"{place!r} is no address to connect to ({error}): pass the publisher's "
+                    "endpoint and replay_endpoint, which `kvcache status --json` shows"
+                ) from error
+        self.live.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def ask(self, number: bytes) -> None:
+        """Ask for everything from a number on. A request that cannot leave now is lost: the
+        subscription asks again."""
+        try:
+            self.replay.send_multipart([b"", number], zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return
+
+    def close(self) -> None:
+        self.live.close()
+        self.replay.close()
+
+
+class KVEventSubscriber:
+    """Follows one publisher exactly. One owner, one thread.
+
+    with KVEventSubscriber("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657") as subscriber:
+        for update in subscriber:
+            index.follow("replica 0", update)
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "kv@",
+        on_update: Callable[[Update], None] | None = None,
+        settings: SubscriptionSettings | None = None,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """Connect, and ask for everything.
+
+        Args:
+            endpoint: where the live stream is.
+            replay_endpoint: where what was missed can be asked for.
+            topic: only messages whose topic begins with it.
+            on_update: called with each update, beside those that are returned.
+            settings: times and limits.
+            keys: of a publisher that only lets their holders in; its discovery record has them.
+
+        Raises:
+            ConfigurationError: an address that is none.
+        """
+        self._settings = settings or SubscriptionSettings()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._sockets = _Sockets(
+                self._context,
+                endpoint,
+                replay_endpoint,
+                topic=topic.encode(),
+                max_bytes=self._settings.max_payload_bytes,
+                keys=keys,
+            )
+        except ConfigurationError:
+            self._context.term()
+            raise
+        self._subscription = Subscription(self._settings, time.monotonic())
+        self._on_update = on_update
+        self._is_closed = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._sockets.live, zmq.POLLIN)
+        self._poller.register(self._sockets.replay, zmq.POLLIN)
+
+    @property
+    def last_seq(self) -> int | None:
+        """Everything up to this number is known; None before anything is."""
+        return self._subscription.last_seq
+
+    @property
+    def checksum(self) -> int:
+        """Of the state at `last_seq`: equal to the publisher's at the same number."""
+        return self._subscription.mirror.checksum
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is known to be missing."""
+        return self._subscription.is_exact
+
+    def poll(self, timeout_s: float = 0.0) -> list[Update]:
+        """Return what has become known, waiting `timeout_s` at most for something."""
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            self._ask()
+            wait_s = min(max(0.0, give_up_s - time.monotonic()), _WAIT_S)
+            ready = dict(self._poller.poll(int(1000 * wait_s)))
+            found: list[Update] = []
+            if self._sockets.replay in ready:
+                found += self._receive(self._sockets.replay, self._subscription.on_reply)
+            if self._sockets.live in ready:
+                found += self._receive(self._sockets.live, self._subscription.on_live)
+            self._ask()
+            if found or time.monotonic() >= give_up_s:
+                if self._on_update is not None:
+                    for update in found:
+                        self._on_update(update)
+                return found
+
+    def wait_for(self, seq: int, timeout_s: float) -> None:
+        """Return when everything up to number `seq` is known.
+
+        Raises DeadlineError when it is not within `timeout_s`.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        while self.last_seq is None or self.last_seq < seq or not self.is_exact:
+            remaining_s = give_up_s - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineError(
+                    f"event {seq} is not known within {timeout_s:g} s, the last one is "
+                    f"{self.last_seq}: is the publisher there, and are both addresses its own?"
+                )
+            self.poll(min(remaining_s, _WAIT_S))
+
+    def __iter__(self) -> Iterator[Update]:
+        """Yield updates for ever, until the subscriber is closed."""
+        while not self._is_closed:
+            yield from self.poll(_WAIT_S)
+
+    def statistics(self) -> SubscriptionStatistics:
+        """Return figures, frozen."""
+        return self._subscription.statistics()
+
+    def close(self) -> None:
+        """Disconnect. May be called again."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._sockets.close()
+            self._context.term()
+
+    def __enter__(self) -> KVEventSubscriber:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(self) -> None:
+        number = self._subscription.request(time.monotonic())
+        if number is not None:
+            self._sockets.ask(number)
+
+    def _receive(
+        self, source: zmq.Socket[bytes], take: Callable[[list[bytes], float], list[Update]]
+    ) -> list[Update]:
+        """Take all that waits at a socket, as far as it goes in one turn."""
+        found: list[Update] = []
+        for _ in range(_RECEIVE_BATCHES):
+            try:
+                frames = source.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            found += take(frames, time.monotonic())
+        return found
+
+
+class AsyncKVEventSubscriber:
+    """`KVEventSubscriber` for asyncio: iterate over it with `async for`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "kv@",
+        settings: SubscriptionSettings | None = None,
+        keys: CurveKeys | None = None,
+    ) -> None:
+        """Connect, and ask for everything; arguments as of `KVEventSubscriber`."""
+        self._inner = KVEventSubscriber(
+            endpoint, replay_endpoint, topic=topic, settings=settings, keys=keys
+        )
+        self._waiting: deque[Update] = deque()
+        # Held while a thread uses the sockets: whoever is cancelled leaves one behind.
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def last_seq(self) -> int | None:
+        """Everything up to this number is known; None before anything is."""
+        return self._inner.last_seq
+
+    @property
+    def checksum(self) -> int:
+        """Of the state at `last_seq`."""
+        return self._inner.checksum
+
+    def statistics(self) -> SubscriptionStatistics:
+        """Return figures, frozen."""
+        return self._inner.statistics()
+
+    def __aiter__(self) -> AsyncIterator[Update]:
+        return self
+
+    async def __anext__(self) -> Update:
+        """Return the next update, letting others run meanwhile."""
+        while not self._waiting:
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._waiting.extend(await asyncio.to_thread(self._poll))
+        return self._waiting.popleft()
+
+    def _poll(self) -> list[Update]:
+        with self._lock:
+            return [] if self._is_closed else self._inner.poll(_WAIT_S)
+
+    async def close(self) -> None:
+        """Disconnect, when what is under way has ended."""
+        self._is_closed = True
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._inner.close()

@@ -1,0 +1,221 @@
+"""From a core's events to those that routers know: which groups they can use, and in which words.
+
+Stands between the event sink and the codec. Refuses to encode, number or send. A group that no
+router can use is left out unless all are wanted: routers believe that whatever is stored can be hit
+by itself, which only holds for full attention.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from kvcache.errors import ConfigurationError, InvalidInputError, shown
+from kvcache.events.hashes import are_distinct, ends_before_repeats, short_hash, short_hashes
+from kvcache.events.wire_events import (
+    ClearedEvent,
+    RemovedEvent,
+    RouterKey,
+    StoredEvent,
+    WireEvent,
+)
+from kvcache.specs import KVCacheGroupSpec
+
+PublishedGroups: TypeAlias = Literal["usable", "all"]
+
+MEDIA: Final = MappingProxyType({"device": "GPU", "host": "CPU", "storage": "STORAGE"})
+"""The names that routers know the media by."""
+
+SPEC_KINDS: Final = MappingProxyType(
+    {
+        "full": "full_attention",
+        "mla": "mla_attention",
+        "sliding_window": "sliding_window",
+        "chunked_local": "chunked_local_attention",
+        "mamba": "mamba",
+        "cross": "cross_attention",
+    }
+)
+"""The names that routers know the kinds by; others go out under their own."""
+
+_USABLE_KINDS: Final = ("full", "mla")
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """What routers are told of a group: the kind of its attention, and its window if it has one."""
+
+    kind: str
+    sliding_window: int | None = None
+
+
+def group_kinds(groups: Sequence[KVCacheGroupSpec]) -> tuple[GroupKind, ...]:
+    """Return what routers are told of each group of a plan, in order."""
+    return tuple(_kind_of(group) for group in groups)
+
+
+def join_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
+    """Return `events` with removals from one medium that have nothing between them as one."""
+    found: list[WireEvent] = []
+    for place, group in groupby(events, _removed_from):
+        run = list(group)
+        if place is None or len(run) < 2:
+            found += run
+            continue
+        hashes = np.concatenate(
+            [each.block_hashes for each in run if isinstance(each, RemovedEvent)]
+        )
+        if not are_distinct(hashes):
+            hashes = np.array(list(dict.fromkeys(hashes.tolist())), np.uint64)
+        found.append(RemovedEvent(hashes, *place))
+    return found
+
+
+def drop_void_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
+    """Return `events` without removals of what a clear before them has removed already."""
+    found: list[WireEvent] = []
+    stored: dict[tuple[str, int], set[int]] | None = None
+    for event in events:
+        if isinstance(event, ClearedEvent):
+            stored = {}
+        elif stored is not None:
+            since = stored.setdefault((event.medium, event.group_idx), set())
+            hashes = event.block_hashes.tolist()
+            if isinstance(event, StoredEvent):
+                since.update(hashes)
+            else:
+                there = [value for value in hashes if value in since]
+                since.difference_update(there)
+                if there:
+                    rest = np.array(there, np.uint64)
+                    found.append(RemovedEvent(rest, event.medium, event.group_idx))
+                continue
+        found.append(event)
+    return found
+
+
+class EventTranslator:
+    """Translates the events of one cache. Remembers nothing from event to event."""
+
+    def __init__(
+        self, kinds: Sequence[GroupKind], *, publish_groups: PublishedGroups = "all"
+    ) -> None:
+        """Translate events of groups of these `kinds`, by index.
+
+        `publish_groups`: "all" keeps every group under its own index; "usable" keeps the first
+        group of full attention alone, which routers then know as group 0.
+
+        Raises:
+            ConfigurationError: an unknown choice of groups.
+        """
+        if publish_groups not in ("usable", "all"):
+            raise ConfigurationError(
+                f"publish_groups {shown(publish_groups)}: choose 'usable', or 'all' for consumers "
+                "that tell groups apart"
+            )
+        self._kinds = tuple(kinds)
+        self._names = {group: group for group in range(len(kinds))}
+        if publish_groups == "usable":
+            usable = [i for i, kind in enumerate(kinds) if kind.kind in _USABLE_KINDS]
+            self._names = dict.fromkeys(usable[:1], 0)
+
+    def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
+        """Return what routers are told of `events`, in order.
+
+        Raises:
+            InvalidInputError: an event of a group or medium that does not exist, or whose tokens
+                do not fill its blocks.
+        """
+        found: list[WireEvent] = []
+        for event in events:
+            if isinstance(event, BlocksStored):
+                found += self._stored(event)
+            elif isinstance(event, BlocksRemoved):
+                found += self._removed(event)
+            elif isinstance(event, AllBlocksCleared):
+                found.append(ClearedEvent())
+            else:
+                raise InvalidInputError(f"{shown(event)} is no cache event: pass those of a core")
+        return found
+
+    def _stored(self, event: BlocksStored) -> list[StoredEvent]:
+        """Return one event, or several where two blocks share a hash."""
+        self._require_group(event.group)
+        name = self._names.get(event.group)
+        if name is None:
+            return []
+        num_blocks = len(event.digests)
+        if len(event.token_ids) != num_blocks * event.block_size or not num_blocks:
+            raise InvalidInputError(
+                f"{len(event.token_ids)} tokens for {num_blocks} stored blocks of "
+                f"{event.block_size} tokens: a stored event states all tokens of full blocks"
+            )
+        hashes = short_hashes(event.digests)
+        lora = event.namespace.lora
+        kind = self._kinds[event.group]
+        whole = StoredEvent(
+            hashes,
+            None if event.parent_digest is None else short_hash(event.parent_digest),
+            event.token_ids,
+            event.block_size,
+            _medium(event.medium),
+            None if lora is None else json.loads(lora)[0],
+            tuple(map(_untagged, event.extra_keys)) if any(event.extra_keys) else (),
+            name,
+            SPEC_KINDS.get(kind.kind, kind.kind),
+            kind.sliding_window,
+            event.namespace.salt,
+        )
+        ends = ends_before_repeats(hashes)
+        if len(ends) == 1:
+            return [whole]
+        return [whole.part(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+    def _removed(self, event: BlocksRemoved) -> list[RemovedEvent]:
+        """Return an event that names every hash once."""
+        self._require_group(event.group)
+        name = self._names.get(event.group)
+        if name is None:
+            return []
+        hashes = short_hashes(event.digests)
+        if not are_distinct(hashes):
+            hashes = np.array(list(dict.fromkeys(hashes.tolist())), np.uint64)
+        return [RemovedEvent(hashes, _medium(event.medium), name)]
+
+    def _require_group(self, group: int) -> None:
+        if not 0 <= group < len(self._kinds):
+            raise InvalidInputError(
+                f"event of KV cache group {group}: there are groups 0 to {len(self._kinds) - 1}"
+            )
+
+
+def _removed_from(event: WireEvent) -> tuple[str, int] | None:
+    return (event.medium, event.group_idx) if isinstance(event, RemovedEvent) else None
+
+
+def _medium(medium: str) -> str:
+    if medium not in MEDIA:
+        raise InvalidInputError(
+            f"event of medium {shown(medium)}: there are {', '.join(map(repr, MEDIA))}"
+        )
+    return MEDIA[medium]
+
+
+def _kind_of(group: KVCacheGroupSpec) -> GroupKind:
+    spec = group.kv_cache_spec
+    window = spec.to_dict()["sliding_window"] if spec.kind == "sliding_window" else None
+    return GroupKind(spec.kind, window if isinstance(window, int) else None)
+
+
+def _untagged(keys: tuple[tuple[str | int, ...], ...] | None) -> tuple[RouterKey, ...] | None:
+    """Return a block's extra keys as routers read them: names and salts bare, items as pairs."""
+    if keys is None:
+        return None
+    return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)

@@ -1,0 +1,124 @@
+"""The request router in Ray Serve: by prefix, by load without tokens, and past a dead replica."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.event_endpoints import endpoints_in
+from kvcache import NewRequest, StepRequest
+
+if importlib.util.find_spec("starlette") is None:
+    pytest.skip("the extra `serve` is not installed", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Serve's own, on import
+    from ray import serve
+    from ray.serve.config import ProxyLocation, RequestRouterConfig
+    from ray.serve.handle import DeploymentHandle
+
+    from actors.serve_router import event_metadata
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
+
+PROMPT_TOKENS = 10 * 16
+PATIENCE_S = 90.0
+HEARTBEAT_S = 0.3
+
+
+class Engine:
+    """A deployment with a cluster inside."""
+
+    def __init__(self) -> None:
+        from actors.local import LocalCluster
+        from tests.actors.conftest import build_config
+
+        anywhere = "tcp://127.0.0.1:0"
+        events = {
+            "enabled": True,
+            "endpoint": anywhere,
+            "replay_endpoint": anywhere,
+            "heartbeat_s": HEARTBEAT_S,
+        }
+        config = build_config(parallel={"tensor_parallel_size": 1}, events=events)
+        self.cluster = LocalCluster(config)
+        self.client = self.cluster.client()
+        self.number = 0
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        figures = self.cluster.coordinator.statistics().events
+        return event_metadata(endpoints_in(figures, "engine", HEARTBEAT_S))
+
+    async def __call__(self, token_ids: list[int] | None = None) -> tuple[int, int]:
+        """Compute a prompt; return whose process did, and how many tokens were cached."""
+        if token_ids is None:
+            return os.getpid(), 0
+        self.number += 1
+        prompt = np.array(token_ids, np.int32)
+        new = NewRequest(f"r{self.number}", prompt, max_new_tokens=len(prompt))
+        completed, num_hit = -1, 0
+        for request in ({"new": (new,)}, {"finished": (new.request_id,)}, {}):
+            step = self.client.submit(StepRequest(**request, completed_step=completed))
+            result = self.client.wait_result(step)
+            num_hit += sum(result.num_hit_tokens.tolist())
+            self.client.wait_finished(step)
+            completed = step
+        return os.getpid(), num_hit
+
+
+@pytest.fixture
+def handle(ray_cluster: str) -> Iterator[DeploymentHandle]:
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    router = RequestRouterConfig(
+        request_router_class="actors.serve_router.PrefixCacheRequestRouter",
+        request_router_kwargs={"overlap_weight": 4.0, "block_tokens": 16},
+    )
+    deployment: Any = serve.deployment(
+        num_replicas=2, ray_actor_options={"num_cpus": 0}, request_router_config=router
+    )(Engine)
+    yield serve.run(deployment.bind(), name="routed", route_prefix=None)
+    serve.shutdown()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
+
+
+def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
+    def ask(first_token: int) -> tuple[int, int]:
+        prompt = list(range(first_token, first_token + PROMPT_TOKENS))
+        answer: tuple[int, int] = handle.remote(token_ids=prompt).result(timeout_s=PATIENCE_S)
+        return answer
+
+    def goes_home(first_token: int) -> bool:
+        """Whether the same prompt is always found where it was computed."""
+        answers = [ask(first_token) for _ in range(4)]
+        return all(answer == (answers[0][0], PROMPT_TOKENS - 16) for answer in answers)
+
+    prompts = range(0, 4000, 1000)
+    for first_token in prompts:
+        wait_until(lambda first=first_token: goes_home(first))
+    homes = {ask(first_token)[0] for first_token in prompts}
+    assert len(homes) == 2
+
+    seen = set()
+    for request in ({}, {"token_ids": None}) * 10:
+        seen.add(handle.remote(**request).result(timeout_s=PATIENCE_S)[0])
+    assert seen == homes
+
+    # Whoever has the first prompt dies: it is computed elsewhere, and found there from then on.
+    dead, _ = ask(0)
+    os.kill(dead, signal.SIGKILL)
+    wait_until(lambda: goes_home(0))
+    assert ask(0)[0] != dead

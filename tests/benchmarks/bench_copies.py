@@ -1,0 +1,225 @@
+"""Copies of blocks beside a plain memcpy of as many bytes, and steps beside transfers. Rows C3.
+
+    python -m tests.benchmarks.bench_copies [--smoke] [--json FILE]
+
+A page is all of a block's bytes here. Contiguous: blocks and slots in ascending order. Scattered:
+blocks in no order, host slots as they come; on both sides: slots in no order either. The peer is
+`numpy.copyto` of one array of the same bytes, in turns with the others. Printed is the share of its
+speed. Behind them: a step of one worker, over a socket, with and without transfers under way; this
+one says something only where a core is left for the thread that copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import Progress
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.worker import CpuCopyEngine, HostPool
+from kvcache.worker.checksums import checksums_of_rows
+from kvcache.worker.copy_runner import InlineCopies
+from kvcache.worker.copy_task import BlockMove, Comparison, CopyTask
+from kvcache.worker.host_segment import HostSegment, SegmentShape
+from kvcache.worker.shared_memory import make_memory
+from tests.benchmarks.cores import FAST, PEER
+from tests.benchmarks.measure import Figure, Row, alternate
+from tests.benchmarks.step_beside_copies import StepBesideCopies
+from tests.benchmarks.stopwatch import now_s
+
+PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
+ORDERS = ("contiguous", "scattered", "scattered on both sides")
+GOAL = ">= 80 % of memcpy"
+STEP_GOAL = "<= 1.2 times"
+
+
+@dataclass(frozen=True)
+class CopySizes:
+    """How much is copied at once, of how much memory, and how often."""
+
+    copied_bytes: int
+    pool_bytes: int
+    repetitions: int
+    num_steps: int
+
+
+FULL = CopySizes(64 << 20, 128 << 20, 15, 400)
+SMOKE = CopySizes(4 << 20, 8 << 20, 2, 20)
+
+
+class Memories:
+    """A device pool and host slots of one page size, both touched."""
+
+    def __init__(self, page_bytes: int, sizes: CopySizes) -> None:
+        num_rows = sizes.pool_bytes // page_bytes
+        shape = SegmentShape("bench", 0, num_rows, (page_bytes,), 16, 16)
+        descriptor = make_memory("bench-copies", shape.size_bytes)
+        self.host = HostPool(HostSegment(descriptor, shape), is_pinned=False)
+        self.device = torch.full((num_rows, page_bytes), 1, dtype=torch.uint8)
+        self.host.tensors[0].fill_(2)
+        self.count = sizes.copied_bytes // page_bytes
+        self.page_bytes = page_bytes
+        self._rng = np.random.default_rng(page_bytes)
+
+    def ids(self, order: str) -> tuple[Int32Array, Int32Array]:
+        """Return blocks, and slots for them."""
+        num_rows, count = len(self.device), self.count
+        straight = int32_array(np.arange(count))
+        mixed = [int32_array(self._rng.permutation(num_rows)[:count]) for _ in range(2)]
+        return {
+            "contiguous": (straight, straight),
+            "scattered": (mixed[0], straight),
+            "scattered on both sides": (mixed[0], mixed[1]),
+        }[order]
+
+    def within(self, order: str) -> tuple[Int32Array, Int32Array]:
+        """Return blocks, and others to which they are copied."""
+        half = len(self.device) // 2
+        count = min(self.count, half)
+        sources, destinations = np.arange(half), np.arange(half, 2 * half)
+        if order != "contiguous":
+            sources = self._rng.permutation(sources)
+        if order == "scattered on both sides":
+            destinations = self._rng.permutation(destinations)
+        return int32_array(sources[:count]), int32_array(destinations[:count])
+
+
+def timed(action: Callable[[], object]) -> Callable[[], float]:
+    """Return what does it and says how much of the processor's time it took, in seconds."""
+
+    def measured() -> float:
+        start_s = now_s()
+        action()
+        return now_s() - start_s
+
+    return measured
+
+
+def sides_of(memories: Memories, order: str) -> dict[str, Callable[[], float]]:
+    """Return what takes turns: each copies the same number of bytes."""
+    engine, device, host = CpuCopyEngine(), memories.device, memories.host
+    blocks, slots = memories.ids(order)
+    sources, destinations = memories.within(order)
+    flat_device, flat_host = device.numpy().reshape(-1), host.segment.tensors[0].reshape(-1)
+    size = len(blocks) * memories.page_bytes
+    expected = np.empty(0, np.int64)
+
+    def run(to_host: bool) -> None:
+        comparison = None
+        if not to_host:
+            comparison = Comparison(expected, np.ones(len(slots), np.bool_))
+        move = BlockMove((device,), host, blocks, slots, to_host)
+        runner = InlineCopies()
+        runner.submit(CopyTask(move, engine, takes_checksums=to_host, comparison=comparison))
+        (finished,) = runner.take_finished()
+        if finished.result.problem or len(finished.result.wrong):
+            raise RuntimeError(f"a copy failed: {finished.result}")
+
+    def store() -> None:
+        run(to_host=True)
+
+    def load() -> None:
+        nonlocal expected
+        run(to_host=False)
+
+    run(to_host=True)
+    expected = checksums_of_rows([host.segment.tensors[0]], slots)
+    return {
+        "memcpy": timed(lambda: np.copyto(flat_host[:size], flat_device[:size])),
+        "copy within the device": timed(lambda: engine.copy_within(device, sources, destinations)),
+        "copy to the host": timed(
+            lambda: engine.copy_blocks(device, blocks, host.tensors[0], slots)
+        ),
+        "store: copy and checksum": timed(store),
+        "load: verify and copy": timed(load),
+    }
+
+
+def copy_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
+    """Measure every page size in every order."""
+    rows: list[Row] = []
+    for page_bytes in PAGES:
+        memories = Memories(page_bytes, sizes)
+        for order in ORDERS:
+            name = f"{page_bytes >> 10} KiB, {order}"
+            on_row(name)
+            figures = alternate(sides_of(memories, order), sizes.repetitions)
+            plain = figures.pop("memcpy")
+            rows += [as_row(f"{what}, {name}", figure, plain) for what, figure in figures.items()]
+        memories.host.close()
+    return rows
+
+
+def as_row(what: str, ours: Figure, plain: Figure) -> Row:
+    """Return a line of the table. The share is of medians."""
+    share = plain.median / ours.median
+    return Row(
+        workload="C3",
+        what=what,
+        figures={FAST: ours, PEER: plain},
+        peer_name="memcpy",
+        goal=GOAL,
+        note=f"{share:.0%} of memcpy",
+    )
+
+
+def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
+    """Measure a step with transfers under way against one without, in turns."""
+    rows: list[Row] = []
+    for block_bytes in (16 << 10, 256 << 10, 2 << 20):
+        name = f"a step while blocks of {block_bytes >> 10} KiB are stored and loaded"
+        on_row(name)
+        with StepBesideCopies(block_bytes, sizes.copied_bytes) as bench:
+            quiet: list[float] = []
+            busy: list[float] = []
+            for _ in range(sizes.repetitions):
+                quiet.append(statistics.median(bench.steps(sizes.num_steps, has_copies=False)))
+                busy.append(statistics.median(bench.steps(sizes.num_steps, has_copies=True)))
+            moved = bench.moved_bytes
+        ratios = Figure(tuple(b / q for b, q in zip(busy, quiet, strict=True)), "times")
+        took = f"{statistics.median(quiet) * 1e3:.3f} and {statistics.median(busy) * 1e3:.3f} ms"
+        note = f"{took}, {moved >> 20} MiB moved meanwhile"
+        rows.append(Row("C3", name, {FAST: ratios}, "", STEP_GOAL, note=note))
+    return rows
+
+
+def measure_copies(is_small: bool, on_row: Callable[[str], None]) -> list[Row]:
+    """Return all rows of C3."""
+    sizes = SMOKE if is_small else FULL
+    return copy_rows(sizes, on_row) + step_rows(sizes, on_row)
+
+
+def measure_copies_shown(is_small: bool, progress: Progress) -> list[Row]:
+    """Return the rows for the table of all benchmarks."""
+    task = progress.add_task("copies", total=None)
+    rows = measure_copies(
+        is_small, lambda name: progress.update(task, description=f"copies: {name}")
+    )
+    progress.remove_task(task)
+    return rows
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure_copies(arguments.smoke, lambda name: print(name, file=sys.stderr, flush=True))
+    for row in rows:
+        print(f"{row.workload}  {row.what:62} {row.figures[FAST]!s:16} {row.note}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

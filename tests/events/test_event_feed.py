@@ -1,0 +1,199 @@
+"""What a coordinator tells its publisher: exact however it meets what ranks have not been told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvcache.arrays import int32_array
+from kvcache.blocks.prefix_table import namespace_name
+from kvcache.commands import Command, Fence, Label, Reset, Unlabel
+from kvcache.coordinator.event_feed import LinkedEventFeed
+from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored
+from kvcache.events.feed_frames import FrameReader, unpack_events, unpack_state
+from kvcache.events.publisher import EventPublisher, PublisherSettings
+from kvcache.events.translation import GroupKind
+from kvcache.hash_algorithms import BlockHash
+from kvcache.manager import KVCacheManager
+from kvcache.offload.events import OffloadingEvent
+from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.request_content import Namespace
+
+PLAIN = Namespace(0, None, None, None)
+NONE_HASH = bytes(32)
+BLOCK = 4
+
+
+@dataclass
+class Link:
+    """A way to a publisher that is told everything when the test says so."""
+
+    needs_state: bool = True
+    last_seq: int = -1
+    reader: FrameReader = field(default_factory=FrameReader)
+    publisher: EventPublisher = field(
+        default_factory=lambda: EventPublisher(PublisherSettings("kv@a@b"), [GroupKind("full")])
+    )
+    is_told: bool = False
+
+    def send(self, frame: bytes, *, is_state: bool = False) -> None:
+        if is_state:
+            self.is_told, self.needs_state = True, False
+        if not self.is_told:
+            return
+        for kind, *values in self.reader.feed(frame):
+            if kind == "begin":
+                self.publisher.begin(values[0], values[1], unpack_state(values[2]))
+            else:
+                self.publisher.publish(values[0], unpack_events(values[1]))
+
+    def forget_state(self) -> None:
+        self.is_told = False
+
+    def poll(self) -> None:
+        """Nothing waits."""
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def held(self) -> dict[str, int]:
+        return self.publisher.statistics().num_blocks
+
+
+def digest(low: int) -> bytes:
+    return low.to_bytes(32, "big")
+
+
+def label(*lows: int) -> Label:
+    """Blocks whose ids are their digests' numbers; none has a parent."""
+    ids, nothing = int32_array(list(lows)), int32_array([0] * len(lows))
+    return Label(
+        ids,
+        nothing,
+        nothing,
+        b"".join(map(digest, lows)),
+        NONE_HASH * len(lows),
+        int32_array([BLOCK] * len(lows)),
+        int32_array([7] * (BLOCK * len(lows))),
+        nothing,
+        (namespace_name(PLAIN),),
+    )
+
+
+def stored(low: int, medium: str = "device") -> BlocksStored:
+    tokens = np.full(BLOCK, 7, np.int32)
+    return BlocksStored(0, medium, (BlockHash(digest(low)),), None, tokens, BLOCK, PLAIN)
+
+
+def removed(low: int) -> BlocksRemoved:
+    return BlocksRemoved(0, "device", (BlockHash(digest(low)),))
+
+
+def manager() -> KVCacheManager:
+    core = SimpleNamespace(num_blocks=20)
+    made = SimpleNamespace(
+        tiers=SimpleNamespace(block_sizes=(BLOCK,), none_hash=NONE_HASH),
+        statistics=lambda: SimpleNamespace(core=core),
+    )
+    return cast(KVCacheManager, made)
+
+
+def begun(link: Link, first_seq: int = 5, *, now_s: float = 0.0) -> LinkedEventFeed:
+    """A feed whose epoch has begun with blocks 1 and 2 on the device, and 1 in host memory."""
+    feed = LinkedEventFeed(link, lambda: now_s)
+    feed.begin(
+        manager(),
+        first_seq,
+        label(1, 2),
+        lambda: [OffloadingEvent((), HOST_MEDIUM, False, label(1))],
+    )
+    feed.flush()
+    return feed
+
+
+def test_an_epoch_begins_with_what_is_labelled_and_what_tiers_hold() -> None:
+    link = Link()
+    begun(link)
+    assert link.held() == {"GPU": 2, "CPU": 1}
+
+
+def test_what_happened_before_an_epoch_does_not_count() -> None:
+    link = Link(needs_state=False)
+    feed = begun(link)
+    feed.emit(stored(3))
+    feed.begin(manager(), 6, None, None)
+    link.needs_state = True
+    feed.flush()
+    assert link.held() == {}
+
+
+@pytest.mark.parametrize("num_flushes", [0, 1, 2])
+@pytest.mark.parametrize("message", [None, Fence("client")])
+def test_what_ranks_are_told_later_is_stated_now(num_flushes: int, message: Command | None) -> None:
+    """Events go out at once, labels with the next message: a statement between them has both."""
+    link = Link(needs_state=False)
+    feed = begun(link)
+    feed.emit(stored(3))
+    feed.emit(removed(2))
+    feed.emit(stored(4, "host"))
+    if message is not None:
+        feed.follow((message,))
+    for _ in range(num_flushes):
+        feed.on_tick()
+    link.needs_state = True
+    feed.on_tick()
+    assert link.held() == {"GPU": 2, "CPU": 1}
+    feed.follow((Unlabel(int32_array([2])), label(3)))
+    feed.emit(removed(1))
+    feed.emit(removed(3))
+    feed.flush()
+    assert link.held() == {"CPU": 1}
+    assert link.publisher.statistics().num_unknown_removals == 0
+
+
+def test_a_clear_that_ranks_have_not_been_told_leaves_tiers() -> None:
+    link = Link(needs_state=False)
+    feed = begun(link)
+    feed.emit(AllBlocksCleared())
+    feed.on_tick()
+    link.needs_state = True
+    feed.on_tick()
+    assert link.held() == {"CPU": 1}
+    feed.follow((Reset(1),))
+    feed.emit(stored(5))
+    feed.flush()
+    assert link.held() == {"GPU": 1, "CPU": 1}
+
+
+def test_what_ranks_have_been_told_is_not_said_twice() -> None:
+    link = Link(needs_state=False)
+    feed = begun(link)
+    feed.emit(stored(3))
+    feed.follow((label(3),))
+    feed.emit(stored(4, "host"))
+    link.needs_state = True
+    feed.flush()
+    assert link.publisher.statistics().num_batches == 1
+
+
+def test_numbers_are_above_those_of_the_epoch_and_of_every_publisher_before() -> None:
+    for link, first_seq, lowest in ((Link(), 77, 77), (Link(last_seq=10**9), 77, 10**9)):
+        begun(link, first_seq)
+        assert link.publisher.last_seq >= lowest
+
+
+def test_numbers_of_a_cluster_that_was_launched_anew_are_above_those_of_the_one_before() -> None:
+    first, second = Link(), Link()
+    feed = begun(first, 1 << 40, now_s=1_800_000_000.0)
+    for _ in range(100):
+        feed.emit(stored(3))
+        feed.flush()
+    begun(second, 1 << 40, now_s=1_800_000_000.1)
+    assert first.publisher.last_seq + 100 < second.publisher.last_seq < 2**53

@@ -1,0 +1,69 @@
+"""Whatever is lost, whoever comes late and whatever restarts: every follower becomes exact."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.events.prefix_index import PrefixIndex
+from kvcache.request_content import Namespace
+from tests.events.event_world import LORAS, MEDIA, SALTS, WIRE_MEDIA, World
+
+SEEDS_AT_ONCE = 50
+
+
+def test_followers_are_exact_within_one_heartbeat() -> None:
+    play_all(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(SEEDS_AT_ONCE, 1000, SEEDS_AT_ONCE))
+def test_followers_are_exact_in_a_thousand_schedules(first: int) -> None:
+    play_all(first)
+
+
+def play_all(first: int) -> None:
+    for seed in range(first, first + SEEDS_AT_ONCE):
+        try:
+            play(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def play(seed: int) -> None:
+    world = World(seed)
+    world.join()
+    for _ in range(40):
+        world.step()
+    world.finish()
+    truth = world.publisher.statistics()
+    counts = {WIRE_MEDIA[m]: len(world.cache.media[m]) for m in MEDIA if world.cache.media[m]}
+    assert truth.num_blocks == counts
+    for follower in world.followers:
+        figures = follower.subscription.statistics()
+        assert figures.is_exact
+        assert (figures.last_seq, figures.checksum) == (truth.last_seq, truth.checksum)
+        assert figures.num_blocks == counts
+        assert figures.num_malformed == 0
+        compare_matches(world, follower.index)
+
+
+def compare_matches(world: World, index: PrefixIndex) -> None:
+    """Prompts along cached chains, and off them, have the leading blocks that are there."""
+    cache, choice = world.cache, world.choice
+    for _ in range(5):
+        tokens: list[int] = []
+        space = Namespace(0, choice.choice(LORAS), choice.choice(SALTS), None)
+        if cache.known and choice.random() < 0.9:
+            block = cache.known[choice.choice(list(cache.known))]
+            space = block.namespace
+            while True:
+                tokens[:0] = block.tokens
+                if block.parent is None:
+                    break
+                block = cache.known[block.parent]
+        tokens += [choice.randrange(50) for _ in range(choice.randrange(6))]
+        lora = None if space.lora is None else "adapter"
+        for match in index.match(tokens, lora_name=lora, cache_salt=space.salt):
+            found = (match.device_blocks, match.host_blocks, match.storage_blocks)
+            expected = tuple(cache.leading(tokens, space, MEDIA[: i + 1]) for i in range(3))
+            assert found == expected

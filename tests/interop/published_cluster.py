@@ -1,0 +1,305 @@
+"""A cluster that publishes, under load, and our own knowledge of it: what a router's is held to.
+
+Coordinator, ranks and client are in this thread; the publisher is a process with real sockets. A
+book of prompts says what can be asked for: whatever was played, with every name that it might be
+confused with. Refuses to compare anything itself.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors import KVCacheClient
+from actors.local import LocalCluster
+from kvcache import NewRequest, StepRequest
+from kvcache.config import parse_config
+from kvcache.events.mirror import CacheMirror
+from kvcache.events.prefix_index import PrefixIndex
+from kvcache.events.subscriber import KVEventSubscriber
+from kvcache.events.subscription import Update
+from kvcache.events.wire_events import StoredEvent
+
+BLOCK: Final = 16
+BLOCK_BYTES: Final = 2 * BLOCK * 2 * 8 * 2
+"""Keys and values of `BLOCK` tokens, two heads of eight halves."""
+MODEL: Final = "tiny"
+ANY_PORT: Final = "tcp://127.0.0.1:0"
+PATIENCE_S: Final = 120.0
+SALTS: Final = (None, None, "pepper", "cumin")
+ADAPTERS: Final = (None, None, "poet", "lawyer")
+_HERE: Final = "here"
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What a request brings: tokens, shape `(n,)`, and the names that set it apart."""
+
+    token_ids: NDArray[np.int32]
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+    def others(self) -> Iterable[Prompt]:
+        """Return this prompt, and those that must not be taken for it."""
+        for lora in dict.fromkeys(ADAPTERS):
+            for salt in dict.fromkeys(SALTS):
+                yield Prompt(self.token_ids, lora, salt)
+        yield Prompt(self.token_ids[: len(self.token_ids) // 2], self.lora_name, self.cache_salt)
+        yield Prompt(self.token_ids[BLOCK:], self.lora_name, self.cache_salt)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Leading tokens of a prompt: on the device, there or in host memory, anywhere."""
+
+    device: int
+    host: int
+    storage: int
+
+
+def free_endpoint() -> str:
+    """Return an address that nobody is bound to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def fixed_places() -> dict[str, str]:
+    """Return addresses for a publisher that others find again after a restart."""
+    return {"endpoint": free_endpoint(), "replay_endpoint": free_endpoint()}
+
+
+class PublishedCluster:
+    """The cluster, its one client, and a subscriber of ours."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_blocks: int = 64,
+        num_host_blocks: int = 0,
+        directory: str | None = None,
+        hash_algorithm: str = "sha256",
+        block_size: int = BLOCK,
+        salts: Sequence[str | None] = SALTS,
+        **events: Any,
+    ) -> None:
+        """Start. Sizes are in blocks of one rank; `directory` is that of files, None for none.
+
+        Prompts are drawn with these `salts`; other arguments go into the section `events`.
+        """
+        self.salts = salts
+        self.choice = random.Random(seed)
+        published = {
+            "enabled": True,
+            "endpoint": ANY_PORT,
+            "replay_endpoint": ANY_PORT,
+            "heartbeat_s": 0.1,
+            **events,
+        }
+        block = BLOCK_BYTES * block_size // BLOCK
+        plain: dict[str, Any] = {
+            "name": f"interop-{seed}",
+            "model": {
+                "name": MODEL,
+                "max_model_len": 50 * block_size,
+                "layers": [{"kind": "full", "num_kv_heads": 2, "head_size": 8}],
+            },
+            "cache": {
+                "memory_per_rank": (num_blocks + 1) * block,
+                "block_size": block_size,
+                "hash_algorithm": hash_algorithm,
+            },
+            "events": published,
+        }
+        if num_host_blocks:
+            plain["offload"] = {"host_memory_per_rank": num_host_blocks * block}
+        if directory is not None:
+            disk = {"directory": directory, "capacity_per_rank": 400 * block}
+            plain["offload"]["disk"] = disk
+        self.block_size = block_size
+        self.cluster = LocalCluster(parse_config(plain, "interop"))
+        there = self.figures()
+        self.endpoint: str = there["endpoint"]
+        self.replay_endpoint: str = there["replay_endpoint"]
+        self.client: KVCacheClient = self.cluster.client()
+        self.index = PrefixIndex()
+        self.mirror = CacheMirror()
+        self.book: list[Prompt] = []
+        self._num_played = 0
+        self._checksums: dict[int, int] = {}
+        self._beats_s: list[float] = []
+        self.subscriber = KVEventSubscriber(
+            self.endpoint, self.replay_endpoint, on_update=self._on_update
+        )
+
+    def __enter__(self) -> PublishedCluster:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.subscriber.close()
+        self.client.close()
+        self.cluster.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the publisher said of itself last."""
+        found = self.cluster.coordinator.statistics().events
+        assert found is not None
+        return found
+
+    def first_number(self) -> bytes:
+        """Return the number of the first batch that there was, as a request names it."""
+        there = self.figures()
+        return (there["last_seq"] - there["num_batches"] + 1).to_bytes(8, "big")
+
+    def play(self, *prompts: Prompt) -> None:
+        """Let requests in, compute them in one step, and end them; all their blocks are sealed."""
+        names = [f"r{self._num_played + i}" for i in range(len(prompts))]
+        self._num_played += len(prompts)
+        self.book += prompts
+        waiting = dict(zip(names, prompts, strict=True))
+        completed = -1
+        give_up_s = time.monotonic() + PATIENCE_S
+        while waiting:
+            new = tuple(_new_request(name, prompt) for name, prompt in waiting.items())
+            step = self.client.submit(StepRequest(new=new, completed_step=completed))
+            result = self.client.wait_result(step)
+            self.client.wait_finished(step)
+            completed = step
+            slots = result.admitted_slots.tolist()
+            running = [n for n, slot in zip(list(waiting), slots, strict=True) if slot >= 0]
+            for name in running:
+                del waiting[name]
+            ended = StepRequest(finished=tuple(running), completed_step=completed)
+            completed = self.client.submit(ended)
+            self.client.wait_finished(completed)
+            assert time.monotonic() < give_up_s, f"{list(waiting)} are not let in"
+        self.client.wait_finished(self.client.submit(StepRequest(completed_step=completed)))
+
+    def load(self, num_steps: int) -> None:
+        """Play random prompts: old ones, their beginnings continued, and new ones."""
+        for _ in range(num_steps):
+            count = self.choice.choice((1, 1, 2, 3))
+            self.play(*(self.random_prompt() for _ in range(count)))
+
+    def random_prompt(self) -> Prompt:
+        """Return a prompt that shares something with those before, or nothing."""
+        choice = self.choice
+        if self.book and choice.random() < 0.6:
+            old = choice.choice(self.book[-20:])
+            kept = old.token_ids[: choice.randint(1, len(old.token_ids))]
+            tail = self._random_tokens(choice.randint(1, 6 * self.block_size))
+            tokens = np.concatenate([kept, tail])[: 20 * self.block_size]
+            if choice.random() < 0.8:
+                return Prompt(tokens, old.lora_name, old.cache_salt)
+        else:
+            tokens = self._random_tokens(choice.randint(1, 12 * self.block_size))
+        return Prompt(tokens, choice.choice(ADAPTERS), choice.choice(self.salts))
+
+    def settle(self) -> None:
+        """Return when nothing is on its way, and our own index is that of the publisher.
+
+        The publisher beats only when it has read what it was told before the beat before.
+        """
+        self.wait_until(self._is_idle, "no job is open")
+        self.pump()
+        idle_s, self._beats_s = time.time(), []
+        self.wait_until(
+            lambda: len([s for s in self._beats_s if s > idle_s]) >= 2 and self.subscriber.is_exact,
+            "we know all that was published",
+        )
+        self.wait_until(self._is_compared, "the publisher tells its checksum")
+        found = {medium: len(hashes) for medium, hashes in self.hashes().items() if hashes}
+        assert found == self.num_cached(), "what is published is not what is cached"
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Return when `holds`; everybody has turns meanwhile."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < give_up_s, f"not so in time: {what}; {self.figures()}"
+            self.pump()
+
+    def pump(self) -> None:
+        """Give everybody a turn."""
+        self.cluster.pump()
+        self.subscriber.poll(0.01)
+
+    def expected(self, prompt: Prompt) -> Answer:
+        """Return what our own index says of a prompt."""
+        found = self.index.match(
+            prompt.token_ids, lora_name=prompt.lora_name, cache_salt=prompt.cache_salt
+        )
+        counts = [(m.device_blocks, m.host_blocks, m.storage_blocks) for m in found] or [(0, 0, 0)]
+        return Answer(*(self.block_size * count for count in counts[0]))
+
+    def questions(self) -> list[Prompt]:
+        """Return prompts to ask for: the last that were played, and what is not to be mixed up."""
+        asked = [*self.book[-25:], *self.book[:5]]
+        return [other for prompt in asked for other in prompt.others()]
+
+    def hashes(self) -> dict[str, set[int]]:
+        """Return the hashes of all blocks of each medium that has any, as we know them."""
+        found: dict[str, set[int]] = {}
+        for event in self.mirror.state():
+            if isinstance(event, StoredEvent):
+                found.setdefault(event.medium, set()).update(event.block_hashes.tolist())
+        return found
+
+    def num_cached(self) -> dict[str, int]:
+        """Return how many blocks each medium has by the coordinator's own books."""
+        manager = self.cluster.coordinator.manager
+        assert manager is not None
+        counts = {"GPU": manager.statistics().core.num_sealed_blocks}
+        offload = self.cluster.coordinator.statistics().offload
+        if offload is not None:
+            counts["CPU"] = offload.tiers.host.num_ready
+            if offload.tiers.disk is not None:
+                counts["STORAGE"] = offload.tiers.disk.num_ready
+        return {medium: count for medium, count in counts.items() if count}
+
+    def _random_tokens(self, count: int) -> NDArray[np.int32]:
+        return np.array([self.choice.randrange(100_000) for _ in range(count)], np.int32)
+
+    def _on_update(self, update: Update) -> None:
+        self.index.follow(_HERE, update)
+        self.mirror.apply(update.batch.events)
+        self._checksums[update.seq] = self.mirror.checksum
+        if not update.batch.events:
+            self._beats_s.append(update.batch.time_s)
+
+    def _is_idle(self) -> bool:
+        figures = self.cluster.coordinator.statistics()
+        tiers = {} if figures.offload is None else figures.offload.tiers.open_jobs
+        return not figures.num_open_jobs and not any(tiers.values())
+
+    def _is_compared(self) -> bool:
+        there = self.figures()
+        seq = there.get("last_seq", -1)
+        if seq not in self._checksums:
+            return False
+        assert self._checksums[seq] == there["checksum"], f"another state at {seq}"
+        return True
+
+
+def _new_request(name: str, prompt: Prompt) -> NewRequest:
+    return NewRequest(
+        name,
+        prompt.token_ids,
+        max_new_tokens=len(prompt.token_ids),
+        lora_name=prompt.lora_name,
+        lora_path=None if prompt.lora_name is None else f"/adapters/{prompt.lora_name}",
+        cache_salt=prompt.cache_salt,
+    )

@@ -1,0 +1,252 @@
+"""A rank's disk in a simulated schedule: real files, in virtual time, failing as a seed says.
+
+`VirtualLanes` does what is to be done with files when the virtual clock has come so far, lane by
+lane, in an order drawn by the seed. `SickFiles` is a real directory whose calls fail by chance, and
+where files are damaged behind everybody's back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvcache.clock import Clock
+from kvcache.worker.file_lanes import Task
+from kvcache.worker.file_store import SUFFIX
+from kvcache.worker.file_system import Buffers, DirectoryFiles
+from kvcache.worker.file_tier import DiskAccess
+
+MAX_UNPLUGGED_S = 1.5
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.ESTALE)
+DAMAGE = ("cut", "bit", "gone", "directory gone", "other file")
+
+
+class VirtualLanes:
+    """Lanes that do something only when they are told to."""
+
+    def __init__(self, num_lanes: int, disk: VirtualDisk) -> None:
+        self._disk = disk
+        self._lanes: list[deque[tuple[float, Task]]] = [deque() for _ in range(num_lanes)]
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._lanes))
+
+    def put(self, lane: int, task: Task) -> None:
+        self._lanes[lane].append((self._disk.due_s(), task))
+
+    def close(self, timeout_s: float) -> bool:
+        while self.num_waiting:
+            self.run_due(float("inf"))
+        return True
+
+    def run_due(self, now_s: float) -> None:
+        """Do, in each lane, what stands first and is due."""
+        order = list(range(len(self._lanes)))
+        self._disk.random.shuffle(order)
+        for lane in order:
+            tasks = self._lanes[lane]
+            while tasks and tasks[0][0] <= now_s:
+                tasks.popleft()[1]()
+
+    def kill(self) -> None:
+        """Do nothing more: the process is dead."""
+        for tasks in self._lanes:
+            tasks.clear()
+
+
+class SickFiles(DirectoryFiles):
+    """A directory on a disk that is well as often as its `VirtualDisk` says."""
+
+    def __init__(self, directory: int, disk: VirtualDisk) -> None:
+        super().__init__(directory)
+        self._disk = disk
+        self.open_descriptors: set[int] = set()
+
+    def create(self, name: str) -> int:
+        self._disk.may_fail()
+        descriptor = super().create(name)
+        self.open_descriptors.add(descriptor)
+        return descriptor
+
+    def open(self, name: str) -> int:
+        self._disk.may_damage(name)
+        self._disk.may_fail()
+        descriptor = super().open(name)
+        self.open_descriptors.add(descriptor)
+        return descriptor
+
+    def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
+        self._disk.may_fail()
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        return super().write(descriptor, [data[: self._disk.part_of(len(data))]], offset)
+
+    def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        self._disk.may_fail()
+        first = memoryview(buffers[0])
+        return super().read(descriptor, [first[: self._disk.part_of(len(first))]], offset)
+
+    def sync(self, descriptor: int) -> None:
+        self._disk.may_fail()
+        super().sync(descriptor)
+
+    def sync_directory(self, name: str) -> None:
+        self._disk.may_fail()
+        super().sync_directory(name)
+
+    def close(self, descriptor: int) -> None:
+        self.open_descriptors.discard(descriptor)
+        super().close(descriptor)
+        self._disk.may_fail()
+
+    def rename(self, name: str, new_name: str) -> None:
+        self._disk.may_fail()
+        super().rename(name, new_name)
+
+    def remove(self, name: str) -> None:
+        self._disk.may_fail()
+        super().remove(name)
+
+    def make_directory(self, name: str) -> None:
+        self._disk.may_fail()
+        super().make_directory(name)
+
+    def names_in(self, directory: str) -> list[str]:
+        self._disk.may_fail()
+        return super().names_in(directory)
+
+
+@dataclass
+class VirtualDisk:
+    """The disk of one rank, which outlives the rank's processes.
+
+    `fail_share` of the calls fail, or find something damaged; now and then none works for a while.
+    `max_delay_s` is how long a file is waited for, `stall_share` how often it is far longer.
+    """
+
+    directory: Path
+    clock: Clock
+    random: random.Random
+    fail_share: float = 0.0
+    max_delay_s: float = 0.05
+    stall_share: float = 0.0
+    num_failures: int = 0
+    num_damaged: int = 0
+    num_unplugged: int = 0
+    files: list[SickFiles] = field(default_factory=list)
+    lanes: list[VirtualLanes] = field(default_factory=list)
+    _unplugged_until_s: float = 0.0
+
+    @property
+    def access(self) -> DiskAccess:
+        """What the present process of the rank is handed."""
+        return DiskAccess(self._make_files, self._make_lanes)
+
+    def cure(self) -> None:
+        """Fail no more, and make nobody wait for long."""
+        self.fail_share = self.stall_share = self._unplugged_until_s = 0.0
+
+    def run_due(self) -> None:
+        """Let the lanes go on. What is done now may take time, too: never all at once."""
+        if self.lanes:
+            self.lanes[-1].run_due(self.clock.now())
+
+    @property
+    def num_waiting(self) -> int:
+        return self.lanes[-1].num_waiting if self.lanes else 0
+
+    def kill(self) -> None:
+        """The process is dead: what it had open is closed, what it was about to do is not done."""
+        if self.lanes:
+            self.lanes[-1].kill()
+        for descriptor in list(self.files[-1].open_descriptors) if self.files else ():
+            os.close(descriptor)
+            self.files[-1].open_descriptors.discard(descriptor)
+        if self.files and self.random.random() < 0.5:  # it was writing
+            self.directory.joinpath("00").mkdir(exist_ok=True)
+            self.directory.joinpath("00", f".dead.{len(self.lanes)}.tmp").write_bytes(b"half")
+
+    def keys(self) -> set[bytes]:
+        """The keys of which there is a file."""
+        return {bytes.fromhex(p.name[: -len(SUFFIX)]) for p in self.directory.glob(f"??/*{SUFFIX}")}
+
+    def unfinished(self) -> list[str]:
+        """Files that somebody began to write."""
+        return [str(path) for path in self.directory.glob("??/.*")]
+
+    def num_bytes(self) -> int:
+        return sum(p.stat().st_size for p in self.directory.glob(f"??/*{SUFFIX}"))
+
+    # --- what happens to calls
+
+    def due_s(self) -> float:
+        """Return when something is done that is begun now."""
+        delay_s = self.random.uniform(0.0, self.max_delay_s)
+        if self.random.random() < self.stall_share:
+            delay_s += self.random.uniform(0.5, 3.0)
+        return self.clock.now() + delay_s
+
+    def part_of(self, num_bytes: int) -> int:
+        """Return how much of so many bytes is read or written at once."""
+        if self.fail_share and self.random.random() < 0.2:
+            return self.random.randint(1, num_bytes)
+        return num_bytes
+
+    def may_fail(self) -> None:
+        """Raise OSError by chance."""
+        if not self.fail_share:
+            return
+        if self.clock.now() < self._unplugged_until_s:
+            self._fail(errno.ENODEV)
+        if self.random.random() < self.fail_share / 20:
+            self._unplugged_until_s = self.clock.now() + self.random.uniform(0, MAX_UNPLUGGED_S)
+            self.num_unplugged += 1
+        if self.random.random() < self.fail_share:
+            self._fail(self.random.choice(ERRORS))
+
+    def may_damage(self, name: str) -> None:
+        """Do something to a file by chance, before it is opened."""
+        if not self.fail_share or self.random.random() >= self.fail_share:
+            return
+        path = self.directory / name
+        try:
+            data = bytearray(path.read_bytes())
+        except OSError:
+            return
+        self.num_damaged += 1
+        match self.random.choice(DAMAGE):
+            case "cut":
+                path.write_bytes(bytes(data[: self.random.randrange(len(data))]))
+            case "bit":
+                data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+                path.write_bytes(bytes(data))
+            case "gone":
+                path.unlink()
+            case "directory gone":
+                shutil.rmtree(path.parent)
+            case "other file":
+                others = sorted(self.directory.glob(f"??/*{SUFFIX}"))
+                path.write_bytes(self.random.choice(others).read_bytes())
+
+    def _fail(self, number: int) -> None:
+        self.num_failures += 1
+        raise OSError(number, os.strerror(number))
+
+    def _make_files(self, directory: int) -> SickFiles:
+        self.files.append(SickFiles(directory, self))
+        return self.files[-1]
+
+    def _make_lanes(self, num_lanes: int) -> VirtualLanes:
+        self.lanes.append(VirtualLanes(num_lanes, self))
+        return self.lanes[-1]

@@ -1,0 +1,1 @@
+"""Routers of our own: scores, followers, the actor."""

@@ -1,0 +1,66 @@
+"""A replica for routers: a cache that does what it likes, behind a real publisher's sockets."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvcache.core import CacheEvent
+from kvcache.events.feed_frames import pack_events, pack_frame
+from kvcache.events.publisher import EventPublisher, PublisherSettings
+from kvcache.events.publisher_process import PublisherLoop, SocketSettings
+from kvcache.events.translation import GroupKind
+from tests.events.event_world import Cache
+
+HEARTBEAT_S = 0.1
+PATIENCE_S = 30.0
+ANYWHERE = SocketSettings("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+
+
+class Replica:
+    """A cache, and the publisher's loop in a thread instead of a process."""
+
+    def __init__(self, seed: int, *, places: SocketSettings = ANYWHERE, epoch: int = 1) -> None:
+        self.cache = Cache(random.Random(seed))
+        self.publish(places, epoch)
+
+    def publish(self, places: SocketSettings, epoch: int) -> None:
+        """Begin to publish all that is cached, with numbers of `epoch`."""
+        self.feed, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        settings = PublisherSettings(topic="kv@test@model", heartbeat_s=HEARTBEAT_S)
+        self.publisher = EventPublisher(settings, [GroupKind("full")])
+        loop = PublisherLoop(theirs, self.publisher, places)
+        self.endpoint, self.replay_endpoint = loop.bind()
+        self.thread = threading.Thread(target=self._run, args=(loop, theirs), daemon=True)
+        self.thread.start()
+        state = pack_events(self.cache.state())
+        self.feed.sendall(pack_frame("begin", epoch << 40, 0.0, state))
+
+    @property
+    def places(self) -> SocketSettings:
+        return SocketSettings(self.endpoint, self.replay_endpoint)
+
+    def tell(self, events: Sequence[CacheEvent]) -> None:
+        if events:
+            self.feed.sendall(pack_frame("batch", 0.0, pack_events(events)))
+
+    def close(self) -> None:
+        """Say nothing any more; the addresses are free when this returns."""
+        self.feed.close()
+        self.thread.join()
+
+    @staticmethod
+    def _run(loop: PublisherLoop, theirs: socket.socket) -> None:
+        with theirs:
+            loop.run()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)

@@ -1,0 +1,165 @@
+"""What is measured, and what is made of it. Clocks are virtual: no test depends on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.arrays import Int32Array
+from kvcache.clock import VirtualClock
+from kvcache.worker import CpuCopyEngine
+from kvcache.worker.copy_engine import PendingCopy
+from kvcache.worker.copy_measurement import (
+    CPU_PAGE_BYTES,
+    PLAIN,
+    CopyFigure,
+    CopyMeasurement,
+    Crossover,
+    MeasureLimits,
+    crossover_bytes,
+    measure_cpu,
+)
+from kvcache.worker.cuda_engine import KernelChoice
+from kvcache.worker.engine_choice import chosen, find_kernel
+
+SMALL = MeasureLimits(num_bytes=1 << 18, num_repetitions=3)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "limit"),
+    [
+        ((1, 2, 4, 8), (3, 3, 3, 3), 300),
+        ((1, 1, 1, 1), (2, 2, 2, 2), 800),
+        ((2, 2, 2, 2), (1, 1, 1, 1), 0),
+        ((20, 20, 20, 20), (25, 21, 21, 21), 200),  # a twentieth is noise
+        ((2, 2, 2, 2), (1, 3, 2, 1), 300),  # slower once more in between: only above counts
+    ],
+)
+def test_the_large_way_begins_where_it_is_never_slower_any_more(
+    small: tuple[int, ...], large: tuple[int, ...], limit: int
+) -> None:
+    sizes = (100, 200, 300, 400)
+    seconds = [dict(zip(sizes, map(float, way), strict=True)) for way in (small, large)]
+    assert crossover_bytes(*seconds) == limit
+
+
+def test_every_way_is_measured_at_every_size_and_against_a_plain_copy() -> None:
+    measurement = measure_cpu([1536, 256, 0], SMALL, VirtualClock())
+    sizes = sorted({*CPU_PAGE_BYTES, 1536})
+    expected = {(way, size) for way in ("gather", "slices", PLAIN) for size in sizes}
+    assert {(f.way, f.page_bytes) for f in measurement.figures} == expected
+    assert len(measurement.figures) == len(expected)
+    assert all(f.num_bytes >= 2 * f.page_bytes for f in measurement.figures)
+    assert measurement.device == "cpu"
+
+
+class PricedEngine(CpuCopyEngine):
+    """Takes virtual seconds: for every page, and for every byte."""
+
+    def __init__(self, clock: VirtualClock, page_s: float, byte_s: float) -> None:
+        super().__init__()
+        self.clock, self.page_s, self.byte_s = clock, page_s, byte_s
+
+    def copy_blocks(
+        self,
+        sources: torch.Tensor,
+        source_ids: Int32Array,
+        destinations: torch.Tensor,
+        destination_ids: Int32Array,
+    ) -> PendingCopy:
+        pages = len(source_ids)
+        self.clock.advance(pages * (self.page_s + self.byte_s * sources.shape[1]))
+        return super().copy_blocks(sources, source_ids, destinations, destination_ids)
+
+
+def test_the_crossover_is_where_the_dearer_page_no_longer_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = VirtualClock()
+
+    def priced(min_mean_run_bytes: int) -> PricedEngine:
+        is_gather = min_mean_run_bytes > 0
+        return PricedEngine(clock, *((0.0, 2.0) if is_gather else (10_000.0, 1.0)))
+
+    monkeypatch.setattr("kvcache.worker.copy_measurement.CpuCopyEngine", priced)
+    measurement = measure_cpu(limits=SMALL, clock=clock)
+    assert measurement.crossovers == (Crossover("host to host", "gather", "slices", 16384),)
+    figure = measurement.figure("host to host", "gather", 4096)
+    assert figure is not None
+    assert figure.bytes_per_s == 0.5
+    assert measurement.way("host to host", 4096) == "gather"
+    assert measurement.way("host to host", 16384) == "slices"
+
+
+def test_pages_are_here_and_there_and_both_ways_move_the_same_bytes() -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    class Watched(CpuCopyEngine):
+        def copy_blocks(
+            self, sources: torch.Tensor, source_ids: Int32Array, *rest: object
+        ) -> PendingCopy:
+            seen.append((source_ids.tolist(), rest[1].tolist()))  # type: ignore[attr-defined]
+            return super().copy_blocks(sources, source_ids, *rest)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcache.worker.copy_measurement.CpuCopyEngine", Watched)
+        measure_cpu(limits=SMALL, clock=VirtualClock())
+    pages = SMALL.num_bytes // 256
+    first = next(ids for ids in seen if len(ids[0]) == pages)
+    assert sorted(first[0]) == sorted(first[1]) == list(range(pages))
+    neighbours = (np.diff(first[0]) == 1) & (np.diff(first[1]) == 1)
+    assert neighbours.sum() < pages // 50
+
+
+def figures(direction: str, **seconds: float) -> tuple[CopyFigure, ...]:
+    return tuple(
+        CopyFigure(direction, way.replace("_", " "), 4096, 8192, taken)  # type: ignore[arg-type]
+        for way, taken in seconds.items()
+    )
+
+
+def test_a_direction_with_one_way_goes_that_way() -> None:
+    measured = CopyMeasurement("x", figures("device to host", plain=1.0, copy_units=2.0), ())
+    assert measured.way("device to host", 1) == "copy units"
+    with pytest.raises(KeyError, match="host to device"):
+        measured.way("host to device", 1)
+
+
+def test_the_kernel_is_used_below_the_sizes_that_were_measured() -> None:
+    measured = CopyMeasurement(
+        "x",
+        (),
+        (
+            Crossover("host to device", "kernel", "copy units", 16384),
+            Crossover("device to device", "kernel", "torch", 8192),
+        ),
+    )
+    assert chosen(measured) == KernelChoice(16384, 8192)
+    assert chosen(replace(measured, crossovers=measured.crossovers[1:])) == KernelChoice(0, 8192)
+    assert chosen(CopyMeasurement("x", (), ())) == KernelChoice(0, 0)
+
+
+def test_without_a_gpu_there_is_no_kernel_and_it_is_said_why() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("A CUDA DEVICE IS THERE")
+    found = find_kernel(torch.device("cuda"))
+    assert found.kernel is None
+    assert found.why_not.startswith(("triton cannot be imported (", "it does not run here ("))
+    assert found.why_not.count("\n") == 0
+
+
+def test_no_time_at_all_is_no_error() -> None:
+    assert CopyFigure("host to host", "gather", 1, 1, 0.0).bytes_per_s == float("inf")
+
+
+@pytest.mark.parametrize("limit", [0, 2**62])
+def test_a_cpu_engine_moves_the_same_bytes_with_every_limit(limit: int) -> None:
+    rng = np.random.default_rng(limit % 7)
+    rows = torch.from_numpy(rng.integers(0, 256, (40, 96), dtype=np.uint8))
+    target, order = torch.zeros_like(rows), rng.permutation(40).astype(np.int32)
+    places = np.arange(40, dtype=np.int32)
+    CpuCopyEngine(limit).copy_blocks(rows, order, target, places)
+    assert torch.equal(target, rows[order.tolist()])

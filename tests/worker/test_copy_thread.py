@@ -1,0 +1,300 @@
+"""Stores and loads in a thread beside the worker's: told when they end, whatever happens there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.arrays import Int32Array
+from kvcache.clock import SystemClock
+from kvcache.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
+from kvcache.errors import ConfigurationError, DeadlineError
+from kvcache.messages import Applied, JobReport
+from kvcache.offload.keys import label_keys
+from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, transfers
+from kvcache.worker.checksums import ChecksumRule, checksum_of
+from kvcache.worker.copy_runner import CopyThread
+from kvcache.worker.copy_task import CopyTask
+from kvcache.worker.file_tier import FileTierSettings
+from tests.worker.tier_support import random_labels
+from tests.worker.worker_support import (
+    Harness,
+    block_bytes,
+    fill_block,
+    full_groups,
+    ids,
+    make_config,
+    make_settings,
+    patch,
+)
+
+TIMEOUT_S = 60.0
+
+
+class GatedEngine(CpuCopyEngine):
+    """Copies when `gate` is open; fails while `problem` says how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.problem: Exception | None = None
+        self.threads: set[str] = set()
+
+    def copy_blocks(
+        self,
+        sources: torch.Tensor,
+        source_ids: Int32Array,
+        destinations: torch.Tensor,
+        destination_ids: Int32Array,
+    ) -> PendingCopy:
+        self.threads.add(threading.current_thread().name)
+        assert self.gate.wait(TIMEOUT_S)
+        if self.problem is not None:
+            raise self.problem
+        return super().copy_blocks(sources, source_ids, destinations, destination_ids)
+
+
+class News(threading.Event):
+    """What a worker calls when a transfer has ended."""
+
+    does_raise = False
+
+    def __call__(self) -> None:
+        self.set()
+        if self.does_raise:
+            raise OSError("nobody listens")
+
+
+class Bench(Harness):
+    """A worker on the clock of the machine, and its news."""
+
+    engine: GatedEngine
+    news: News
+
+    def settle(self, job_id: int) -> JobReport:
+        """Wait until the worker has news, as often as it takes."""
+        while job_id not in self.reports:
+            assert self.news.wait(TIMEOUT_S)
+            self.news.clear()
+            self.note(self.worker.on_tick())
+        return self.reports[job_id]
+
+
+def make(**changes: object) -> Bench:
+    engine, news = GatedEngine(), News()
+    config = make_config(full_groups(), host_blocks=6)
+    clock = SystemClock()
+    settings = make_settings(config, **changes)
+    worker = KVCacheWorker(settings, clock=clock, copy_engine=engine, on_news=news)
+    bench = Bench(worker, clock)  # type: ignore[arg-type]
+    bench.engine, bench.news = engine, news
+    bench.grant()
+    for block_id in range(1, 16):
+        fill_block(worker, block_id, float(block_id))
+    return bench
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = make()
+    yield made
+    made.engine.gate.set()
+    made.worker.check()
+    made.worker.close()
+
+
+def test_jobs_run_beside_and_are_told_of_when_they_end(bench: Bench) -> None:
+    content = block_bytes(bench.worker, 3)
+    bench.engine.gate.clear()
+    replies = bench.send(Store(1, "host", ids(3), ids(0)))
+    assert [type(reply) for reply in replies] == [Applied]
+    assert bench.worker.is_transferring
+    assert bench.worker.on_tick() == []
+    bench.engine.gate.set()
+    assert bench.settle(1).ok
+    assert not bench.worker.is_transferring
+    bench.send(Load(2, "host", ids(0), ids(9)))
+    assert bench.settle(2).ok
+    assert block_bytes(bench.worker, 9) == content
+    assert bench.engine.threads == {"kvcache-copies"}
+
+
+def test_what_goes_wrong_in_the_thread_fails_its_job_and_no_other(bench: Bench) -> None:
+    for job_id, problem in ((1, RuntimeError("the bus is on fire")), (2, KeyError("a bug"))):
+        bench.engine.problem = problem
+        bench.send(Store(job_id, "host", ids(3), ids(0)))
+        report = bench.settle(job_id)
+        assert (report.ok, report.detail) == (False, f"the copy engine failed: {problem}")
+    bench.engine.problem = None
+    bench.news.does_raise = True
+    bench.send(Store(3, "host", ids(3), ids(0)))
+    assert bench.settle(3).ok
+    bench.send(Load(4, "host", ids(0), ids(9)))
+    assert bench.settle(4).ok
+
+
+def test_a_checksum_that_cannot_be_taken_fails_the_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("kvcache.worker.copy_task.checksums_of_rows", fail)
+    bench.send(Store(1, "host", ids(3), ids(0)))
+    report = bench.settle(1)
+    assert not report.ok
+    assert "no room" in report.detail
+    bench.send(Load(2, "host", ids(0), ids(9)))
+    assert bench.settle(2).detail == "host slot 0 holds nothing that this rank stored"
+
+
+def test_a_forward_begins_when_the_thread_has_read_what_it_writes(bench: Bench) -> None:
+    content = block_bytes(bench.worker, 3)
+    bench.engine.gate.clear()
+    bench.send(Store(1, "host", ids(3), ids(0)))
+    bench.send(Unlabel(ids(3)), patch(0, [3]))
+    with pytest.raises(DeadlineError, match="moves its blocks"):
+        bench.worker.begin_forward(1, 2, timeout_s=0.01)
+
+    def write() -> None:
+        bench.worker.begin_forward(1, 2, TIMEOUT_S)
+        fill_block(bench.worker, 3, 77.0)
+        bench.worker.end_forward(1, 2)
+
+    forward = threading.Thread(target=write)
+    forward.start()
+    # A message is obeyed while the forward waits: the worker is not locked meanwhile.
+    assert [type(reply) for reply in bench.send()] == [Applied]
+    bench.engine.gate.set()
+    forward.join(TIMEOUT_S)
+    assert bench.settle(1).ok
+    assert bench.worker.statistics().transfers.num_waits >= 1
+    bench.send(Load(2, "host", ids(0), ids(9)))
+    assert bench.settle(2).ok
+    assert block_bytes(bench.worker, 9) == content
+
+
+def test_a_store_that_came_during_a_forward_runs_when_it_has_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    can_begin, has_looked = CopyTask.can_begin, threading.Event()
+
+    def look(task: CopyTask) -> bool:
+        may = can_begin(task)
+        has_looked.set()
+        return may
+
+    monkeypatch.setattr(CopyTask, "can_begin", look)
+    bench.send(patch(0, [3]))
+    bench.worker.begin_forward(1, 1, TIMEOUT_S)
+    bench.send(Store(1, "host", ids(3), ids(0)))
+    fill_block(bench.worker, 3, 77.0)
+    assert has_looked.wait(TIMEOUT_S)
+    assert not bench.engine.threads
+    bench.worker.end_forward(1, 1)
+    assert bench.settle(1).ok
+    bench.send(Load(3, "host", ids(0), ids(9)))
+    assert bench.settle(3).ok
+    assert block_bytes(bench.worker, 9) == block_bytes(bench.worker, 3)
+
+
+def test_closing_drops_what_has_not_begun_and_does_not_wait_for_what_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfers, "CLOSE_TIMEOUT_S", 0.01)
+    bench = make()
+    before = block_bytes(bench.worker, 9)
+    bench.send(patch(0, [3]))
+    bench.worker.begin_forward(1, 1, TIMEOUT_S)
+    bench.send(Store(1, "host", ids(3), ids(0)))
+    bench.worker.close()
+    assert not caplog.records
+    assert not bench.engine.threads
+    bench = make()
+    bench.engine.gate.clear()
+    bench.send(Store(1, "host", ids(3), ids(0)), Store(2, "host", ids(4), ids(1)))
+    while not bench.engine.threads:
+        threading.Event().wait(0.001)
+    bench.worker.close()
+    assert [record.message for record in caplog.records] == [
+        "a copy is not over after 0.01 s: its memory is kept"
+    ]
+    host = bench.worker.host_pool
+    assert host is not None
+    assert host.segment.descriptor >= 0
+    bench.engine.gate.set()
+    assert block_bytes(bench.worker, 9) == before
+
+
+def test_a_worker_that_copies_nothing_starts_no_thread() -> None:
+    runner = CopyThread(lambda: None, "kvcache-idle")
+    assert runner.close(0.0)
+    assert "kvcache-idle" not in [thread.name for thread in threading.enumerate()]
+
+
+def corrupt(bench: Bench, slots: range) -> None:
+    host = bench.worker.host_pool
+    assert host is not None
+    for slot in slots:
+        host.tensors[0][slot, 0] ^= 1
+
+
+def test_of_a_sample_one_block_in_sixteen_is_compared() -> None:
+    rule = ChecksumRule("sample")
+    chosen = [rule.chosen(count).tolist() for count in (3, 14, 20)]
+    assert [places.index(True) for places in chosen] == [0, 13, 15]
+    assert [sum(places) for places in chosen] == [1, 1, 1]
+    bench = make(verify="sample")
+    bench.send(Store(1, "host", ids(1, 2, 3, 4, 5, 6), ids(0, 1, 2, 3, 4, 5)))
+    bench.settle(1)
+    corrupt(bench, range(6))
+    bench.send(Load(2, "host", ids(0, 1), ids(9, 10)), Load(3, "host", ids(0, 1), ids(9, 10)))
+    assert bench.settle(2).block_ids == (0,)
+    assert bench.settle(3).ok
+    bench.worker.close()
+
+
+def test_never_takes_no_checksum_and_compares_none() -> None:
+    bench = make(verify="never")
+    bench.send(Store(1, "host", ids(1), ids(0)))
+    assert (bench.settle(1).ok, bench.reports[1].checksum) == (True, 0)
+    corrupt(bench, range(1))
+    bench.send(Load(2, "host", ids(0), ids(9)))
+    assert (bench.settle(2).ok, bench.reports[2].checksum) == (True, 0)
+    bench.worker.close()
+
+
+def test_a_file_has_a_checksum_also_where_slots_have_none(tmp_path: Path) -> None:
+    bench = make(verify="never", file_tier=FileTierSettings(tmp_path, "cluster"))
+    labels = random_labels(np.random.default_rng(0), [3])
+    (key,) = label_keys(labels)
+    content = block_bytes(bench.worker, 3)
+    bench.send(labels)
+    bench.send(Store(1, "host", ids(3), ids(0)))
+    assert bench.settle(1).ok
+    bench.send(SealSlots("host", ids(0)), Spill(2, "file", ids(0), key))
+    assert bench.settle(2).ok
+    bench.send(Fetch(3, "file", key, ids(1)))
+    assert bench.settle(3).ok
+    host, pool = bench.worker.host_pool, bench.worker.file_pool
+    assert host is not None
+    assert pool is not None
+    assert host.labels.checksums(ids(1)).tolist() == [checksum_of([memoryview(content)])]
+    (path,) = tmp_path.rglob("*.kvb")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 16
+    path.write_bytes(bytes(data))
+    bench.send(Fetch(4, "file", key, ids(2)))
+    assert bench.settle(4).ok  # nobody looks
+    bench.worker.close()
+
+
+def test_an_unknown_way_to_verify_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="verify is 'often': choose one of always, sample"):
+        make(verify="often")
