@@ -114,13 +114,18 @@ def make_coordinator(
         tells_all = config.events.publish_groups == "all"
         return recipe.make(manager_clock, model_epoch, feed, publish_all_groups=tells_all)
 
-    return Coordinator(
-        coordinator_settings(config, plan),
-        manager_factory=make_one,
-        clock=clock,
-        nonce=secrets.token_hex(16),
-        state_store=state_store,
-        recorder=recorder,
-        offload=offload,
-        events=feed,
-    )
+    try:
+        return Coordinator(
+            coordinator_settings(config, plan),
+            manager_factory=make_one,
+            clock=clock,
+            nonce=secrets.token_hex(16),
+            state_store=state_store,
+            recorder=recorder,
+            offload=offload,
+            events=feed,
+        )
+    except BaseException:
+        if feed is not None:
+            feed.close()
+        raise

@@ -12,7 +12,7 @@ from kvcache.errors import ConfigurationError
 from kvcache.events.process_link import ProcessLink
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
-from kvcache.events.translation import group_kinds
+from kvcache.events.translation import group_kinds, usable_group
 from kvcache.planner import Plan
 
 OPEN_S = 30.0
@@ -49,12 +49,14 @@ def make_event_feed(
                 "never"
             )
         curve_keys = astuple(keys)
+    groups = [group.kv_cache_spec for group in plan.model_config.kv_cache_groups]
+    kinds = group_kinds(plan.model_config.kv_cache_groups)
     link = ProcessLink(
         settings,
-        group_kinds(plan.model_config.kv_cache_groups),
+        kinds,
         SocketSettings(events.endpoint, events.replay_endpoint, curve_keys=curve_keys),
         clock,
         max_waiting_bytes=events.queue_bytes,
     )
     link.open(OPEN_S)
-    return LinkedEventFeed(link)
+    return LinkedEventFeed(link, block_size=groups[usable_group(kinds) or 0].block_size)

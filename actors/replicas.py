@@ -15,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import ray
+
 from actors.cluster import KVCacheCluster
 from actors.cluster_access import connect_to_ray
 from actors.discovery import DiscoveryRecord, discovery_records
-from actors.embedded_site import find_actor
 from actors.launch import OnProgress
-from actors.names import coordinator_name
+from actors.names import RAY_NAMESPACE, coordinator_name
 from kvcache.config import ClusterConfig, load_config
 from kvcache.config.events import shifted
 from kvcache.errors import ConfigurationError, NotRunningError
@@ -95,11 +96,19 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
 
     @classmethod
     def connect(cls, name: str) -> KVCacheReplicas:
-        """Return the running replicas of the launch `name`. Raises NotRunningError without any."""
+        """Return the replicas of launch `name` that run. Raises NotRunningError without any."""
         connect_to_ray()
-        found: list[KVCacheCluster] = []
-        while find_actor(coordinator_name(replica_name(name, len(found)))) is not None:
-            found.append(KVCacheCluster.connect(replica_name(name, len(found))))
+        prefix, suffix = replica_name(name, 0).removesuffix("0"), coordinator_name("")
+        actors: Any = ray.util.list_named_actors(all_namespaces=True)
+        middles = [
+            actor["name"].removeprefix(prefix).removesuffix(suffix)
+            for actor in actors
+            if actor["namespace"] == RAY_NAMESPACE
+            and actor["name"].startswith(prefix)
+            and actor["name"].endswith(suffix)
+        ]
+        ranks = sorted(int(middle) for middle in middles if middle.isdecimal())
+        found = [KVCacheCluster.connect(replica_name(name, rank)) for rank in ranks]
         if not found:
             raise NotRunningError(
                 f"no replicas of {name!r} are running: launch them, or check the name"

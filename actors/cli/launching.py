@@ -21,9 +21,9 @@ from actors.cli.sessions import ray_session
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cli.tier_facts import tier_facts
 from actors.cluster import KVCacheCluster
-from actors.embedded_site import EmbeddedSite, find_actor, find_cluster
+from actors.embedded_site import EmbeddedSite, find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
-from actors.replicas import KVCacheReplicas, replica_name
+from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
 from actors.state import recorded_clusters
 from kvcache.config import load_config, parse_config
@@ -108,10 +108,13 @@ def stop_cluster(name: str | None) -> None:
 def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
     """Return what runs under a name: a cluster, or the replicas of one launch. Raises
     NotRunningError if there is nothing."""
-    is_replicated = find_actor(coordinator_name(replica_name(name, 0))) is not None
-    if is_replicated and find_actor(coordinator_name(name)) is None:
-        return KVCacheReplicas.connect(name)
-    return find_cluster(name)
+    try:
+        return find_cluster(name)
+    except NotRunningError as error:
+        try:
+            return KVCacheReplicas.connect(name)
+        except NotRunningError:
+            raise error from None
 
 
 def only_cluster() -> str:

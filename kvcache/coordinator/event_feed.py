@@ -95,8 +95,16 @@ class NullEventFeed:
 class LinkedEventFeed:
     """Tells a publisher at the other end of a link. One owner, one thread."""
 
-    def __init__(self, link: PublisherLink, wall_time: Callable[[], float] = time.time) -> None:
-        """Tell whoever `link` leads to; `wall_time` returns seconds since 1970."""
+    def __init__(
+        self,
+        link: PublisherLink,
+        wall_time: Callable[[], float] = time.time,
+        *,
+        block_size: int = 0,
+    ) -> None:
+        """Tell whoever `link` leads to; `wall_time` returns seconds since 1970. `block_size` is
+        that of the group that routers are told of, for the figures."""
+        self._block_size = block_size
         self._link = link
         self._wall_time = wall_time
         # Invariant: what `_labels` say, and then `_ahead` and `_pending[_num_followed:]`, is what
@@ -168,7 +176,7 @@ class LinkedEventFeed:
 
     def figures(self) -> dict[str, Any] | None:
         """Return what the publisher said last."""
-        return self._link.figures()
+        return {**self._link.figures(), "block_size": self._block_size}
 
     def close(self) -> None:
         """End the publisher."""

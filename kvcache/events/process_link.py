@@ -78,6 +78,8 @@ class ProcessLink:
         self._bound: SocketSettings | None = None
         self._clock = clock
         self._max_waiting_bytes = max_waiting_bytes
+        self._limit_bytes = max_waiting_bytes
+        """A state has to get through however large it is: it does not count."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
@@ -141,7 +143,9 @@ class ProcessLink:
         """Hand a frame over, or drop it: without a publisher, and before it knows the state."""
         if not self._is_ready or not (self._is_told or is_state):
             return
-        if not is_state and self._waiting_bytes + len(frame) > self._max_waiting_bytes:
+        if is_state:
+            self._limit_bytes = self._max_waiting_bytes + self._waiting_bytes + len(frame)
+        if self._waiting_bytes + len(frame) > self._limit_bytes:
             logger.warning(
                 "the event publisher does not keep up: %d bytes are dropped, everything will be "
                 "stated anew",

@@ -101,6 +101,11 @@ def drop_void_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
     return found
 
 
+def usable_group(kinds: Sequence[GroupKind]) -> int | None:
+    """Return the first group of full attention, the one that routers can use; None without any."""
+    return next((i for i, kind in enumerate(kinds) if kind.kind in _USABLE_KINDS), None)
+
+
 class EventTranslator:
     """Translates the events of one cache. Remembers nothing from event to event."""
 
@@ -123,8 +128,8 @@ class EventTranslator:
         self._kinds = tuple(kinds)
         self._names = {group: group for group in range(len(kinds))}
         if publish_groups == "usable":
-            usable = [i for i, kind in enumerate(kinds) if kind.kind in _USABLE_KINDS]
-            self._names = dict.fromkeys(usable[:1], 0)
+            usable = usable_group(kinds)
+            self._names = {} if usable is None else {usable: 0}
 
     def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
         """Return what routers are told of `events`, in order.

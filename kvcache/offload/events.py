@@ -26,7 +26,7 @@ from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
 EVENT_MEDIA: Mapping[str, str] = MappingProxyType(
     {DEVICE_MEDIUM: "device", HOST_MEDIUM: "host", FILE_MEDIUM: "storage"}
 )
-"""Media as cache events name them; others keep their own name."""
+"""Media as cache events name them; routers know no others, so every other one is storage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ def cache_events(
     digests = PackedDigests(labels.digests, size)
     parents = PackedDigests(labels.parent_digests, size)
     is_full = labels.token_counts == np.array(block_sizes, np.int32)[groups]
-    medium = EVENT_MEDIA.get(event.medium, event.medium)
+    medium = EVENT_MEDIA.get(event.medium, EVENT_MEDIA[FILE_MEDIUM])
     ends = np.cumsum(labels.token_counts)
     found: list[BlocksStored | BlocksRemoved] = []
     for first, end in _runs(labels, digests, parents, is_full.tolist(), event.removed):

@@ -11,7 +11,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from kvcache.events.subscription import Update
 from kvcache.events.wire_events import StoredEvent
 
 BLOCK: Final = 16
+MEDIA: Final = ("GPU", "CPU", "STORAGE")
 BLOCK_BYTES: Final = 2 * BLOCK * 2 * 8 * 2
 """Keys and values of `BLOCK` tokens, two heads of eight halves."""
 MODEL: Final = "tiny"
@@ -43,7 +44,7 @@ _HERE: Final = "here"
 class Prompt:
     """What a request brings: tokens, shape `(n,)`, and the names that set it apart."""
 
-    token_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32] = field(repr=False)
     lora_name: str | None = None
     cache_salt: str | None = None
 
@@ -135,6 +136,7 @@ class PublishedCluster:
         self.mirror = CacheMirror()
         self.book: list[Prompt] = []
         self._num_played = 0
+        self._names: dict[tuple[int | None, bytes, str | None, str | None], int] = {}
         self._checksums: dict[int, int] = {}
         self._beats_s: list[float] = []
         self.subscriber = KVEventSubscriber(
@@ -245,6 +247,30 @@ class PublishedCluster:
         counts = [(m.device_blocks, m.host_blocks, m.storage_blocks) for m in found] or [(0, 0, 0)]
         return Answer(*(self.block_size * count for count in counts[0]))
 
+    def in_order(self, prompt: Prompt) -> Answer:
+        """Return what is found by who looks on the device, then in host memory, then in files.
+
+        Never back again: of blocks that lie in host memory behind one that is in files alone,
+        nothing is found. So looks Dynamo; it finds as much as our own index wherever blocks lie
+        in that order, and never more.
+        """
+        size, parent = self.block_size, None
+        found = [0, 0, 0]
+        place = 0
+        for start in range(0, len(prompt.token_ids) - size + 1, size):
+            tokens = prompt.token_ids[start : start + size].tobytes()
+            parent = self._names.get((parent, tokens, prompt.lora_name, prompt.cache_salt))
+            if parent is None:
+                break
+            while place < len(MEDIA) and not self.mirror.contains(parent, MEDIA[place]):
+                place += 1
+            for medium in range(place, len(MEDIA)):
+                found[medium] += size
+        answer, ours = Answer(*found), self.expected(prompt)
+        assert (answer.device, answer.host) == (ours.device, ours.host)
+        assert answer.storage <= ours.storage
+        return answer
+
     def questions(self) -> list[Prompt]:
         """Return prompts to ask for: the last that were played, and what is not to be mixed up."""
         asked = [*self.book[-25:], *self.book[:5]]
@@ -276,9 +302,20 @@ class PublishedCluster:
     def _on_update(self, update: Update) -> None:
         self.index.follow(_HERE, update)
         self.mirror.apply(update.batch.events)
+        for event in update.batch.events:
+            if isinstance(event, StoredEvent):
+                self._note(event)
         self._checksums[update.seq] = self.mirror.checksum
         if not update.batch.events:
             self._beats_s.append(update.batch.time_s)
+
+    def _note(self, event: StoredEvent) -> None:
+        """Remember what blocks are called, for ever: a hash is always that of the same content."""
+        parent, size = event.parent_block_hash, event.block_size
+        for i, value in enumerate(event.block_hashes.tolist()):
+            tokens = event.token_ids[i * size : (i + 1) * size].tobytes()
+            self._names[parent, tokens, event.lora_name, event.cache_salt] = value
+            parent = value
 
     def _is_idle(self) -> bool:
         figures = self.cluster.coordinator.statistics()

@@ -77,7 +77,7 @@ def become_equal(party: RouterParty, *clusters: PublishedCluster) -> None:
         found[:] = [
             (prompt, got, wanted)
             for prompt, got in zip(prompts, replies, strict=True)
-            for wanted in [{i: c.expected(prompt) for i, c in enumerate(clusters, FIRST)}]
+            for wanted in [{i: c.in_order(prompt) for i, c in enumerate(clusters, FIRST)}]
             if got != wanted
         ]
         return not found

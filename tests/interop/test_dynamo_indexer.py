@@ -31,7 +31,7 @@ def differences(cluster: PublishedCluster, indexer: DynamoIndexer) -> list[str]:
         if here != there:
             found.append(f"{medium}: {len(here - there)} missing, {len(there - here)} too many")
     for prompt in cluster.questions() if not found else ():
-        expected, answer = cluster.expected(prompt), indexer.answer(prompt)
+        expected, answer = cluster.in_order(prompt), indexer.answer(prompt)
         if answer != expected:
             found.append(f"{prompt}: {answer}, ours is {expected}")
     return found

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvcache.core import CacheEvent
-from kvcache.events.feed_frames import pack_events, pack_frame
+from kvcache.events.feed_frames import pack_events, pack_frame, pack_state
+from kvcache.events.mirror import CacheMirror
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.publisher_process import PublisherLoop, SocketSettings
-from kvcache.events.translation import GroupKind
-from tests.events.event_world import Cache
+from kvcache.events.translation import EventTranslator, GroupKind
+from tests.events.event_world import BLOCK, Cache, stored
 
 HEARTBEAT_S = 0.1
 PATIENCE_S = 30.0
@@ -32,17 +33,28 @@ class Replica:
         self.feed, theirs = socket.socketpair()
         theirs.setblocking(False)
         settings = PublisherSettings(topic="kv@test@model", heartbeat_s=HEARTBEAT_S)
-        self.publisher = EventPublisher(settings, [GroupKind("full")])
-        loop = PublisherLoop(theirs, self.publisher, places)
+        loop = PublisherLoop(theirs, EventPublisher(settings, [GroupKind("full")]), places)
         self.endpoint, self.replay_endpoint = loop.bind()
         self.thread = threading.Thread(target=self._run, args=(loop, theirs), daemon=True)
         self.thread.start()
-        state = pack_events(self.cache.state())
-        self.feed.sendall(pack_frame("begin", epoch << 40, 0.0, state))
+        nothing = pack_state((), (BLOCK,), bytes(32))
+        self.feed.sendall(pack_frame("begin", epoch << 40, 0.0, nothing))
+        self.tell(self.state())
 
     @property
     def places(self) -> SocketSettings:
         return SocketSettings(self.endpoint, self.replay_endpoint)
+
+    def state(self) -> list[CacheEvent]:
+        """Return events that state all that is cached."""
+        known, media = self.cache.known, self.cache.media
+        return [stored([known[digest]], medium) for medium in media for digest in media[medium]]
+
+    def checksum(self) -> int:
+        """Return that of all that is cached, whatever was published."""
+        mirror = CacheMirror()
+        mirror.apply(EventTranslator([GroupKind("full")]).translate(self.state()))
+        return mirror.checksum
 
     def tell(self, events: Sequence[CacheEvent]) -> None:
         if events:

@@ -39,8 +39,7 @@ class Scene:
     def knows(self, name: str) -> bool:
         """Whether what the router knows of a replica is what is cached there."""
         told = self.router.statistics().replicas[name].known.events
-        there = self.replicas[name].publisher.statistics()
-        return told.is_exact and told.checksum == there.checksum
+        return told.is_exact and told.checksum == self.replicas[name].checksum()
 
     def is_stale(self, name: str) -> bool:
         return self.router.statistics().replicas[name].is_stale
@@ -129,14 +128,7 @@ def test_ranking_is_what_brute_force_finds(scene: Scene, seed: int) -> None:
 
 def settle(scene: Scene) -> None:
     """Wait until every replica has published what it was told, and the router knows it."""
-    for name, replica in scene.replicas.items():
-        counts = {
-            wire: len(replica.cache.media[medium])
-            for medium, wire in (("device", "GPU"), ("host", "CPU"), ("storage", "STORAGE"))
-            if replica.cache.media[medium]
-        }
-        wait_until(lambda r=replica, c=counts: r.publisher.statistics().num_blocks == c)
-        wait_until(lambda n=name: scene.knows(n))
+    wait_until(lambda: all(scene.knows(name) for name in scene.replicas))
 
 
 def fill(scene: Scene, name: str) -> tuple[list[int], Namespace]:
