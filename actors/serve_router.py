@@ -78,7 +78,8 @@ class PrefixCacheRequestRouter(RequestRouter):
             ConfigurationError: settings that cannot be meant.
         """
         self._arguments = (tokens_argument, lora_argument, salt_argument)
-        self._prefixes = PrefixRouter(RouterSettings(**settings))
+        self.prefixes = PrefixRouter(RouterSettings(**settings))
+        """What is known of the replicas, by the unique part of their ids."""
         self._ending = threading.Lock()
         self._ended_early: OrderedDict[tuple[str, str], None] = OrderedDict()
         """Requests and replicas, of which Serve has said only that they have ended."""
@@ -89,7 +90,7 @@ class PrefixCacheRequestRouter(RequestRouter):
         for replica in replicas:
             self._follow(replica)
         there = {_name(replica.replica_id) for replica in replicas}
-        for name in set(self._prefixes.replicas) - there:
+        for name in set(self.prefixes.replicas) - there:
             self._forget(name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -110,11 +111,11 @@ class PrefixCacheRequestRouter(RequestRouter):
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         tokens, lora_name, cache_salt = self._prompt_of(pending_request)
         try:
-            ranked = self._prefixes.rank(
+            ranked = self.prefixes.rank(
                 tokens, lora_name=lora_name, cache_salt=cache_salt, among=by_name
             )
         except KVCacheError:  # no tokens: the replica will say so to who has sent them
-            ranked = self._prefixes.rank((), among=by_name)
+            ranked = self.prefixes.rank((), among=by_name)
         best = [[by_name.pop(one.name)] for one in ranked]
         return [*best, list(by_name.values())] if by_name else best
 
@@ -128,14 +129,14 @@ class PrefixCacheRequestRouter(RequestRouter):
         with self._ending:
             if request in self._ended_early:
                 del self._ended_early[request]
-            elif name in self._prefixes.replicas:
-                self._prefixes.begin("@".join(request), name, num_tokens)
+            elif name in self.prefixes.replicas:
+                self.prefixes.begin("@".join(request), name, num_tokens)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request, or an attempt that a replica has refused, loads it no more."""
         request = (internal_request_id, _name(replica_id))
         with self._ending:
-            if not self._prefixes.end("@".join(request)):
+            if not self.prefixes.end("@".join(request)):
                 self._ended_early[request] = None
                 if len(self._ended_early) > _MAX_ENDED_EARLY:
                     self._ended_early.popitem(last=False)
@@ -143,13 +144,13 @@ class PrefixCacheRequestRouter(RequestRouter):
     def _follow(self, replica: RunningReplica) -> None:
         told = replica.routing_stats.get(EVENTS_KEY) or replica.replica_metadata.get(EVENTS_KEY)
         if isinstance(told, Mapping):
-            self._prefixes.add_replica(
+            self.prefixes.add_replica(
                 _name(replica.replica_id), **{name: told[name] for name in _TOLD}
             )
 
     def _forget(self, name: str) -> None:
         """Forget a replica beside the event loop, which its thread would hold up."""
-        self._event_loop.run_in_executor(None, self._prefixes.remove_replica, name)
+        self._event_loop.run_in_executor(None, self.prefixes.remove_replica, name)
 
     def _prompt_of(self, request: PendingRequest | None) -> tuple[TokenIds, Any, Any]:
         """Return a request's token ids, adapter and salt, nothing where it has none."""

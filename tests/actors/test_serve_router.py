@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import os
@@ -9,13 +10,16 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.event_endpoints import endpoints_in
+from actors.event_endpoints import EventEndpoints, endpoints_in
 from kvcache import NewRequest, StepRequest
+from kvcache.curve import generate_curve_keys
+from kvcache.errors import ConfigurationError
 
 if importlib.util.find_spec("starlette") is None:
     pytest.skip("the extra `serve` is not installed", allow_module_level=True)
@@ -23,10 +27,12 @@ if importlib.util.find_spec("starlette") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Serve's own, on import
     from ray import serve
+    from ray.serve._private.common import DeploymentID, RequestMetadata
     from ray.serve.config import ProxyLocation, RequestRouterConfig
     from ray.serve.handle import DeploymentHandle
+    from ray.serve.request_router import PendingRequest, ReplicaID
 
-    from actors.serve_router import event_metadata
+    from actors.serve_router import PrefixCacheRequestRouter, event_metadata
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
 
@@ -130,3 +136,39 @@ def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
         elsewhere.append(ask(first_token))
         assert len(elsewhere) < 100
     assert dead not in {home for home, _ in elsewhere}
+
+
+def test_a_request_that_ends_before_it_is_routed_leaves_no_load() -> None:
+    """Serve tells of the end from a callback, of the way when the replica has accepted."""
+    router = PrefixCacheRequestRouter.__new__(PrefixCacheRequestRouter)  # no deployment around it
+    router.initialize_state(block_tokens=16)
+    there = [ReplicaID(name, DeploymentID("engine")) for name in ("one", "two")]
+    with router.prefixes as prefixes, closing(asyncio.new_event_loop()) as loop:
+        for replica in there:
+            prefixes.add_replica(replica.unique_id, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
+
+        def loads() -> list[float]:
+            return [state.load for state in prefixes.statistics().replicas.values()]
+
+        for number in range(3):
+            metadata = RequestMetadata(f"r{number}", f"internal-{number}")
+            request = PendingRequest(
+                [], {"token_ids": [1] * 32}, metadata, future=asyncio.Future(loop=loop)
+            )
+            # The first replica refuses it, which ends that attempt; the second one accepts.
+            router.on_request_completed(there[0], f"internal-{number}")
+            router.on_request_routed(request, there[1], None)
+            assert loads() == [0.0, 2.0]
+            router.on_request_completed(there[1], f"internal-{number}")
+            assert loads() == [0.0, 0.0]
+            # Another one is so quick that its end is heard first.
+            metadata.internal_request_id = f"quick-{number}"
+            router.on_request_completed(there[0], f"quick-{number}")
+            router.on_request_routed(request, there[0], None)
+            assert loads() == [0.0, 0.0]
+
+
+def test_a_publisher_that_wants_keys_is_not_shown_to_everybody() -> None:
+    endpoints = EventEndpoints("tcp://h:1", "tcp://h:2", keys=generate_curve_keys())
+    with pytest.raises(ConfigurationError, match="wants keys"):
+        event_metadata(endpoints)
