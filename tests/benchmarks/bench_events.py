@@ -20,7 +20,7 @@ from kvcache.config import parse_config
 from kvcache.core import BlocksStored, CacheEvent
 from kvcache.digests import PackedDigests
 from kvcache.events.codec import EventCodec
-from kvcache.events.feed_frames import pack_events, pack_frame
+from kvcache.events.feed_frames import pack_events, pack_frame, pack_state
 from kvcache.events.process_link import ProcessLink
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
@@ -128,7 +128,10 @@ def blocks_into_subscriber(seed: int, num_batches: int) -> float:
     batches = [stored(seed * num_batches + i) for i in range(num_batches)]
     try:
         with KVEventSubscriber(*link.endpoints) as subscriber:
-            link.send(pack_frame("begin", 0, 1.0, []), is_state=True)
+            link.send(
+                pack_frame("begin", 0, 1.0, pack_state((), (BLOCK_TOKENS,), bytes(32))),
+                is_state=True,
+            )
             subscriber.wait_for(0, PATIENCE_S)
             start_s = time.perf_counter()
             for batch in batches:
