@@ -280,6 +280,10 @@ class PrefixLoading:
         for request_id in late:
             wish = self._wishes[request_id]
             if wish.stage in (_Stage.LOADED, _Stage.GIVEN_UP):
+                if wish.stage is _Stage.LOADED and wish.tail is not None:
+                    # It found no room beside what others hold: loaded again and again, two requests
+                    # could keep each other out. What is cached can be evicted, a held tail cannot.
+                    self._tails.forget(request_id)
                 self._forget(request_id)
             elif wish.stage is _Stage.LOADING:
                 self.on_overdue(wish.job_id, now_s)

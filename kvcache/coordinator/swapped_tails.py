@@ -35,7 +35,7 @@ from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.request import Request
 
 MAX_HOST_SHARE = 4
-"""One in so many host blocks may hold tails."""
+"""One in so many slots of host memory may hold tails."""
 
 
 class SwapWhen(Enum):
@@ -112,7 +112,7 @@ class SwappedTails:
         self._loads = loads
         self._cancel_job = cancel_job
         self._key_bytes = digest_bytes + 1  # longer than any digest: no content has such a key
-        self._max_blocks = tiers.host.num_addresses // MAX_HOST_SHARE
+        self._max_slots = tiers.host.options.num_slots // MAX_HOST_SHARE
         self._tails: dict[str, SwappedTail] = {}
         self._being_read: dict[int, Int32Array] = {}
         self._copied: list[tuple[Int32Array, StepsUnderWay]] = []
@@ -145,10 +145,9 @@ class SwappedTails:
         first_token = min(num_tokens, num_cached_tokens) // step * step
         places = self._finder.columns_between(num_tokens, first_token, num_tokens)
         ids = int32_array([block_ids[group][column] for group, column in places])
-        num_kept = sum(len(tail.keys) for tail in self._tails.values())
         if (
             not len(ids)
-            or num_kept + len(ids) > self._max_blocks
+            or self._num_taken_slots() + self._num_slots_for(places) > self._max_slots
             or not self._rule.is_cheaper(num_tokens - first_token, len(ids))
             or (ids == NULL_BLOCK_ID).any()
             or self._are_copied(ids)
@@ -226,6 +225,20 @@ class SwappedTails:
         """
         self._copied = [entry for entry in self._copied if not self._loads.are_over(entry[1])]
         self._copied.append((block_ids, self._loads.under_way()))
+
+    def _num_taken_slots(self) -> int:
+        """Return how many slots hold something of a tail: not those of stores that failed, nor of
+        what was dropped since."""
+        keys = [key for tail in self._tails.values() for key in tail.keys]
+        addresses = self._tiers.host.addresses_of(keys)
+        there = addresses[addresses >= 0]
+        return len(np.unique(there // self._tiers.host.options.blocks_per_slot))
+
+    def _num_slots_for(self, places: Sequence[tuple[int, int]]) -> int:
+        """Return how many slots a tail takes: it shares none with others, nor do its groups."""
+        size = self._tiers.host.options.blocks_per_slot
+        groups = [group for group, _ in places]
+        return sum(-(-groups.count(group) // size) for group in set(groups))
 
     def _are_copied(self, block_ids: Int32Array) -> bool:
         return any(

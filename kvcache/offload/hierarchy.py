@@ -137,13 +137,15 @@ class TierHierarchy:
             labels: one row per key; needed where the tiers keep labels.
             behind: the key that `keys[0]` continues.
             is_private: swapped content that has no label: stored however rarely it was seen,
-                never sealed and never spilled, and dropped where room is needed.
+                never sealed and never spilled, and dropped where room is needed; all of it or
+                nothing.
         """
         reserved = self.host.reserve(
             keys,
             labels=labels,
             behind=behind,
             is_forced=is_private,
+            needs_all=is_private,
             drops_dirty=not self.is_disk_in_use,
         )
         self.num_without_room = 0 if reserved is None else reserved.num_refused

@@ -180,11 +180,13 @@ class CopyThread:
 
     def _run(self) -> None:
         tasks: list[_RunningTask] = []
-        while tasks or not self._is_closing:
-            is_copying = any(running.has_begun for running in tasks)
-            tasks += self._take_submitted(POLL_S if is_copying else None)
-            tasks = [running for running in tasks if not self._advance(running)]
-        self._has_ended.set()
+        try:
+            while tasks or not self._is_closing:
+                is_copying = any(running.has_begun for running in tasks)
+                tasks += self._take_submitted(POLL_S if is_copying else None)
+                tasks = [running for running in tasks if not self._advance(running)]
+        finally:
+            self._has_ended.set()
 
     def _take_submitted(self, timeout_s: float | None) -> Iterator[_RunningTask]:
         """Yield what has been submitted; wait for it, or for a sign, at most `timeout_s`."""
@@ -201,9 +203,15 @@ class CopyThread:
         """Take a task further; say whether it is over. Never raises."""
         if self._is_closing and not running.has_begun:
             return True
-        if not running.advance():
-            return False
-        self._finished.append(FinishedCopy(running, running.task.finish()))
+        try:
+            if not running.advance():
+                return False
+            result = running.task.finish()
+        except Exception as error:  # a device that has failed says so to whoever asks it
+            logger.exception("a copy cannot be followed: it counts as failed")
+            result = CopyResult(f"the copy engine failed: {type(error).__name__}: {error}")
+            running.copied.set()
+        self._finished.append(FinishedCopy(running, result))
         try:
             self._on_finished()
         except Exception:  # whoever is told asks by himself, too, if less soon

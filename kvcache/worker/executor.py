@@ -297,8 +297,8 @@ class CommandExecutor:
 
     def close(self) -> None:
         """End what was started, as far as it ends in time."""
-        self.transfers.close()
-        self._engine.close()
+        if self.transfers.close():
+            self._engine.close()  # waits for the device, which would be for ever otherwise
 
     def _make_checker(self, settings: WorkerSettings) -> ContentChecker:
         return ContentChecker(

@@ -6,11 +6,14 @@ it when its clock says so. Refuses to know what a task is: a task never raises.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
@@ -67,4 +70,7 @@ class ThreadLanes:
 
 def _run(queue: SimpleQueue[Task | None]) -> None:
     while (task := queue.get()) is not None:
-        task()
+        try:
+            task()
+        except Exception:  # a task's own failures are in its result: others come behind it
+            logger.exception("a file task of this rank has failed")

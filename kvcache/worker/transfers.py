@@ -183,15 +183,17 @@ class TransferJobs:
         if self._host is not None:
             self._host.labels.check()
 
-    def close(self) -> None:
-        """End what has begun, drop the rest, and give the tiers back.
+    def close(self) -> bool:
+        """End what has begun, drop the rest, and give the tiers back; say whether it all ended.
 
         Tiers that something may still copy to or from are left to the process's end.
         """
-        if self._runner.close(CLOSE_TIMEOUT_S):
+        is_over = self._runner.close(CLOSE_TIMEOUT_S)
+        if is_over:
             self._tiers.close()
         else:
             logger.error("a copy is not over after %g s: its memory is kept", CLOSE_TIMEOUT_S)
+        return is_over
 
     # --- starting
 

@@ -311,6 +311,16 @@ def test_swapped_content_is_stored_at_once_and_never_spilled() -> None:
     assert tiers.host.num_free_slots == 2
 
 
+def test_swapped_content_that_does_not_fit_as_a_whole_evicts_nothing() -> None:
+    tiers, keys = make_hierarchy(num_host=4, num_disk=0), make_keys(8)
+    store(tiers, keys[:4])
+    held = tiers.plan_load(keys[:3], NOW_S)
+    assert held is not None
+    assert tiers.plan_store(keys[4:6], NOW_S, is_private=True) is None
+    assert places(tiers, keys[:4]) == [Place.HOST] * 4
+    assert tiers.plan_store(keys[4:5], NOW_S, is_private=True) is not None
+
+
 def test_labels_move_with_content_and_are_told_by_tier() -> None:
     options = HierarchyOptions("on_store", 0.0)
     tiers = make_hierarchy(options=options, labels=LabelShape(32, SIZE))

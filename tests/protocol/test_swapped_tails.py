@@ -56,6 +56,7 @@ class Bench:
         rule: SwapRule = ALWAYS,
         num_blocks: int = 64,
         num_host_blocks: int = 64,
+        blocks_per_slot: int = 1,
         min_load_tokens: int = 1,
         **settings: Any,
     ) -> None:
@@ -64,7 +65,7 @@ class Bench:
         finder = TierHitFinder(
             make_config(shape, num_blocks), 4, use_eagle=settings.get("use_eagle", False)
         )
-        host = TierOptions(HOST_MEDIUM, num_host_blocks)
+        host = TierOptions(HOST_MEDIUM, num_host_blocks, blocks_per_slot)
         parts = OffloadParts(
             OffloadSettings(min_load_tokens, swap=rule),
             finder,
@@ -416,6 +417,46 @@ def test_no_more_than_a_share_of_host_memory_holds_tails() -> None:
         bench.end_jobs()
     assert bench.num_tail_blocks == 4
     assert bench.offloading.statistics().num_swapped_out == 4
+
+
+def test_tails_whose_stores_failed_do_not_count() -> None:
+    bench = Bench(num_blocks=128, num_host_blocks=4 * MAX_HOST_SHARE)
+    for number in range(6):
+        bench.run(f"r{number}", [number, *TOKENS[:5]])
+        assert len(bench.preempt(f"r{number}")) == 1
+        bench.end_jobs(ok=False)
+    assert bench.num_tail_blocks == 0
+
+
+def test_tails_take_a_share_of_the_slots_however_large_these_are() -> None:
+    bench = Bench(num_blocks=128, num_host_blocks=4 * MAX_HOST_SHARE, blocks_per_slot=4)
+    for number in range(6):
+        bench.run(f"r{number}", [number, *TOKENS[:2]])
+        bench.preempt(f"r{number}")
+        bench.end_jobs()
+    assert bench.num_tail_blocks == 4
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_two_tails_that_keep_each_other_out_are_given_up(core: str) -> None:
+    bench = Bench(core=core, num_blocks=17, num_host_blocks=128)
+    for name, first in (("a", 0), ("c", 5000)):
+        bench.step(new=(new(name, range(first, first + 60), 29),))
+        bench.write(name)
+        bench.step(completed_step=bench.engine.next_step - 1)
+    bench.end_jobs()
+    bench.step(completed_step=bench.engine.next_step - 1, preempted_swap=("a", "c"))
+    bench.end_jobs()
+    assert len(bench.offloading._tails) == 2
+    for _ in range(20):
+        wanted = (resume("a", 8), resume("c", 8))
+        result = bench.step(resumed=wanted, completed_step=bench.engine.next_step - 1)
+        if (result.admitted_slots != NO_SLOT).any():
+            return
+        bench.end_jobs()
+        bench.clock.advance(1.0)
+        bench.offloading.on_tick()
+    pytest.fail("neither was let in")
 
 
 @pytest.mark.parametrize("core", CORES)

@@ -44,6 +44,7 @@ class GatedEngine(CpuCopyEngine):
         self.gate = threading.Event()
         self.gate.set()
         self.problem: Exception | None = None
+        self.is_lost = False
         self.threads: set[str] = set()
 
     def copy_blocks(
@@ -57,7 +58,19 @@ class GatedEngine(CpuCopyEngine):
         assert self.gate.wait(TIMEOUT_S)
         if self.problem is not None:
             raise self.problem
+        if self.is_lost:
+            return LostCopy()
         return super().copy_blocks(sources, source_ids, destinations, destination_ids)
+
+
+class LostCopy:
+    """A copy of a device that has failed: whoever asks after it is told so."""
+
+    def is_done(self) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def wait(self, timeout_s: float) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
 
 
 class News(threading.Event):
@@ -137,6 +150,18 @@ def test_what_goes_wrong_in_the_thread_fails_its_job_and_no_other(bench: Bench) 
     assert bench.settle(3).ok
     bench.send(Load(4, "host", ids(0), ids(9)))
     assert bench.settle(4).ok
+
+
+def test_a_copy_that_cannot_be_followed_fails_its_job_and_no_other(bench: Bench) -> None:
+    bench.engine.is_lost = True
+    bench.send(Store(1, "host", ids(3), ids(0)))
+    report = bench.settle(1)
+    assert not report.ok
+    assert "illegal memory access" in report.detail
+    bench.engine.is_lost = False
+    bench.send(Store(2, "host", ids(3), ids(0)))
+    assert bench.settle(2).ok
+    assert not bench.worker.is_transferring
 
 
 def test_a_checksum_that_cannot_be_taken_fails_the_store(
