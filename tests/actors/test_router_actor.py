@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from actors.names import RAY_NAMESPACE, router_name
 from actors.replica_scores import RouterSettings
 from actors.router import start_router
 from kvcache import NewRequest, StepRequest
+from tests.cli.commands import KVCACHE
 
 pytestmark = pytest.mark.ray
 
@@ -55,7 +55,7 @@ def kvcache(
     lines."""
     lines: list[dict[str, Any]] = []
     with subprocess.Popen(
-        [sys.executable, "-c", "from actors.cli import main; main()", *arguments],
+        [*KVCACHE, *arguments],
         env={**os.environ, "RAY_ADDRESS": address},
         stdout=subprocess.PIPE,
         text=True,

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,12 +26,12 @@ from kvcache.events.codec import NUM_ALWAYS, REMOVED_KEYS, STORED_KEYS
 from kvcache.events.mirror import CacheMirror
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
+from tests.cli.commands import KVCACHE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BLOCKS = 6
 PROMPT_TOKENS = BLOCKS * 16
 PATIENCE_S = 60.0
-KVCACHE = [sys.executable, "-c", "from actors.cli import main; main()"]
 
 
 @pytest.fixture(scope="module")
