@@ -84,6 +84,7 @@ def test_a_publisher_that_is_made_again_is_where_the_one_before_was(link: Proces
         subscriber.wait_for(200, PATIENCE_S)
 
 
+@pytest.mark.long
 def test_a_place_that_another_has_taken_meanwhile_is_given_up(link: ProcessLink) -> None:
     port = int(link.endpoints[0].rpartition(":")[2])
     process_id = link.figures()["process_id"]

@@ -113,9 +113,9 @@ def test_files_outlive_coordinators_and_workers() -> None:
     assert num_adopted > 10
 
 
-SEEDS_PER_TEST = 12
+SEEDS_PER_TEST = 6
 NUM_SEEDS = 300
-NUM_QUICK_SEEDS = 12
+NUM_QUICK_SEEDS = 6
 
 
 @pytest.mark.parametrize(
