@@ -59,6 +59,7 @@ def test_without_content_checking_steps_finish_when_they_are_applied() -> None:
     assert cluster.coordinator.statistics().num_open_jobs == 0
 
 
+@pytest.mark.long
 def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
     engines = [
         engine for seed in range(40) for engine in simulate(random_scenario(seed)).engines.values()

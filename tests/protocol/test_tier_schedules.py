@@ -105,6 +105,7 @@ def test_files_hold_what_the_books_say_and_every_byte_that_comes_back_is_right()
     assert sum(cluster.num_fetched_tokens for cluster in clusters) > 0
 
 
+@pytest.mark.long
 def test_files_outlive_coordinators_and_workers() -> None:
     num_adopted = 0
     for seed in range(8):
@@ -144,6 +145,7 @@ def files_turn_red(scenario_of: Callable[[int], Scenario], num_seeds: int) -> bo
     return False
 
 
+@pytest.mark.long
 def test_another_blocks_file_that_is_believed_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_file_that_is_not_discarded_turns_the_simulation_red(
     assert files_turn_red(with_files, 8)
 
 
+@pytest.mark.long
 def test_a_scan_that_another_coordinator_began_is_begun_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
