@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actors.cluster import KVCacheCluster
+from actors.cluster_events import publisher_host
+from actors.event_endpoints import endpoints_in
 from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError
 
@@ -50,7 +52,7 @@ def discovery_record(cluster: KVCacheCluster, instance: str = "") -> DiscoveryRe
 
     Raises NotRunningError when it publishes nothing, or its publisher is not there at the moment.
     """
-    config = cluster.config
+    config, keys = cluster.config, cluster.event_keys()
     statistics = cluster.coordinator_statistics()
     events = None if statistics is None else statistics.events
     if events is None:
@@ -62,20 +64,21 @@ def discovery_record(cluster: KVCacheCluster, instance: str = "") -> DiscoveryRe
             f"the event publisher of {cluster.name} is not there: {events['problem']}; it is "
             "started again, ask again"
         )
+    there = endpoints_in(events, cluster.name, host=publisher_host(cluster), keys=keys)
     return DiscoveryRecord(
         instance=instance or cluster.name,
         cluster=cluster.name,
         data_parallel_rank=config.events.data_parallel_rank,
         model=config.model.name,
-        endpoint=events["endpoint"],
-        replay_endpoint=events["replay_endpoint"],
+        endpoint=there.endpoint,
+        replay_endpoint=there.replay_endpoint,
         topic=config.events.topic or f"kv@{cluster.name}@{config.model.name}",
         encoding=config.events.encoding,
         block_size=events["block_size"],
         hash_algorithm=config.cache.hash_algorithm,
         hash_seed=config.cache.hash_seed,
         last_seq=events.get("last_seq", -1),
-        keys=cluster.event_keys(),
+        keys=keys,
     )
 
 
