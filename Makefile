@@ -21,7 +21,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench,serve]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench,serve,plots,transformers]'
 	touch $@
 
 demo: setup
