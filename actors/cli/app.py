@@ -206,7 +206,8 @@ def replay(
     workload: Annotated[
         str,
         typer.Argument(
-            help="conversations, a Mooncake trace (.jsonl, .jsonl.gz), a text file or a directory."
+            help="conversations, chat, agents, retrieval or scans, a Mooncake trace (.jsonl, "
+            ".jsonl.gz), a text file or a directory."
         ),
     ] = "conversations",
     *,
@@ -216,7 +217,7 @@ def replay(
     limit: Annotated[
         int | None, typer.Option("--limit", "-l", help="Play the first N requests only.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the conversations.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
     name: Annotated[
         str | None, typer.Option("--name", "-n", help="Play on this running cluster.")
     ] = None,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvcache.errors import TraceError
 from kvcache.simulate.conversations import Conversations
+from kvcache.simulate.generators import DEFAULT_NUM_REQUESTS, GENERATORS, generate
 from kvcache.simulate.mooncake import MooncakeTrace
 from kvcache.simulate.text import TextDocuments
 from kvcache.simulate.workload import LimitedWorkload, Workload
@@ -21,9 +22,13 @@ CONVERSATIONS = "conversations"
 def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Workload:
     """Return the workload called `name`, its first `limit` requests only if one is given.
 
-    `name` is `conversations` (drawn by `seed`), the path of a Mooncake trace (`.jsonl`,
-    `.jsonl.gz`), of a text file, or of a directory of text files. Raises TraceError otherwise.
+    `name` is `conversations` or a generator's (drawn by `seed`), the path of a Mooncake trace
+    (`.jsonl`, `.jsonl.gz`), of a text file, or of a directory of text files. A generator goes on
+    for `DEFAULT_NUM_REQUESTS` where no limit is given. Raises TraceError otherwise.
     """
+    if name in GENERATORS:
+        num_requests = DEFAULT_NUM_REQUESTS if limit is None else limit
+        return generate(name, seed=seed, num_requests=num_requests)
     workload = _open(name, seed)
     return workload if limit is None else LimitedWorkload(workload, limit)
 
@@ -37,6 +42,6 @@ def _open(name: str, seed: int) -> Workload:
     if path.exists():
         return TextDocuments(path)
     raise TraceError(
-        f"no workload {name!r}: give {CONVERSATIONS!r}, a Mooncake trace (.jsonl, .jsonl.gz), "
-        "a text file or a directory of text files"
+        f"no workload {name!r}: give {CONVERSATIONS!r}, a generator ({', '.join(GENERATORS)}), a "
+        "Mooncake trace (.jsonl, .jsonl.gz), a text file or a directory of text files"
     )

@@ -96,7 +96,7 @@ def test_a_name_that_is_typed_is_checked_like_one_in_a_file() -> None:
 
 def test_an_unknown_workload_is_refused_before_anything_starts(small: Path) -> None:
     _, error = run("replay", "nonsense", "--config", small, exit_code=2)
-    assert error.startswith("kvcache: no workload 'nonsense': give 'conversations', a Mooncake")
+    assert error.startswith("kvcache: no workload 'nonsense': give 'conversations', a generator")
 
 
 def test_a_broken_trace_is_refused_before_anything_starts(small: Path, trace: Path) -> None:

@@ -104,6 +104,6 @@ def test_an_unknown_workload_is_refused_with_what_there_is() -> None:
     with pytest.raises(TraceError) as caught:
         open_workload("conversation")
     assert str(caught.value) == (
-        "no workload 'conversation': give 'conversations', a Mooncake trace (.jsonl, .jsonl.gz), "
-        "a text file or a directory of text files"
+        "no workload 'conversation': give 'conversations', a generator (agents, chat, retrieval, "
+        "scans), a Mooncake trace (.jsonl, .jsonl.gz), a text file or a directory of text files"
     )

@@ -1,0 +1,106 @@
+"""Prompts as passages: who has the same text as whom, without making any token.
+
+Stands between generators, which say of what a prompt consists, and both ways to use it: as tokens
+(a replay) and as block ids (a trace). Both ways share exactly the same blocks.
+
+    prompt     [ system prompt ][ document 17 ............ ][ question ]
+    blocks     [ 0       ][ 1       ][ 2       ][ 3       ][ 4  ]        an id fixes all before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from kvcache.arrays import Int32Array
+from kvcache.simulate.tokens import token_stream
+from kvcache.simulate.workload import WorkloadRequest
+
+_NO_PARENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The first `num_tokens` tokens of the stream `seed`."""
+
+    seed: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRequest:
+    """A request whose prompt is written down as passages; otherwise as `WorkloadRequest`."""
+
+    request_id: str
+    arrival_s: float
+    passages: tuple[Passage, ...]
+    num_output_tokens: int
+    after: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all passages."""
+        return sum(passage.num_tokens for passage in self.passages)
+
+    def to_workload_request(self) -> WorkloadRequest:
+        """Return it as something to play; its tokens are made when they are asked for."""
+        return WorkloadRequest(
+            request_id=self.request_id,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            make_token_ids=partial(passage_tokens, self.passages),
+            arrival_s=self.arrival_s,
+            after=self.after,
+        )
+
+
+def passage_tokens(passages: tuple[Passage, ...]) -> Int32Array:
+    """Return the tokens of all passages, one after another. Shape `(num_prompt_tokens,)`."""
+    return np.concatenate([token_stream(p.seed, p.num_tokens) for p in passages])
+
+
+_Piece: TypeAlias = "tuple[int, int, int]"
+"""Stream, first token, number of tokens."""
+
+
+class BlockNames:
+    """Names blocks by what they and all before them hold: 0, 1, 2, in order of appearance.
+
+    Blocks of equal content behind equal prefixes have the same name, a partial one another name
+    than a full one. Grows with the number of distinct blocks.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._names: dict[tuple[int, tuple[_Piece, ...]], int] = {}
+
+    def name(self, passages: tuple[Passage, ...]) -> list[int]:
+        """Return the names of a prompt's blocks, the last, partly filled one included."""
+        names = []
+        parent = _NO_PARENT
+        for pieces in _cut(passages, self._block_size):
+            parent = self._names.setdefault((parent, pieces), len(self._names))
+            names.append(parent)
+        return names
+
+
+def _cut(passages: tuple[Passage, ...], block_size: int) -> Iterator[tuple[_Piece, ...]]:
+    """Yield what each block holds."""
+    pieces: list[_Piece] = []
+    room = block_size
+    for passage in passages:
+        start = 0
+        while start < passage.num_tokens:
+            length = min(room, passage.num_tokens - start)
+            pieces.append((passage.seed, start, length))
+            start += length
+            room -= length
+            if not room:
+                yield tuple(pieces)
+                pieces, room = [], block_size
+    if pieces:
+        yield tuple(pieces)

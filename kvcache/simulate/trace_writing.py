@@ -1,0 +1,84 @@
+"""Traces, written: Mooncake's format, so that whoever reads that reads ours.
+
+A line per request, as `mooncake.py` reads it. A file whose name ends with .gz is compressed, the
+same bytes for the same requests. Block ids are numbers in order of appearance: they say who shares
+what with whom, and nothing of what it is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvcache.errors import TraceError
+from kvcache.simulate.generators import SyntheticWorkload
+from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE
+from kvcache.simulate.passages import BlockNames
+
+
+@dataclass(frozen=True)
+class TraceLine:
+    """One request of a trace. `block_ids` names its blocks, a partial last one included."""
+
+    timestamp_ms: int
+    input_length: int
+    output_length: int
+    block_ids: Sequence[int]
+    tenant: str | None = None
+
+    def to_json(self) -> bytes:
+        """Return the line, its end included."""
+        values: dict[str, object] = {
+            "timestamp": self.timestamp_ms,
+            "input_length": self.input_length,
+            "output_length": self.output_length,
+            "hash_ids": list(self.block_ids),
+        }
+        if self.tenant is not None:
+            values["tenant"] = self.tenant
+        return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+
+
+def trace_lines(
+    workload: SyntheticWorkload, block_size: int = MOONCAKE_BLOCK_SIZE
+) -> Iterator[TraceLine]:
+    """Yield what a trace of the workload says."""
+    names = BlockNames(block_size)
+    for request in workload.script():
+        yield TraceLine(
+            timestamp_ms=int(request.arrival_s * 1000),
+            input_length=request.num_prompt_tokens,
+            output_length=request.num_output_tokens,
+            block_ids=names.name(request.passages),
+        )
+
+
+def write_trace(path: Path, lines: Iterable[TraceLine]) -> int:
+    """Write a trace and return how many lines it has. Raises TraceError if that cannot be done."""
+    try:
+        with _created(path) as file:
+            num_lines = 0
+            for line in lines:
+                file.write(line.to_json())
+                num_lines += 1
+            return num_lines
+    except OSError as error:
+        raise TraceError(
+            f"{path}: cannot be written ({error.strerror or error}): name a file in a directory "
+            "that exists"
+        ) from error
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    with path.open("wb") as plain:
+        if path.suffix != ".gz":
+            yield plain
+            return
+        with gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0) as packed:
+            yield packed  # type: ignore[misc]  # typeshed's GzipFile is no BinaryIO
