@@ -7,6 +7,7 @@ side; embedding.py does the same for workers.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from actors.event_publishing import make_event_feed
@@ -17,6 +18,7 @@ from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
+from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.managers.coordinators import require_eagle_support
 from kvcache.planner import Plan, rank_layout_fingerprint
 from kvcache.recorder import FileStepRecorder, ManagerRecipe, RecorderLimits, RecordingOrigin
@@ -96,8 +98,11 @@ def make_coordinator(
     clock: Clock,
     state_store: StateStore,
     keys: CurveKeys | None = None,
+    *,
+    core_factories: Mapping[str, CoreFactory] = CORES,
 ) -> Coordinator:
-    """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's.
+    """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's, its
+    managers' cores come from `core_factories`.
 
     Raises ConfigurationError for a kind of attention that EAGLE cannot be used with, and for events
     that cannot be published.
@@ -112,7 +117,13 @@ def make_coordinator(
 
     def make_one(model_epoch: int) -> KVCacheManager:
         tells_all = config.events.publish_groups == "all"
-        return recipe.make(manager_clock, model_epoch, feed, publish_all_groups=tells_all)
+        return recipe.make(
+            manager_clock,
+            model_epoch,
+            feed,
+            publish_all_groups=tells_all,
+            core_factories=core_factories,
+        )
 
     try:
         return Coordinator(

@@ -18,6 +18,7 @@ import ray
 from actors.assembly import make_coordinator
 from actors.caretaker import Caretaker, CoordinatorLink
 from actors.connect import this_node
+from actors.coordinator_metrics import CoordinatorMetrics, log_to_stderr
 from actors.endpoints import EndpointBook
 from actors.loop import ServiceLoop, calm_garbage_collector
 from actors.names import coordinator_name
@@ -74,6 +75,8 @@ class CoordinatorActor:
         self._is_hopeless = False
         self._closed = threading.Event()
         self._endpoints: EndpointBook | None = None
+        log_to_stderr()
+        self._metrics = CoordinatorMetrics(config)
         self._transport = transport = self._open_transport(keys)
         self._service = CoordinatorService(
             transport, self._clock, config.transport.max_message_bytes, tick_s(config)
@@ -182,6 +185,7 @@ class CoordinatorActor:
         caretaker = self._caretaker
         if caretaker is not None:
             caretaker.stop()
+        self._metrics.stop()
         if self._loop.stop(CALL_TIMEOUT_S):
             if self._coordinator is not None:
                 self._coordinator.close()
@@ -215,16 +219,24 @@ class CoordinatorActor:
 
     def _begin(self, workforce: Workforce, lost: Mapping[int, str]) -> Caretaker:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
+        metrics, store = self._metrics, RayStateStore(self._config.name)
         coordinator = make_coordinator(
-            self._config, workforce.plan, self._clock, RayStateStore(self._config.name), self._keys
+            self._config,
+            workforce.plan,
+            self._clock,
+            store,
+            self._keys,
+            core_factories=metrics.core_factories,
         )
         incarnations = {
             rank: report.incarnation
             for rank, report in enumerate(workforce.reports)
             if report.incarnation and rank not in lost
         }
-        self._call(lambda: self._service.open(coordinator, coordinator.start(incarnations)))
+        decider = metrics.around(coordinator)
+        self._call(lambda: self._service.open(decider, coordinator.start(incarnations)))
         self._coordinator = coordinator
+        metrics.report(coordinator, self._service.statistics, self._call)
         link = CoordinatorLink(coordinator, self._call, self._service.send, self._endpoint_for)
         caretaker = Caretaker(
             self._config, self._recipe, workforce, link, clock=self._clock, lost=lost

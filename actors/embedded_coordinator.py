@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from actors.assembly import make_coordinator
 from actors.caretaker import Caretaker, CoordinatorLink
 from actors.connect import this_node
+from actors.coordinator_metrics import CoordinatorMetrics
 from actors.embedded_record import EmbeddedRecord, load_record, take_record
 from actors.embedded_status import embedded_status
 from actors.endpoints import EndpointBook
@@ -84,6 +85,7 @@ class EmbeddedCoordinator:
         self._store = RayStateStore(config.name)
         self._rule: _Rule | None = None
         self._closed = threading.Event()
+        self._metrics = CoordinatorMetrics(config)
         limits, keys = ZmqLimits(config.transport.max_message_bytes), generate_curve_keys()
         sockets = NodeServer(limits, keys)
         self._endpoints = EndpointBook(sockets, config.transport, keys, self._node)
@@ -229,6 +231,7 @@ class EmbeddedCoordinator:
         self._closed.set()
         if self._rule is not None:
             self._rule.caretaker.stop()
+        self._metrics.stop()
         if self._loop.stop(CLOSE_TIMEOUT_S):
             self._service.call(self._give_back)
 
@@ -236,13 +239,21 @@ class EmbeddedCoordinator:
 
     def _begin(self, config: ClusterConfig, workforce: Workforce, lost: Mapping[int, str]) -> _Rule:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
-        coordinator = make_coordinator(config, workforce.plan, self._clock, self._store)
+        metrics = self._metrics
+        coordinator = make_coordinator(
+            config,
+            workforce.plan,
+            self._clock,
+            self._store,
+            core_factories=metrics.core_factories,
+        )
         incarnations = {
             rank: report.incarnation
             for rank, report in enumerate(workforce.reports)
             if report.incarnation and rank not in lost
         }
-        self._service.open(coordinator, lambda: coordinator.start(incarnations))
+        self._service.open(metrics.around(coordinator), lambda: coordinator.start(incarnations))
+        metrics.report(coordinator, self._service.statistics, self._service.call)
         link = CoordinatorLink(
             coordinator, self._service.ask, self._service.send, self._endpoint_for
         )

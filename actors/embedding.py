@@ -87,6 +87,8 @@ class EmbeddedWorker:
         self.mailbox = Mailbox(MAILBOX_CAPACITY)
         self.incarnation = secrets.token_hex(8)
         self.must_have_files = True
+        self.on_close: Callable[[], None] = lambda: None
+        """Called first when this worker closes, by whoever set it up."""
         self._polling = threading.Lock()
         self._worker: KVCacheWorker | None = None
         self._plan: Plan | None = None
@@ -101,6 +103,11 @@ class EmbeddedWorker:
         self._is_closed = False
         self._watching = threading.Condition()
         self._watched_epoch = -1
+
+    @property
+    def config(self) -> ClusterConfig:
+        """The cluster's configuration."""
+        return self._config
 
     @property
     def worker(self) -> KVCacheWorker:
@@ -266,6 +273,7 @@ class EmbeddedWorker:
 
     def close(self) -> None:
         """Give connection and tensors back. Repeatable."""
+        self.on_close()
         self._is_closed = True
         self.wake()
         with self._polling:

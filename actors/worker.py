@@ -20,6 +20,7 @@ from actors.connect import connect_peer, this_node
 from actors.loop import ServiceLoop, calm_garbage_collector
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
+from actors.worker_metrics import report_worker
 from kvcache.config import ClusterConfig
 from kvcache.labels import LabelSet
 from kvcache.planner import Plan
@@ -76,6 +77,7 @@ class WorkerMethods:
         """Talk to the coordinator at `endpoint` from now on."""
         self.kvcache.attach(endpoint)
         self.kvcache.poll_until_granted()
+        report_worker(self.kvcache)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_allocate_again(self, rank: int, plan: Plan) -> str:
@@ -151,6 +153,7 @@ class WorkerActor(WorkerMethods):
         if not self._loop.is_running:
             calm_garbage_collector()
             self._loop.start()
+        report_worker(self.kvcache)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_close(self) -> None:

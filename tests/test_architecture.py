@@ -38,7 +38,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("worker",),
     ("events",),
     ("coordinator",),
-    ("client_session", "recorder"),
+    ("client_session", "recorder", "metrics"),
     ("simulate",),
     ("replay",),
 )
@@ -124,6 +124,12 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("decoding", "publisher"),
         ("publisher_process", "subscription"),
         ("process_link", "subscriber", "prefix_index"),
+    ),
+    "metrics": (
+        ("metric",),
+        ("histogram", "declarations"),
+        ("ages", "step_meter", "worker_samples"),
+        ("coordinator_samples", "metered_coordinator", "counters", "log_line", "table"),
     ),
     "recorder": (
         ("frames", "operation_clock", "recipe", "label_codec", "outcomes"),

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from kvcache.config.events import EventsConfig
 from kvcache.config.layer_kinds import Layer, LayerConfig
+from kvcache.config.metrics import MetricsConfig
 from kvcache.config.offload import OffloadConfig
 from kvcache.config.sections import (
     MIB,
@@ -254,6 +255,7 @@ class ClusterConfig(Section):
     recorder: RecorderConfig = RecorderConfig()
     offload: OffloadConfig = OffloadConfig()
     events: EventsConfig = EventsConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -54,6 +54,7 @@ from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.managers.coordinators import can_cache_prefixes, require_eagle_support
+from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
@@ -71,6 +72,7 @@ class ExtentCore:
         enable_caching: bool = True,
         use_eagle: bool = False,
         policy_name: str = "lru",
+        policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
         events: EventSink | None = None,
         offload: OffloadHooks | None = None,
         medium: str = "device",
@@ -112,7 +114,7 @@ class ExtentCore:
             announcer,
             hash_fn,
             none_hash,
-            PoolHabits(policy_name, zeroes=zero_new_blocks),
+            PoolHabits(policy_name, zero_new_blocks, policies),
         )
         self.shape, self.store, self.tree = shape, parts.store, parts.tree
         self.tables, self.ledger = parts.tables, parts.ledger

@@ -6,6 +6,7 @@ objects in it belong to that core alone. Refuses to do anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcache.arrays import Int32Array
@@ -20,7 +21,7 @@ from kvcache.extents.shape import TreeShape
 from kvcache.extents.tree import RunTree
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
-from kvcache.policies import make_eviction_policy
+from kvcache.policies import PolicyFactory, make_eviction_policy
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class PoolHabits:
 
     policy_name: str
     zeroes: bool
+    policies: Mapping[str, PolicyFactory]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,9 @@ def make_parts(
     tree = RunTree(shape, store, none_hash, evictor.bury)
     evictor.use(
         tree,
-        lambda capacity: make_eviction_policy(habits.policy_name, capacity, evictor),
+        lambda capacity: make_eviction_policy(
+            habits.policy_name, capacity, evictor, habits.policies
+        ),
         zeroes=habits.zeroes,
     )
     return CoreParts(

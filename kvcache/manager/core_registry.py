@@ -7,7 +7,7 @@ to the manager; there is no global table to write to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -15,6 +15,7 @@ from kvcache.core import Core, EventSink, OffloadHooks
 from kvcache.errors import ConfigurationError
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
+from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.specs import KVCacheConfig
 
 
@@ -27,7 +28,7 @@ class CoreSettings:
     running requests' slots, by request id. With `zero_new_blocks` a block's bytes are cleared when
     a request gets it; without workers no commands are kept. With `merge_duplicates` equal sealed
     blocks become one. With `publish_all_groups` events tell of groups, too, that cannot be hit
-    alone.
+    alone. `eviction_policy` is one of `policies` by name.
     """
 
     kv_cache_config: KVCacheConfig
@@ -43,6 +44,7 @@ class CoreSettings:
     has_workers: bool
     merge_duplicates: bool = False
     publish_all_groups: bool = False
+    policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: EVICTION_POLICIES)
 
 
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
@@ -57,6 +59,7 @@ def _make_block_core(settings: CoreSettings) -> Core:
         enable_caching=settings.enable_caching,
         use_eagle=settings.use_eagle,
         policy_name=settings.eviction_policy,
+        policies=settings.policies,
         events=settings.events,
         offload=settings.offload,
         zero_new_blocks=settings.zero_new_blocks,
@@ -78,6 +81,7 @@ def _make_extent_core(settings: CoreSettings) -> Core:
         enable_caching=settings.enable_caching,
         use_eagle=settings.use_eagle,
         policy_name=settings.eviction_policy,
+        policies=settings.policies,
         events=settings.events,
         offload=settings.offload,
         zero_new_blocks=settings.zero_new_blocks,

@@ -46,6 +46,7 @@ from kvcache.managers.duplicates import DuplicateMerger
 from kvcache.managers.forks import TableForks
 from kvcache.managers.row_board import RowBoard
 from kvcache.managers.row_server import RowServer
+from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
@@ -62,6 +63,7 @@ class BlockCore:
         enable_caching: bool = True,
         use_eagle: bool = False,
         policy_name: str = "lru",
+        policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
         events: EventSink | None = None,
         offload: OffloadHooks | None = None,
         medium: str = "device",
@@ -96,6 +98,7 @@ class BlockCore:
             enable_caching=enable_caching,
             ordered_groups=ordered,
             eviction_policy=policy_name,
+            policies=policies,
             outbox=self._outbox,
             offload=offload,
             zero_new_blocks=zero_new_blocks,

@@ -6,6 +6,7 @@ values that no manager can be made from, whoever wrote them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvcache.core import EventSink
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.manager import KVCacheManager
+from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.specs import KVCacheConfig
 
 
@@ -46,9 +48,10 @@ class ManagerRecipe:
         event_sink: EventSink | None = None,
         *,
         publish_all_groups: bool = False,
+        core_factories: Mapping[str, CoreFactory] = CORES,
     ) -> KVCacheManager:
         """Return a manager with an empty cache, which keeps commands for workers; `event_sink`
-        hears what is cached.
+        hears what is cached. Its core is one of `core_factories`, by name.
 
         Raises:
             ConfigurationError: a value cannot be meant.
@@ -61,6 +64,7 @@ class ManagerRecipe:
             model_epoch=model_epoch,
             event_sink=event_sink,
             publish_all_groups=publish_all_groups,
+            core_factories=core_factories,
         )
 
     def to_dict(self) -> dict[str, Any]:

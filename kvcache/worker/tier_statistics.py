@@ -48,11 +48,13 @@ class HostStatistics:
 
 @dataclass(frozen=True)
 class JobCounts:
-    """Jobs of one kind that have ended, and the bytes that they moved."""
+    """Jobs of one kind that have ended, the bytes that they moved, and their time together, from
+    the command to the report: what they waited for is in it."""
 
     num_good: int = 0
     num_failed: int = 0
     num_bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,14 @@ class JobTally:
         """Nothing has ended yet."""
         self._counts: dict[str, JobCounts] = {}
 
-    def add(self, kind: str, num_bytes: int, *, ok: bool) -> None:
+    def add(self, kind: str, num_bytes: int, seconds: float, *, ok: bool) -> None:
         """Count a job."""
         old = self._counts.get(kind, JobCounts())
         self._counts[kind] = JobCounts(
-            old.num_good + ok, old.num_failed + (not ok), old.num_bytes + num_bytes
+            old.num_good + ok,
+            old.num_failed + (not ok),
+            old.num_bytes + num_bytes,
+            old.seconds + seconds,
         )
 
     def counts(self) -> Mapping[str, JobCounts]:

@@ -12,7 +12,8 @@ command has been obeyed by then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,9 +68,10 @@ class TransferJobs:
         tiers: Tiers,
         copying: Copying,
         labels: LabelTable,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move between `pool`, whose blocks have `labels`, and `tiers`: jobs for one that is not
-        there fail with a message that says so."""
+        there fail with a message that says so. `now` says how long they take."""
         self._pool = pool
         self._tiers = tiers
         self._host = tiers.host
@@ -82,7 +84,8 @@ class TransferJobs:
         self.uses = TransferUses(pool.layout.num_blocks)
         self._running: dict[PendingCopy, _RunningCopy] = {}
         self._ended: list[JobReport] = []
-        self._kinds: dict[int, str] = {}
+        self._now = now
+        self._begun: dict[int, tuple[str, float]] = {}  # kind and time, by job
         self._tally = JobTally()
 
     @property
@@ -96,7 +99,7 @@ class TransferJobs:
         A store or load begins when `after`, and what uses its device blocks now, is over.
         """
         problem = ""
-        self._kinds[job.job_id] = type(job).__name__.lower()
+        self._begun[job.job_id] = (type(job).__name__.lower(), self._now())
         if isinstance(job, (Store, Load)):
             problem = self._copy_problem(job)
             if not problem:
@@ -115,7 +118,7 @@ class TransferJobs:
 
     def refuse(self, job: Store | Load, problem: str) -> None:
         """Note that a job was not started, and why."""
-        self._kinds[job.job_id] = type(job).__name__.lower()
+        self._begun[job.job_id] = (type(job).__name__.lower(), self._now())
         self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
     def discard(self, command: Discard) -> None:
@@ -149,8 +152,8 @@ class TransferJobs:
         if self._files is not None:
             ended += self._files.poll()
         for report in ended:
-            kind = self._kinds.pop(report.job_id, "")
-            self._tally.add(kind, report.num_bytes, ok=report.ok)
+            kind, begun_s = self._begun.pop(report.job_id, ("", self._now()))
+            self._tally.add(kind, report.num_bytes, self._now() - begun_s, ok=report.ok)
         return ended
 
     def start_epoch(self) -> None:
@@ -159,7 +162,7 @@ class TransferJobs:
         Slots that were written and not sealed are forgotten: nobody will seal them.
         """
         self._ended.clear()
-        self._kinds.clear()
+        self._begun.clear()
         self.uses.reads.forget_awaited()
         if self._files is not None:
             self._files.forget_ended()

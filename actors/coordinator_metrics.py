@@ -1,0 +1,134 @@
+"""What a coordinator's process does for metrics: meters around the coordinator, and who reports.
+
+The coordinator actor and an embedded coordinator use it alike; where metrics are off there is
+nothing around anything. Refuses to be asked by more than one coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from actors.metrics_export import MetricsReporter
+from actors.service import ServiceStatistics
+from actors.shared_service import EpochDecider
+from actors.step_spans import span_maker
+from kvcache.config import ClusterConfig
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.metrics import (
+    AgeMeter,
+    AnySample,
+    CoordinatorMeters,
+    MeteredCoordinator,
+    StepMeter,
+    coordinator_samples,
+    log_line,
+)
+
+LOG_NAME = "kvcache.stats"
+"""The logger of the lines for people."""
+
+Call = Callable[[Callable[[], Any]], Any]
+"""Runs something while the coordinator does nothing else."""
+
+
+class CoordinatorMetrics:
+    """The meters of one coordinator and the thread that reports what they say."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        """Measure nothing yet. Raises ConfigurationError for spans without OpenTelemetry."""
+        self._config = config
+        self._reporter: MetricsReporter | None = None
+        self._meters: CoordinatorMeters | None = None
+        self.core_factories: Mapping[str, CoreFactory] = CORES
+        """The cores for the coordinator's managers."""
+        settings = config.metrics
+        if settings.enabled:
+            on_applied = span_maker(config.name) if settings.spans else None
+            ages = AgeMeter(settings.age_bounds_s)
+            self._meters = CoordinatorMeters(StepMeter(settings.latency_bounds_s, on_applied), ages)
+            self.core_factories = ages.cores()
+
+    def around(self, coordinator: Coordinator) -> EpochDecider:
+        """Return what the message loop is to ask: the coordinator, metered if it is wanted."""
+        if self._meters is None:
+            return coordinator
+        return MeteredCoordinator(coordinator, self._meters.steps)
+
+    def report(
+        self, coordinator: Coordinator, loop_figures: Callable[[], ServiceStatistics], call: Call
+    ) -> None:
+        """Report from now on, if it is wanted. `call` runs what reads the books."""
+        meters, settings = self._meters, self._config.metrics
+        if meters is None or self._reporter is not None:
+            return
+        name = self._config.name
+        lines = _LogLines(name, settings.log_interval_s)
+
+        def collect() -> Sequence[AnySample]:
+            return call(read)  # type: ignore[no-any-return]
+
+        def read() -> Sequence[AnySample]:
+            figures = coordinator.statistics()
+            lines.look(figures)
+            return coordinator_samples(name, figures, meters, loop_errors(loop_figures()))
+
+        self._reporter = MetricsReporter("kvcache-metrics", collect, settings.interval_s)
+
+    def stop(self) -> None:
+        """Report no more. Repeatable."""
+        if self._reporter is not None:
+            self._reporter.stop()
+
+
+class _LogLines:
+    """Says now and then what has happened."""
+
+    def __init__(self, name: str, interval_s: float) -> None:
+        self._name = name
+        self._interval_s = interval_s
+        self._last = CoordinatorStatistics()
+        self._last_s = time.monotonic()
+        self._logger = logging.getLogger(LOG_NAME)
+
+    def look(self, figures: CoordinatorStatistics) -> None:
+        """Log a line if it is time and something happened."""
+        now_s = time.monotonic()
+        seconds = now_s - self._last_s
+        if not self._interval_s or seconds < self._interval_s:
+            return
+        line = log_line(self._name, self._last, figures, seconds)
+        if line:
+            self._logger.info(line)
+        self._last, self._last_s = figures, now_s
+
+
+def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
+    """Return what a message loop has refused, by kind."""
+    transport = loop.transport
+    return {
+        "malformed": loop.malformed + transport.oversized,
+        "impersonated": loop.impersonated,
+        "refused_message": loop.refused,
+        "early": loop.early,
+        "foreign": transport.foreign,
+        "undeliverable": transport.undeliverable,
+        "refused_connection": transport.refused_connections,
+        "disconnection": transport.disconnections,
+    }
+
+
+def log_to_stderr() -> None:
+    """Have the lines written where Ray keeps what an actor says. For processes wholly ours."""
+    log = logging.getLogger(LOG_NAME)
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False

@@ -1,0 +1,42 @@
+"""What a cluster tells of itself in figures: declared once, measured cheaply, collected at times.
+
+    meters (histograms) ──┐
+    frozen statistics() ──┴──▶ samples ──▶ whoever exports them (actors/metrics_export.py: Ray)
+
+No step knows of any of this: meters stand around the coordinator and around eviction policies.
+"""
+
+from __future__ import annotations
+
+from kvcache.metrics.ages import AgeMeter
+from kvcache.metrics.coordinator_samples import CoordinatorMeters, coordinator_samples
+from kvcache.metrics.counters import CounterGrowth
+from kvcache.metrics.declarations import COORDINATOR_METRICS, METRICS, WORKER_METRICS
+from kvcache.metrics.histogram import Histogram
+from kvcache.metrics.log_line import log_line
+from kvcache.metrics.metered_coordinator import MeteredCoordinator
+from kvcache.metrics.metric import AnySample, HistogramSample, Kind, Metric, Sample
+from kvcache.metrics.step_meter import StepMeter, StepTimes
+from kvcache.metrics.worker_samples import RankTraffic, worker_samples
+
+__all__ = [
+    "COORDINATOR_METRICS",
+    "METRICS",
+    "WORKER_METRICS",
+    "AgeMeter",
+    "AnySample",
+    "CoordinatorMeters",
+    "CounterGrowth",
+    "Histogram",
+    "HistogramSample",
+    "Kind",
+    "MeteredCoordinator",
+    "Metric",
+    "RankTraffic",
+    "Sample",
+    "StepMeter",
+    "StepTimes",
+    "coordinator_samples",
+    "log_line",
+    "worker_samples",
+]

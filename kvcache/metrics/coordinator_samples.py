@@ -1,0 +1,168 @@
+"""From a coordinator's frozen figures, and its meters, to samples.
+
+Called at an interval, in no step. Refuses to count: what it is given was counted elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.phase import Phase
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.core import CoreStatistics
+from kvcache.manager.statistics import ManagerStatistics
+from kvcache.metrics import declarations as known
+from kvcache.metrics.ages import AgeMeter
+from kvcache.metrics.metric import AnySample, Metric, Sample
+from kvcache.metrics.step_meter import StepMeter
+from kvcache.offload.statistics import TierStatistics
+
+
+@dataclass(frozen=True, eq=False)
+class CoordinatorMeters:
+    """What measures beside the figures."""
+
+    steps: StepMeter
+    ages: AgeMeter
+
+
+def coordinator_samples(
+    cluster: str,
+    figures: CoordinatorStatistics,
+    meters: CoordinatorMeters,
+    loop_errors: Mapping[str, int] | None = None,
+) -> list[AnySample]:
+    """Return all that is to be told of the coordinator of `cluster`.
+
+    `loop_errors`: what the message loop around it has refused, by kind of error.
+    """
+    return list(_Samples(cluster).of(figures, meters, loop_errors or {}))
+
+
+class _Samples:
+    """Makes samples of one cluster."""
+
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
+
+    def of(
+        self,
+        figures: CoordinatorStatistics,
+        meters: CoordinatorMeters,
+        loop_errors: Mapping[str, int],
+    ) -> Iterator[AnySample]:
+        yield self._one(known.EPOCH, figures.epoch)
+        yield self._one(known.IS_RUNNING, figures.phase == Phase.RUNNING.value)
+        yield self._one(known.CLIENTS, figures.num_clients)
+        yield self._one(known.UNACKNOWLEDGED, figures.num_unacknowledged)
+        yield self._one(known.RESENT, figures.num_resent)
+        executed = figures.num_steps - figures.num_refused_steps
+        yield self._one(known.STEPS, executed, "executed")
+        yield self._one(known.STEPS, figures.num_refused_steps, "refused")
+        yield from self._meters(meters)
+        if figures.manager is not None:
+            yield from self._manager(figures.manager)
+            yield from self._hits(figures.manager, figures.offload)
+        if figures.offload is not None:
+            yield from self._tiers(figures.offload)
+        for kind, count in {**_errors(figures), **loop_errors}.items():
+            yield self._one(known.ERRORS, count, kind)
+
+    def _one(self, metric: Metric, value: float, *labels: str) -> Sample:
+        return Sample(metric, float(value), (self._cluster, *labels))
+
+    def _meters(self, meters: CoordinatorMeters) -> Iterator[AnySample]:
+        labels = (self._cluster,)
+        yield meters.steps.queue.sample(known.STEP_QUEUE, labels)
+        yield meters.steps.decision.sample(known.STEP_DECISION, labels)
+        yield meters.steps.applied.sample(known.STEP_APPLIED, labels)
+        yield meters.ages.at_hit.sample(known.HIT_AGE, labels)
+        yield meters.ages.at_eviction.sample(known.EVICTION_AGE, labels)
+
+    def _manager(self, manager: ManagerStatistics) -> Iterator[Sample]:
+        yield from self._core(manager.core)
+        yield self._one(known.REQUESTS, manager.num_running_requests, "running")
+        yield self._one(known.REQUESTS, manager.num_preempted_requests, "preempted")
+        yield self._one(known.PINS, manager.num_pins)
+        yield self._one(known.PREEMPTIONS, manager.num_preemptions)
+
+    def _core(self, core: CoreStatistics) -> Iterator[Sample]:
+        num_used = core.num_blocks - core.num_free_blocks
+        yield self._one(known.BLOCKS, num_used, "in_use")
+        yield self._one(known.BLOCKS, core.num_free_blocks, "free")
+        yield self._one(known.CACHED_BLOCKS, core.num_cached_blocks)
+        yield self._one(known.SEALED_BLOCKS, core.num_sealed_blocks)
+        yield self._one(known.PINNED_BLOCKS, core.num_pinned_blocks)
+        yield self._one(known.USAGE, num_used / max(1, core.num_blocks))
+        yield self._one(known.EVICTIONS, core.num_evictions)
+        yield self._one(known.MERGED, core.num_merged_blocks)
+
+    def _hits(
+        self, manager: ManagerStatistics, offload: OffloadStatistics | None
+    ) -> Iterator[Sample]:
+        """What was loaded is found by an ordinary look-up then: it is no hit of the device."""
+        yield self._one(known.QUERIED_TOKENS, manager.num_asked_tokens)
+        loaded = 0 if offload is None else offload.num_loaded_tokens
+        fetched = 0 if offload is None else offload.num_fetched_tokens
+        yield self._one(known.HIT_TOKENS, max(0, manager.num_hit_tokens - loaded), "device")
+        if offload is not None:
+            yield self._one(known.HIT_TOKENS, loaded - fetched, "host")
+            yield self._one(known.HIT_TOKENS, fetched, "disk")
+
+    def _tiers(self, offload: OffloadStatistics) -> Iterator[Sample]:
+        yield self._one(known.LOAD_WAITERS, offload.num_waiting_requests)
+        for kind, count in offload.tiers.open_jobs.items():
+            yield self._one(known.TIER_JOBS, count, kind)
+        yield from self._tier("host", offload.tiers.host)
+        if offload.tiers.disk is not None:
+            yield from self._tier("disk", offload.tiers.disk)
+
+    def _tier(self, name: str, tier: TierStatistics) -> Iterator[Sample]:
+        states = {
+            "capacity": tier.num_slots * tier.blocks_per_slot,
+            "ready": tier.num_ready,
+            "pending": tier.num_pending,
+            "held": tier.num_held,
+        }
+        operations = {
+            "stored": tier.num_stored,
+            "failed": tier.num_failed_stores,
+            "loaded": tier.num_loaded,
+            "evicted": tier.num_evicted,
+            "forgotten": tier.num_forgotten,
+            "skipped": tier.num_skipped,
+            "refused": tier.num_refused,
+        }
+        for metric, values in (
+            (known.TIER_BLOCKS, states),
+            (known.TIER_LOOKUPS, {"hit": tier.num_hits, "miss": tier.num_misses}),
+            (known.TIER_OPERATIONS, operations),
+            (known.TIER_BYTES, {"stored": tier.stored_bytes, "loaded": tier.loaded_bytes}),
+        ):
+            for label, value in values.items():
+                yield self._one(metric, value, name, label)
+
+
+def _errors(figures: CoordinatorStatistics) -> dict[str, int]:
+    """Return what has gone wrong, by kind."""
+    manager, offload, recorder = figures.manager, figures.offload, figures.recorder
+    errors = {
+        "refused_step": figures.num_refused_steps,
+        "failed_forward": figures.num_failed_forwards,
+        "dropped": figures.num_dropped,
+        "unattached": figures.num_unattached,
+        "wrong_block": figures.num_wrong_blocks,
+        "failed_step_report": 0 if manager is None else manager.num_failed_step_reports,
+    }
+    if offload is not None:
+        errors |= {
+            "failed_job": offload.tiers.num_failed_jobs,
+            "expired_job": offload.tiers.num_expired_jobs,
+            "load_given_up": offload.num_loads_given_up,
+            "disk_rest": offload.tiers.num_disk_rests,
+        }
+    if recorder is not None:
+        errors["lost_record"] = recorder.num_lost_records
+    return errors

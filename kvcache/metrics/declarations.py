@@ -1,0 +1,185 @@
+"""Every metric there is: names, kinds, labels, and what each says, written once.
+
+The table of docs/operations.md is made from this, the dashboard is checked against it, and whoever
+collects names them from here. Ray puts `ray_` before each name, and adds labels of its own. Units
+and endings follow Prometheus' conventions.
+"""
+
+from __future__ import annotations
+
+from kvcache.metrics.metric import Kind, Metric
+
+
+def _counter(name: str, says: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, says, ("cluster", *labels))
+
+
+def _gauge(name: str, says: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, says, ("cluster", *labels))
+
+
+def _histogram(name: str, says: str, *labels: str) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, says, ("cluster", *labels))
+
+
+# --- the coordinator: blocks and what is in them
+
+BLOCKS = _gauge(
+    "kvcache_blocks",
+    "Device blocks by state: in_use by requests, pins or transfers, or free, cached ones included.",
+    "state",
+)
+CACHED_BLOCKS = _gauge(
+    "kvcache_cached_blocks", "Device blocks whose content can be hit, in use or not."
+)
+SEALED_BLOCKS = _gauge(
+    "kvcache_sealed_blocks", "Cached device blocks whose bytes are there on every rank."
+)
+PINNED_BLOCKS = _gauge("kvcache_pinned_blocks", "Device blocks that pins hold.")
+USAGE = _gauge("kvcache_usage_ratio", "Share of the device blocks that are in use, 0 to 1.")
+QUERIED_TOKENS = _counter(
+    "kvcache_query_tokens_total", "Tokens of requests that were let in and read the cache."
+)
+HIT_TOKENS = _counter(
+    "kvcache_hit_tokens_total",
+    "Tokens that need not be computed, by the tier that had them: device, host or disk.",
+    "tier",
+)
+EVICTIONS = _counter("kvcache_evicted_blocks_total", "Cached device blocks that made room.")
+MERGED = _counter(
+    "kvcache_merged_blocks_total", "Blocks given up because another one had their content."
+)
+HIT_AGE = _histogram(
+    "kvcache_hit_age_seconds",
+    "How long blocks had been out of use when they were hit, each block counted once.",
+)
+EVICTION_AGE = _histogram(
+    "kvcache_eviction_age_seconds",
+    "How long blocks had been out of use when they were evicted. Where this is about as long as "
+    "kvcache_hit_age_seconds, or shorter, the cache is too small.",
+)
+
+# --- the coordinator: requests, steps, errors
+
+REQUESTS = _gauge("kvcache_requests", "Requests by state: running or preempted.", "state")
+CLIENTS = _gauge("kvcache_clients", "Clients that are attached.")
+PINS = _gauge("kvcache_pins", "Pins that hold.")
+PREEMPTIONS = _counter("kvcache_preemptions_total", "Requests that engines have preempted.")
+STEPS = _counter(
+    "kvcache_steps_total", "Steps and calls by outcome: executed or refused.", "outcome"
+)
+STEP_QUEUE = _histogram(
+    "kvcache_step_queue_seconds",
+    "From the arrival of a step at the coordinator until it is looked at: 0 unless ranks are slow.",
+)
+STEP_DECISION = _histogram(
+    "kvcache_step_decision_seconds", "The coordinator's own time for a step, without transport."
+)
+STEP_APPLIED = _histogram(
+    "kvcache_step_applied_seconds",
+    "From the arrival of a step at the coordinator until every rank has applied it.",
+)
+UNACKNOWLEDGED = _gauge(
+    "kvcache_unacknowledged_messages", "Command messages that some rank has not applied."
+)
+RESENT = _counter("kvcache_resent_messages_total", "Command messages that were repeated.")
+ERRORS = _counter(
+    "kvcache_errors_total",
+    "What was refused or went wrong, by kind: refused_step, failed_forward, failed_step_report, "
+    "dropped, unattached, wrong_block, lost_record; of tiers failed_job, expired_job, "
+    "load_given_up, disk_rest; of the message loop malformed, impersonated, refused_message, "
+    "early, foreign, undeliverable, refused_connection, disconnection.",
+    "kind",
+)
+EPOCH = _gauge("kvcache_epoch", "The coordinator's epoch; it rises with every loss of a process.")
+IS_RUNNING = _gauge("kvcache_running", "1 while every rank obeys and steps are served, 0 if not.")
+
+# --- the coordinator: tiers below the device
+
+TIER_BLOCKS = _gauge(
+    "kvcache_tier_blocks",
+    "Blocks of a tier by state: capacity, ready, pending (being stored) or held (being read).",
+    "tier",
+    "state",
+)
+TIER_LOOKUPS = _counter(
+    "kvcache_tier_lookups_total",
+    "Keys a tier was asked for, by result: hit or miss.",
+    "tier",
+    "result",
+)
+TIER_OPERATIONS = _counter(
+    "kvcache_tier_operations_total",
+    "Blocks of a tier by what became of them: stored, failed, loaded, evicted, forgotten, skipped "
+    "(not seen often enough) or refused (no room).",
+    "tier",
+    "operation",
+)
+TIER_BYTES = _counter(
+    "kvcache_tier_moved_bytes_total",
+    "Bytes of one rank, by direction: stored or loaded.",
+    "tier",
+    "direction",
+)
+TIER_JOBS = _gauge("kvcache_tier_jobs", "Copies under way between tiers, by kind.", "kind")
+LOAD_WAITERS = _gauge(
+    "kvcache_load_waiting_requests", "Requests that wait for what a tier has of their prompts."
+)
+
+# --- every rank
+
+WORKER_APPLIED = _gauge(
+    "kvcache_worker_applied_seq", "Number of the last message that a rank applied.", "rank"
+)
+WORKER_FORWARDS = _counter("kvcache_worker_forwards_total", "Forwards that a rank ran.", "rank")
+WORKER_LABELS = _gauge(
+    "kvcache_worker_labelled_blocks", "Blocks that a rank has labels of.", "rank"
+)
+WORKER_POOL = _gauge("kvcache_worker_memory_bytes", "Memory of a rank by tier.", "rank", "tier")
+WORKER_BLOCKS = _counter(
+    "kvcache_worker_blocks_total", "Device blocks copied or zeroed on a rank.", "rank", "operation"
+)
+COPIED_BYTES = _counter(
+    "kvcache_copied_bytes_total",
+    "Bytes that a rank moved between tiers, by kind: store, load, spill or fetch.",
+    "rank",
+    "kind",
+)
+COPY_SECONDS = _counter(
+    "kvcache_copy_seconds_total",
+    "Time of such copies together, from command to report; bytes over it are what one reaches.",
+    "rank",
+    "kind",
+)
+COPY_JOBS = _counter(
+    "kvcache_copy_jobs_total",
+    "Copies between tiers that have ended, by kind and outcome: good or failed.",
+    "rank",
+    "kind",
+    "outcome",
+)
+WORKER_MESSAGES = _counter(
+    "kvcache_worker_messages_total",
+    "Messages of a rank by direction: sent or received.",
+    "rank",
+    "direction",
+)
+WORKER_ERRORS = _counter(
+    "kvcache_worker_errors_total",
+    "What went wrong on a rank, by kind: failed_job, invalid, foreign, malformed, undeliverable.",
+    "rank",
+    "kind",
+)
+
+COORDINATOR_METRICS: tuple[Metric, ...] = (
+    *(BLOCKS, CACHED_BLOCKS, SEALED_BLOCKS, PINNED_BLOCKS, USAGE),
+    *(QUERIED_TOKENS, HIT_TOKENS, EVICTIONS, MERGED, HIT_AGE, EVICTION_AGE),
+    *(REQUESTS, CLIENTS, PINS, PREEMPTIONS, STEPS, STEP_QUEUE, STEP_DECISION, STEP_APPLIED),
+    *(UNACKNOWLEDGED, RESENT, ERRORS, EPOCH, IS_RUNNING),
+    *(TIER_BLOCKS, TIER_LOOKUPS, TIER_OPERATIONS, TIER_BYTES, TIER_JOBS, LOAD_WAITERS),
+)
+WORKER_METRICS: tuple[Metric, ...] = (
+    *(WORKER_APPLIED, WORKER_FORWARDS, WORKER_LABELS, WORKER_POOL, WORKER_BLOCKS),
+    *(COPIED_BYTES, COPY_SECONDS, COPY_JOBS, WORKER_MESSAGES, WORKER_ERRORS),
+)
+METRICS: tuple[Metric, ...] = COORDINATOR_METRICS + WORKER_METRICS

@@ -1,0 +1,48 @@
+"""Values counted by bucket: what a latency or an age comes to, at the cost of a few additions.
+
+Below everything that measures. One owner, one thread; refuses to forget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.metrics.metric import HistogramSample, Metric
+
+
+class Histogram:
+    """Counts of values by upper bound.
+
+    Invariant: `_counts[i]` values were above `bounds[i - 1]` and at most `bounds[i]`; the last
+    count is of those above all bounds.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """Count nothing yet. `bounds` rise."""
+        self.bounds = bounds
+        self._array = np.array(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count a value `weight` times."""
+        self._counts[bisect_left(self.bounds, value)] += weight
+        self._sum += value * weight
+
+    def observe_many(
+        self, values: npt.NDArray[np.float64], weights: npt.NDArray[np.integer] | None = None
+    ) -> None:
+        """Count `values[i]` `weights[i]` times, once each without weights. Shapes `(n,)`."""
+        places = self._array.searchsorted(values)
+        added = np.bincount(places, weights, minlength=len(self._counts))
+        self._counts = [old + int(new) for old, new in zip(self._counts, added, strict=True)]
+        self._sum += float(values.sum() if weights is None else values @ weights)
+
+    def sample(self, metric: Metric, labels: tuple[str, ...] = ()) -> HistogramSample:
+        """Return what was counted, frozen."""
+        counts = tuple(accumulate(self._counts))
+        return HistogramSample(metric, self.bounds, counts, self._sum, labels)

@@ -1,0 +1,79 @@
+"""What a metric is: its name, kind, help and labels, declared once; and one value of it.
+
+Stands before everything else here. Data only; refuses names that Prometheus' conventions do not
+allow, so that a declaration that is wrong cannot be imported.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcache.errors import ConfigurationError
+
+_NAME = re.compile(r"kvcache(_[a-z][a-z0-9]*)+")
+_LABEL = re.compile(r"[a-z][a-z_]*")
+_UNITS = ("_seconds", "_bytes", "_ratio", "_tokens", "_blocks")
+
+
+class Kind(Enum):
+    """How the values of a metric are read."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One declaration. Counters end with `_total`, histograms with their unit.
+
+    Raises ConfigurationError for a name, or labels, against the conventions.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_total = self.name.endswith("_total")
+        if not _NAME.fullmatch(self.name) or is_total != (self.kind is Kind.COUNTER):
+            raise ConfigurationError(
+                f"{self.name!r} is no name of a {self.kind.value}: begin it with kvcache_, and end "
+                "it with _total if, and only if, it is a counter"
+            )
+        if self.kind is Kind.HISTOGRAM and not self.name.endswith(_UNITS):
+            raise ConfigurationError(f"histogram {self.name!r} has no unit: end it with one")
+        if not all(_LABEL.fullmatch(label) for label in self.labels) or "le" in self.labels:
+            raise ConfigurationError(f"{self.name!r} cannot have labels {self.labels}: rename them")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One value of a counter or gauge; `labels` are the values of the metric's, in its order."""
+
+    metric: Metric
+    value: float
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HistogramSample:
+    """One histogram: `counts[i]` values were at most `bounds[i]`, those behind the last bound
+    included in `counts[-1]`. Cumulative, as Prometheus has it; `sum` is of all values."""
+
+    metric: Metric
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+    labels: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return self.counts[-1]
+
+
+AnySample = Sample | HistogramSample

@@ -1,0 +1,120 @@
+"""How long steps take: in the queue, in the decision, and until every rank has applied them.
+
+    arrived ──queue──▶ decided ──(answer, commands leave)──▶ applied by every rank
+       └───────────────────── applied_seconds ─────────────────┘
+
+Looks at what goes into a coordinator and what comes out of it, so that the coordinator itself knows
+of nothing. Refuses to keep more than a bounded number of steps: of a client that never gets on, the
+oldest are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvcache.messages import CallResult, Outgoing, Progress, Unattached
+from kvcache.metrics.histogram import Histogram
+from kvcache.step import StepResult
+
+MAX_CLIENTS = 256
+MAX_STEPS = 1024
+"""Of one client: arrived and not decided, or decided and not applied."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step that every rank has applied. Seconds by the meter's clock."""
+
+    client_id: str
+    step: int
+    epoch: int
+    seq: int
+    arrived_s: float
+    begun_s: float
+    decided_s: float
+    applied_s: float
+
+
+@dataclass(slots=True)
+class _Decided:
+    step: int
+    epoch: int
+    seq: int
+    arrived_s: float
+    begun_s: float
+    decided_s: float
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one client: when those arrived that wait, and those that ranks have not applied.
+    Everything up to `newest` has been decided."""
+
+    newest: int = 0
+    arrived_s: dict[int, float] = field(default_factory=dict)
+    under_way: deque[_Decided] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+
+
+OnApplied = Callable[[StepTimes], None]
+
+
+class StepMeter:
+    """Follows the steps of one coordinator. One owner, one thread."""
+
+    def __init__(self, bounds_s: tuple[float, ...], on_applied: OnApplied | None = None) -> None:
+        """Follow none yet. `on_applied` is told of each step in the end."""
+        self.queue = Histogram(bounds_s)
+        self.decision = Histogram(bounds_s)
+        self.applied = Histogram(bounds_s)
+        self._clients: OrderedDict[str, _Steps] = OrderedDict()
+        self._on_applied = on_applied
+
+    def arrived(self, client_id: str, step: int, now_s: float) -> None:
+        """Note a step that a client sent; a repeated one counts from its first arrival."""
+        steps = self._clients.get(client_id)
+        if steps is None:
+            steps = self._clients[client_id] = _Steps()
+            if len(self._clients) > MAX_CLIENTS:
+                self._clients.popitem(last=False)
+        if step > steps.newest and step not in steps.arrived_s:
+            if len(steps.arrived_s) >= MAX_STEPS:
+                del steps.arrived_s[min(steps.arrived_s)]
+            steps.arrived_s[step] = now_s
+
+    def left(self, outgoing: Sequence[Outgoing], begun_s: float, now_s: float) -> None:
+        """Look at what a coordinator wants sent, after a decision from `begun_s` to `now_s`."""
+        for item in outgoing:
+            message = item.message
+            if isinstance(message, StepResult | CallResult):
+                self._on_answer(message, begun_s, now_s)
+            elif isinstance(message, Progress):
+                self._on_progress(message, now_s)
+            elif isinstance(message, Unattached):
+                self._clients.pop(message.client_id, None)
+
+    def _on_answer(self, answer: StepResult | CallResult, begun_s: float, now_s: float) -> None:
+        steps = self._clients.get(answer.client_id)
+        arrived_s = None if steps is None else steps.arrived_s.pop(answer.step, None)
+        if steps is None or arrived_s is None:
+            return  # a stored answer, repeated
+        steps.newest = answer.step
+        self.queue.observe(begun_s - arrived_s)
+        self.decision.observe(now_s - begun_s)
+        if answer.seq:
+            times = (arrived_s, begun_s, now_s)
+            steps.under_way.append(_Decided(answer.step, answer.epoch, answer.seq, *times))
+
+    def _on_progress(self, progress: Progress, now_s: float) -> None:
+        steps = self._clients.get(progress.client_id)
+        if steps is None:
+            return
+        under_way = steps.under_way
+        while under_way and under_way[0].step <= progress.applied_step:
+            done = under_way.popleft()
+            self.applied.observe(now_s - done.arrived_s)
+            if self._on_applied is not None:
+                times = (done.arrived_s, done.begun_s, done.decided_s, now_s)
+                client_id = progress.client_id
+                self._on_applied(StepTimes(client_id, done.step, done.epoch, done.seq, *times))

@@ -1,0 +1,105 @@
+"""Ages of what is hit and evicted, on both cores, with a clock that tests move."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvcache import KVCacheManager, Request
+from kvcache.clock import VirtualClock
+from kvcache.manager.core_registry import CORES
+from kvcache.metrics import AgeMeter, Kind, Metric
+from kvcache.policies import EVICTION_POLICIES
+from tests.protocol.scenario import make_config
+
+BLOCK = 4
+BOUNDS_S = (1.0, 10.0, 100.0)
+AGE = Metric("kvcache_age_seconds", Kind.HISTOGRAM, "Ages.")
+
+
+class Cache:
+    """A manager of a few blocks, its meter, and the clock of both."""
+
+    def __init__(
+        self, core: str, num_blocks: int, policy: str = "lru", *, is_watched: bool = True
+    ) -> None:
+        self.clock = VirtualClock()
+        self.meter = AgeMeter(BOUNDS_S, self.clock.now)
+        self.manager = KVCacheManager(
+            make_config(num_blocks, is_hybrid=False),
+            64,
+            core=core,
+            eviction_policy=policy,
+            clock=self.clock,
+            core_factories=self.meter.cores() if is_watched else CORES,
+        )
+
+    def run(self, request_id: str, tokens: list[int]) -> int:
+        """Compute a prompt and free it; return how many of its tokens were cached."""
+        request = Request(request_id, tokens)
+        blocks, num_hit = self.manager.get_computed_blocks(request)
+        num_new = request.num_tokens - num_hit
+        assert self.manager.allocate_slots(request, num_new, num_hit, blocks) is not None
+        request.num_computed_tokens = request.num_tokens
+        self.manager.free(request)
+        self.manager.check()
+        return num_hit
+
+    def at_hit(self) -> tuple[int, ...]:
+        return self.meter.at_hit.sample(AGE).counts
+
+    def at_eviction(self) -> tuple[int, ...]:
+        return self.meter.at_eviction.sample(AGE).counts
+
+
+def prompt(number: int, num_blocks: int) -> list[int]:
+    return [number * 1000 + i for i in range(num_blocks * BLOCK + 1)]
+
+
+@pytest.fixture(params=sorted(CORES))
+def core(request: Any) -> str:
+    return str(request.param)
+
+
+def test_a_hit_is_as_old_as_its_blocks_are_out_of_use(core: str) -> None:
+    cache = Cache(core, 32)
+    cache.run("a", prompt(1, 3))
+    assert cache.at_hit() == (0, 0, 0, 0)
+    cache.clock.advance(5.0)
+    assert cache.run("b", prompt(1, 3)) == 3 * BLOCK
+    assert cache.at_hit() == (0, 3, 3, 3)
+    cache.clock.advance(0.5)
+    cache.run("c", prompt(1, 3))
+    assert cache.at_hit() == (3, 6, 6, 6)
+    assert cache.at_eviction() == (0, 0, 0, 0)
+
+
+def test_a_victim_is_as_old_as_it_is_out_of_use_block_by_block(core: str) -> None:
+    cache = Cache(core, 9)  # 8 besides the null block
+    cache.run("a", prompt(1, 4))  # 4 full ones, and one that holds a token
+    cache.clock.advance(50.0)
+    cache.run("b", prompt(2, 3))
+    cache.clock.advance(5.0)
+    cache.run("c", prompt(3, 3))
+    evicted = cache.manager.statistics().core.num_evictions
+    assert evicted == 3
+    assert cache.at_eviction() == (0, 0, 3, 3)
+    cache.clock.advance(200.0)
+    cache.run("d", prompt(4, 7))
+    assert cache.at_eviction() == (0, 0, 3, cache.manager.statistics().core.num_evictions)
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_watched_policies_decide_as_they_do_unwatched(core: str, policy: str) -> None:
+    rng = random.Random(7)
+    watched, plain = Cache(core, 24, policy), Cache(core, 24, policy, is_watched=False)
+    for number in range(150):
+        tokens = prompt(rng.randrange(8), rng.randrange(1, 7))
+        watched.clock.advance(rng.random())
+        assert watched.run(f"r{number}", tokens) == plain.run(f"r{number}", tokens)
+    assert watched.manager.dump_state()["core"] == plain.manager.dump_state()["core"]
+    evicted = watched.manager.statistics().core.num_evictions
+    assert watched.at_eviction()[-1] == evicted > 0
+    assert plain.at_eviction()[-1] == 0
