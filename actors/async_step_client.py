@@ -211,16 +211,23 @@ class AsyncStepClient(SessionView):
             await asyncio.sleep(self._connection.tick_s)
             self._connection.tick(self._connection.clock.now())
             self._on_readable()
-            if self._connection.may_have_moved and self._waiters:
-                await self._redial()
+            if self._waiters:
+                await self._look_where()
             self._notify()
 
-    async def _redial(self) -> None:
-        try:
-            endpoint = await asyncio.to_thread(self._connection.dialer.endpoint)
-        except ClusterError:
-            self._connection.put_off_redial()  # deadlines say so to whoever waits
-            return
+    async def _look_where(self) -> None:
+        """Go on where the coordinator is now, if it is not where it was."""
+        connection, endpoint = self._connection, None
+        if connection.is_time_to_look:
+            endpoint = await asyncio.to_thread(connection.look_for_move)
+        if endpoint is None:
+            if not connection.may_have_moved:
+                return
+            try:
+                endpoint = await asyncio.to_thread(connection.dialer.endpoint)
+            except ClusterError:
+                connection.put_off_redial()  # deadlines say so to whoever waits
+                return
         self._loop.remove_reader(self._reader)
         self._connection.redial(endpoint)
         self._reader = self._connection.transport.fileno()

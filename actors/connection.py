@@ -30,6 +30,10 @@ DETACH_LINGER_S = 0.2
 SILENCE_BEFORE_REDIAL = 3
 """Resend intervals without any message after which the coordinator may have moved."""
 
+LOOK_S = 0.1
+"""How often, once the connection has ended or the coordinator is silent, it is looked at what the
+coordinator has written down."""
+
 STALL_BEFORE_REDIAL = 10
 """Resend intervals without any progress after which it is asked whether another coordinator has
 taken over: one that stood still meanwhile goes on, answers, and has no workers any more."""
@@ -46,6 +50,10 @@ class Dialing(Protocol):
 
     def endpoint(self) -> Endpoint:
         """Return where the coordinator listens now; raises ClusterError."""
+
+    def noted(self) -> Endpoint | None:
+        """Return where the coordinator has written down that it listens for this process, None
+        where nothing is written. Asks nobody who may be dead."""
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a new end for `peer`."""
@@ -77,7 +85,8 @@ class ClientConnection:
         self._max_message_bytes = config.transport.max_message_bytes
         self._endpoint = dialer.endpoint()
         self.transport = dialer.open(self._endpoint, self._peer)
-        self._heard_s = self._asked_s = self._next_tick_s = self.clock.now()
+        self._num_disconnections = 0
+        self._heard_s = self._asked_s = self._looked_s = self._next_tick_s = self.clock.now()
 
     def send(self, messages: Sequence[FromClient]) -> None:
         """Encode and send."""
@@ -123,10 +132,32 @@ class ClientConnection:
         """Whether the coordinator has been silent for so long, or nothing has moved for so long,
         that its address may be old."""
         now_s, resend_s = self.clock.now(), self.settings.resend_s
-        if now_s - self._heard_s > SILENCE_BEFORE_REDIAL * resend_s:
-            return True
+        stalled_s = self.session.stalled_s
+        silence_s = SILENCE_BEFORE_REDIAL * resend_s
+        if now_s - self._heard_s > silence_s and stalled_s > silence_s:
+            return True  # idle clients hear nothing, and need nobody yet
         patience_s = STALL_BEFORE_REDIAL * resend_s
-        return now_s - self._asked_s > patience_s and self.session.stalled_s > patience_s
+        return now_s - self._asked_s > patience_s and stalled_s > patience_s
+
+    @property
+    def is_time_to_look(self) -> bool:
+        """Whether the connection has ended, or nothing was heard for a while, and `look_for_move`
+        has not looked just now."""
+        now_s = self.clock.now()
+        if now_s - self._looked_s < LOOK_S:
+            return False
+        if now_s - self._heard_s > self.settings.resend_s:
+            return True
+        return self.transport.statistics().disconnections > self._num_disconnections
+
+    def look_for_move(self) -> Endpoint | None:
+        """Return where the coordinator says in writing that it is now, None if nothing is new.
+
+        Any thread: changes nothing but when it is time to look again.
+        """
+        self._looked_s = self.clock.now()
+        noted = self.dialer.noted()
+        return None if noted == self._endpoint else noted
 
     def put_off_redial(self) -> None:
         """The coordinator could not be asked: ask again after as long a time as before."""
@@ -139,6 +170,8 @@ class ClientConnection:
             self.transport.close()
             self._endpoint = endpoint
             self.transport = self.dialer.open(endpoint, self._peer)
+            self._next_tick_s = self._heard_s  # what waits is sent again at once, if it is due
+        self._num_disconnections = self.transport.statistics().disconnections
 
     def is_attached(self) -> bool:
         """Whether steps can be submitted; raises DeadlineError when attaching takes too long."""

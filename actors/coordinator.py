@@ -31,6 +31,7 @@ from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
+from actors.whereabouts import write_down
 from actors.worker_making import WorkerRecipe
 from actors.workforce import Workforce, look_for_workforce
 from kvcache.clock import SystemClock
@@ -261,6 +262,7 @@ class CoordinatorActor:
                         caretaker.stop()
                     else:
                         caretaker.take_care()
+                        self._tell_clients(give_up_s)
                     return
                 causes = "; ".join(f"rank {r}: {why}" for r, why in sorted(sighting.lost.items()))
                 self._problem = f"the restarted coordinator finds no worker: {causes or 'silence'}"
@@ -274,6 +276,14 @@ class CoordinatorActor:
                 return
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _tell_clients(self, give_up_s: float) -> None:
+        """Write down where this coordinator listens as soon as it can serve steps."""
+        while not (self._is_running() or self._closed.wait(READY_POLL_S)):
+            if self._clock.now() > give_up_s:
+                return  # clients ask, and hear what is missing
+        if not self._closed.is_set():
+            write_down(self._config.name, self._node.node_id, self._endpoint_for(self._node))
 
     def _describe_missing(self) -> str:
         """Name the ranks that have not obeyed yet."""

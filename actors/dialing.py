@@ -11,8 +11,9 @@ from actors.connect import connect_peer, this_node
 from actors.reports import ClusterStatus
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
+from actors.whereabouts import noted_endpoint
 from kvcache.config import ClusterConfig
-from kvcache.errors import DeadlineError, NotRunningError
+from kvcache.errors import ClusterError, DeadlineError, NotRunningError
 
 DIAL_TIMEOUT_S = 5.0
 
@@ -43,6 +44,13 @@ class Dialer:
                 f"the coordinator of {self.config.name} cannot be asked where it listens: {error}"
             ) from error
         return endpoint
+
+    def noted(self) -> Endpoint | None:
+        """Return where the coordinator has written down that it listens for this process."""
+        try:
+            return noted_endpoint(self.config.name, this_node().node_id)
+        except ClusterError:
+            return None  # it can be asked, later
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a new end for `peer`."""

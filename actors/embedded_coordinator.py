@@ -142,6 +142,10 @@ class EmbeddedCoordinator:
         self._require_alive()
         return IN_PROCESS
 
+    def noted(self) -> Endpoint | None:
+        """Nothing is written down: it does not move."""
+        return None
+
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a client's end. Raises what has ended the coordinator."""
         return self._service.connect(peer)

@@ -148,6 +148,10 @@ class LocalCluster:
         """Return where clients connect to: here."""
         return LOCAL_ENDPOINT
 
+    def noted(self) -> Endpoint | None:
+        """Nothing is written down: it does not move."""
+        return None
+
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a client's end."""
         return self._server.connect(peer, self.pump)

@@ -309,8 +309,7 @@ class StepClient(SessionView):
         try:
             receive = transport.receive_or_wake if self._is_shared else transport.receive
             payloads = receive(timeout_s)
-            is_silent = not payloads and connection.may_have_moved
-            moved_to = self._ask_where() if is_silent else None
+            moved_to = None if payloads else self._look_where()
         finally:
             self._changed.acquire()
             self._is_reading = False
@@ -326,6 +325,14 @@ class StepClient(SessionView):
             self._connection.take(payloads)
             self._num_taken += len(payloads)
         self._unblock()
+
+    def _look_where(self) -> Endpoint | None:
+        """Return where the coordinator is now, None if it is where it was, or nobody can say."""
+        connection = self._connection
+        noted = connection.look_for_move() if connection.is_time_to_look else None
+        if noted is None and connection.may_have_moved:
+            return self._ask_where()
+        return noted
 
     def _ask_where(self) -> Endpoint | None:
         """Ask where the coordinator is; None while it cannot say: deadlines see to the rest."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from actors.client import KVCacheClient
-from actors.connection import STALL_BEFORE_REDIAL, ClientConnection
+from actors.connection import LOOK_S, STALL_BEFORE_REDIAL, ClientConnection
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
 from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig
@@ -29,6 +29,7 @@ class Listener:
     def __init__(self) -> None:
         self.is_disturbed = threading.Event()
         self.is_reading = threading.Event()
+        self.num_disconnections = 0
         self._answers: list[bytes] = []
 
     def send(self, payload: bytes) -> None:
@@ -56,7 +57,7 @@ class Listener:
         pass
 
     def statistics(self) -> TransportStatistics:
-        return TransportStatistics()
+        return TransportStatistics(disconnections=self.num_disconnections)
 
     def close(self, linger_s: float = 0.0) -> None:
         pass
@@ -70,9 +71,13 @@ class Dialer:
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self.listener = Listener()
+        self.note: Endpoint | None = None
 
     def endpoint(self) -> Endpoint:
         return Endpoint("nowhere")
+
+    def noted(self) -> Endpoint | None:
+        return self.note
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         return self.listener
@@ -90,6 +95,44 @@ def test_who_keeps_an_idle_client_alive_leaves_the_socket_to_who_reads_it(
         with pytest.raises(DeadlineError):
             client.wait_result(number, timeout_s=LONG_S)
         assert not dialer.listener.is_disturbed.is_set()
+
+
+def test_a_silent_coordinator_is_looked_for_in_writing_before_anybody_is_asked(
+    make_config: MakeConfig,
+) -> None:
+    clock, dialer = VirtualClock(100.0), Dialer(make_config(transport={"resend_s": 0.5}))
+    connection = ClientConnection(dialer, "c", clock)
+    assert not connection.is_time_to_look
+
+    clock.advance(0.6)
+    assert connection.is_time_to_look
+    assert connection.look_for_move() is None  # nothing is written
+    assert not connection.is_time_to_look  # not all the time
+    assert not connection.may_have_moved
+
+    clock.advance(LOOK_S + 0.01)
+    dialer.note = Endpoint("nowhere")
+    assert connection.is_time_to_look
+    assert connection.look_for_move() is None  # it is where it was
+    dialer.note = Endpoint("elsewhere")
+    moved_to = connection.look_for_move()
+    assert moved_to == Endpoint("elsewhere")
+    connection.redial(moved_to)
+    assert connection.look_for_move() is None
+    assert not connection.is_time_to_look
+
+
+def test_an_ended_connection_is_reason_enough_to_look(make_config: MakeConfig) -> None:
+    clock, dialer = VirtualClock(100.0), Dialer(make_config(transport={"resend_s": 0.5}))
+    connection = ClientConnection(dialer, "c", clock)
+    clock.advance(LOOK_S + 0.01)
+    assert not connection.is_time_to_look
+    dialer.listener.num_disconnections = 1
+    assert connection.is_time_to_look
+    dialer.note = Endpoint("elsewhere")
+    connection.redial(Endpoint("elsewhere"))
+    clock.advance(LOOK_S + 0.01)
+    assert not connection.is_time_to_look
 
 
 def test_a_coordinator_that_answers_and_gets_nowhere_may_have_been_taken_over_from(
