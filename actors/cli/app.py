@@ -1,26 +1,19 @@
 """What can be typed: commands, arguments, options, and what becomes of errors.
 
 Imports nothing but typer, so that `--help` is there at once; every command imports its work when it
-runs. Exit codes: 0 done, 1 wrong bytes, a recording that does not replay to the same, something
-stuck, or a machine on which a launch would fail, 2 an error of ours (one line on stderr;
-`--verbose` shows the traceback), 130 interrupted.
+runs. outcomes.py has the exit codes, simulation_commands.py the commands that simulate.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-EXIT_WRONG_BYTES = 1
-EXIT_DIFFERENT = 1
-EXIT_STUCK = 1
-EXIT_PREVENTED = 1
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
+from actors.cli.outcomes import EXIT_DIFFERENT, EXIT_PREVENTED, EXIT_STUCK
+from actors.cli.outcomes import run_command as _run
+from actors.cli.simulation_commands import add_simulation_commands
 
 app = typer.Typer(
     name="kvcache",
@@ -340,18 +333,4 @@ def dump(
     _run(work, verbose)
 
 
-def _run(work: Callable[[], None], verbose: bool) -> None:
-    """Do a command's work; errors of ours become one line and an exit code."""
-    from kvcache.errors import KVCacheError, WrongBytesError
-
-    try:
-        work()
-    except KVCacheError as error:
-        if verbose:
-            raise
-        print(f"kvcache: {error}", file=sys.stderr)
-        is_wrong = isinstance(error, WrongBytesError)
-        raise typer.Exit(EXIT_WRONG_BYTES if is_wrong else EXIT_ERROR) from error
-    except KeyboardInterrupt:
-        print("kvcache: interrupted", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+add_simulation_commands(app)

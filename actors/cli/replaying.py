@@ -14,17 +14,16 @@ from rich.console import Console
 from actors.cli.playground import open_playground
 from actors.cli.progress import ReplayProgress, measure_workload
 from actors.cli.tables import bytes_text, print_facts, print_json
+from actors.cli.trace_choices import UNLIMITED, parse_capacity
 from kvcache.clock import SystemClock
 from kvcache.config import load_config
-from kvcache.errors import ConfigurationError, WrongBytesError
+from kvcache.errors import WrongBytesError
 from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import require_model_len
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.stepper import TierFigures
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.opening import open_workload
-
-UNLIMITED = "unlimited"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ReplayChoices:
 
 def count_prefills(choices: ReplayChoices) -> None:
     """Count the hits of the prompts alone and print the figures."""
-    options = CountingOptions(_parse_blocks(choices.blocks), choices.block_size)
+    options = CountingOptions(parse_capacity(choices.blocks), choices.block_size)
     workload = open_workload(choices.workload, limit=choices.limit, seed=choices.seed)
     clock = SystemClock()
     size = measure_workload(workload)
@@ -80,18 +79,6 @@ def replay_workload(choices: ReplayChoices) -> None:
             _print_report(engine.report(), ground.title, choices.as_json)
             raise
     _print_report(report, ground.title, choices.as_json)
-
-
-def _parse_blocks(text: str) -> int | None:
-    """Return the capacity that was typed; None for unlimited. Raises ConfigurationError."""
-    if text == UNLIMITED:
-        return None
-    digits = text.replace("_", "").replace(",", "")
-    if not (digits.isascii() and digits.isdigit() and int(digits)):
-        raise ConfigurationError(
-            f"--blocks {text!r} is no capacity: give a number of at least 1, or {UNLIMITED}"
-        )
-    return int(digits)
 
 
 def _print_count(count: PrefillCount) -> None:

@@ -38,6 +38,7 @@ class PrefillCount:
     num_hit_blocks: int
     num_evictions: int
     wall_time_s: float
+    num_hit_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -53,7 +54,9 @@ class PrefillCount:
 class CountingOptions:
     """The cache to count with. `num_blocks` None: as many as would ever be needed.
 
-    `block_size` None: what the workload comes in.
+    `block_size` None: what the workload comes in. `groups` are those of a model, which share the
+    blocks; none: one group of full attention. With several kinds, or blocks of other sizes than the
+    workload's, only hit tokens mean something.
     """
 
     num_blocks: int | None = None
@@ -61,6 +64,7 @@ class CountingOptions:
     eviction_policy: str = "lru"
     hash_algorithm: str = "sha256"
     core: str = "extents"
+    groups: tuple[KVCacheGroupSpec, ...] = ()
 
 
 def count_prefill_hits(
@@ -80,7 +84,9 @@ def count_prefill_hits(
     block_size = workload.block_size if options.block_size is None else options.block_size
     num_blocks = options.num_blocks
     if num_blocks is None:
-        num_blocks = sum(-(-r.num_prompt_tokens // block_size) for r in workload)
+        smallest = min((g.kv_cache_spec.block_size for g in options.groups), default=block_size)
+        num_blocks = sum(-(-r.num_prompt_tokens // smallest) for r in workload)
+        num_blocks *= max(1, len(options.groups))
     manager = make_counted_manager(options, block_size, num_blocks)
     start_s = clock.now()
     count = PrefillCount(workload.name, options.num_blocks, block_size, 0, 0, 0, 0, 0, 0.0)
@@ -111,6 +117,7 @@ def count_prefill_hits(
             num_hit_blocks=count.num_hit_blocks + num_hit_tokens // block_size,
             num_evictions=0,
             wall_time_s=clock.now() - start_s,
+            num_hit_tokens=count.num_hit_tokens + num_hit_tokens,
         )
         on_progress(count)
     return replace(count, num_evictions=manager.statistics().core.num_evictions)
@@ -119,12 +126,12 @@ def count_prefill_hits(
 def make_counted_manager(
     options: CountingOptions, block_size: int, num_blocks: int
 ) -> KVCacheManager:
-    """Make the manager of a model with one full-attention group and no bytes to speak of."""
+    """Make the manager of a model with the groups asked for and no bytes to speak of."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
     config = KVCacheConfig(
         num_blocks=num_blocks + _NUM_NULL_BLOCKS,
         kv_cache_tensors=(),
-        kv_cache_groups=(KVCacheGroupSpec(("layer.0",), spec),),
+        kv_cache_groups=options.groups or (KVCacheGroupSpec(("layer.0",), spec),),
     )
     return KVCacheManager(
         config,

@@ -3,7 +3,8 @@
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
 A hash id names a block of 512 tokens together with all that precedes it; the last one of a line
-may be partial. Token ids are made from the hash ids, so that two requests share exactly the blocks
+may be partial. Lines of our own recordings say how many tokens it is (`"block_size": 16`), and may
+name a tenant. Token ids are made from the hash ids, so that two requests share exactly the blocks
 that the trace says they share. Reads line by line, keeps nothing, and refuses a line that does not
 hold together, naming it.
 """
@@ -14,7 +15,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,32 +38,36 @@ _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
 
 @dataclass(frozen=True)
-class _Line:
-    """One line, checked."""
+class MooncakeLine:
+    """One line, checked; `number` counts from 1. `block_size` is None where it is not said."""
 
+    number: int
     timestamp_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    block_size: int | None = None
+    tenant: str | None = None
 
 
 class MooncakeTrace:
     """The trace in the file at `path`; gzip is recognised by its content.
 
-    Raises TraceError at once when the file cannot be opened, and while iterating when a line is
-    broken; the message names the file and the line.
+    `block_size` None: what the first line says, otherwise 512. Raises TraceError at once when the
+    file cannot be opened, and while iterating when a line is broken; the message names the file and
+    the line.
     """
 
-    def __init__(self, path: Path, block_size: int = MOONCAKE_BLOCK_SIZE) -> None:
-        if block_size < 1:
+    def __init__(self, path: Path, block_size: int | None = None) -> None:
+        if block_size is not None and block_size < 1:
             raise TraceError(
                 f"{path}: {block_size} tokens per hash id: give at least 1 "
                 f"(Mooncake's traces have {MOONCAKE_BLOCK_SIZE})"
             )
         self.path = path
-        self._block_size = block_size
         with closing(self._open()):
             pass
+        self._block_size = self._said_block_size() if block_size is None else block_size
 
     @property
     def name(self) -> str:
@@ -86,6 +91,34 @@ class MooncakeTrace:
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
         """Yield one request per line; empty lines are skipped."""
+        return map(self._request, self.lines())
+
+    def lines(self) -> Iterator[MooncakeLine]:
+        """Yield the lines themselves; empty ones are skipped. Raises as iterating does."""
+        for line in self._checked_lines():
+            if line.block_size not in {None, self._block_size}:
+                raise self._broken(
+                    line.number,
+                    f"has block_size {line.block_size}, this trace is read with {self._block_size}",
+                )
+            expected = -(-line.input_length // self._block_size)
+            if len(line.hash_ids) != expected:
+                raise self._broken(
+                    line.number,
+                    f"has {len(line.hash_ids)} hash_ids, but {line.input_length} input tokens take "
+                    f"{expected} blocks of {self._block_size}",
+                )
+            yield line
+
+    def _said_block_size(self) -> int:
+        """Return what the first line says; what is wrong with it is said when it is read."""
+        with suppress(TraceError):
+            first = next(self._checked_lines(), None)
+            if first is not None and first.block_size is not None:
+                return first.block_size
+        return MOONCAKE_BLOCK_SIZE
+
+    def _checked_lines(self) -> Iterator[MooncakeLine]:
         with closing(self._open()) as file:
             number = 0
             while True:
@@ -94,7 +127,7 @@ class MooncakeTrace:
                 if not text:
                     return
                 if text.strip():
-                    yield self._request(number, self._parse(number, text))
+                    yield self._parse(number, text)
 
     def _open(self) -> _Lines:
         try:
@@ -119,7 +152,7 @@ class MooncakeTrace:
                 f"({error}): fetch it again"
             ) from error
 
-    def _parse(self, number: int, text: bytes) -> _Line:
+    def _parse(self, number: int, text: bytes) -> MooncakeLine:
         fail = partial(self._broken, number)
         try:
             values = json.loads(text)
@@ -130,12 +163,7 @@ class MooncakeTrace:
         input_length = _count(values, "input_length", 1, fail)
         output_length = _count(values, "output_length", 0, fail)
         hash_ids = _hash_ids(values, fail)
-        expected = -(-input_length // self._block_size)
-        if len(hash_ids) != expected:
-            raise fail(
-                f"has {len(hash_ids)} hash_ids, but {input_length} input tokens take {expected} "
-                f"blocks of {self._block_size}"
-            )
+        block_size = _count(values, "block_size", 1, fail) if "block_size" in values else None
         timestamp = values.get("timestamp", 0)
         if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
             raise fail(f"has timestamp {_shown(timestamp)}, not a number")
@@ -143,15 +171,21 @@ class MooncakeTrace:
             raise fail(
                 f"has timestamp {_shown(timestamp)}, not a number in 0 to {_LARGEST_TIMESTAMP_MS}"
             )
-        return _Line(timestamp, input_length, output_length, hash_ids)
+        tenant = values.get("tenant")
+        if tenant is not None and not (isinstance(tenant, str) and tenant):
+            raise fail(f"has tenant {_shown(tenant)}, not a name")
+        return MooncakeLine(
+            number, timestamp, input_length, output_length, hash_ids, block_size, tenant
+        )
 
-    def _request(self, number: int, line: _Line) -> WorkloadRequest:
+    def _request(self, line: MooncakeLine) -> WorkloadRequest:
         return WorkloadRequest(
-            request_id=f"line-{number}",
+            request_id=f"line-{line.number}",
             num_prompt_tokens=line.input_length,
             num_output_tokens=line.output_length,
             make_token_ids=partial(_prompt, line.hash_ids, line.input_length, self._block_size),
             arrival_s=line.timestamp_ms / 1000,
+            tenant=line.tenant,
         )
 
     def _broken(self, number: int, what: str) -> TraceError:

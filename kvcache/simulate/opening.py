@@ -1,7 +1,7 @@
-"""From what stands on a command line to a workload.
+"""From what stands on a command line to a workload, or to a trace in arrays.
 
-Stands at the front of every replay. Decides by name and path only; whether a file's content is
-sound is its reader's question.
+Stands at the front of every replay and simulation. Decides by name and path only; whether a file's
+content is sound is its reader's question.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcache.errors import TraceError
+from kvcache.simulate.block_trace import BlockTrace, read_block_trace
 from kvcache.simulate.conversations import Conversations
 from kvcache.simulate.generators import DEFAULT_NUM_REQUESTS, GENERATORS, generate
 from kvcache.simulate.mooncake import MooncakeTrace
@@ -17,6 +18,8 @@ from kvcache.simulate.workload import LimitedWorkload, Workload
 
 CONVERSATIONS = "conversations"
 """Name of the workload that the package brings along."""
+
+_TRACE_ENDS = (".jsonl", ".jsonl.gz")
 
 
 def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Workload:
@@ -33,11 +36,26 @@ def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Work
     return workload if limit is None else LimitedWorkload(workload, limit)
 
 
+def open_block_trace(
+    name: str, *, limit: int | None = None, seed: int = 0, block_size: int | None = None
+) -> BlockTrace:
+    """Return the trace called `name`, as `open_workload` takes it, read and checked.
+
+    `block_size` is how many tokens a block has of a file that does not say, or of what is made.
+    Raises TraceError for what cannot be read or contradicts itself.
+    """
+    if name.endswith(_TRACE_ENDS):
+        workload: Workload = MooncakeTrace(Path(name), block_size)
+    else:
+        workload = open_workload(name, limit=limit, seed=seed)
+    return read_block_trace(workload, limit=limit, block_size=block_size)
+
+
 def _open(name: str, seed: int) -> Workload:
     if name == CONVERSATIONS:
         return Conversations(seed=seed)
     path = Path(name)
-    if name.endswith((".jsonl", ".jsonl.gz")):
+    if name.endswith(_TRACE_ENDS):
         return MooncakeTrace(path)
     if path.exists():
         return TextDocuments(path)

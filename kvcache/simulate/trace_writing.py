@@ -23,13 +23,17 @@ from kvcache.simulate.passages import BlockNames
 
 @dataclass(frozen=True)
 class TraceLine:
-    """One request of a trace. `block_ids` names its blocks, a partial last one included."""
+    """One request of a trace. `block_ids` names its blocks, a partial last one included.
+
+    `block_size` is said in the line unless it is what readers take it to be.
+    """
 
     timestamp_ms: int
     input_length: int
     output_length: int
     block_ids: Sequence[int]
     tenant: str | None = None
+    block_size: int = MOONCAKE_BLOCK_SIZE
 
     def to_json(self) -> bytes:
         """Return the line, its end included."""
@@ -39,6 +43,8 @@ class TraceLine:
             "output_length": self.output_length,
             "hash_ids": list(self.block_ids),
         }
+        if self.block_size != MOONCAKE_BLOCK_SIZE:
+            values["block_size"] = self.block_size
         if self.tenant is not None:
             values["tenant"] = self.tenant
         return json.dumps(values, separators=(",", ":")).encode() + b"\n"
@@ -55,6 +61,7 @@ def trace_lines(
             input_length=request.num_prompt_tokens,
             output_length=request.num_output_tokens,
             block_ids=names.name(request.passages),
+            block_size=block_size,
         )
 
 

@@ -1,0 +1,116 @@
+"""Commands that need no cluster: what a cache of some size would make of a load.
+
+Imports nothing but typer, as app.py, to which these commands are added.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actors.cli.outcomes import run_command
+
+TracesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE...",
+        help="Mooncake's JSONL or a recording of ours (.jsonl, .jsonl.gz), or made: chat, agents, "
+        "retrieval, scans, conversations.",
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of a trace that is made.")]
+RequestsOption = Annotated[
+    int | None, typer.Option("--requests", "-l", help="The first N requests only.", min=1)
+]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens per block of a file that does not say, or of what is made.", min=1),
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", "-j", help="At once [one for each core].", min=1)
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="Draw it, too: .svg, .png or .pdf (extra `plots`).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Show no progress bar.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")
+]
+
+
+def add_simulation_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(simulate)
+
+
+def simulate(
+    traces: TracesArgument,
+    *,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help="An eviction policy, or all; may be repeated [lru]."),
+    ] = None,
+    blocks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--blocks", "-b", help="Capacity in blocks, or unlimited; may be repeated [a range]."
+        ),
+    ] = None,
+    host_blocks: Annotated[
+        int, typer.Option(help="Blocks of host memory below the device.", min=0)
+    ] = 0,
+    disk_blocks: Annotated[int, typer.Option(help="Blocks on disk below that.", min=0)] = 0,
+    window: Annotated[
+        int | None,
+        typer.Option(help="A hybrid model: half its layers have a window of N tokens.", min=1),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="Groups, block sizes and capacity of this cluster."),
+    ] = None,
+    optimum: Annotated[
+        bool, typer.Option(help="Beside them: what no policy can beat (Belady).")
+    ] = True,
+    seed: SeedOption = 0,
+    requests: RequestsOption = None,
+    block_size: BlockSizeOption = None,
+    write_trace: Annotated[
+        Path | None,
+        typer.Option(help="Instead: write the trace to this file (.jsonl, .jsonl.gz)."),
+    ] = None,
+    processes: ProcessesOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Play traces on the manager alone: hit rates by policy and capacity, without a cluster."""
+
+    def work() -> None:
+        from actors.cli.simulating import SimulationChoices, simulate_traces, write_down
+        from actors.cli.trace_choices import TraceChoices
+
+        chosen = TraceChoices(tuple(traces), seed, requests, block_size)
+        if write_trace is not None:
+            write_down(chosen, write_trace)
+            return
+        choices = SimulationChoices(
+            traces=chosen,
+            policies=tuple(policy or ()),
+            blocks=tuple(blocks or ()),
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+            window_tokens=window,
+            config=config,
+            has_optimum=optimum,
+            num_processes=processes,
+            plot=plot,
+            as_json=as_json,
+            has_progress=not no_progress,
+        )
+        simulate_traces(choices)
+
+    run_command(work, verbose)

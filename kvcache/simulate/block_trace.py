@@ -1,0 +1,324 @@
+"""A whole trace as arrays of block numbers, checked: what simulations of all kinds are run on.
+
+    requests      0                1            2
+    starts        0                4            6                9
+    blocks        0   1   2   3    0   1'       0   1   2   4         a number fixes all before it
+
+Made once from a file or a generator, read again and again. Whatever contradicts itself is found
+here, with the line it stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.arrays import Int32Array
+from kvcache.errors import TraceError
+from kvcache.simulate.generators import SyntheticWorkload
+from kvcache.simulate.mooncake import MooncakeLine, MooncakeTrace
+from kvcache.simulate.tokens import block_token_ids
+from kvcache.simulate.trace_writing import TraceLine, trace_lines
+from kvcache.simulate.workload import Workload, WorkloadRequest
+
+_NO_PARENT = -1
+COMPACT_BLOCK_SIZE = 2
+"""Tokens that stand for a whole block in `CompactTrace`."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTrace:
+    """`blocks[starts[i]:starts[i + 1]]` are the blocks of request `i`, numbered from 0 in order of
+    appearance, a partial last one included; `lines[i]` is where it stands in its file."""
+
+    name: str
+    block_size: int
+    blocks: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    input_lengths: NDArray[np.int64]
+    output_lengths: NDArray[np.int64]
+    arrivals_ms: NDArray[np.float64]
+    lines: NDArray[np.int64]
+
+    @property
+    def num_requests(self) -> int:
+        """At least 1."""
+        return len(self.input_lengths)
+
+    @property
+    def num_references(self) -> int:
+        """Blocks of all requests."""
+        return len(self.blocks)
+
+    @cached_property
+    def num_distinct_blocks(self) -> int:
+        """How many different blocks there are, partial ones included."""
+        return int(self.blocks.max()) + 1
+
+    @cached_property
+    def num_input_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return int(self.input_lengths.sum())
+
+    @cached_property
+    def longest(self) -> int:
+        """Index of the first request with the most blocks."""
+        return int(np.diff(self.starts).argmax())
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """Blocks of the longest request: with fewer it could not be served."""
+        return self.num_blocks_of(self.longest)
+
+    def num_blocks_of(self, request: int) -> int:
+        """Return how many blocks a request takes."""
+        return int(self.starts[request + 1] - self.starts[request])
+
+    def blocks_of(self, request: int) -> NDArray[np.int32]:
+        """Return the blocks of a request, in order. A view."""
+        return self.blocks[self.starts[request] : self.starts[request + 1]]
+
+    def most_hits_of(self, request: int) -> int:
+        """Return how many of its blocks can be hit at most: all before its last token."""
+        return (int(self.input_lengths[request]) - 1) // self.block_size
+
+    def to_lines(self) -> Iterator[TraceLine]:
+        """Yield what a file of this trace says."""
+        for i in range(self.num_requests):
+            yield TraceLine(
+                timestamp_ms=int(self.arrivals_ms[i]),
+                input_length=int(self.input_lengths[i]),
+                output_length=int(self.output_lengths[i]),
+                block_ids=self.blocks_of(i).tolist(),
+                block_size=self.block_size,
+            )
+
+    def place_of(self, request: int) -> str:
+        """Return how to call a request in a message."""
+        return f"{self.name}, line {self.lines[request]}"
+
+
+def read_block_trace(
+    workload: Workload, *, limit: int | None = None, block_size: int | None = None
+) -> BlockTrace:
+    """Read a workload, its first `limit` requests only if one is given: a file, what a generator
+    makes, or any prompts of tokens.
+
+    `block_size` None: the workload's; the blocks of a file are what they are. Raises TraceError
+    where it is empty, cannot be read, has timestamps out of order, or one block behind two
+    different ones.
+    """
+    if block_size is None or isinstance(workload, MooncakeTrace):
+        block_size = workload.block_size
+    if isinstance(workload, MooncakeTrace):
+        lines: Iterable[MooncakeLine] = workload.lines()
+    elif isinstance(workload, SyntheticWorkload):
+        lines = _generated_lines(workload, block_size)
+    else:
+        lines = _token_lines(workload, block_size)
+    return _Collection(workload.name, block_size).collect(islice(lines, limit))
+
+
+def _generated_lines(workload: SyntheticWorkload, block_size: int) -> Iterator[MooncakeLine]:
+    for number, line in enumerate(trace_lines(workload, block_size), start=1):
+        yield MooncakeLine(
+            number,
+            line.timestamp_ms,
+            line.input_length,
+            line.output_length,
+            tuple(line.block_ids),
+        )
+
+
+def _token_lines(workload: Workload, block_size: int) -> Iterator[MooncakeLine]:
+    """Name the blocks of prompts by their tokens and the block before."""
+    names: dict[tuple[int, str | None, bytes], int] = {}
+    for number, request in enumerate(workload, start=1):
+        tokens = request.token_ids
+        parent = _NO_PARENT
+        blocks = []
+        for start in range(0, len(tokens), block_size):
+            content = tokens[start : start + block_size].tobytes()
+            key = (parent, request.cache_salt, content)
+            parent = names.setdefault(key, len(names))
+            blocks.append(parent)
+        yield MooncakeLine(
+            number,
+            request.arrival_s * 1000,
+            request.num_prompt_tokens,
+            request.num_output_tokens,
+            tuple(blocks),
+        )
+
+
+class _Collection:
+    """Takes lines in, checks what they say together, and numbers their blocks."""
+
+    def __init__(self, name: str, block_size: int) -> None:
+        self._name = name
+        self._block_size = block_size
+        self._numbers: dict[tuple[str | None, int], int] = {}
+        self._parents: list[int] = []
+        self._first_lines: list[int] = []
+
+    def collect(self, lines: Iterable[MooncakeLine]) -> BlockTrace:
+        """Return the trace. Raises TraceError."""
+        blocks: list[int] = []
+        starts = [0]
+        kept: list[MooncakeLine] = []
+        last_ms = 0.0
+        for line in lines:
+            if line.timestamp_ms < last_ms:
+                raise self._fail(
+                    line,
+                    f"has timestamp {line.timestamp_ms:g}, the line before {last_ms:g}: sort the "
+                    "trace by time",
+                )
+            last_ms = line.timestamp_ms
+            blocks.extend(self._number(line))
+            starts.append(len(blocks))
+            kept.append(line)
+        if not kept:
+            raise TraceError(f"{self._name} holds no request: give a trace with at least one")
+        return BlockTrace(
+            name=self._name,
+            block_size=self._block_size,
+            blocks=np.array(blocks, np.int32),
+            starts=np.array(starts, np.int64),
+            input_lengths=np.array([line.input_length for line in kept], np.int64),
+            output_lengths=np.array([line.output_length for line in kept], np.int64),
+            arrivals_ms=np.array([line.timestamp_ms for line in kept], np.float64),
+            lines=np.array([line.number for line in kept], np.int64),
+        )
+
+    def _number(self, line: MooncakeLine) -> list[int]:
+        """Return the line's blocks by number; tenants share nothing."""
+        numbers, parents = self._numbers, self._parents
+        parent = _NO_PARENT
+        found = []
+        for hash_id in line.hash_ids:
+            number = numbers.setdefault((line.tenant, hash_id), len(parents))
+            if number == len(parents):
+                parents.append(parent)
+                self._first_lines.append(line.number)
+            elif parents[number] != parent:
+                raise self._two_parents(line, hash_id, number)
+            found.append(number)
+            parent = number
+        return found
+
+    def _two_parents(self, line: MooncakeLine, hash_id: int, number: int) -> TraceError:
+        return self._fail(
+            line,
+            f"has block {hash_id} behind another block than line {self._first_lines[number]}, but "
+            "an id fixes all before it: give blocks with different pasts different ids",
+        )
+
+    def _fail(self, line: MooncakeLine, what: str) -> TraceError:
+        return TraceError(f"{self._name}, line {line.number}: {what}")
+
+
+class CompactTrace:
+    """A trace as a workload with two tokens for each block: all that hits depend on, and no more.
+
+    A partial last block has one. Hits, evictions and all that follows from contents are those of
+    the trace itself, whatever its block size; lengths in tokens are not.
+    """
+
+    def __init__(self, trace: BlockTrace) -> None:
+        self._trace = trace
+
+    @property
+    def name(self) -> str:
+        """The trace's."""
+        return self._trace.name
+
+    @property
+    def num_requests(self) -> int:
+        """The trace's."""
+        return self._trace.num_requests
+
+    @property
+    def total_input_tokens(self) -> int | None:
+        """Not asked for: tokens do not mean anything here."""
+        return None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that stand for one block."""
+        return COMPACT_BLOCK_SIZE
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        """Yield the requests, named as in a trace file."""
+        trace = self._trace
+        for i in range(trace.num_requests):
+            yield WorkloadRequest(
+                request_id=f"line-{trace.lines[i]}",
+                num_prompt_tokens=self._num_tokens(i),
+                num_output_tokens=int(trace.output_lengths[i]),
+                make_token_ids=self._maker(i),
+                arrival_s=float(trace.arrivals_ms[i]) / 1000,
+            )
+
+    def _num_tokens(self, request: int) -> int:
+        is_partial = self._trace.input_lengths[request] % self._trace.block_size != 0
+        return self._trace.num_blocks_of(request) * COMPACT_BLOCK_SIZE - bool(is_partial)
+
+    def _maker(self, request: int) -> Callable[[], Int32Array]:
+        def make() -> Int32Array:
+            tokens = self._trace.blocks_of(request).repeat(COMPACT_BLOCK_SIZE)
+            return tokens[: self._num_tokens(request)]
+
+        return make
+
+
+class TraceTokens:
+    """A trace as a workload with all its tokens, made from the numbers of its blocks."""
+
+    def __init__(self, trace: BlockTrace) -> None:
+        self._trace = trace
+
+    @property
+    def name(self) -> str:
+        """The trace's."""
+        return self._trace.name
+
+    @property
+    def num_requests(self) -> int:
+        """The trace's."""
+        return self._trace.num_requests
+
+    @property
+    def total_input_tokens(self) -> int:
+        """The trace's."""
+        return self._trace.num_input_tokens
+
+    @property
+    def block_size(self) -> int:
+        """The trace's."""
+        return self._trace.block_size
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        """Yield the requests, named as in a trace file."""
+        trace = self._trace
+        for i in range(trace.num_requests):
+            yield WorkloadRequest(
+                request_id=f"line-{trace.lines[i]}",
+                num_prompt_tokens=int(trace.input_lengths[i]),
+                num_output_tokens=int(trace.output_lengths[i]),
+                make_token_ids=self._maker(i),
+                arrival_s=float(trace.arrivals_ms[i]) / 1000,
+            )
+
+    def _maker(self, request: int) -> Callable[[], Int32Array]:
+        def make() -> Int32Array:
+            blocks = self._trace.blocks_of(request).astype(np.int64)
+            tokens = block_token_ids(blocks, self._trace.block_size)
+            return tokens[: self._trace.input_lengths[request]]
+
+        return make

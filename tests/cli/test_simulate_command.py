@@ -1,0 +1,212 @@
+"""`kvcache simulate`: what it prints, writes and draws, and what it says to what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.cli import app, plots
+from actors.cli.trace_choices import capacity_range
+from kvcache.simulate.opening import open_block_trace
+from tests.cli.commands import KVCACHE
+from tests.simulate.traces import trace_line, write_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three conversations, in turns."""
+    lines = []
+    for turn in range(1, 6):
+        for who in range(3):
+            ids = [100 * who + i for i in range(2 * turn)]
+            lines.append(trace_line(1_000 * turn, ids, timestamp=1000 * len(lines)))
+    return write_lines(tmp_path / "trace.jsonl", *lines)
+
+
+def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    assert result.exit_code == exit_code, result.output
+    return result.stdout, result.stderr
+
+
+def refused(*arguments: str | Path) -> str:
+    """Run what must not run; return its one line."""
+    shown, error = run(*arguments, exit_code=2)
+    assert shown == "" and error.count("\n") == 1 and error.startswith("kvcache: ")
+    return error.removeprefix("kvcache: ").rstrip("\n")
+
+
+def test_a_table_has_a_row_for_each_policy_and_a_column_for_each_capacity(trace: Path) -> None:
+    arguments = ("-p", "lru", "-p", "lfu", "-b", "12", "-b", "1_000", "-b", "unlimited", "-j", "1")
+    shown, _ = run(trace, *arguments)
+    assert "trace.jsonl: 15 requests, 90 blocks of 512 tokens, 30 of them different" in shown
+    for text in ("12", "1,000", "unlimited", "lru", "lfu", "optimum"):
+        assert text in shown
+    shown, _ = run(trace, *arguments, "--no-optimum")
+    assert "optimum" not in shown
+
+
+def test_json_has_every_figure(trace: Path) -> None:
+    shown, _ = run(trace, "-b", "unlimited", "-b", "12", "--json", "-j", "1")
+    results = json.loads(shown)
+    found = [(r["policy"], r["num_blocks"], r["num_device_hits"]) for r in results]
+    unlimited = 3 * sum((1_000 * (turn - 1)) // 512 for turn in range(1, 6))
+    assert found[0] == ("lru", None, unlimited)
+    assert [row[:2] for row in found[1:]] == [("lru", 12), ("optimum", None), ("optimum", 12)]
+    assert found[2][2] == unlimited > found[3][2] > found[1][2]
+    assert results[0]["hit_rate"] == unlimited / 90
+
+
+def test_all_policies_over_a_range_of_capacities_by_default(trace: Path) -> None:
+    results = json.loads(run(trace, "--policy", "all", "--json", "-j", "1")[0])
+    assert {r["policy"] for r in results} >= {"lru", "arc", "s3fifo", "optimum"}
+    assert sorted({r["num_blocks"] for r in results}) == [10, 20, 50]
+    assert capacity_range([open_block_trace(str(trace))]) == [10, 20, 50]
+
+
+def test_tiers_and_where_hits_were_found(trace: Path) -> None:
+    shown, _ = run(trace, "-b", "12", "--host-blocks", "8", "--disk-blocks", "20", "-j", "1")
+    assert "below the device: 8 blocks of host memory, 20 on disk" in shown
+    (lru, _) = json.loads(
+        run(trace, "-b", "12", "--host-blocks", "8", "--disk-blocks", "20", "--json", "-j", "1")[0]
+    )
+    assert lru["num_host_hits"] + lru["num_disk_hits"] > 0
+
+
+def test_a_window_and_a_configuration_are_hybrids_without_an_optimum(trace: Path) -> None:
+    shown, _ = run(trace, "--window", "600", "-b", "60", "-j", "1")
+    assert "hit tokens of prompt tokens; blocks are shared by groups: full, sliding_window" in shown
+    assert "optimum" not in shown
+    config = ROOT / "configs" / "cpu_tp2.yaml"
+    (result,) = json.loads(run(trace, "--config", config, "--json", "-j", "1")[0])
+    assert result["num_blocks"] == 131_071
+    assert result["hit_rate_of"] == "tokens"
+    assert result["num_hit_tokens"] > 0
+
+
+def test_several_traces_have_a_table_each(trace: Path) -> None:
+    shown, _ = run(trace, "chat", "--requests", "9", "--seed", "3", "-b", "500", "-j", "1")
+    assert "trace.jsonl: 9 requests" in shown
+    assert "chat, 9 requests (seed 3): 9 requests" in shown
+
+
+@pytest.mark.parametrize("name", ["made.jsonl", "made.jsonl.gz"])
+def test_a_written_trace_simulates_to_the_same(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    shown, _ = run("agents", "-l", "60", "--seed", "2", "--block-size", "64", "--write-trace", path)
+    assert shown.startswith(f"{path}: 60 requests, ")
+    made = json.loads(
+        run("agents", "-l", "60", "--seed", "2", "--block-size", "64", "--json", "-j", "1")[0]
+    )
+    read = json.loads(run(path, "--json", "-j", "1")[0])
+    for result in (*made, *read):
+        del result["trace"], result["wall_time_s"]
+    assert made == read and len(made) == 4
+
+
+def test_a_plot_is_drawn_the_same_each_time(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for path in paths:
+        run(trace, "-p", "all", "--plot", path, "-j", "1")
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    text = paths[0].read_text(encoding="utf-8")
+    for name in ("trace.jsonl", "lru", "optimum", "hit rate", "blocks of the device"):
+        assert name in text
+    run(trace, "chat", "-l", "12", "--plot", tmp_path / "three.png", "-j", "1")
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_played(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    assert refused(trace, "--plot", tmp_path / "a.svg") == (
+        "--plot needs matplotlib, which is not installed: pip install 'kvcache[plots]'"
+    )
+
+
+def test_what_is_typed_wrong_is_refused_with_a_remedy(trace: Path, tmp_path: Path) -> None:
+    assert refused(trace, "-p", "lra").startswith(
+        "unknown eviction policy 'lra': choose one of arc, "
+    )
+    assert refused(trace, "-b", "9") == (
+        "trace.jsonl, line 13: the request needs 10 blocks of 512 tokens, more than the 9 of the "
+        "device: simulate at least 10"
+    )
+    assert refused(trace, "-b", "some") == (
+        "--blocks 'some' is no capacity: give a number of at least 1, or unlimited"
+    )
+    assert refused(trace, "-b", "20", "--disk-blocks", "5").startswith(
+        "5 blocks on disk, none in host memory"
+    )
+    assert refused(trace, "--window", "64").startswith("--window without --blocks: ")
+    assert refused(trace, "--plot", "a.bmp") == (
+        "--plot a.bmp: pictures end with .svg, .png or .pdf: choose one"
+    )
+    assert refused(trace, "chat", "--write-trace", tmp_path / "x.jsonl") == (
+        "--write-trace writes one trace, 2 are named: name one"
+    )
+    assert refused("poetry").startswith("no workload 'poetry': give 'conversations', a generator")
+    assert refused(tmp_path / "none.jsonl").endswith(
+        "cannot be read (No such file or directory): name a Mooncake trace"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "bad.jsonl holds no request: give a trace with at least one"),
+        (
+            [trace_line(1024, [1, 2]), trace_line(1024, [3, 2])],
+            "bad.jsonl, line 2: has block 2 behind another block than line 1, but an id fixes all "
+            "before it: give blocks with different pasts different ids",
+        ),
+        (
+            [trace_line(9, [1], timestamp=9), trace_line(9, [2], timestamp=8)],
+            "bad.jsonl, line 2: has timestamp 8, the line before 9: sort the trace by time",
+        ),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(
+    tmp_path: Path, lines: list[dict[str, Any]], message: str
+) -> None:
+    assert refused(write_lines(tmp_path / "bad.jsonl", *lines)) == message
+
+
+def test_a_torn_file_is_refused_with_its_line(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl.gz"
+    path.write_bytes(gzip.compress(trace.read_bytes())[:-9])
+    assert refused(path).startswith(f"{path}, line ")
+
+
+def test_neither_ray_nor_torch_nor_matplotlib_is_imported(trace: Path) -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from actors.cli import app\n"
+        "def run(*words):\n"
+        "    assert CliRunner().invoke(app, words).exit_code == 0\n"
+        "    return sorted({'ray', 'torch', 'numpy', 'matplotlib'} & set(sys.modules))\n"
+        "print(run('simulate', '--help'))\n"
+        f"print(run('simulate', {str(trace)!r}, '--json', '-j', '2', '-b', '20'))\n"
+    )
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n['numpy']\n"
+
+
+def test_the_command_runs_with_several_processes(trace: Path) -> None:
+    command = [*KVCACHE, "simulate", str(trace), "--json", "-j", "2", "-b", "20"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [r["policy"] for r in json.loads(shown.stdout)] == ["lru", "optimum"]
+    assert shown.stderr == ""
