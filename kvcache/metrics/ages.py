@@ -9,6 +9,7 @@ Refuses to change what a policy decides.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -56,8 +57,9 @@ class WatchedPolicy:
     """A policy that notes when entries come out of use, and how old they are when they leave.
 
     `_since_s[e]` and `_weights[e]` are of entry `e` while it is inserted: since when it is out of
-    use, and its blocks (None: one each). `_left_s[e]` and `_counted[e]` are of the last time that
-    it was chosen: when, and how many of its blocks were counted as evicted then.
+    use, and its blocks (1 where all are single blocks). `_left_s[e]` and `_counted[e]` are of the
+    last time that it was chosen: when, and how many of its blocks were counted as evicted then.
+    Single entries, which are most, are written one by one into what numpy sees as arrays.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class WatchedPolicy:
         self._policy = policy
         self._book = book
         self._meter = meter
-        self._since_s = np.zeros(capacity)
-        self._left_s = np.zeros(capacity)
-        self._counted = np.ones(capacity, np.int32)
-        self._weights = None if book.is_uniform else np.zeros(capacity, np.int32)
+        self._is_uniform = book.is_uniform
+        self._since_s = array("d", bytes(8 * capacity))
+        self._left_s = array("d", bytes(8 * capacity))
+        self._counted = array("i", bytes(4 * capacity))
+        self._weights = array("i", bytes(4 * capacity))
         self._newest = -1  # the last entry of the newest choice
         self.discard = policy.discard
         self.order = policy.order
@@ -89,50 +92,67 @@ class WatchedPolicy:
     def insert(self, entries: Entries) -> None:
         """See `EvictionPolicy`."""
         self._policy.insert(entries)
+        now_s, is_uniform = self._meter.now(), self._is_uniform
+        if len(entries) == 1:
+            entry = entries[0]
+            self._since_s[entry] = now_s
+            self._weights[entry] = (
+                1 if is_uniform else int(self._book.weights(index_array(entries))[0])
+            )
+            return
         places = index_array(entries)
-        self._since_s[places] = self._meter.now()
-        if self._weights is not None:
-            self._weights[places] = self._book.weights(places)
+        np.frombuffer(self._since_s)[places] = now_s
+        weights = 1 if is_uniform else self._book.weights(places)
+        np.frombuffer(self._weights, np.int32)[places] = weights
 
     def remove(self, entries: Entries) -> None:
         """See `EvictionPolicy`; what is used again was hit."""
         self._policy.remove(entries)
+        now_s, at_hit = self._meter.now(), self._meter.at_hit
+        if len(entries) == 1:
+            entry = entries[0]
+            at_hit.observe(now_s - self._since_s[entry], self._weights[entry])
+            return
         places = index_array(entries)
-        weights = None if self._weights is None else self._weights[places]
-        self._meter.at_hit.observe_many(self._meter.now() - self._since_s[places], weights)
+        weights = np.frombuffer(self._weights, np.int32)[places]
+        at_hit.observe_many(now_s - np.frombuffer(self._since_s)[places], weights)
 
     def choose(self, num_blocks: int) -> Victims:
         """See `EvictionPolicy`; what is chosen counts as evicted, unless it is put back."""
         victims = self._policy.choose(num_blocks)
-        if not len(victims.entries):
+        entries, num_of_last = victims.entries, victims.num_blocks_of_last
+        if not len(entries):
             self._newest = -1
             return victims
-        places, now_s = index_array(victims.entries), self._meter.now()
-        self._newest = int(places[-1])
-        self._left_s[places] = now_s
-        counted = None
-        if self._weights is not None:
-            weights = self._book.weights(places)  # anew: runs may have been cut meanwhile
-            counted = weights.copy()
-            counted[-1] = victims.num_blocks_of_last
-            self._counted[places] = counted
-            self._weights[places] = weights - counted
-        self._meter.at_eviction.observe_many(now_s - self._since_s[places], counted)
+        now_s, at_eviction = self._meter.now(), self._meter.at_eviction
+        self._newest = last = int(entries[-1])
+        if len(entries) == 1:
+            self._left_s[last] = now_s
+            self._counted[last] = num_of_last
+            self._weights[last] -= num_of_last
+            at_eviction.observe(now_s - self._since_s[last], num_of_last)
+            return victims
+        places = index_array(entries)
+        # Anew: runs may have been cut meanwhile.
+        weights = np.ones_like(places) if self._is_uniform else self._book.weights(places)
+        counted = weights.copy()
+        counted[-1] = num_of_last
+        np.frombuffer(self._left_s)[places] = now_s
+        np.frombuffer(self._counted, np.int32)[places] = counted
+        np.frombuffer(self._weights, np.int32)[places] = weights - counted
+        at_eviction.observe_many(now_s - np.frombuffer(self._since_s)[places], counted)
         return victims
 
     def put_back(self, entries: Entries) -> None:
         """See `EvictionPolicy`. What comes back alone, at once, is the rest of a run whose tail has
         gone; all others were not evicted after all."""
         self._policy.put_back(entries)
-        if not len(entries):
+        is_rest = len(entries) == 1 and entries[0] == self._newest and not self._is_uniform
+        self._newest = -1
+        if is_rest or not len(entries):
             return
         places = index_array(entries)
-        is_rest = len(places) == 1 and places[0] == self._newest and self._weights is not None
-        self._newest = -1
-        if is_rest:
-            return
-        counted = self._counted[places]
-        ages_s = self._left_s[places] - self._since_s[places]
+        counted = np.frombuffer(self._counted, np.int32)[places]
+        ages_s = np.frombuffer(self._left_s)[places] - np.frombuffer(self._since_s)[places]
         self._meter.at_eviction.observe_many(ages_s, -counted)
-        if self._weights is not None:
-            self._weights[places] += counted
+        np.frombuffer(self._weights, np.int32)[places] += counted

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvcache.coordinator import Coordinator
-from kvcache.messages import Call, FromClient, FromWorker, Outgoing
+from kvcache.messages import Call, Detach, FromClient, FromWorker, Outgoing
 from kvcache.metrics.step_meter import StepMeter
 from kvcache.step import StepRequest
 
@@ -28,6 +28,9 @@ class MeteredCoordinator:
         self._coordinator = coordinator
         self._meter = meter
         self._now = now
+        self._ask = coordinator.on_client_message
+        self._settle = coordinator.settle
+        self._stride = meter.stride
         # Not measured, and called for each rank in each step: as if nobody stood between.
         self.on_plain_applied = coordinator.on_plain_applied
 
@@ -38,27 +41,38 @@ class MeteredCoordinator:
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """See `Coordinator`; the time it takes is the decision's."""
+        kind, meter = type(message), self._meter
+        is_step = (kind is StepRequest or kind is Call) and not message.step % self._stride  # type: ignore[union-attr]
+        if not (is_step or meter.num_open):
+            return self._ask(message)
         begun_s = self._now()
-        if isinstance(message, StepRequest | Call):
-            self._meter.arrived(message.client_id, message.step, begun_s)
-        return self._looked_at(self._coordinator.on_client_message(message), begun_s)
+        if is_step:
+            meter.arrived(message.client_id, message.step, begun_s)  # type: ignore[union-attr]
+        elif kind is Detach:
+            meter.forget(message.client_id)
+        outgoing = self._ask(message)
+        meter.left(outgoing, begun_s, self._now())
+        return outgoing
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """See `Coordinator`."""
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.on_worker_message(rank, message), begun_s)
+        return self._looked_at(lambda: self._coordinator.on_worker_message(rank, message))
 
     def settle(self) -> list[Outgoing]:
         """See `Coordinator`."""
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.settle(), begun_s)
+        if not self._meter.num_open:
+            return self._settle()
+        return self._looked_at(self._settle)
 
     def on_tick(self) -> list[Outgoing]:
         """See `Coordinator`."""
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.on_tick(), begun_s)
+        if self._meter.num_open:
+            self._meter.forget_silent(self._now())
+        return self._looked_at(self._coordinator.on_tick)
 
-    def _looked_at(self, outgoing: list[Outgoing], begun_s: float) -> list[Outgoing]:
-        if outgoing:
+    def _looked_at(self, decide: Callable[[], list[Outgoing]]) -> list[Outgoing]:
+        begun_s = self._now()
+        outgoing = decide()
+        if outgoing and self._meter.num_open:
             self._meter.left(outgoing, begun_s, self._now())
         return outgoing

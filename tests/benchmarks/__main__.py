@@ -3,7 +3,7 @@
     python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
-Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1` to `c5`); without any, all run.
+Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1` to `c5`, `o1`); without any, all run.
 `--cores` says which cores run, all by default: a core that is not there has an empty column.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
 `--full` serves 20,000 turns of churn and a million small requests.
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--write", type=Path, help="write the table as Markdown")
     options = parser.parse_args()
-    known = (*MANAGER_WORKLOADS, *CLUSTER_WORKLOADS, "c3")
+    known = (*MANAGER_WORKLOADS, *CLUSTER_WORKLOADS, "c3", "o1")
     names = options.names or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -76,6 +76,10 @@ def main() -> None:
         managers = [name for name in names if name in MANAGER_WORKLOADS]
         with SidePool(cores, peer) as pool:
             rows += measure_manager(managers, pool, sizes_of(options), progress)
+        if "o1" in names:
+            from tests.benchmarks.bench_metrics import measure_metrics
+
+            rows += measure_metrics(options.smoke, progress)
         if "c3" in names:
             from tests.benchmarks.bench_copies import measure_copies_shown
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvcache.digests import PackedDigests
 from kvcache.events import EventCodec
 from kvcache.hashing import BlockHash, get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
+from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.request import Request
 from kvcache.specs import (
     FullAttentionSpec,
@@ -48,7 +49,9 @@ class Stored:
 class OurManager:
     """Prompts go through the per-request calls, decoding through one `step` per step."""
 
-    def __init__(self, setup: Setup, core: str) -> None:
+    def __init__(
+        self, setup: Setup, core: str, core_factories: Mapping[str, CoreFactory] = CORES
+    ) -> None:
         specs: list[KVCacheSpec] = [FullAttentionSpec(BLOCK_SIZE, 1, 8)]
         if setup.is_hybrid:
             specs.append(SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=WINDOW_TOKENS))
@@ -63,6 +66,7 @@ class OurManager:
             caching_hash_algo=setup.hash_algorithm,
             enable_kv_cache_events=setup.has_events,
             core=core,
+            core_factories=core_factories,
         )
         self._finds_by_digest = core == "blocks"
         hash_fn = get_hash_fn(setup.hash_algorithm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.clock import VirtualClock
+from kvcache.messages import Applied, Detach
 from kvcache.metrics import (
     AgeMeter,
     CoordinatorMeters,
@@ -19,6 +20,7 @@ from kvcache.metrics import (
     coordinator_samples,
 )
 from kvcache.metrics import declarations as known
+from kvcache.metrics.step_meter import STRIDE
 from kvcache.step import StepRequest
 from tests.protocol.test_coordinator import Bench, new
 
@@ -46,13 +48,8 @@ class MeteredBench(Bench):
         self.metered.on_client_message(request)
 
     def rank_applied(self, rank: int, seq: int) -> None:
-        message = self.applied_message(rank, seq)
+        message = Applied("n", self.processes[rank], rank, self.coordinator.epoch, seq)
         self.metered.on_worker_message(rank, message)
-
-    def applied_message(self, rank: int, seq: int) -> Any:
-        from kvcache.messages import Applied
-
-        return Applied("n", self.processes[rank], rank, self.coordinator.epoch, seq)
 
 
 def test_a_step_is_followed_from_its_arrival_until_every_rank_has_applied_it() -> None:
@@ -83,6 +80,37 @@ def test_a_step_that_waits_for_ranks_has_waited_in_the_queue() -> None:
     assert counts(bench.meter.decision)[-1] == 2
 
 
+def test_without_spans_one_step_in_a_few_is_followed_and_nothing_stays_open() -> None:
+    bench = MeteredBench()
+    meter = StepMeter(BOUNDS_S)
+    bench.metered = MeteredCoordinator(bench.coordinator, meter, bench.now.now)
+    for step in range(1, 3 * STRIDE + 1):
+        bench.ask(step, completed_step=step - 1 or -1)
+        assert meter.num_open == (step % STRIDE == 0)
+        for rank in (0, 1):
+            bench.rank_applied(rank, step + 1)
+    assert meter.num_open == 0
+    for histogram in (meter.queue, meter.decision, meter.applied):
+        assert counts(histogram)[-1] == 3
+
+
+def test_a_client_that_goes_or_falls_silent_leaves_nothing_open() -> None:
+    bench = MeteredBench(max_unacknowledged=1)
+    bench.ask(1)
+    bench.ask(2)
+    assert bench.meter.num_open == 2
+    bench.now.advance(60.0)
+    bench.metered.on_tick()
+    assert bench.meter.num_open == 2
+    bench.now.advance(61.0)
+    bench.metered.on_tick()
+    assert bench.meter.num_open == 0
+    bench.ask(3)
+    assert bench.meter.num_open == 1
+    bench.metered.on_client_message(Detach("c", bench.coordinator.epoch))
+    assert bench.meter.num_open == 0
+
+
 def test_a_client_that_is_sent_away_leaves_nothing() -> None:
     bench = MeteredBench(max_unacknowledged=1)
     bench.ask(1)
@@ -92,6 +120,7 @@ def test_a_client_that_is_sent_away_leaves_nothing() -> None:
     bench.ask(1)
     assert counts(bench.meter.applied)[-1] == 0
     assert bench.times == []
+    assert bench.meter.num_open == 0
 
 
 def test_figures_become_samples_with_the_labels_that_were_declared() -> None:

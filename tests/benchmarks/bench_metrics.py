@@ -1,0 +1,161 @@
+"""What metrics cost: the same steps with meters around everything and without, alternating.
+
+A coordinator and its manager in this process, and one rank that answers at once: what a step costs
+the coordinator's thread, messages decoded already. And churn in a manager alone, where contents
+come and go. Collecting and exporting run beside the steps, every few seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+
+from kvcache.arrays import int32_array
+from kvcache.clock import SystemClock
+from kvcache.config.metrics import MetricsConfig
+from kvcache.coordinator import Coordinator, Phase
+from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.labels import LabelTable
+from kvcache.manager import KVCacheManager
+from kvcache.manager.core_registry import CORES
+from kvcache.messages import Acknowledge, Applied, Attach, Granted, Hello, LabelReport
+from kvcache.metrics import AgeMeter, MeteredCoordinator, StepMeter
+from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvcache.state_store import MemoryStateStore
+from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest, StepResult
+from kvcache.wire import encode
+from tests.benchmarks.cores import FAST, PEER
+from tests.benchmarks.measure import Row, alternate
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from churn import Churn
+from our_manager import OurManager, one_token_each
+from side_setup import Setup
+from stopwatch import now_s
+
+NAME = "metrics off"
+GOAL = ">= 0.97x"
+IN_A_ROW = 32
+NUM_BLOCKS = 20_000
+
+
+class Steps:
+    """One coordinator of one rank, its steps applied as soon as they are sent."""
+
+    def __init__(self, num_running: int, *, is_metered: bool) -> None:
+        settings = MetricsConfig()
+        ages = AgeMeter(settings.age_bounds_s)
+        factories = ages.cores() if is_metered else CORES
+        group = KVCacheGroupSpec(("layer",), FullAttentionSpec(16, 1, 8))
+        config = KVCacheConfig(NUM_BLOCKS, (), (group,))
+        coordinator = Coordinator(
+            CoordinatorSettings(1, "plan"),
+            manager_factory=lambda model_epoch: KVCacheManager(
+                config,
+                1 << 16,
+                max_num_seqs=512,
+                log_stats=True,
+                has_workers=True,
+                model_epoch=model_epoch,
+                core_factories=factories,
+            ),
+            clock=SystemClock(),
+            nonce="n",
+            state_store=MemoryStateStore(),
+        )
+        self._epoch = begin(coordinator)
+        meter = StepMeter(settings.latency_bounds_s)
+        self._decider = MeteredCoordinator(coordinator, meter) if is_metered else coordinator
+        self._step = 0
+        self._running = EMPTY_RUNNING
+        if num_running:
+            self._running = self._admit(num_running)
+
+    def run(self, count: int = IN_A_ROW) -> float:
+        """Return the seconds of one step out of `count` in a row."""
+        start = now_s()
+        for _ in range(count):
+            self._ask(self._running)
+        taken = now_s() - start
+        self._decider.on_client_message(Acknowledge("c", self._epoch, self._step))
+        return taken / count
+
+    def _admit(self, count: int) -> RunningRequests:
+        new = tuple(
+            NewRequest(f"r{i}", int32_array(np.arange(64) + 1000 * i), max_new_tokens=64)
+            for i in range(count)
+        )
+        result = self._ask(EMPTY_RUNNING, new)
+        return one_token_each(result.admitted_slots, np.full(count, 7, np.int32))
+
+    def _ask(self, running: RunningRequests, new: tuple[NewRequest, ...] = ()) -> StepResult:
+        self._step += 1
+        request = StepRequest(
+            "c", self._step, self._epoch, self._step - 1 or -1, running=running, new=new
+        )
+        out = self._decider.on_client_message(request)
+        (result,) = [item.message for item in out if isinstance(item.message, StepResult)]
+        applied = encode(Applied("n", "p", 0, self._epoch, result.seq))
+        if result.error or not self._decider.on_plain_applied(0, applied):
+            raise RuntimeError(f"a step was not served: {result.error}")
+        self._decider.settle()
+        return result
+
+
+def begin(coordinator: Coordinator) -> int:
+    """Let the one rank obey and a client attach; return the epoch."""
+    coordinator.start()
+    coordinator.on_worker_message(0, Hello("p", 0, 0, "plan"))
+    epoch = coordinator.epoch
+    coordinator.on_worker_message(0, Granted("n", "p", 0, epoch))
+    known = LabelTable(NUM_BLOCKS, 32, 1).collect(0, epoch, 0, "layout")
+    counts = (NUM_BLOCKS, NUM_BLOCKS, 0, known.version, known.layout_fingerprint)
+    rest = (known.digest_bytes, known.labels, known.checksums, ())
+    coordinator.on_worker_message(0, LabelReport("n", "p", 0, epoch, 0, *counts, *rest))
+    coordinator.on_worker_message(0, Applied("n", "p", 0, epoch, 1))
+    if coordinator.phase is not Phase.RUNNING:
+        raise RuntimeError(f"the coordinator is {coordinator.phase.value}")
+    coordinator.on_client_message(Attach("c", 1))
+    return epoch
+
+
+def measure_metrics(is_smoke: bool, progress: Progress) -> list[Row]:
+    """Return the rows of o1: with metrics in the first column, without in the peer's."""
+    repetitions = 3 if is_smoke else 61
+    rows = []
+    for num_running, what in ((0, "empty step"), (256, "step of 256 decodes")):
+        task = progress.add_task(f"o1 {what}", total=repetitions)
+        sides = {PEER: Steps(num_running, is_metered=False)}
+        sides[FAST] = Steps(num_running, is_metered=True)
+        for side in sides.values():
+            side.run()
+        gc.collect()
+        gc.freeze()
+        calls = {name: side.run for name, side in sides.items()}
+        figures = alternate(calls, repetitions, lambda t=task: progress.advance(t))  # type: ignore[misc]
+        rows.append(Row("o1", f"coordinator, {what}", figures, NAME, GOAL))
+    return [*rows, measure_churn(is_smoke, progress)]
+
+
+def measure_churn(is_smoke: bool, progress: Progress) -> Row:
+    """Return the row of W7's churn, on the fast core alone."""
+    setup = Setup("churn", 100_000, size=256, num_warm_up=1500)
+    if is_smoke:
+        setup = Setup("churn", 8_000, size=16, num_warm_up=16)
+    repetitions, num_turns = (3, 16) if is_smoke else (31, 100)
+    task = progress.add_task("o1 churn", total=repetitions)
+    ages = AgeMeter(MetricsConfig().age_bounds_s)
+    sides = {
+        PEER: Churn(lambda s: OurManager(s, "extents"), setup),
+        FAST: Churn(lambda s: OurManager(s, "extents", ages.cores()), setup),
+    }
+    calls = {name: lambda side=side: side.serve(num_turns) for name, side in sides.items()}
+    figures = alternate(calls, repetitions, lambda: progress.advance(task))  # type: ignore[arg-type]
+    same = sides[PEER].hit_tokens() == sides[FAST].hit_tokens()
+    note = "hit tokens the same" if same else "hit tokens differ"
+    return Row("o1", f"manager, churn, {num_turns} turns", figures, NAME, GOAL, "", note)
