@@ -69,6 +69,7 @@ def manager_recipe(config: ClusterConfig, plan: Plan) -> ManagerRecipe:
         max_pin_share=cache.max_pin_share,
         hash_seed=cache.hash_seed,
         merge_duplicates=cache.merge_duplicates,
+        tenants=config.tenants,
         use_eagle=cache.use_eagle,
     )
 

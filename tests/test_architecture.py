@@ -17,6 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("specs", "policies"),
     ("config",),
     ("tokens", "hash_algorithms", "request_content"),
+    ("tenants",),
     ("request", "hashing", "digests"),
     ("planner",),
     ("commands",),
@@ -52,6 +53,12 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("arc", "fifo", "lfu", "lru2", "s3fifo", "slru", "twoq"),
         ("registry",),
     ),
+    "tenants": (
+        ("shares", "givers"),
+        ("account",),
+        ("ledger",),
+        ("policy",),
+    ),
     "manager": (
         ("cache_blocks", "prefix_statistics", "slots", "pins"),
         ("core_registry", "statistics", "events_buffer", "model_limits"),
@@ -76,6 +83,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("companions",),
         ("publisher",),
         ("leaf_growth", "sweeper", "forks"),
+        ("tenant_audit",),
         ("reserver", "withdrawal", "rebuild", "audit", "figures", "sealed"),
         ("row_batch", "settlement"),
         ("extent_core",),

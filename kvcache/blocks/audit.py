@@ -5,11 +5,15 @@ Beside the pool: looks into its lists, changes nothing. Refuses to repair.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import KINDS_APART, NULL_ID
 from kvcache.core import ReferenceKind
 from kvcache.errors import InvariantError
 from kvcache.hashing import BlockHash
+from kvcache.tenants import TenantLedger
+from kvcache.tenants.ledger import NOBODY
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -18,6 +22,8 @@ def check_pool(pool: BlockPool) -> None:
     _check_contents(pool)
     _check_order(pool)
     _check_unsealed(pool)
+    if pool.tenants is not None:
+        _check_tenants(pool, pool.tenants)
 
 
 def dump_pool(pool: BlockPool) -> dict[str, object]:
@@ -82,6 +88,31 @@ def _check_places(pool: BlockPool) -> None:
         raise InvariantError("an empty block would be handed out after a cached one is evicted")
     if pool.num_empty_blocks() != len(empty):
         raise InvariantError(f"{pool.num_empty_blocks()} blocks queue as empty, {len(empty)} are")
+
+
+def _check_tenants(pool: BlockPool, tenants: TenantLedger) -> None:
+    """Blocks with contents are their namespaces' tenants', and others those of their holders."""
+    tenants.check()
+    unheld: Counter[int] = Counter()
+    for block_id in range(1, pool.num_blocks):
+        table, owner = pool.contents.table_of(block_id), int(tenants.owners[block_id])
+        is_used = table is not None or pool.num_references(block_id) > 0
+        if (owner != NOBODY) != is_used:
+            raise InvariantError(
+                f"block {block_id} is tenant {owner}'s and {'in' if is_used else 'out of'} use"
+            )
+        if table is not None and tenants.account(table.namespace).number != owner:
+            raise InvariantError(
+                f"block {block_id} of {table.namespace} is counted for tenant {owner}"
+            )
+        if table is not None and not pool.num_references(block_id):
+            unheld[owner] += 1
+    for account in tenants.accounts():
+        if unheld[account.number] != account.num_unheld:
+            raise InvariantError(
+                f"tenant {account.name!r} has {unheld[account.number]} unheld blocks, "
+                f"{account.num_unheld} are counted"
+            )
 
 
 def _check_contents(pool: BlockPool) -> None:

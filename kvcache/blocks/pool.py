@@ -12,11 +12,12 @@ anybody holds, copies or may still write to, and to give back more references th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array, int32_array
+from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.blocks.block import KVCacheBlock
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.outbox import EventLog, Outbox
@@ -34,6 +35,8 @@ from kvcache.policies import (
 )
 from kvcache.policies.entry_queue import Entries
 from kvcache.request import Namespace
+from kvcache.tenants import TenantAccount, TenantLedger, TenantPolicy
+from kvcache.tenants.ledger import required
 
 
 class BlockPool(ReferencedBlocks):
@@ -53,12 +56,14 @@ class BlockPool(ReferencedBlocks):
         offload: OffloadHooks | None = None,
         zero_new_blocks: bool = False,
         enable_kv_cache_events: bool = False,
+        tenants: TenantLedger | None = None,
     ) -> None:
         """Make a pool of free blocks.
 
         `ordered_groups` are those in which only blocks without a cached child are evicted: the
         full-attention ones. `eviction_policy` is one of `policies` by name. With
         `enable_kv_cache_events` and no `outbox` of its own, events are kept for `take_events`.
+        `tenants` say who may take what.
 
         Raises:
             ConfigurationError: fewer than one block, or an unknown policy.
@@ -76,8 +81,13 @@ class BlockPool(ReferencedBlocks):
             has_workers=False,
         )
         contents = ContentIndex(num_blocks, ordered_groups, outbox)
-        policy = make_eviction_policy(eviction_policy, num_blocks, self, policies)
-        super().__init__(num_blocks, contents, policy)
+        make = partial(make_eviction_policy, eviction_policy, num_blocks, self, policies)
+        policy = (
+            make()
+            if tenants is None
+            else TenantPolicy(num_blocks, self, tenants, make, counts_unheld=True)
+        )
+        super().__init__(num_blocks, contents, policy, tenants)
         self.enable_caching = enable_caching
         self.num_evictions = 0
         self.none_hash = outbox.none_hash
@@ -115,6 +125,11 @@ class BlockPool(ReferencedBlocks):
         """Return one for each entry: an entry is a block."""
         return np.ones_like(entries)
 
+    def tenant_numbers(self, entries: IndexArray) -> Int32Array:
+        """Return whose blocks these are. There are tenants."""
+        numbers: Int32Array = required(self.tenants).owners[entries]
+        return numbers
+
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of a block."""
         contents = self.contents
@@ -143,14 +158,39 @@ class BlockPool(ReferencedBlocks):
                 f"{num_blocks} blocks are wanted, {num_free} of {self.num_total_blocks} are free: "
                 "free requests or raise num_blocks"
             )
+        if self.tenants is not None and (num_own := self.tenants.demand(num_blocks)):
+            self._blank.prepend_many(self._evict(num_own))
+            num_blank = self._blank.num_free_blocks
         taken = self._blank.pop_many(min(num_blocks, num_blank))
         if num_blocks > num_blank:
             taken = np.concatenate((taken, self._evict(num_blocks - num_blank)))
         self._num_references[taken] = 1
+        if self.tenants is not None:
+            self.tenants.took(taken, self.tenants.served)
         block_ids: list[int] = taken.tolist()
         if self._zero_new_blocks:
             self._outbox.zero(block_ids)
         return block_ids
+
+    def get_new_blocks_for(self, accounts: Sequence[TenantAccount]) -> list[int]:
+        """Do `get_new_blocks` for several tenants: a block for each of `accounts`, in that order.
+
+        All blocks of a tenant are taken together, in the order in which tenants come first.
+        """
+        taken = [NULL_ID] * len(accounts)
+        for account in dict.fromkeys(accounts):
+            places = [place for place, each in enumerate(accounts) if each is account]
+            required(self.tenants).serve(account)
+            for place, block_id in zip(places, self.get_new_blocks(len(places)), strict=True):
+                taken[place] = block_id
+        return taken
+
+    def has_room(self, num_blocks: int, num_spare_blocks: int = 0) -> bool:
+        """Say whether so many blocks can be had by whoever is served, and others stay free."""
+        num_free = self.get_num_free_blocks() - num_spare_blocks
+        if self.tenants is None:
+            return num_blocks <= num_free
+        return self.tenants.has_room_for_served(num_blocks, num_free)
 
     def get_cached_block(
         self,
@@ -235,6 +275,9 @@ class BlockPool(ReferencedBlocks):
         for same in by_table.values():
             block_ids = list(chain.from_iterable([run.block_ids for run in same]))
             self.contents.add(same, index_array(block_ids), is_labelled=True)
+            if self.tenants is not None:
+                account = self.tenants.account(same[0].table.namespace)
+                self.tenants.took(index_array(block_ids), account)
         self._policy.insert(victims)
 
     def seal(self, runs: Sequence[CachedRun]) -> None:
@@ -267,6 +310,8 @@ class BlockPool(ReferencedBlocks):
         self._policy.discard(order)
         self.contents.clear()
         self.ledger.clear()
+        if self.tenants is not None:
+            self.tenants.clear()
         self._blank.append_n(order)
         return True
 
@@ -318,6 +363,7 @@ class BlockPool(ReferencedBlocks):
                 continue
             self._offer(victims)
             forgotten, needed = self.contents.evict(victims)
+            self._note_evicted(forgotten)
             evicted.append(forgotten)
             missing -= len(forgotten)
             kept += needed
@@ -330,8 +376,14 @@ class BlockPool(ReferencedBlocks):
             forgotten_blocks = self.contents.forget(taken)
             self._release_forgotten([b for b in forgotten_blocks if b not in taken])
             evicted.append(index_array(list(taken)))
+            self._note_evicted(evicted[-1])
         self.num_evictions += num_blocks
         return np.concatenate(evicted)
+
+    def _note_evicted(self, block_ids: IndexArray) -> None:
+        if self.tenants is not None:
+            self.tenants.evicted(block_ids)
+            self.tenants.freed(block_ids)
 
     def _offer(self, block_ids: Entries) -> None:
         """Tell the tiers below which sealed blocks are about to go."""
@@ -348,6 +400,8 @@ class BlockPool(ReferencedBlocks):
     def _release_forgotten(self, block_ids: Sequence[int]) -> None:
         """Move unheld blocks whose content has just been forgotten to the free queue."""
         unheld = [b for b in block_ids if not self._num_references[b]]
+        if self.tenants is not None:
+            self.tenants.freed(unheld)
         unheld = [b for b in unheld if b not in self._quarantined]
         if unheld:
             self._policy.discard(unheld)

@@ -19,6 +19,7 @@ from kvcache.core import ReferenceKind
 from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
 from kvcache.policies import EvictionPolicy
+from kvcache.tenants import TenantLedger
 
 NULL_ID = 0
 KINDS_APART = (ReferenceKind.PIN, ReferenceKind.FORK, ReferenceKind.TRANSFER)
@@ -32,8 +33,15 @@ class ReferencedBlocks:
     `_num_references` counts all kinds together, `_references[kind]` the rare kinds apart.
     """
 
-    def __init__(self, num_blocks: int, contents: ContentIndex, policy: EvictionPolicy) -> None:
-        """Let all blocks but the null block be free and empty."""
+    def __init__(
+        self,
+        num_blocks: int,
+        contents: ContentIndex,
+        policy: EvictionPolicy,
+        tenants: TenantLedger | None = None,
+    ) -> None:
+        """Let all blocks but the null block be free and empty; `tenants` hear of those that are."""
+        self.tenants = tenants
         self.num_blocks = num_blocks
         self.contents = contents
         self._policy = policy
@@ -181,6 +189,8 @@ class ReferencedBlocks:
 
     def _put_free(self, block_ids: IndexArray) -> None:
         """Queue blocks that have just lost their last reference."""
+        if self.tenants is not None:
+            self.tenants.freed(block_ids[self.contents.table_numbers[block_ids] == NO_TABLE])
         if self._quarantined:
             block_ids = index_array([b for b in block_ids.tolist() if b not in self._quarantined])
         # Distinct, and nowhere queued: their references have just become zero.

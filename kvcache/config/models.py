@@ -28,6 +28,7 @@ from kvcache.config.sections import (
     Share,
     require_model_len,
 )
+from kvcache.config.tenants import TenantsConfig
 from kvcache.errors import ConfigurationError
 from kvcache.specs import Layout, dtype_size_bytes
 
@@ -256,6 +257,7 @@ class ClusterConfig(Section):
     offload: OffloadConfig = OffloadConfig()
     events: EventsConfig = EventsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tenants: TenantsConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

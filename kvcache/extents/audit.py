@@ -17,6 +17,7 @@ from kvcache.extents.pins import PinnedRuns
 from kvcache.extents.rows import Row, RowTables
 from kvcache.extents.run import Run
 from kvcache.extents.shape import TreeShape
+from kvcache.extents.tenant_audit import check_tenants
 from kvcache.extents.tree import RunTree
 from kvcache.ids import NULL_BLOCK_ID
 
@@ -31,6 +32,8 @@ def check_core(parts: CoreParts, pins: PinnedRuns, forks: RowForks) -> None:
     _check_rows(shape, tables)
     _check_references(parts, pins, forks)
     _check_places(store, tree, runs, of_runs)
+    if store.tenants is not None:
+        check_tenants(parts, store.tenants)
 
 
 def dump_core(parts: CoreParts, pins: PinnedRuns, forks: RowForks) -> dict[str, object]:

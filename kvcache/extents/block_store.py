@@ -12,6 +12,7 @@ policy proposes, `Evictor` carries out.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvcache.errors import BlockError, ConfigurationError
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.policies import EvictionPolicy
+from kvcache.tenants import TenantLedger
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -51,10 +53,13 @@ class BlockStore:
     Invariants: `fresh[:num_fresh]` are the blocks without references and content; the policy holds
     exactly the unheld blocks with content of unordered groups, and the entries of unheld runs;
     `num_unheld_cached` counts the blocks that those stand for, `num_cached` all blocks with a
-    content, and `num_unsealed` those that wait for a client, by its number.
+    content, and `num_unsealed` those that wait for a client, by its number. `tenants`, if any, are
+    told of every block that comes to hold something, or nothing, and of unheld ones.
     """
 
-    def __init__(self, num_blocks: int, *, has_single: bool) -> None:
+    def __init__(
+        self, num_blocks: int, *, has_single: bool, tenants: TenantLedger | None = None
+    ) -> None:
         """Let all blocks but the null block be fresh. A policy must be set before one is used.
 
         `has_single`: there are groups whose blocks with content can go one by one; `is_single`
@@ -78,6 +83,7 @@ class BlockStore:
         self.num_unsealed: dict[int, int] = {}
         self.copy_holds: Counter[int] = Counter()
         self.policy: EvictionPolicy
+        self.tenants = tenants
         # Of each block its handle in its present life.
         self._handles: HandleArray = np.arange(num_blocks, dtype=np.int64)
         self._fresh: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -107,6 +113,8 @@ class BlockStore:
         self.num_unheld_cached = 0
         self._num_fresh = 0
         self.put_fresh(np.arange(1, self.num_blocks, dtype=np.int32))
+        if self.tenants is not None:
+            self.tenants.clear()
 
     # --- handles -------------------------------------------------------------------------------
 
@@ -196,6 +204,8 @@ class BlockStore:
         start = self._num_fresh
         self._num_fresh = start + len(block_ids)
         self._fresh[start : self._num_fresh] = block_ids[::-1]
+        if self.tenants is not None:
+            self.tenants.freed(block_ids)
 
     def leave_fresh(self, block_ids: IndexArray) -> None:
         """These fresh blocks have got contents without being taken. O(fresh)."""
@@ -220,7 +230,7 @@ class BlockStore:
                     f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
                 )
             self.policy.remove(unheld)
-            self.num_unheld_cached -= len(unheld)
+            self._count_unheld(unheld, -1)
         self.references[block_ids] = counts + 1
 
     def give_back(self, block_ids: IndexArray | Int32Array) -> None:
@@ -259,8 +269,7 @@ class BlockStore:
         elif len(cached):
             return  # a copy held a block that has become a run's meanwhile
         if len(cached):
-            self.policy.insert(cached)
-            self.num_unheld_cached += len(cached)
+            self.put_unheld(cached)
 
     def _give_few_back(self, block_ids: list[int]) -> None:
         """Do `give_back` in plain Python."""
@@ -281,9 +290,20 @@ class BlockStore:
         self._num_fresh = start + len(fresh)
         if fresh:
             self._fresh[start : self._num_fresh] = fresh[::-1]
+            if self.tenants is not None:
+                self.tenants.freed(fresh)
         if cached:
-            self.policy.insert(cached)
-            self.num_unheld_cached += len(cached)
+            self.put_unheld(cached)
+
+    def put_unheld(self, block_ids: Sequence[int] | IndexArray) -> None:
+        """Single blocks with content have come out of use; the first of them is evicted first."""
+        self.policy.insert(block_ids)
+        self._count_unheld(block_ids, 1)
+
+    def _count_unheld(self, block_ids: Sequence[int] | IndexArray, sign: int) -> None:
+        self.num_unheld_cached += sign * len(block_ids)
+        if self.tenants is not None:
+            self.tenants.note_unheld(block_ids, sign)
 
     def own_references(self, block_ids: Int32Array) -> Int64Array:
         """Return the references of blocks without those of copies that wait to be told of."""
@@ -301,8 +321,10 @@ class BlockStore:
     def drop_victims(self, block_ids: IndexArray) -> None:
         """Forget single blocks that the policy has just given out; they are fresh now."""
         self.end_lives(block_ids)
-        self.num_unheld_cached -= len(block_ids)
+        self._count_unheld(block_ids, -1)
         self.num_evictions += len(block_ids)
+        if self.tenants is not None:
+            self.tenants.evicted(block_ids)
         self.put_fresh(block_ids)
 
     def forget(self, block_ids: IndexArray) -> None:
@@ -311,5 +333,5 @@ class BlockStore:
         unheld = block_ids[self.references[block_ids] == 0]
         if len(unheld):
             self.policy.discard(unheld)
-            self.num_unheld_cached -= len(unheld)
+            self._count_unheld(unheld, -1)
             self.put_fresh(unheld)

@@ -9,7 +9,7 @@ entry weighs. Refuses to touch what anybody holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape, TreeShape
 from kvcache.extents.tree import RunTree
 from kvcache.policies import EntryInfo, EvictionPolicy
+from kvcache.tenants import TenantAccount
+from kvcache.tenants.ledger import required
 
 
 class Evictor:
@@ -68,6 +70,15 @@ class Evictor:
             weights[place] = self._tree.num_blocks(run)
         return weights
 
+    def tenant_numbers(self, entries: IndexArray) -> IndexArray:
+        """Return whose entries these are. There are tenants."""
+        run_by_entry, owners = self._tree.run_by_entry, required(self._store.tenants).owners
+        numbers = []
+        for entry in entries.tolist():
+            run = run_by_entry.get(entry)
+            numbers.append(owners[entry] if run is None else required(run.tenant).number)
+        return index_array(numbers)
+
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of an entry."""
         run = self._tree.run_by_entry.get(entry)
@@ -100,6 +111,19 @@ class Evictor:
         self._ensure_fresh(count)
         return self._handed_out(self._store.take_fresh(count))
 
+    def take_for(self, accounts: Sequence[TenantAccount]) -> Int32Array:
+        """Do `take` for several tenants: a block for each of `accounts`, in that order.
+
+        All blocks of a tenant are taken together, in the order in which tenants come first.
+        """
+        tenants = required(self._store.tenants)
+        taken = np.empty(len(accounts), dtype=np.int32)
+        for account in dict.fromkeys(accounts):
+            places = [place for place, each in enumerate(accounts) if each is account]
+            tenants.serve(account)
+            taken[places] = self.take(len(places))
+        return taken
+
     def take_bare(self, count: int) -> Int32Array:
         """Do `take` without references; the caller gives each block one, or a content, at once.
 
@@ -110,6 +134,9 @@ class Evictor:
         return self._handed_out(self._store.take_bare(count))
 
     def _handed_out(self, block_ids: Int32Array) -> Int32Array:
+        tenants = self._store.tenants
+        if tenants is not None:
+            tenants.took(block_ids, tenants.served)
         if self._zeroes:
             self._announcer.zero(block_ids)
         return block_ids
@@ -117,6 +144,10 @@ class Evictor:
     def _ensure_fresh(self, count: int) -> None:
         """Evict where fewer blocks are fresh; raises OutOfBlocksError, unchanged."""
         store = self._store
+        if store.tenants is not None:
+            own = store.tenants.demand(count)
+            if own and count <= store.num_free:
+                self._make_room(max(count, store.num_fresh + own))
         if count > store.num_fresh:
             if count > store.num_free:
                 raise OutOfBlocksError(
@@ -178,6 +209,8 @@ class Evictor:
         entry = run.entry
         gone = self.forget_units(run, run.num_units - num_units, is_eviction=True)
         store.num_evictions += len(gone)
+        if store.tenants is not None:
+            store.tenants.evicted(gone)
         is_whole = num_units == run.num_units
         self._tree.trim(run, num_units)
         store.put_fresh(gone)

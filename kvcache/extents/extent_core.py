@@ -58,6 +58,7 @@ from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
+from kvcache.tenants import TenantLedger
 
 
 class ExtentCore:
@@ -81,6 +82,7 @@ class ExtentCore:
         has_workers: bool = True,
         slots: Mapping[str, int] | None = None,
         merge_duplicates: bool = False,
+        tenants: TenantLedger | None = None,
     ) -> None:
         """Make the books of an empty pool.
 
@@ -88,7 +90,7 @@ class ExtentCore:
         all groups with `publish_all_groups` (or where no group is ordered). Without workers no
         commands are kept. Owner slots for labels are read from `slots`, a live view by request id.
         With `merge_duplicates` requests give up blocks whose content the tree has in sealed ones,
-        when their steps are complete.
+        when their steps are complete. `tenants` say who may take what.
 
         Raises:
             ConfigurationError: no block at all, an unknown policy, a kind that nobody serves.
@@ -110,11 +112,11 @@ class ExtentCore:
             slots={} if slots is None else slots,
         )
         self.parts = parts = make_parts(
-            BlockStore(kv_cache_config.num_blocks, has_single=bool(shape.others)),
+            BlockStore(kv_cache_config.num_blocks, has_single=bool(shape.others), tenants=tenants),
             announcer,
             hash_fn,
             none_hash,
-            PoolHabits(policy_name, zero_new_blocks, policies),
+            PoolHabits(policy_name, zero_new_blocks, policies, tenants),
         )
         self.shape, self.store, self.tree = shape, parts.store, parts.tree
         self.tables, self.ledger = parts.tables, parts.ledger

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvcache.arrays import Int32Array
 from kvcache.extents.announcer import Announcer
@@ -21,16 +22,24 @@ from kvcache.extents.shape import TreeShape
 from kvcache.extents.tree import RunTree
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
-from kvcache.policies import PolicyFactory, make_eviction_policy
+from kvcache.policies import EvictionPolicy, PolicyFactory, make_eviction_policy
+from kvcache.tenants import TenantBook, TenantLedger, TenantPolicy
 
 
 @dataclass(frozen=True)
 class PoolHabits:
-    """How blocks are handed out: which policy evicts, and whether they are cleared first."""
+    """How blocks are handed out: which policy evicts, whether they are cleared first, and whose
+    they are, if there are tenants."""
 
     policy_name: str
     zeroes: bool
     policies: Mapping[str, PolicyFactory]
+    tenants: TenantLedger | None = None
+
+    def policy(self, capacity: int, book: TenantBook) -> EvictionPolicy:
+        """Return an empty policy; raises ConfigurationError for a name that nobody has."""
+        make = partial(make_eviction_policy, self.policy_name, capacity, book, self.policies)
+        return make() if self.tenants is None else TenantPolicy(capacity, book, self.tenants, make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +82,7 @@ def make_parts(
     tree = RunTree(shape, store, none_hash, evictor.bury)
     evictor.use(
         tree,
-        lambda capacity: make_eviction_policy(
-            habits.policy_name, capacity, evictor, habits.policies
-        ),
+        lambda capacity: habits.policy(capacity, evictor),
         zeroes=habits.zeroes,
     )
     return CoreParts(

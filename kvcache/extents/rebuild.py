@@ -182,6 +182,9 @@ class TreeRebuilder:
                 handles[:, start:end].copy(),
                 digests[start * digest_bytes : end * digest_bytes],
             )
+            if run.tenant is not None and self._store.tenants is not None:
+                kept = chosen.blocks[:, start:end].ravel()
+                self._store.tenants.took(kept[kept != 0], run.tenant)
             runs.append(run)
         return runs
 
@@ -206,8 +209,7 @@ class TreeRebuilder:
             singles = beside[:, starts[chain] : starts[chain + 1]][:, ::-1].ravel()
             singles = singles[singles != 0]
             if len(singles):
-                store.policy.insert(singles)
-                store.num_unheld_cached += len(singles)
+                store.put_unheld(singles)
             tree.release(runs[chain])
 
     # --- telling -------------------------------------------------------------------------------

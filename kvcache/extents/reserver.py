@@ -50,6 +50,7 @@ class Reserver:
         self._shape = parts.shape
         self._in_rows = parts.shape.in_rows
         self._store = parts.store
+        self._tenants = parts.store.tenants
         self._tree = parts.tree
         self._tables = parts.tables
         self._evictor = parts.evictor
@@ -67,6 +68,8 @@ class Reserver:
         if row is None:
             return self._admit(request, reservation, hit)
         row.request = request
+        if self._tenants is not None:
+            self._tenants.serve(self._tenants.account(request.namespace))
         if self._needs_nothing(row, reservation):
             if self._lists.states and self.may_publish(row):
                 self._lists.note_own_end(request.request_id, reservation)
@@ -77,7 +80,7 @@ class Reserver:
         needed = sum([columns.num_blocks for columns in wanted]) + len(due)
         for keeper in self._lists.by_group.values():
             needed += keeper.get_num_blocks_to_allocate(request.request_id, reservation)
-        if needed + reservation.num_spare_blocks > self._store.num_free:
+        if not self._has_room(needed, reservation):
             return None
         self.look_up.forget()
         changes = self.forks.copy(row, reservation, due)
@@ -183,7 +186,9 @@ class Reserver:
             needed += keeper.get_num_blocks_to_allocate(request.request_id, reservation, adopted)
         if match is not None:
             needed += self._num_unheld(match, reservation)
-        if needed + reservation.num_spare_blocks > self._store.num_free:
+        if self._tenants is not None:
+            self._tenants.serve(self._tenants.account(request.namespace))
+        if not self._has_room(needed, reservation):
             return None
         self.look_up.forget()
         row = self._open_row(request, reservation, match)
@@ -194,6 +199,13 @@ class Reserver:
                 changes = self._whole_tables(row)
         self._publish(row, reservation, are_new=True)
         return changes
+
+    def _has_room(self, num_blocks: int, reservation: Reservation) -> bool:
+        """Say whether so many blocks can be had, cached ones included, by whoever is served."""
+        num_free = self._store.num_free - reservation.num_spare_blocks
+        if self._tenants is None:
+            return num_blocks <= num_free
+        return self._tenants.has_room_for_served(num_blocks, num_free)
 
     def _num_unheld(self, match: Match, reservation: Reservation) -> int:
         """Return how many free blocks adopting a hit takes."""

@@ -8,6 +8,7 @@ first ones that fit get theirs. Rows that keep states or share blocks are served
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ from kvcache.extents.pins import BoolArray
 from kvcache.extents.reserver import Reserver
 from kvcache.extents.rows import NO_ROW
 from kvcache.ids import NULL_BLOCK_ID
+from kvcache.tenants import TenantAccount, TenantLedger
+from kvcache.tenants.ledger import required
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -55,6 +58,7 @@ class RowServer:
         """Work on the parts of one core."""
         self._shape = parts.shape
         self._store = parts.store
+        self._tenants = parts.store.tenants
         self._tables = parts.tables
         self._evictor = parts.evictor
         self._look_up = reserver.look_up
@@ -254,6 +258,8 @@ class RowServer:
         """Say whether no row keeps states, shares blocks or begins behind its slots."""
         if self._lists.states or self._forks.any_sharing(busy.rows):
             return False
+        if self._tenants is not None and not self._have_room(busy, self._tenants):
+            return False
         if not self._skipping:
             return True
         return not np.count_nonzero(busy.computed > self._tables.capacity_tokens.take(busy.rows))
@@ -282,7 +288,7 @@ class RowServer:
         columns = tables.num_columns[0].take(rows)
         after = columns + 1
         width = int(after.max())
-        ids = self._evictor.take(len(rows) * num_groups)
+        ids = self._take(rows.repeat(num_groups))
         for g in range(num_groups):
             tables.reach(g, width)
             tables.tables[g][rows, columns] = ids[g::num_groups]
@@ -295,6 +301,23 @@ class RowServer:
             slots, columns = slots.repeat(num_groups), columns.repeat(num_groups)
         counts = _ones(len(ids))
         return BlockTablePatch(slots, groups.ravel(), columns.astype(np.int32), counts, ids)
+
+    def _take(self, rows: IndexArray) -> Int32Array:
+        """Take a block for each of these rows; there is room."""
+        if self._tenants is None:
+            return self._evictor.take(len(rows))
+        return self._evictor.take_for(self._accounts(rows))
+
+    def _accounts(self, rows: IndexArray) -> list[TenantAccount]:
+        by_index = self._tables.by_index
+        found = [by_index[index] for index in rows.tolist()]
+        return [required(row.run.tenant) for row in found if row is not None]
+
+    def _have_room(self, busy: _Busy, tenants: TenantLedger) -> bool:
+        """Say whether each tenant has room for all that its rows lack."""
+        missing = self._missing(busy).sum(axis=0)
+        wanted = Counter(self._accounts(np.repeat(busy.rows, missing)))
+        return tenants.has_room(wanted, self._store.num_free)
 
     def _find_room(self, missing: Int64Array) -> BoolArray:
         """Say which rows get their blocks where not all can: in order, all they lack or none."""
@@ -315,7 +338,7 @@ class RowServer:
         counts = missing[groups, places]
         firsts = tables.num_columns[groups, rows]
         total = int(counts.sum())
-        ids = self._evictor.take(total)
+        ids = self._take(np.repeat(rows, counts))
         if total == len(places):
             self._put(groups, rows, firsts, ids)
         else:

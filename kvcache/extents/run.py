@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import Int32Array
+from kvcache.tenants import TenantAccount
 
 HandleArray: TypeAlias = npt.NDArray[np.int64]
 """Block ids that say which life of the block they mean: see `BlockStore`."""
@@ -67,7 +68,7 @@ class Run:
     trimmed ones stay behind the end, until `settle` makes arrays of exactly `num_units` units.
     `entry` is the number by which the eviction policy knows the run while nobody holds it, else
     `NO_ENTRY`. `has_past` says that it knew the run once, and `cut_from` by which content it knows
-    what this run was the first part of.
+    what this run was the first part of. `tenant` has all blocks of it, if there are tenants.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Run:
         "num_units",
         "parent",
         "start",
+        "tenant",
         "tokens",
     )
 
@@ -113,6 +115,7 @@ class Run:
         self.has_past = False
         self.cut_from: bytes | None = None
         self.merged_into: Run | None = None
+        self.tenant: TenantAccount | None = None if parent is None else parent.tenant
         self.is_unsettled = False
         self._pieces: list[_Piece] | None = None
         self._units: _Units | None = None

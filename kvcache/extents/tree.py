@@ -61,6 +61,7 @@ class RunTree:
         self.run_by_entry: dict[int, Run] = {}
         self._names: dict[int, Namespace] = {}  # of the roots, by `id`
         self._store = store
+        self._tenants = store.tenants
         self._none_hash = none_hash
         self._num_ordered = len(shape.ordered)
         self._num_others = len(shape.others)
@@ -84,6 +85,9 @@ class RunTree:
                 None, b"", ids=ids, handles=handles, digests=self._none_hash, num_units=0
             )
             self._names[id(root)] = namespace
+            if self._tenants is not None:
+                root.tenant = self._tenants.account(namespace)
+                root.tenant.num_ties += 1
         return root
 
     def namespace_of(self, run: Run) -> Namespace:
@@ -193,7 +197,7 @@ class RunTree:
             head.num_holders = 1
         elif run.entry:
             if self.num_blocks(run):
-                self._store.num_unheld_cached -= self.num_blocks(head)
+                self._count_unheld(run, -self.num_blocks(head))
                 return head
             head.entry, run.entry = run.entry, NO_ENTRY
             self.run_by_entry[head.entry] = head
@@ -205,7 +209,7 @@ class RunTree:
         """Let the first part of a run that was split be evicted in its place, the rest never."""
         head.entry, tail.entry = tail.entry, NO_ENTRY
         self.run_by_entry[head.entry] = head
-        self._store.num_unheld_cached += self.num_blocks(head) - self.num_blocks(tail)
+        self._count_unheld(head, self.num_blocks(head) - self.num_blocks(tail))
 
     def extend(
         self,
@@ -259,7 +263,7 @@ class RunTree:
         if num_units < run.num_units:
             end = run.end
             gone = self.shape.num_ordered_blocks(end - num_units, end)
-            self._store.num_unheld_cached -= gone
+            self._count_unheld(run, -gone)
             run.trim(num_units)
         else:
             if run.entry:
@@ -286,6 +290,9 @@ class RunTree:
 
     def clear(self) -> None:
         """Forget everything. Nothing is held, and the policy's entries go with the blocks."""
+        for root in self.roots.values():
+            if root.tenant is not None:
+                root.tenant.num_ties -= 1
         self.roots.clear()
         self._names.clear()
         self.run_by_entry.clear()
@@ -298,6 +305,8 @@ class RunTree:
             name = self._names.pop(id(run), None)
             if name is not None:  # else it was forgotten with everything
                 del self.roots[name]
+                if run.tenant is not None:
+                    run.tenant.num_ties -= 1
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -365,7 +374,7 @@ class RunTree:
         run.entry = entry
         self.run_by_entry[entry] = run
         run.has_past = True
-        self._store.num_unheld_cached += num_blocks
+        self._count_unheld(run, num_blocks)
         return entry
 
     def _take_entries(self, runs: list[Run]) -> list[int]:
@@ -377,8 +386,14 @@ class RunTree:
             run.entry = NO_ENTRY
             num_blocks += run.num_units if self._is_plain else self.num_blocks(run)
         self._free_entries += entries
-        self._store.num_unheld_cached -= num_blocks
+        self._count_unheld(runs[0], -num_blocks)  # they are of one namespace
         return entries
+
+    def _count_unheld(self, run: Run, change: int) -> None:
+        """So many blocks of a run, or of others with its tenant, came out of use, or into it."""
+        self._store.num_unheld_cached += change
+        if run.tenant is not None and self._tenants is not None:
+            self._tenants.count_unheld(run.tenant, change)
 
     def _take_entry(self, run: Run) -> int:
         return self._take_entries([run])[0]

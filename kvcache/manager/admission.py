@@ -15,6 +15,7 @@ from kvcache.core import CacheHit, Core, NewestState, Reservation, TableChange
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
+from kvcache.tenants import TenantLedger, TenantStatistics
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,16 @@ class Admission:
     """Looks requests up and seats them."""
 
     def __init__(
-        self, book: RequestBook, core: Core, limits: AdmissionLimits, *, log_stats: bool
+        self,
+        book: RequestBook,
+        core: Core,
+        limits: AdmissionLimits,
+        *,
+        log_stats: bool,
+        tenants: TenantLedger | None = None,
     ) -> None:
-        """Seat requests in `book`, with blocks of `core`."""
+        """Seat requests in `book`, with blocks of `core`; the core and `tenants` say who may."""
+        self._tenants = tenants
         self._book = book
         self._core = core
         self._limits = limits
@@ -82,6 +90,14 @@ class Admission:
             if not request.num_preemptions:
                 self.num_asked_tokens += request.num_tokens
                 self.num_hit_tokens += num_hit_tokens
+                if self._tenants is not None:
+                    account = self._tenants.account(request.namespace)
+                    account.num_asked_tokens += request.num_tokens
+                    account.num_hit_tokens += num_hit_tokens
+
+    def tenant_statistics(self) -> tuple[TenantStatistics, ...]:
+        """Return the figures of all tenants; none where there are none."""
+        return () if self._tenants is None else self._tenants.statistics()
 
     def record_reset(self) -> None:
         """Note in the statistics that the cache was emptied."""

@@ -22,6 +22,7 @@ from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import LoRARequest, Request, TokenIds
+from kvcache.tenants import TenantLedger
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class CacheControl:
         max_pinned_blocks: int,
         model_epoch: int,
         has_workers: bool,
+        tenants: TenantLedger | None = None,
     ) -> None:
         """Watch over `core`; pins hold at most `max_pinned_blocks` blocks.
 
@@ -51,7 +53,7 @@ class CacheControl:
         self._book = book
         self._admission = admission
         self._clock = clock
-        self._pins = PinTable(max_pinned_blocks)
+        self._pins = PinTable(max_pinned_blocks, tenants)
         self._commands: list[Command] = []
         self._has_workers = has_workers
         self.state_number = 0
@@ -80,7 +82,7 @@ class CacheControl:
         """Pin what is cached of `request`, which holds one token more than the prefix wanted.
 
         Raises:
-            PinLimitError: pins would hold too large a share of the pool.
+            PinLimitError: pins would hold too large a share of the pool, or of their tenant's.
         """
         if not (ttl_s > 0 and math.isfinite(ttl_s)):
             raise RequestError(
@@ -88,9 +90,10 @@ class CacheControl:
             )
         hit = self._core.look_up(request)
         self._pins.require_room(hit)
+        self._pins.require_tenant_room(hit, request.namespace, self._core.num_free_blocks())
         self.changed()
         self._core.pin(hit)
-        return self._pins.add(hit, self._clock.now() + ttl_s)
+        return self._pins.add(hit, self._clock.now() + ttl_s, request.namespace)
 
     def unpin(self, pin_id: int) -> bool:
         """Let go of a pin; False if it does not hold (any more)."""

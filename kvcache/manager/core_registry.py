@@ -17,6 +17,7 @@ from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.specs import KVCacheConfig
+from kvcache.tenants import TenantLedger
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class CoreSettings:
     running requests' slots, by request id. With `zero_new_blocks` a block's bytes are cleared when
     a request gets it; without workers no commands are kept. With `merge_duplicates` equal sealed
     blocks become one. With `publish_all_groups` events tell of groups, too, that cannot be hit
-    alone. `eviction_policy` is one of `policies` by name.
+    alone. `eviction_policy` is one of `policies` by name. `tenants` say who may take what; None:
+    whoever comes first.
     """
 
     kv_cache_config: KVCacheConfig
@@ -45,6 +47,7 @@ class CoreSettings:
     merge_duplicates: bool = False
     publish_all_groups: bool = False
     policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: EVICTION_POLICIES)
+    tenants: TenantLedger | None = None
 
 
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
@@ -66,6 +69,7 @@ def _make_block_core(settings: CoreSettings) -> Core:
         has_workers=settings.has_workers,
         merge_duplicates=settings.merge_duplicates,
         publish_all_groups=settings.publish_all_groups,
+        tenants=settings.tenants,
     )
     core.use_slots(settings.slots)
     return core
@@ -89,6 +93,7 @@ def _make_extent_core(settings: CoreSettings) -> Core:
         slots=settings.slots,
         merge_duplicates=settings.merge_duplicates,
         publish_all_groups=settings.publish_all_groups,
+        tenants=settings.tenants,
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from kvcache.clock import Clock, SystemClock
 from kvcache.commands import Command
+from kvcache.config.tenants import TenantsConfig
 from kvcache.core import CacheEvent, EventSink, NullOffloadHooks, OffloadHooks
 from kvcache.errors import RequestError
 from kvcache.hashing import DEFAULT_HASH_SEED
@@ -62,6 +63,7 @@ class KVCacheManager:
         model_epoch: int = 0,
         merge_duplicates: bool = False,
         publish_all_groups: bool = False,
+        tenants: TenantsConfig | None = None,
         core_factories: Mapping[str, CoreFactory] = CORES,
     ) -> None:
         """Make a manager with an empty cache.
@@ -74,11 +76,9 @@ class KVCacheManager:
             use_eagle: drop the last block of a hit, whose hidden states a draft head needs.
             log_stats: count look-ups for `make_prefix_cache_stats`.
             enable_kv_cache_events: keep events for `take_events`.
-            watermark: share of the blocks that must stay free when a request is let in while
-                another one runs, so that running ones can go on.
+            watermark: share of the blocks that stays free when one is let in beside running ones.
             eviction_policy: which cached block goes first.
-            core: name of the core, one of `core_factories`: the fast one, or the reference,
-                `blocks`.
+            core: name of one of `core_factories`: the fast core, or the reference, `blocks`.
             max_num_seqs: slots, and so running requests.
             max_pin_share: largest share of the blocks that pins may hold.
             hash_seed: start of every digest chain.
@@ -91,6 +91,7 @@ class KVCacheManager:
             merge_duplicates: once steps are complete, let requests that filled blocks with equal
                 content share one; the statistics say how many blocks and bytes that saved.
             publish_all_groups: tell of groups, too, that cannot be hit without full attention.
+            tenants: what each is sure of and may take; by default nothing is counted.
 
         Raises:
             ConfigurationError: a value cannot be meant; names it, and what could be.
@@ -114,6 +115,7 @@ class KVCacheManager:
             model_epoch,
             merge_duplicates,
             publish_all_groups,
+            tenants,
         )
         parts = ManagerParts(
             settings,
@@ -122,12 +124,10 @@ class KVCacheManager:
             event_sink,
             core_factories,
         )
-        self._hasher = parts.hasher
-        self._events = parts.events
+        self._hasher, self._events = parts.hasher, parts.events
         self._core, self._slots = parts.core, parts.slots
         self._book, self._ledger = parts.book, parts.ledger
-        self._admission = parts.admission
-        self._control = parts.control
+        self._admission, self._control = parts.admission, parts.control
         self.holds, self.tiers = parts.holds, parts.tiers
         self._calls = parts.calls
         self._planner, self._executor = parts.planner, parts.executor
@@ -137,9 +137,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Return the longest prefix of the request that is cached, and its length in tokens.
 
-        At most `num_tokens - 1` tokens: the last one is always computed. Changes nothing but
-        statistics. The blocks are held by nobody: valid until the next change of the manager, and
-        `allocate_slots` checks that.
+        At most `num_tokens - 1` tokens: the last one is always computed. Changes statistics only.
+        Nobody holds the blocks: valid until the manager changes, and `allocate_slots` checks that.
 
         Raises:
             RequestError: the request has another hasher or another model epoch.
@@ -412,6 +411,7 @@ class KVCacheManager:
             is_draining=self._control.is_draining,
             num_asked_tokens=self._admission.num_asked_tokens,
             num_hit_tokens=self._admission.num_hit_tokens,
+            tenants=self._admission.tenant_statistics(),
         )
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcache.clock import Clock
+from kvcache.config.tenants import TenantsConfig
 from kvcache.core import EventSink, NullEventSink, OffloadHooks
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
@@ -29,6 +30,7 @@ from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
 from kvcache.manager.tiers import TierLink
 from kvcache.specs import KVCacheConfig, require_count
+from kvcache.tenants import TenantLedger, TierShares
 
 MAX_UNFINISHED_STEPS = 256
 """Steps of one client that may be neither complete nor failed at the same time."""
@@ -60,6 +62,7 @@ class ManagerSettings:
     model_epoch: int
     merge_duplicates: bool = False
     publish_all_groups: bool = False
+    tenants: TenantsConfig | None = None
 
     def __post_init__(self) -> None:
         require_count("max_model_len", self.max_model_len)
@@ -85,6 +88,14 @@ class ManagerSettings:
         """Tokens per digest: what divides every group's block size."""
         return math.gcd(*self.block_sizes) or 1
 
+    def tenant_ledger(self) -> TenantLedger | None:
+        """Return empty books of the tenants of the pool; raises ConfigurationError."""
+        if self.tenants is None:
+            return None
+        num_blocks = self.kv_cache_config.num_blocks
+        shares = TierShares.of(self.tenants, "device", max(0, num_blocks - 1))
+        return TenantLedger(shares, num_blocks)
+
 
 class ManagerParts:
     """One of each, wired."""
@@ -108,6 +119,7 @@ class ManagerParts:
         is_heard = settings.enable_kv_cache_events or event_sink is not None
         slot_by_request: dict[str, int] = {}
         heard: EventSink = self.events if is_heard else NullEventSink()
+        self.tenants = settings.tenant_ledger()
         core_settings = self._core_settings(settings, slot_by_request, heard, hooks)
         self.core = make_core(settings.core, core_settings, core_factories)
         self.slots = SlotTable(settings.max_num_seqs, settings.hash_block_size)
@@ -118,6 +130,7 @@ class ManagerParts:
             self.core,
             AdmissionLimits(max_model_len, int(settings.watermark * config.num_blocks)),
             log_stats=settings.log_stats,
+            tenants=self.tenants,
         )
         max_pinned_blocks = int(settings.max_pin_share * max(0, config.num_blocks - 1))
         self.control = CacheControl(
@@ -128,6 +141,7 @@ class ManagerParts:
             max_pinned_blocks=max_pinned_blocks,
             model_epoch=settings.model_epoch,
             has_workers=settings.has_workers,
+            tenants=self.tenants,
         )
         self.tiers = self._tier_link(settings.block_sizes, hooks)
         self.calls = RequestCalls(
@@ -165,6 +179,7 @@ class ManagerParts:
             settings.has_workers,
             settings.merge_duplicates,
             settings.publish_all_groups,
+            tenants=self.tenants,
         )
 
     def _tier_link(self, block_sizes: tuple[int, ...], hooks: OffloadHooks) -> TierLink:

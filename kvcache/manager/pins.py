@@ -16,6 +16,8 @@ from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.core import CacheHit
 from kvcache.errors import InvariantError, PinLimitError
 from kvcache.ids import NULL_BLOCK_ID
+from kvcache.request import Namespace
+from kvcache.tenants import TenantAccount, TenantLedger
 
 _SPARE_EXPIRIES = 64
 
@@ -38,12 +40,15 @@ class PinTable:
 
     Invariants: `_holders[b]` is the number of live pins that hold block `b`, `num_blocks` counts
     those that have any, and is at most `_max_blocks`. Blocks behind the end of the array have none.
-    `hits` are the live pins by id, each with its hit.
+    `hits` are the live pins by id, each with its hit. Where there are tenants, each one's account
+    counts the blocks that its own pins hold, of which others' have none.
     """
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, tenants: TenantLedger | None = None) -> None:
         """Let pins hold at most `max_blocks` different blocks together."""
         self.num_blocks = 0
+        self._tenants = tenants
+        self._accounts: dict[int, TenantAccount] = {}
         self._max_blocks = max_blocks
         self.hits: dict[int, tuple[Pin, CacheHit]] = {}
         self._holders: Int32Array = np.zeros(0, dtype=np.int32)
@@ -63,13 +68,36 @@ class PinTable:
                 "or raise max_pin_share"
             )
 
-    def add(self, hit: CacheHit, expires_at_s: float) -> Pin:
-        """Remember a pin that the core holds already."""
+    def require_tenant_room(self, hit: CacheHit, namespace: Namespace, num_free: int) -> None:
+        """Raise `PinLimitError` if a tenant may not pin `hit`; `num_free` blocks can be had.
+
+        What pins hold is in use: of what others are guaranteed it takes nothing. Blocks that
+        requests hold as well count as if none did. Changes nothing.
+        """
+        if self._tenants is None:
+            return
+        account = self._tenants.account(namespace)
+        new, limit = self._num_unheld(held_blocks(hit)), account.share.max_pinned_blocks
+        room = self._tenants.room(account, num_free)
+        if new > min(limit - account.num_pinned, room):
+            raise PinLimitError(
+                f"pinning {hit.num_tokens} tokens needs {new} more blocks, {account.num_pinned} of "
+                f"at most {limit} of this tenant are pinned, and it may use {max(0, room)} more: "
+                "unpin a prefix, wait until one runs out, or raise the tenant's max_pinned or limit"
+            )
+
+    def add(self, hit: CacheHit, expires_at_s: float, namespace: Namespace | None = None) -> Pin:
+        """Remember a pin that the core holds already; its namespace says which tenant's it is."""
         held = held_blocks(hit)
         pin = Pin(self._next_id, hit.num_tokens, len(held), expires_at_s)
         self._next_id += 1
         self.hits[pin.pin_id] = (pin, hit)
-        self.num_blocks += self._num_unheld(held)
+        num_new = self._num_unheld(held)
+        self.num_blocks += num_new
+        if self._tenants is not None and namespace is not None:
+            account = self._accounts[pin.pin_id] = self._tenants.account(namespace)
+            account.num_pinned += num_new
+            account.num_ties += 1
         if len(held) and held[-1] >= len(self._holders):
             self._holders = np.pad(self._holders, (0, int(held[-1]) + 1 - len(self._holders)))
         self._holders[held] += 1
@@ -83,7 +111,11 @@ class PinTable:
         _, hit = self.hits.pop(pin_id)
         held = held_blocks(hit)
         self._holders[held] -= 1
-        self.num_blocks -= self._num_unheld(held)
+        num_gone = self._num_unheld(held)
+        self.num_blocks -= num_gone
+        if (account := self._accounts.pop(pin_id, None)) is not None:
+            account.num_pinned -= num_gone
+            account.num_ties -= 1
         if len(self._expiries) > 2 * len(self.hits) + _SPARE_EXPIRIES:
             self._expiries = [entry for entry in self._expiries if entry[1] in self.hits]
             heapq.heapify(self._expiries)
@@ -101,6 +133,10 @@ class PinTable:
     def take_all(self) -> list[CacheHit]:
         """Forget every pin and return what the core must unpin."""
         hits = [hit for _, hit in self.hits.values()]
+        for account in self._accounts.values():
+            account.num_pinned = 0
+            account.num_ties -= 1
+        self._accounts.clear()
         self.hits.clear()
         self._holders[:] = self.num_blocks = 0
         self._expiries.clear()
@@ -117,6 +153,12 @@ class PinTable:
                 f"pins hold {counted.sum()} times {num_counted} blocks, counted are "
                 f"{self._holders.sum()} times {self.num_blocks}"
             )
+        if self._tenants is not None:
+            num_of_tenants = sum(account.num_pinned for account in self._tenants.accounts())
+            if num_of_tenants != self.num_blocks:
+                raise InvariantError(
+                    f"pins hold {self.num_blocks} blocks, those of tenants {num_of_tenants}"
+                )
 
     def dump_state(self) -> list[dict[str, object]]:
         """Return the pins as plain values, in order of id."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.core import CoreStatistics
+from kvcache.tenants import TenantStatistics
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class ManagerStatistics:
 
     `num_blocks_refusing_reset` are the blocks that were in use when a reset was refused last. Of
     `num_asked_tokens` of requests that were let in `num_hit_tokens` were cached; requests that come
-    back after a preemption do not count, and nothing does without `log_stats`.
+    back after a preemption do not count, and nothing does without `log_stats`. `tenants` are those
+    that have or had something, where tenants are configured.
     """
 
     core: CoreStatistics
@@ -31,3 +33,4 @@ class ManagerStatistics:
     is_draining: bool
     num_asked_tokens: int = 0
     num_hit_tokens: int = 0
+    tenants: tuple[TenantStatistics, ...] = ()

@@ -50,6 +50,7 @@ from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
+from kvcache.tenants import TenantLedger
 
 
 class BlockCore:
@@ -71,6 +72,7 @@ class BlockCore:
         zero_new_blocks: bool = False,
         has_workers: bool = True,
         merge_duplicates: bool = False,
+        tenants: TenantLedger | None = None,
     ) -> None:
         """Make the books of an empty pool.
 
@@ -99,6 +101,7 @@ class BlockCore:
             ordered_groups=ordered,
             eviction_policy=policy_name,
             policies=policies,
+            tenants=tenants,
             outbox=self._outbox,
             offload=offload,
             zero_new_blocks=zero_new_blocks,
@@ -410,7 +413,9 @@ class BlockCore:
             coordinator.remove_skipped_blocks(request_id, computed)
         due = self._forks.due_copies(request_id, reservation)
         needed = coordinator.get_num_blocks_to_allocate(request_id, reservation, hit) + len(due)
-        if needed + reservation.num_spare_blocks > self.pool.get_num_free_blocks():
+        if (tenants := self.pool.tenants) is not None:
+            tenants.serve(tenants.account(request.namespace))
+        if not self.pool.has_room(needed, reservation.num_spare_blocks):
             self._limits.pop(request_id, None)
             return None
         if hit is not None:

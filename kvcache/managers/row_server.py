@@ -12,6 +12,7 @@ Rows whose tables get null columns (a chunk passes by states that nobody keeps) 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat
@@ -37,6 +38,7 @@ from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.row_board import Int64Array, RowBoard
 from kvcache.request import Request
+from kvcache.tenants import TenantAccount, TenantLedger
 
 EMPTY_INDEX: IndexArray = index_array(())
 
@@ -190,9 +192,18 @@ class RowServer:
             for manager in self._coordinator.state_managers:
                 passed = (own - np.int64(1)) // manager.tokens_per_column - lengths[manager.group]
                 num_null += int(np.maximum(passed, 0).sum())
-        if int(missing.sum()) - num_null > self._pool.get_num_free_blocks():
+        if self._pool.tenants is not None:
+            if len(jumping) or not self._have_room(batch, missing, self._pool.tenants):
+                return False
+        elif int(missing.sum()) - num_null > self._pool.get_num_free_blocks():
             return False
         return not (batch.num_computed_tokens > self._board.capacities(batch.slots)).any()
+
+    def _have_room(self, batch: RowBatch, missing: Int64Array, tenants: TenantLedger) -> bool:
+        """Say whether each tenant has room for all that its rows lack."""
+        rows = np.repeat(np.arange(len(batch.requests)), missing.sum(axis=0))
+        wanted = Counter(_accounts(batch, rows, tenants))
+        return tenants.has_room(wanted, self._pool.get_num_free_blocks())
 
     def _take_blocks(self, batch: RowBatch, missing: Int64Array) -> BlockTablePatch:
         """Extend all tables; row by row, group by group, as `missing` says."""
@@ -201,7 +212,11 @@ class RowServer:
             return EMPTY_PATCH
         counts = missing[groups, rows]
         first_indices = self._board.num_blocks(batch.slots)[groups, rows]
-        block_ids = self._pool.get_new_blocks(int(counts.sum()))
+        if self._pool.tenants is None:
+            block_ids = self._pool.get_new_blocks(int(counts.sum()))
+        else:
+            accounts = _accounts(batch, np.repeat(rows, counts), self._pool.tenants)
+            block_ids = self._pool.get_new_blocks_for(accounts)
         managers, start = self._coordinator.managers, 0
         for row, group, count in zip(rows.tolist(), groups.tolist(), counts.tolist(), strict=True):
             end = start + count
@@ -242,6 +257,11 @@ class RowServer:
             is_reserved.append(changed is not None)
             changes += [(slot, change) for change in changed or ()]
         return int32_array(is_reserved), patch_of(changes)
+
+
+def _accounts(batch: RowBatch, rows: IndexArray, tenants: TenantLedger) -> list[TenantAccount]:
+    """Return the tenant of each of these rows."""
+    return [tenants.account(batch.requests[row].namespace) for row in rows.tolist()]
 
 
 def _select(rows: RowBatch, indices: IndexArray) -> RowBatch:

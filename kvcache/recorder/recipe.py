@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pydantic import ValidationError
+
 from kvcache.clock import Clock
+from kvcache.config.tenants import TenantsConfig
 from kvcache.core import EventSink
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.hashing import DEFAULT_HASH_SEED
@@ -40,6 +43,7 @@ class ManagerRecipe:
     max_pin_share: float = 0.5
     hash_seed: str = DEFAULT_HASH_SEED
     merge_duplicates: bool = False
+    tenants: TenantsConfig | None = None
 
     def make(
         self,
@@ -70,7 +74,8 @@ class ManagerRecipe:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a record."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "kv_cache_config": self.kv_cache_config.to_dict()}
+        tenants = None if self.tenants is None else self.tenants.model_dump(mode="json")
+        return {**values, "kv_cache_config": self.kv_cache_config.to_dict(), "tenants": tenants}
 
     @classmethod
     def from_dict(cls, data: object) -> ManagerRecipe:
@@ -81,14 +86,18 @@ class ManagerRecipe:
             raise MalformedMessageError(f"no settings of a manager: {names}")
         plain = _PLAIN_TYPES
         for name, value in data.items():
-            if name != "kv_cache_config" and type(value) is not plain[known[name].type]:
+            if name not in _MADE_OF_PARTS and type(value) is not plain[known[name].type]:
                 raise MalformedMessageError(f"{name} of a manager is {value!r}")
         try:
             config = KVCacheConfig.from_dict(data["kv_cache_config"])
-        except ConfigurationError as error:
-            raise MalformedMessageError(f"no plan of a manager: {error}") from error
-        return cls(**{**data, "kv_cache_config": config})
+            tenants = data["tenants"]
+            if tenants is not None:
+                tenants = TenantsConfig.model_validate(tenants)
+        except (ConfigurationError, ValidationError) as error:
+            raise MalformedMessageError(f"no plan or tenants of a manager: {error}") from error
+        return cls(**{**data, "kv_cache_config": config, "tenants": tenants})
 
 
+_MADE_OF_PARTS = frozenset({"kv_cache_config", "tenants"})
 _PLAIN_TYPES: dict[Any, type[Any]] = {"int": int, "bool": bool, "str": str, "float": float}
 """By what a field's annotation says."""

@@ -55,7 +55,7 @@ DIRECTION = {"core.num_cached_blocks": -1, "core.num_sealed_blocks": -1}
 """Of those, which may only be more (1) or fewer (-1) in the second core."""
 
 NOT_COMPARED = frozenset(
-    {"blocks in use when reset", "sharing", "common prefix", "usage", "core.references"}
+    {"tenants", "blocks in use when reset", "sharing", "common prefix", "usage", "core.references"}
 )
 """With duplicates: follows from which of several blocks of one content a table holds."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.specs import KVCacheSpec
 from tests.managers.core_builders import chunked, cross, full, mamba, mla, window
 
@@ -60,6 +61,11 @@ class Family(Enum):
         return self in (Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE)
 
 
+TENANTS = TenantsConfig(
+    named={"t": TenantConfig(guaranteed=0.3, limit=0.6)},
+    default=TenantConfig(limit=0.9, max_pinned=0.3, weight=2.5),
+)
+
 EVERYTHING = frozenset(Operation) - {Operation.ENCODER}
 EVERY_FAMILY = tuple(Family)
 
@@ -76,6 +82,7 @@ class Configuration:
     use_eagle: bool = False
     enable_caching: bool = True
     max_model_len: int = 72
+    tenants: TenantsConfig | None = None
 
     def operations_in(self, family: Family) -> frozenset[Operation]:
         """Return what walks of a family may do.
@@ -136,6 +143,19 @@ CONFIGURATIONS = (
     ),
     Configuration("EAGLE: full", (full(4),), use_eagle=True),
     Configuration("EAGLE: full, window", (full(4), window(9)), use_eagle=True),
+    *(
+        # Surplus blocks count for tenants: without room for them, walks of duplicates differ.
+        Configuration(
+            name,
+            specs,
+            families=(Family.EXACT, Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE),
+            tenants=TENANTS,
+        )
+        for name, specs in (
+            ("tenants: full", (full(4),)),
+            ("tenants: full, window", (full(4), window(9))),
+        )
+    ),
     Configuration("caching off", (full(4), window(9)), enable_caching=False),
 )
 """With `second_core=REFERENCE_CORE` a configuration compares the reference core with itself: that

@@ -73,6 +73,7 @@ class Side:
             clock=self.clock,
             zero_new_blocks=sizes.zeroes,
             has_workers=True,
+            tenants=configuration.tenants,
             core_factories=factories,
         )
         self.truth = Truth(specs, sizes.num_blocks)
@@ -127,6 +128,7 @@ class Side:
             **{f"core.{name}": core.pop(name) for name in _OF_CORE},
             "core": core,
             "blocks in use when reset": statistics.pop("num_blocks_refusing_reset"),
+            "tenants": statistics.pop("tenants"),
             "manager": statistics,
             "prefix statistics": None if stats is None else asdict(stats),
             "events": self.stream.take(events) if events else {},

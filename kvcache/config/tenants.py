@@ -1,0 +1,129 @@
+"""Who shares a cluster in a configuration: what each tenant is sure of, and what it may take.
+
+One section of `ClusterConfig`. Refuses promises that cannot be kept together; what depends on the
+size of a pool is refused by `kvcache.tenants`, which knows it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from kvcache.config.sections import MAX_COUNT, Section
+from kvcache.errors import ConfigurationError, shown
+
+TIERS = ("device", "host", "disk")
+MAX_NAME_CHARACTERS = 256
+MAX_NAMED_TENANTS = 1024
+
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Blocks = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Amount: TypeAlias = _Blocks | _Share
+"""A share of what there is, written with a point (`0.25`, `1.0`), or a number of blocks (`400`)."""
+
+
+class TierAmounts(Section):
+    """One amount for each tier. None: what the field says by default."""
+
+    device: Amount | None = None
+    host: Amount | None = None
+    disk: Amount | None = None
+
+
+def _in_tier(amount: int | float | TierAmounts, tier: str, default: int | float) -> int | float:
+    if isinstance(amount, TierAmounts):
+        value: int | float | None = getattr(amount, tier)
+        return default if value is None else value
+    if isinstance(amount, int) and tier != "device":
+        return default
+    return amount
+
+
+class TenantConfig(Section):
+    """What one tenant gets.
+
+    `guaranteed` is never taken from it: nobody else's running requests take that room, and what it
+    has cached within it is not evicted for others. `limit`: it never has more blocks than these,
+    running and cached together. `max_pinned`: nor more pinned ones on the device. What nobody is
+    guaranteed is shared by `weight`. A share alone is meant for every tier, blocks alone for the
+    device.
+    """
+
+    guaranteed: Amount | TierAmounts = 0
+    limit: Amount | TierAmounts = 1.0
+    max_pinned: Amount = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+
+    @model_validator(mode="after")
+    def _limits_hold_guarantees(self) -> TenantConfig:
+        for tier in TIERS:
+            guaranteed, limit = self.guaranteed_in(tier), self.limit_in(tier)
+            if type(guaranteed) is type(limit) and limit < guaranteed:
+                raise ConfigurationError(
+                    f"limit is {limit} and guaranteed {guaranteed} of the {tier} tier: raise the "
+                    "limit, or guarantee less"
+                )
+            if limit == 0:
+                raise ConfigurationError(
+                    f"limit is {limit} of the {tier} tier, so that no request would ever run: "
+                    "raise it"
+                )
+        return self
+
+    def guaranteed_in(self, tier: str) -> int | float:
+        """Return what is guaranteed in a tier."""
+        return _in_tier(self.guaranteed, tier, 0)
+
+    def limit_in(self, tier: str) -> int | float:
+        """Return the most blocks in a tier."""
+        return _in_tier(self.limit, tier, 1.0)
+
+
+class TenantsConfig(Section):
+    """Who is a tenant, and what each gets.
+
+    `by` says what tells requests of different tenants apart: their `tenant`, or their `cache_salt`.
+    `named` are those that are promised something; every other one, and whoever comes without, gets
+    `default` for himself.
+    """
+
+    by: Literal["tenant", "salt"] = "tenant"
+    default: TenantConfig = TenantConfig()
+    named: dict[str, TenantConfig] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> TenantsConfig:
+        if len(self.named) > MAX_NAMED_TENANTS:
+            raise ConfigurationError(
+                f"{len(self.named)} tenants are named, at most {MAX_NAMED_TENANTS} can be: leave "
+                "those out that get what the default says"
+            )
+        for name in self.named:
+            if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+                raise ConfigurationError(
+                    f"tenant {shown(name)} has a name of {len(name)} characters: use 1 to "
+                    f"{MAX_NAME_CHARACTERS}"
+                )
+        for tier in TIERS:
+            if self.default.guaranteed_in(tier):
+                raise ConfigurationError(
+                    f"default.guaranteed is {self.default.guaranteed_in(tier)} of the {tier} tier, "
+                    "but nobody knows how many tenants there will be: name those that are "
+                    "guaranteed something"
+                )
+            self._require_shares(tier)
+        return self
+
+    def _require_shares(self, tier: str) -> None:
+        shares = {
+            name: amount
+            for name, tenant in self.named.items()
+            if isinstance(amount := tenant.guaranteed_in(tier), float)
+        }
+        if sum(shares.values()) > 1 + 1e-9:
+            listed = ", ".join(f"{shown(name)}: {share}" for name, share in shares.items())
+            raise ConfigurationError(
+                f"guaranteed shares of the {tier} tier add up to {sum(shares.values()):g} "
+                f"({listed}): lower them to 1.0 or less together"
+            )

@@ -1,0 +1,272 @@
+"""Which tenant has which block of one tier, and how much room each has left.
+
+Beside the books of a pool or tier, which say here what is taken, given back and cached; the policy
+of tenants asks here who gives. Refuses to move a block. Where no tenants are configured there is no
+ledger.
+
+    room of a tenant = what is free, less what others are guaranteed and do not use,
+                       and never beyond its limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.errors import InvariantError
+from kvcache.request_content import Namespace
+from kvcache.tenants.account import TenantAccount, TenantStatistics
+from kvcache.tenants.shares import NOBODY_IN_PARTICULAR, TierShares
+
+NOBODY = 0
+"""Owner of blocks that hold nothing and are held by nobody."""
+
+_SPARE_ACCOUNTS = 256
+
+_Part = TypeVar("_Part")
+
+
+class TenantLedger:
+    """The accounts of all tenants in one tier. Blocks are ids below `num_ids`.
+
+    Invariants: a block's owner is NOBODY exactly while it is free and empty; an account's
+    `num_blocks` are the blocks it owns; `num_reserved` is the sum of all accounts' `num_reserved`.
+    Named tenants are always known, others while they have anything, and some longer.
+    """
+
+    def __init__(self, shares: TierShares, num_ids: int) -> None:
+        """Let nobody have anything."""
+        self.shares = shares
+        self.owners: Int32Array = np.zeros(num_ids, dtype=np.int32)
+        self.num_reserved = 0
+        self.num_demands = 0
+        self.demand_blocks = 0
+        self.changed: dict[TenantAccount, None] = {}
+        self._by_name: dict[str, TenantAccount] = {}
+        self._by_number: list[TenantAccount | None] = [None]
+        self._free_numbers: list[int] = []
+        self._sweep_at = len(shares.named) + _SPARE_ACCOUNTS
+        for name in shares.named:
+            self._open(name)
+        self.served = self._open(NOBODY_IN_PARTICULAR)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    # --- who is who ----------------------------------------------------------------------------
+
+    def account(self, namespace: Namespace) -> TenantAccount:
+        """Return the account of a namespace's tenant, a new one where there is none."""
+        return self.account_named(self.shares.name_in(namespace))
+
+    def account_named(self, name: str) -> TenantAccount:
+        """Return the account of a tenant, a new one where there is none."""
+        known = self._by_name.get(name)
+        return self._open(name) if known is None else known
+
+    def numbered(self, number: int) -> TenantAccount:
+        """Return the account of a number that some block or entry has."""
+        account = self._by_number[number]
+        if account is None:
+            raise InvariantError(f"tenant {number} has a block or an entry, but no account")
+        return account
+
+    def numbered_or_none(self, number: int) -> TenantAccount | None:
+        """Return the account of a number, None where it was forgotten."""
+        return self._by_number[number]
+
+    def accounts(self) -> list[TenantAccount]:
+        """Return all accounts."""
+        return list(self._by_name.values())
+
+    # --- room ----------------------------------------------------------------------------------
+
+    def serve(self, account: TenantAccount) -> None:
+        """What is taken from now on is for this tenant."""
+        self.served = account
+
+    def demand(self, num_blocks: int) -> int:
+        """The served tenant takes so many blocks next; return how many of its own go for that."""
+        self.demand_blocks = num_blocks
+        self.num_demands += 1
+        return min(self.num_over_limit, self.served.num_unheld)
+
+    def room(self, account: TenantAccount, num_free: int) -> int:
+        """Return how many blocks more the tenant may use, cached ones of its own included.
+
+        `num_free` are the blocks that could be handed out if there were no tenants.
+        """
+        others = self.num_reserved - account.num_reserved
+        return min(num_free - others, account.share.limit_blocks - account.num_in_use)
+
+    def has_room(self, wanted: dict[TenantAccount, int], num_free: int) -> bool:
+        """Say whether tenants may use so many blocks more, all of them at once."""
+        beyond = 0
+        for account, count in wanted.items():
+            if account.num_in_use + count > account.share.limit_blocks:
+                return False
+            beyond += max(0, count - account.num_reserved)
+        return beyond <= num_free - self.num_reserved
+
+    @property
+    def num_over_limit(self) -> int:
+        """How many blocks of its own the served tenant must give up to take what it wants."""
+        served = self.served
+        return max(0, served.num_blocks + self.demand_blocks - served.share.limit_blocks)
+
+    def has_room_for_served(self, num_blocks: int, num_free: int) -> bool:
+        """Say whether the served tenant may use so many blocks more; if not, note the refusal."""
+        if num_blocks <= self.room(self.served, num_free):
+            return True
+        self.refuse(self.served, num_blocks, num_free)
+        return False
+
+    def refuse(self, account: TenantAccount, num_blocks: int, num_free: int) -> None:
+        """Note that the tenant found no room for so many blocks more, and what would help."""
+        share, used = account.share, account.num_in_use
+        if used + num_blocks > share.limit_blocks:
+            reason = (
+                f"{num_blocks} blocks more are wanted, {used} of at most {share.limit_blocks} are "
+                "in use: finish or preempt requests of this tenant, or raise its limit"
+            )
+        else:
+            kept = self.num_reserved - account.num_reserved
+            reason = (
+                f"{num_blocks} blocks more are wanted, {num_free} are free, {kept} of them "
+                "guaranteed to others: finish or preempt requests, or guarantee less"
+            )
+        account.refuse(reason)
+
+    # --- what blocks do ------------------------------------------------------------------------
+
+    def took(self, block_ids: IndexArray | Int32Array, account: TenantAccount) -> None:
+        """These blocks, which were nobody's, are this tenant's now."""
+        if self._by_number[account.number] is not account:  # it was idle, and forgotten
+            account = self.account_named(account.name)
+        self.owners[block_ids] = account.number
+        self._move(account, len(block_ids), 0)
+
+    def freed(self, block_ids: Sequence[int] | IndexArray | Int32Array) -> None:
+        """These blocks hold nothing and are held by nobody now."""
+        for account, count in self._counts(block_ids):
+            self._move(account, -count, 0)
+        self.owners[index_array(block_ids)] = NOBODY
+
+    def evicted(self, block_ids: IndexArray) -> None:
+        """These blocks, which are freed next, go for the tenant that is served."""
+        self.served.num_evicted_for += len(block_ids)
+        for account, count in self._counts(block_ids):
+            account.num_evicted += count
+
+    def count_unheld(self, account: TenantAccount, change: int) -> None:
+        """So many blocks of the tenant came out of use; less than 0: into use, or went."""
+        self._move(account, 0, change)
+
+    def note_unheld(self, block_ids: Sequence[int] | IndexArray, sign: int) -> None:
+        """These blocks have come out of use (1), or into use again or have gone (-1)."""
+        for account, count in self._counts(block_ids):
+            self._move(account, 0, sign * count)
+
+    def clear(self) -> None:
+        """Every block is free and empty."""
+        self.owners[:] = NOBODY
+        for account in self._by_name.values():
+            self._move(account, -account.num_blocks, -account.num_unheld)
+
+    # --- figures -------------------------------------------------------------------------------
+
+    def statistics(self) -> tuple[TenantStatistics, ...]:
+        """Return the figures of all tenants that are known, by name."""
+        shares = self.shares
+        return tuple(
+            account.statistics(shares.tier, shares.shown_name(name))
+            for name, account in sorted(self._by_name.items())
+            if name in shares.named or not account.is_idle or account.has_figures
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError unless the accounts are those of the blocks. O(blocks)."""
+        counted = np.bincount(self.owners, minlength=len(self._by_number))
+        for account in self._by_name.values():
+            if counted[account.number] != account.num_blocks:
+                raise InvariantError(
+                    f"tenant {account.name!r} has {counted[account.number]} blocks of the "
+                    f"{self.shares.tier} tier, {account.num_blocks} are counted"
+                )
+            if not 0 <= account.num_unheld <= account.num_blocks:
+                raise InvariantError(
+                    f"tenant {account.name!r} has {account.num_unheld} unheld blocks of "
+                    f"{account.num_blocks}"
+                )
+        known = sum(int(counted[account.number]) for account in self._by_name.values())
+        if known != np.count_nonzero(self.owners):
+            raise InvariantError(f"{np.count_nonzero(self.owners) - known} blocks have no account")
+        reserved = sum(account.num_reserved for account in self._by_name.values())
+        if reserved != self.num_reserved:
+            raise InvariantError(f"{reserved} blocks are reserved, counted {self.num_reserved}")
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _open(self, name: str) -> TenantAccount:
+        if name in self._by_name:
+            return self._by_name[name]
+        if len(self._by_name) >= self._sweep_at:
+            self._forget_idle()
+        if self._free_numbers:
+            number = self._free_numbers.pop()
+        else:
+            number = len(self._by_number)
+            self._by_number.append(None)
+        account = TenantAccount(name, number, self.shares.share_of(name))
+        self._by_name[name] = self._by_number[number] = account
+        self.num_reserved += account.num_reserved
+        return account
+
+    def _forget_idle(self) -> None:
+        """Forget tenants that are not named and have nothing. Amortised O(1) for each opened."""
+        for name, account in list(self._by_name.items()):
+            if name in self.shares.named or not name or account is self.served:
+                continue
+            if account.is_idle:
+                del self._by_name[name]
+                self._by_number[account.number] = None
+                self._free_numbers.append(account.number)
+                self.changed.pop(account, None)
+        self._sweep_at = 2 * len(self._by_name) + _SPARE_ACCOUNTS
+
+    def _move(self, account: TenantAccount, blocks: int, unheld: int) -> None:
+        guaranteed = account.share.guaranteed_blocks
+        if guaranteed:
+            self.num_reserved -= account.num_reserved
+        account.num_blocks += blocks
+        account.num_unheld += unheld
+        if guaranteed:
+            self.num_reserved += account.num_reserved
+        self.changed[account] = None
+
+    def _counts(
+        self, block_ids: Sequence[int] | IndexArray | Int32Array
+    ) -> Iterator[tuple[TenantAccount, int]]:
+        """Yield whose these blocks are, and how many; those of nobody are left out."""
+        if not len(block_ids):
+            return
+        owners = self.owners[index_array(block_ids)]
+        first = int(owners[0])
+        if len(owners) == 1 or np.count_nonzero(owners == first) == len(owners):
+            if first:
+                yield self.numbered(first), len(owners)
+            return
+        counts = np.bincount(owners)
+        for number in counts.nonzero()[0].tolist():
+            if number:
+                yield self.numbered(number), int(counts[number])
+
+
+def required(part: _Part | None) -> _Part:
+    """Return a ledger or an account where there must be one."""
+    if part is None:
+        raise InvariantError("a block is to be counted for a tenant, but there are no tenants")
+    return part

@@ -1,0 +1,243 @@
+"""A policy for each tenant behind the one protocol: who gives is a matter of shares, what is his.
+
+Stands between a pool or tier and policies by name. Victims come from the tenant that is most over
+its share, never from one within its guarantee while another is above; whoever has reached its
+limit gives its own. Inside a tenant the configured policy orders. Refuses to know contents.
+
+    insert ──▶ of whom? ──▶ its policy          choose ──▶ who is most over? ──▶ its policy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+
+from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.policies import EntryBook, EvictionPolicy, Victims
+from kvcache.policies.entry_queue import Entries
+from kvcache.tenants.account import TenantAccount
+from kvcache.tenants.givers import Giver, counts_to_give, water_line
+from kvcache.tenants.ledger import TenantLedger
+
+
+class TenantBook(EntryBook, Protocol):
+    """A book that knows, too, whose entries are."""
+
+    def tenant_numbers(self, entries: IndexArray) -> IndexArray | Int32Array:
+        """Return the number of each entry's tenant."""
+
+
+class TenantPolicy:
+    """An `EvictionPolicy` over entries of several tenants.
+
+    Invariants: an entry is in the policy of the tenant that `_numbers` has for it; every tenant
+    with entries stands in `_heap` under its level, if that did not change since, or is noted by the
+    ledger as changed.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        book: TenantBook,
+        ledger: TenantLedger,
+        make: Callable[[], EvictionPolicy],
+        *,
+        counts_unheld: bool = False,
+    ) -> None:
+        """Make an empty order of entries below `capacity`; `make` makes each tenant's own.
+
+        `counts_unheld`: entries are blocks, and the ledger hears from here which are unheld.
+        """
+        self._counts_unheld = counts_unheld
+        self._book = book
+        self._ledger = ledger
+        self._make = make
+        self._numbers: Int32Array = np.zeros(capacity, dtype=np.int32)
+        self._length = 0
+        self._heap: list[tuple[float, int]] = []
+        self._plan: list[tuple[TenantAccount, int]] = []
+        self._planned = -1
+        ledger.served.policy = make()
+        self._reads_contents = ledger.served.policy.reads_contents
+
+    @property
+    def reads_contents(self) -> bool:
+        """Whether the tenants' own policies tell contents apart."""
+        return self._reads_contents
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, entry: object) -> bool:
+        return any(entry in policy for policy in self._policies())
+
+    def insert(self, entries: Entries) -> None:
+        entries = index_array(entries)
+        self._numbers[entries] = self._book.tenant_numbers(entries)
+        self._length += len(entries)
+        for account, part in self._by_account(entries):
+            if account.policy is None:
+                account.policy = self._make()
+            account.policy.insert(part)
+            self._note_unheld(account, len(part))
+        self._planned = -1
+
+    def remove(self, entries: Entries) -> None:
+        entries = index_array(entries)
+        self._length -= len(entries)
+        for account, part in self._by_account(entries):
+            self._policy(account).remove(part)
+            self._note_unheld(account, -len(part))
+        self._planned = -1
+
+    def discard(self, entries: Entries) -> None:
+        entries = index_array(entries)
+        self._length -= len(entries)
+        for account, part in self._by_account(entries):
+            self._policy(account).discard(part)
+            self._note_unheld(account, -len(part))
+        self._planned = -1
+
+    def choose(self, num_blocks: int) -> Victims:
+        victims = self._choose_from_one(num_blocks)
+        if not self._book.is_uniform or not len(victims.entries):
+            return victims
+        parts = [index_array(victims.entries)]
+        missing = num_blocks - len(parts[0])
+        # Only as far as is planned: what goes counts when the owner has said that it went.
+        while missing > 0 and self._plan:
+            parts.append(index_array(self._choose_from_one(missing).entries))
+            missing -= len(parts[-1])
+        return Victims(np.concatenate(parts) if len(parts) > 1 else parts[0])
+
+    def put_back(self, entries: Entries) -> None:
+        entries = index_array(entries)
+        self._length += len(entries)
+        for account, part in self._by_account(entries):
+            self._policy(account).put_back(part)
+            self._note_unheld(account, len(part))
+
+    def order(self) -> list[int]:
+        """Return all entries: of tenants that are most over their shares first, each in order."""
+        accounts = sorted(self._accounts(), key=lambda account: (-account.level, account.number))
+        return [entry for account in accounts for entry in self._policy(account).order()]
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _choose_from_one(self, num_blocks: int) -> Victims:
+        """Choose from the tenant whose turn it is, as much as it gives; the owner asks again."""
+        while giver := self._next_giver(num_blocks):
+            account, count = giver
+            victims = self._policy(account).choose(min(count, num_blocks))
+            if len(victims.entries):
+                self._length -= len(victims.entries)
+                self._note_unheld(account, -len(victims.entries))
+                return victims
+        return Victims(())
+
+    def _next_giver(self, num_blocks: int) -> tuple[TenantAccount, int] | None:
+        if self._planned != self._ledger.num_demands or not self._plan:
+            self._planned = self._ledger.num_demands
+            self._plan = self._make_plan(num_blocks)
+        return self._plan.pop() if self._plan else self._anybody()
+
+    def _make_plan(self, num_blocks: int) -> list[tuple[TenantAccount, int]]:
+        """Return who gives how many blocks; the first one comes last. Who has none is left out."""
+        ledger, served = self._ledger, self._ledger.served
+        self._note_changes()
+        accounts: list[TenantAccount] = []
+        givers: list[Giver] = []
+        own = 0  # what a tenant has beyond its limit is its own to give, whatever others have
+        if served.policy is not None and len(served.policy):
+            own = min(ledger.num_over_limit, served.num_unheld, num_blocks)
+            num_blocks -= own
+            excess = served.num_blocks + ledger.demand_blocks - served.share.guaranteed_blocks
+            accounts.append(served)
+            givers.append(_giver(served, excess - own, served.num_unheld - own))
+        seen: list[tuple[float, int]] = []
+        taken = {served.number}
+        while self._heap:
+            level, number = self._heap[0]
+            account = ledger.numbered_or_none(number)
+            if (
+                number in taken
+                or account is None
+                or account.policy is None
+                or not len(account.policy)
+                or -level != account.level
+            ):
+                entry = heappop(self._heap)
+                if number == served.number and number in taken:
+                    seen.append(entry)
+                continue
+            if -level <= 0 or (givers and -level < water_line(givers, num_blocks)):
+                break
+            seen.append(heappop(self._heap))
+            taken.add(number)
+            excess = account.num_blocks - account.share.guaranteed_blocks
+            accounts.append(account)
+            givers.append(_giver(account, excess, min(excess, account.num_unheld)))
+        for entry in set(seen):
+            heappush(self._heap, entry)
+        counts = counts_to_give(givers, num_blocks) if givers else []
+        if own:
+            counts[0] += own
+        return [(a, n) for a, n in zip(accounts, counts, strict=True) if n][::-1]
+
+    def _anybody(self) -> tuple[TenantAccount, int] | None:
+        """Return the tenant most over its share of those that have entries at all, for one block.
+
+        Nobody who asked for room gets here: what his room is, others have above their guarantees.
+        """
+        accounts = list(self._accounts())
+        if not accounts:
+            return None
+        return max(accounts, key=lambda account: (account.level, -account.number)), 1
+
+    def _note_unheld(self, account: TenantAccount, change: int) -> None:
+        if self._counts_unheld:
+            self._ledger.count_unheld(account, change)
+        else:
+            self._ledger.changed[account] = None
+
+    def _note_changes(self) -> None:
+        """Let tenants whose counts changed stand in the heap under their new levels."""
+        for account in self._ledger.changed:
+            if account.policy is not None and len(account.policy):
+                heappush(self._heap, (-account.level, account.number))
+        self._ledger.changed.clear()
+        if len(self._heap) > 4 * len(self._ledger) + 64:
+            self._heap = sorted((-each.level, each.number) for each in self._accounts())
+
+    def _policy(self, account: TenantAccount) -> EvictionPolicy:
+        if account.policy is None:
+            account.policy = self._make()
+        return account.policy
+
+    def _accounts(self) -> Iterator[TenantAccount]:
+        """Yield the tenants that have entries."""
+        for account in self._ledger.accounts():
+            if account.policy is not None and len(account.policy):
+                yield account
+
+    def _policies(self) -> Iterable[EvictionPolicy]:
+        return [self._policy(account) for account in self._accounts()]
+
+    def _by_account(self, entries: IndexArray) -> Iterator[tuple[TenantAccount, IndexArray]]:
+        """Yield whose these entries are, each with his own in order."""
+        if not len(entries):
+            return
+        numbers = self._numbers[entries]
+        first = int(numbers[0])
+        if len(entries) == 1 or np.count_nonzero(numbers == first) == len(entries):
+            yield self._ledger.numbered(first), entries
+            return
+        for number in dict.fromkeys(numbers.tolist()):
+            yield self._ledger.numbered(number), entries[numbers == number]
+
+
+def _giver(account: TenantAccount, excess: int, cap: int) -> Giver:
+    return Giver(account.number, excess, account.share.weight, cap)
