@@ -15,13 +15,13 @@ JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-long test-interop test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer clean
+.PHONY: setup demo test test-long test-interop test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer docs clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench,serve,plots,transformers]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench,serve,plots,transformers,docs]'
 	touch $@
 
 demo: setup
@@ -75,6 +75,9 @@ bench-smoke: setup
 bench-peer: setup
 	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/benchmarks/install_peer.sh .venv-peer
 	$(BIN)/python -m tests.benchmarks --peer .venv-peer --write BENCHMARKS.md
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venv-peer .venv-interop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

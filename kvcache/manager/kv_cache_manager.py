@@ -169,7 +169,8 @@ class KVCacheManager:
 
         Args:
             num_new_tokens: to be computed now, drafts included, external ones not.
-            num_new_computed_tokens, new_computed_blocks: what `get_computed_blocks` returned.
+            num_new_computed_tokens: with the next, what `get_computed_blocks` returned.
+            new_computed_blocks: the blocks of these tokens.
             num_draft_tokens: how many of the new tokens are drafts.
             num_lookahead_tokens: slots beyond them.
             num_external_computed_tokens: tokens whose bytes come from elsewhere.

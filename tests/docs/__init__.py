@@ -1,0 +1,1 @@
+"""The documentation: generated where it can be, checked where it cannot."""

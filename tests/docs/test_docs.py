@@ -1,0 +1,147 @@
+"""Pages say what is so: links lead somewhere, code and commands exist, generated pages are new."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from actors.cli.app import app
+from kvcache.config import ClusterConfig, parse_config
+from tests.docs.configuration_page import PAGE, configuration_page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    if path.name != "PLAN.md"
+)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(language: str) -> list[Any]:
+    """Return the code blocks of a language in all pages, as parameters."""
+    return [
+        pytest.param(page, match[2], id=f"{name_of(page)}-{number}")
+        for page in PAGES
+        for number, match in enumerate(FENCE.finditer(page.read_text("utf-8")))
+        if match[1] == language
+    ]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles]
+    return set(plain)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for match in LINK.finditer(FENCE.sub("", page.read_text("utf-8"))):
+        target = match[1] or match[2]
+        if re.match(r"[a-z]+:", target):
+            continue  # the network is not asked
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(target)
+    assert not broken, f"{name_of(page)} links to {broken}"
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_python_in_pages_is_python_and_imports_what_exists(page: Path, code: str) -> None:
+    tree = ast.parse(code)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), name_of(page), "exec"), {})
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("yaml"))
+def test_configurations_in_pages_are_read(page: Path, text: str) -> None:
+    data = yaml.safe_load(text)
+    if not isinstance(data, dict) or not set(data) <= set(ClusterConfig.model_fields):
+        pytest.skip("no configuration of a cluster")
+    model = {
+        "name": "m",
+        "max_model_len": 64,
+        "layers": [{"kind": "full", "num_kv_heads": 4, "head_size": 8}],
+    }
+    parse_config({"model": model, **data}, name_of(page))
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("json"))
+def test_json_in_pages_is_json(page: Path, text: str) -> None:
+    for line in text.strip().splitlines() if "\n{" in text else [text]:
+        json.loads(line)
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("bash"))
+def test_commands_in_pages_exist_with_their_options(page: Path, text: str) -> None:
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        names = [Path(word).name for word in words]
+        if "kvcache" in names and not line.lstrip().startswith(("pip", "#")):
+            require_command(words[names.index("kvcache") + 1 :], line)
+        for word in words:
+            if word.startswith(("examples/", "configs/", "docs/")) and "*" not in word:
+                assert (ROOT / word).exists(), f"{name_of(page)}: {line}: there is no {word}"
+            if word.startswith("make") and len(words) > 1 and words[0] == "make":
+                targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                assert words[1] in targets, f"{name_of(page)}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_named_in_sentences_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text("utf-8"))
+    for command in re.findall(r"`kvcache ([a-z][^`]*)`", text):
+        words = re.sub(r"\\?\||\[|\]|\.\.\.", " ", command).split()
+        require_command(words, f"{name_of(page)}: kvcache {command}")
+
+
+def require_command(words: list[str], line: str) -> None:
+    """Fail unless the words are a command of ours and options that it has."""
+    command: Any = get_command(app)
+    rest = list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    assert command is not get_command(app) or not rest or rest[0].startswith("-"), line
+    known = {option for parameter in command.params for option in parameter.opts}
+    known |= {option for parameter in command.params for option in parameter.secondary_opts}
+    unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - known
+    unknown -= {"--help", "--version"}
+    assert not unknown, f"{line}: {command.name} has no {sorted(unknown)}"
+
+
+def test_the_configuration_page_is_what_the_models_say() -> None:
+    assert PAGE.read_text("utf-8") == configuration_page(), "run: python -m tests.docs"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="MKDOCS IS NOT INSTALLED: THE SITE IS NOT TESTED")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    built = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "site" / "configuration.html").exists()
