@@ -174,8 +174,7 @@ class KVCacheManager:
             num_draft_tokens: how many of the new tokens are drafts.
             num_lookahead_tokens: slots beyond them.
             num_external_computed_tokens: tokens whose bytes come from elsewhere.
-            num_encoder_tokens: of the encoder whose output the request reads; allocated when it
-                is admitted. 0 where no KV cache group keeps encoder tokens.
+            num_encoder_tokens: of its encoder, allocated on admission; 0 where no group keeps them.
 
         Returns:
             The blocks that are new in the request's tables, adopted ones not included.
