@@ -42,6 +42,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("client_session", "recorder", "metrics"),
     ("simulate",),
     ("replay",),
+    ("integrations",),
 )
 
 # The same rule inside the packages that are made of many parts.
@@ -237,12 +238,23 @@ def test_the_library_never_imports_ray_or_the_actors() -> None:
     assert wrong == []
 
 
-def test_only_workers_import_torch() -> None:
+def test_only_workers_and_integrations_import_torch() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for path in sources("kvcache")
-        if unit_of(path) != "worker"
+        if unit_of(path) not in {"worker", "integrations"}
         and any(module.split(".")[0] == "torch" for module in imported_modules(path))
+    ]
+    assert wrong == []
+
+
+def test_nothing_of_the_house_imports_integrations() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for package in ("kvcache", "actors")
+        for path in sources(package)
+        if (ROOT / "kvcache" / "integrations") not in path.parents
+        and any(name.startswith("kvcache.integrations") for name in imported_modules(path))
     ]
     assert wrong == []
 

@@ -62,7 +62,8 @@ def mamba(**changes: Any) -> MambaSpec:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int8", 1), ("uint8", 1)]
+    ("dtype", "size"),
+    [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int8", 1), ("uint8", 1), ("float64", 8)],
 )
 def test_a_dtype_is_known_by_its_name(dtype: str, size: int) -> None:
     assert dtype_size_bytes(dtype) == size
@@ -71,7 +72,7 @@ def test_a_dtype_is_known_by_its_name(dtype: str, size: int) -> None:
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     message = (
         "dtype 'float61' is not known: use one of float32, float16, bfloat16, float8_e4m3fn, "
-        "float8_e5m2, int8, uint8"
+        "float8_e5m2, int8, uint8, float64"
     )
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         full(dtype="float61")

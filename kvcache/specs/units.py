@@ -19,6 +19,7 @@ DTYPE_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
         "float8_e5m2": 1,
         "int8": 1,
         "uint8": 1,
+        "float64": 8,
     }
 )
 

@@ -18,6 +18,7 @@ from kvcache.worker.layout import PoolLayout, TensorLayout
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
+        "float64": torch.float64,
         "float32": torch.float32,
         "float16": torch.float16,
         "bfloat16": torch.bfloat16,

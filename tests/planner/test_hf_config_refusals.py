@@ -164,13 +164,13 @@ def test_missing_fields_are_all_named(name: str) -> None:
             public.NEMOTRON_NANO_9B,
             {"mamba_ssm_cache_dtype": "fp32"},
             "mamba_ssm_cache_dtype is 'fp32', which is not known (known are float32, float16, "
-            "bfloat16, float8_e4m3fn, float8_e5m2, int8, uint8)",
+            "bfloat16, float8_e4m3fn, float8_e5m2, int8, uint8, float64)",
         ),
         (
             public.LLAMA_3_8B,
             {"torch_dtype": "auto"},
             "torch_dtype is 'auto', which is not known (known are float32, float16, bfloat16, "
-            "float8_e4m3fn, float8_e5m2, int8, uint8)",
+            "float8_e4m3fn, float8_e5m2, int8, uint8, float64)",
         ),
         (
             public.QWEN_3_8B,

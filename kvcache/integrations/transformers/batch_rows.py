@@ -1,0 +1,271 @@
+"""The rows of one batch and their blocks: opened, extended, taken back, chosen among.
+
+Between the cache, which speaks `transformers`, and the memory, which speaks requests. All that can
+be refused is refused before anything is changed.
+
+    open ─▶ extend (slots, tables) ─▶ the model's forward ─▶ settle (found by others from now on)
+                                        crop, select ─▶ rows that share, copies before writes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.errors import OutOfBlocksError, RequestError
+from kvcache.integrations.transformers.paged_memory import ContentScope, PagedMemory
+from kvcache.integrations.transformers.row import Row
+
+
+class BatchRows:
+    """Rows that advance together. `length`: columns of the batch whose tokens are in blocks.
+
+    While `is_recording`, columns behind `num_confirmed` are drafts: they may be taken back, and
+    nobody else finds them. `has_settled`: a forward was completed.
+    """
+
+    def __init__(
+        self, memory: PagedMemory, scope: ContentScope, windows: Sequence[int | None]
+    ) -> None:
+        self.rows: list[Row] = []
+        self.length = 0
+        self.num_confirmed = 0
+        self.is_recording = False
+        self.has_settled = False
+        self._memory = memory
+        self._scope = scope
+        self._windows = sorted({window for window in windows if window is not None})
+
+    def open(self, tokens: Sequence[Sequence[int]], pads: Sequence[int]) -> int:
+        """Make rows, and adopt what is cached of them; return how many tokens are not computed.
+
+        The batch goes on behind the last column for which every row has what it needs.
+
+        Raises:
+            OutOfBlocksError: more rows than there may be; nothing was changed.
+        """
+        hits = [self._memory.find(row, self._scope) for row in tokens]
+        length = self._agree(tokens, pads, hits)
+        rows: list[Row] = []
+        try:
+            for row_tokens, pad, hit in zip(tokens, pads, hits, strict=True):
+                adopted = self._memory.adopt(row_tokens, hit, self._scope)
+                rows.append(Row(adopted, pad, hit, len(row_tokens), hit))
+        except OutOfBlocksError:
+            for row in rows:
+                self._memory.free(row.request)
+            raise
+        self.rows, self.length, self.num_confirmed = rows, length, length
+        return sum(row.tokens_at(length) for row in rows)
+
+    def start(self, tokens: Sequence[Sequence[int]], pads: Sequence[int]) -> None:
+        """Make rows that look nothing up."""
+        self.rows = [
+            Row(self._memory.new_request(row, self._scope), pad, 0, len(row))
+            for row, pad in zip(tokens, pads, strict=True)
+        ]
+
+    def _agree(self, tokens: Sequence[Sequence[int]], pads: Sequence[int], hits: list[int]) -> int:
+        """Return the column to go on behind; shorten `hits` where they are of no use.
+
+        A row that has more tokens cached computes some of them again with the others, and does not
+        write them. With windows it cannot: what precedes them is not kept. Then all hits must end
+        with the same column.
+        """
+        while True:
+            length = min(pad + hit for pad, hit in zip(pads, hits, strict=True))
+            if not self._windows:
+                return length
+            wanted = [max(0, length - pad) for pad in pads]
+            if hits == wanted:
+                return length
+            for index, num_tokens in enumerate(wanted):
+                if hits[index] != num_tokens:
+                    probe = tokens[index][: num_tokens + 1]
+                    hits[index] = self._memory.find(probe, self._scope) if num_tokens else 0
+
+    # A forward.
+
+    def extend(self, tokens: Sequence[Sequence[int]], num_new: int, repeats: int) -> None:
+        """Give each row slots for `num_new` columns, of which these are its tokens, pads left out.
+
+        Afterwards each row is to become `repeats` rows, see `settle`.
+
+        Raises:
+            RequestError: a row has other tokens there already.
+            OutOfBlocksError: there is no room. Rows keep what they got, and may try again.
+        """
+        self._require_slots(len(self.rows) * (repeats - 1))
+        start = self.length
+        for index, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
+            self._require_known(index, row, new)
+        for row, new in zip(self.rows, tokens, strict=True):
+            first, end = row.tokens_at(start), row.tokens_at(start + num_new)
+            self._set_tokens(row, first, new)
+            if end > row.num_held:
+                self._memory.reserve(row.request, end)
+
+    def _require_known(self, index: int, row: Row, new: Sequence[int]) -> None:
+        first = row.tokens_at(self.length)
+        known = row.request.all_token_ids[first : row.num_known].tolist()
+        for place, (old, other) in enumerate(zip(known, new, strict=False)):
+            if old != other:
+                raise RequestError(
+                    f"row {index}: token {first + place} is {other}, the cache was opened with "
+                    f"{old}: open another cache for another prompt"
+                )
+
+    def _set_tokens(self, row: Row, first: int, new: Sequence[int]) -> None:
+        """Let a row's tokens be what is known of them, then `new` from `first` on."""
+        known = row.num_known
+        tail = list(new[max(0, known - first) :])
+        if known:
+            row.request.truncate_tokens(known)
+            row.request.append_output_token_ids(tail)
+        elif tail:
+            self._memory.free(row.request)  # has slots if a forward failed
+            row.request = self._memory.new_request(tail, self._scope)
+
+    def settle(self, num_new: int, repeats: int) -> int:
+        """The forward is over: its tokens are held. Return how many of them were written.
+
+        With `repeats` above 1 each row becomes so many, which share its blocks.
+        """
+        self.length += num_new
+        self.has_settled = True
+        num_written = 0
+        for row in self.rows:
+            end = row.tokens_at(self.length)
+            num_written += max(0, end - row.num_held)
+            row.num_held = max(row.num_held, end)
+            row.num_known = max(row.num_known, end)
+        if not self.is_recording or repeats > 1:
+            self.confirm()
+        if repeats > 1:
+            self._select([index // repeats for index in range(len(self.rows) * repeats)])
+        return num_written
+
+    def confirm(self) -> None:
+        """No token is a draft any more: let others find them."""
+        self.num_confirmed = self.length
+        for row in self.rows:
+            if not row.num_held:
+                continue
+            row.request.num_computed_tokens = row.num_held
+            if self._scope.is_shared:
+                row.num_published = self._memory.publish(row.request, row.num_held)
+
+    # Rows as a whole.
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Let row i be what row `indices[i]` was; rows that are wanted twice share blocks.
+
+        Raises:
+            RequestError: there is no such row; nothing was changed.
+            OutOfBlocksError: more rows than there may be; nothing was changed.
+        """
+        wrong = [index for index in indices if not 0 <= index < len(self.rows)]
+        if wrong:
+            raise RequestError(
+                f"row {wrong[0]} is chosen, the cache has rows 0 to {len(self.rows) - 1}: choose "
+                "among those"
+            )
+        if list(indices) == list(range(len(self.rows))):
+            return
+        num_unused = len(self.rows) - len(set(indices))
+        self._require_slots(len(indices) - len(set(indices)) - num_unused)
+        self.confirm()
+        self._select(indices)
+
+    def _select(self, indices: Sequence[int]) -> None:
+        used = set(indices)
+        for index, row in enumerate(self.rows):
+            if index not in used:
+                self._memory.free(row.request)
+        chosen: list[Row] = []
+        taken: set[int] = set()
+        for index in indices:
+            row = self.rows[index]
+            chosen.append(self._copy(row) if index in taken else row)
+            taken.add(index)
+        self.rows = chosen
+
+    def _copy(self, row: Row) -> Row:
+        """Return a row that shares the blocks of `row`, or its tokens where it has none."""
+        known = row.request.all_token_ids[: row.num_known].tolist()
+        if not row.num_held:
+            return Row(self._memory.new_request(known, self._scope), row.pad, 0, len(known))
+        child = self._memory.fork(row.request, self._scope)
+        child.append_output_token_ids(known[row.num_held :])
+        return Row(child, row.pad, row.num_held, row.num_known, row.num_published)
+
+    def crop(self, num_columns: int) -> None:
+        """Take the last `num_columns` back, and confirm what remains.
+
+        Blocks that others can find are never written again: a row that is cut inside of them goes
+        on in a copy.
+
+        Raises:
+            RequestError: there are fewer columns, or a window has moved on; nothing was changed.
+            OutOfBlocksError: no room for a copy; nothing was changed.
+        """
+        length = self.length - num_columns
+        self._require_croppable(length)
+        branches = {}
+        try:
+            for index, row in enumerate(self.rows):
+                num_tokens = row.tokens_at(length)
+                if 0 < num_tokens < row.num_published:
+                    branches[index] = self._memory.branch(row.request, num_tokens, self._scope)
+        except OutOfBlocksError:
+            for request in branches.values():
+                self._memory.free(request)
+            raise
+        for index, row in enumerate(self.rows):
+            num_tokens = row.tokens_at(length)
+            if num_columns and num_tokens < row.num_known:
+                self._cut(row, num_tokens, index in branches)
+            if index in branches:
+                self._memory.free(row.request)
+                row.request = branches[index]
+        self.length = length
+        self.confirm()
+
+    def _require_croppable(self, length: int) -> None:
+        if length < 0:
+            raise RequestError(
+                f"{self.length - length} columns are to be taken back, the cache has "
+                f"{self.length}: take back no more than that"
+            )
+        window = self._windows[0] if self._windows else None
+        if length < self.num_confirmed and window is not None and self.num_confirmed >= window:
+            raise RequestError(
+                f"columns {length} to {self.length - 1} are to be taken back, but what {length} "
+                f"sees of a window of {window} was given up: call activate_past_recording() before "
+                "the forwards that may be taken back"
+            )
+
+    def _cut(self, row: Row, num_tokens: int, is_branched: bool) -> None:
+        if not num_tokens:
+            self._memory.free(row.request)
+            row.num_published = 0
+        elif not is_branched:
+            row.request.truncate_tokens(num_tokens)
+        row.num_held = min(row.num_held, num_tokens)
+        row.num_known = num_tokens
+
+    def free(self) -> None:
+        """Give all blocks back; what is cached of them can be found."""
+        if self.is_recording:
+            self.confirm()
+        for row in self.rows:
+            self._memory.free(row.request)
+        self.rows, self.length, self.num_confirmed = [], 0, 0
+        self.has_settled = False
+
+    def _require_slots(self, num_rows: int) -> None:
+        free = self._memory.manager.statistics().num_free_slots
+        if num_rows > free:
+            raise OutOfBlocksError(
+                f"{num_rows} more rows are wanted, {free} are free: close caches, use fewer beams "
+                "or sequences, or make the store with a larger max_rows"
+            )

@@ -1,0 +1,257 @@
+"""The cache that a stock model is called with: `generate(..., past_key_values=cache)`.
+
+Above rows and below the store, which announces each call of the model before it runs. Refuses what
+would let a wrong byte be found: a closed cache, another batch, other tokens than were announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import Cache
+
+from kvcache.errors import RequestError
+from kvcache.integrations.transformers.batch_rows import BatchRows
+from kvcache.integrations.transformers.forward import Forward, plan_forward
+from kvcache.integrations.transformers.model_call import ModelCall, without_first
+from kvcache.integrations.transformers.paged_layer import PagedLayer
+from kvcache.integrations.transformers.paged_memory import ContentScope
+
+if TYPE_CHECKING:
+    from kvcache.integrations.transformers.store import PagedCacheStore
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """Keys and values of one batch, in blocks of a `PagedCacheStore`, which makes them.
+
+    Close it, or use it as a context manager: its blocks are held until then, and can be found by
+    others (and evicted) from then on.
+    """
+
+    def __init__(self, store: PagedCacheStore, scope: ContentScope) -> None:
+        """Made by `PagedCacheStore.open`."""
+        self._store = store
+        self._rows = BatchRows(store.memory, scope, store.layers.windows)
+        self._forward: Forward | None = None
+        self._is_closed = False
+        pages = store.memory.worker.kv_caches
+        super().__init__(
+            layers=[
+                PagedLayer(name, window, pages[name], self)
+                for name, window in zip(store.layers.names, store.layers.windows, strict=True)
+            ]
+        )
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._rows.rows)} rows, {self.length} long"
+        return f"PagedCache({state})"
+
+    @property
+    def length(self) -> int:
+        """Columns of the batch that are in the cache, pads included."""
+        return self._rows.length
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its blocks were given back."""
+        return self._is_closed
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch; 0 before the first forward of a cache that was opened without any."""
+        return len(self._rows.rows)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch, -1 while there are none."""
+        return self.num_rows or -1
+
+    @property
+    def open_forward(self) -> Forward:
+        """The forward that runs.
+
+        Raises:
+            RequestError: none was announced.
+        """
+        if self._forward is None:
+            self.require_open()
+            raise RequestError(
+                "keys and values come without an announced forward: call the model that the store "
+                "was made for, itself and not a part of it, while the store is open"
+            )
+        return self._forward
+
+    def block_ids(self) -> list[tuple[list[int], ...]]:
+        """Return the block tables: for each row the block ids of every KV cache group."""
+        manager = self._store.memory.manager
+        return [manager.get_block_ids(row.request.request_id) for row in self._rows.rows]
+
+    # What the store calls.
+
+    def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Make the rows of a batch and adopt what is cached of them."""
+        call = ModelCall.of({"input_ids": input_ids, "attention_mask": attention_mask})
+        pads, tokens = call.rows()
+        counters = self._store.counters
+        num_hit = self._rows.open(tokens, pads)
+        counters.num_asked_tokens += sum(map(len, tokens))
+        counters.num_hit_tokens += num_hit
+
+    def begin(self, arguments: Mapping[str, object]) -> dict[str, object]:
+        """Announce a call of the model; return the arguments to call it with.
+
+        These are the given ones, but where the whole sequence was passed again (assisted generation
+        does, in its first call): then only what is not in the cache.
+
+        Raises:
+            RequestError: the call does not go on where the cache ends; nothing was changed.
+            OutOfBlocksError: there is no room.
+        """
+        self.require_open()
+        self.abandon()
+        arguments = dict(arguments)
+        call = ModelCall.of(arguments)
+        if not self._rows.rows:
+            self._start_unseen(call)
+        rows, length = self._rows.rows, self.length
+        repeats = self._repeats(call)
+        pads = [row.pad for row in rows for _ in range(repeats)]
+        if length and call.num_new > length and call.begins_at_front(pads):
+            arguments = without_first(arguments, length)
+            call = ModelCall.of(arguments)
+        call.require_mask(pads, length)
+        call.require_positions(pads, length)
+        tokens = [
+            row[max(0, pad - length) :]
+            for row, pad in zip(call.input_ids.tolist(), pads, strict=True)
+        ]
+        for index, row_tokens in enumerate(tokens):
+            if row_tokens != tokens[index - index % repeats]:
+                raise RequestError(
+                    f"row {index} of {call.batch_size} differs from row {index - index % repeats}, "
+                    f"but the cache was opened with {len(rows)} rows: open it with the whole batch"
+                )
+        self._rows.extend(tokens[::repeats], call.num_new, repeats)
+        self._store.memory.begin_forward()
+        self._forward = plan_forward(self._store.memory, rows, length, call.num_new, repeats)
+        return arguments
+
+    def finish(self) -> None:
+        """The announced call is over: its tokens are in the cache."""
+        forward = self.open_forward
+        self.abandon()  # what is written stays; settled, it counts
+        num_written = self._rows.settle(forward.num_new, forward.repeats)
+        self._store.counters.num_computed_tokens += num_written
+
+    def abandon(self) -> None:
+        """Nothing more comes of the announced call, if there is one; its tokens do not count."""
+        if self._forward is not None:
+            self._store.memory.end_forward()
+            self._forward = None
+            for layer in self.layers:
+                assert isinstance(layer, PagedLayer)
+                layer.settle()
+
+    # What `transformers` calls.
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i be what row `beam_idx[i]` was; beams with a common past share its blocks."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let every row be `repeats` rows, one behind the other."""
+        self._select([index // repeats for index in range(self.num_rows * repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order; indices, or a mask of all rows."""
+        if indices.dtype == torch.bool:
+            indices = torch.nonzero(indices).flatten()
+        self._select([index % max(1, self.num_rows) for index in indices.tolist()])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last columns back: 0, or their number below 0, as `transformers` has it.
+
+        Raises:
+            RequestError: a number above 0, more columns than there are, or windows have moved on.
+            OutOfBlocksError: no room to copy a block that others can find.
+        """
+        self.require_open()
+        self.abandon()
+        if tokens_to_remove > 0:
+            raise RequestError(
+                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative "
+                "number"
+            )
+        self._rows.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens are drafts, which `crop` may take back, until a `crop` is called.
+
+        Nobody finds drafts, and windows keep what precedes them.
+        """
+        self.require_open()
+        self._rows.is_recording = True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether tokens are drafts; of all layers alike."""
+        return self._rows.is_recording
+
+    def reset(self) -> None:
+        """Give all blocks back; the next forward begins a new batch, which finds nothing."""
+        self.require_open()
+        self.abandon()
+        self._rows.free()
+
+    def close(self) -> None:
+        """Give all blocks back, for good. What was computed stays cached while there is room."""
+        if not self._is_closed:
+            self.abandon()
+            self._rows.free()
+            self._is_closed = True
+            self._store.forget(self)
+
+    # Inside.
+
+    def _select(self, indices: list[int]) -> None:
+        self.require_open()
+        self.abandon()
+        self._rows.select(indices)
+
+    def _start_unseen(self, call: ModelCall) -> None:
+        """Begin a batch that the cache was not opened with: nothing of it is looked up."""
+        pads, tokens = call.rows()
+        self._rows.start(tokens, pads)
+
+    def _repeats(self, call: ModelCall) -> int:
+        """Return how many rows of the batch stand for one of the cache: beams, or sequences."""
+        num_rows = len(self._rows.rows)
+        repeats, rest = divmod(call.batch_size, num_rows)
+        if rest or not repeats or (repeats > 1 and self._has_begun):
+            raise RequestError(
+                f"the model is called with {call.batch_size} rows, the cache has {num_rows}: use "
+                "a cache for one batch only"
+            )
+        return repeats
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._rows.has_settled
+
+    def require_open(self) -> None:
+        """Raise RequestError if it is closed."""
+        if self._is_closed:
+            raise RequestError("the cache is closed: open another one from its store")

@@ -1,0 +1,231 @@
+"""A store: the paged KV cache of one stock model, in this process.
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    with PagedCacheStore(model, memory_bytes=1 << 30) as store:
+        inputs = tokenizer(["a system prompt ... a question"], return_tensors="pt")
+        with store.open(**inputs) as cache:
+            output = model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
+        inputs = tokenizer(["a system prompt ... another one"], return_tensors="pt")
+        with store.open(**inputs) as cache:  # what both begin with is not computed again
+            output = model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
+
+First thing a user meets. The store listens to the model's own forward (hooks, removed by `close`):
+so it knows the tokens of every column, and what is computed can be found by them later. Output is
+that of the model without a store; it differs in where keys and values lie. Works with greedy and
+sampled decoding, beams, several sequences for a prompt, assisted decoding, batches padded on the
+left, chunked prefill, and several turns on one cache. Refuses what blocks of tokens cannot tell
+apart (see model_call.py) and models that keep other things (see model_layers.py).
+
+A copy is made of all that a forward reads, for every layer, as `transformers`' own dynamic cache
+does: what is saved is computation and memory of shared prefixes, not the reading.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.errors import RequestError
+from kvcache.integrations.transformers.model_layers import ModelLayers
+from kvcache.integrations.transformers.paged_cache import PagedCache
+from kvcache.integrations.transformers.paged_memory import (
+    ContentScope,
+    MemorySizes,
+    PagedMemory,
+)
+from kvcache.integrations.transformers.statistics import StoreStatistics
+from kvcache.request import LoRARequest
+
+DEFAULT_MEMORY_BYTES = 256 << 20
+
+
+@dataclass
+class Counters:
+    """What the caches of a store have counted together."""
+
+    num_asked_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_computed_tokens: int = 0
+
+
+class PagedCacheStore:
+    """Blocks of one model, and the caches that are open on them. One thread."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_rows: int = 64,
+        eviction_policy: str = "lru",
+        core: str = "extents",
+    ) -> None:
+        """Allocate blocks on the model's device, in its dtype, and listen to its forward.
+
+        Args:
+            model: a decoder whose layers keep a key and a value per token.
+            memory_bytes: for all blocks of all layers.
+            num_blocks: so many in place of what fits into `memory_bytes`.
+            block_size: tokens of a block; a hit is a multiple of it.
+            max_model_len: most tokens of a row; by default the most that fits, up to what the model
+                was trained for.
+            max_rows: most rows of all open caches together; every beam is one.
+            eviction_policy, core: as of `KVCacheManager`.
+
+        Raises:
+            ConfigurationError: the model keeps other things, or a value cannot be meant.
+            NotEnoughMemoryError: not even one token fits, or not `max_model_len`.
+        """
+        self.layers = ModelLayers.of(model, block_size)
+        self.memory = PagedMemory(
+            self.layers.specs,
+            MemorySizes(memory_bytes, num_blocks, max_model_len, max_rows),
+            device=self.layers.device,
+            max_position_embeddings=self.layers.max_position_embeddings,
+            eviction_policy=eviction_policy,
+            core=core,
+        )
+        self.counters = Counters()
+        self._open: list[PagedCache] = []
+        self._signature = inspect.signature(model.forward)
+        self._is_closed = False
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        )
+
+    def __enter__(self) -> PagedCacheStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a row."""
+        return self.memory.max_model_len
+
+    def open(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        lora: LoRARequest | None = None,
+        cache_salt: str | None = None,
+        is_shared: bool = True,
+        **others: object,
+    ) -> PagedCache:
+        """Return a cache for this batch; it begins with what is cached of its prompts.
+
+        Args:
+            input_ids: `(batch, tokens)`, as passed to `generate`: not repeated for beams. Without
+                them nothing is looked up, and the first forward says the batch.
+            attention_mask: likewise; pads on the left.
+            lora: the adapter that is active while this cache is used.
+            cache_salt: only caches of the same salt share.
+            is_shared: False: look nothing up, and let nobody find what is computed.
+            others: of a tokenizer's output; ignored.
+
+        Raises:
+            RequestError: the store is closed, or the batch cannot be meant.
+            OutOfBlocksError: more rows than `max_rows`.
+        """
+        if self._is_closed:
+            raise RequestError("the store is closed: make another one")
+        cache = PagedCache(self, ContentScope(lora, cache_salt, is_shared))
+        if input_ids is not None:
+            cache.start(input_ids, attention_mask)
+        self._open.append(cache)
+        return cache
+
+    def reset(self) -> None:
+        """Forget all that is cached: the model's weights have changed.
+
+        Raises:
+            RequestError: caches are open.
+        """
+        if not self.memory.manager.reset_prefix_cache(drain=False):
+            raise RequestError(
+                f"{len(self._open)} caches are open and hold blocks: close them first"
+            )
+
+    def statistics(self) -> StoreStatistics:
+        """Return figures, frozen."""
+        figures = self.memory.manager.statistics()
+        core, counters = figures.core, self.counters
+        return StoreStatistics(
+            num_blocks=core.num_blocks,
+            num_blocks_in_use=core.num_blocks - core.num_free_blocks,
+            num_blocks_cached=core.num_cached_blocks,
+            num_evictions=core.num_evictions,
+            num_open_caches=len(self._open),
+            num_rows=figures.num_running_requests,
+            num_asked_tokens=counters.num_asked_tokens,
+            num_hit_tokens=counters.num_hit_tokens,
+            num_computed_tokens=counters.num_computed_tokens,
+            num_copied_blocks=self.memory.worker.statistics().num_blocks_copied,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the books do not add up."""
+        self.memory.check()
+
+    def close(self) -> None:
+        """Close all caches, stop listening to the model, let the tensors go."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for cache in tuple(self._open):
+            cache.close()
+        for hook in self._hooks:
+            hook.remove()
+        self.memory.close()
+
+    def forget(self, cache: PagedCache) -> None:
+        """A cache was closed."""
+        self._open = [other for other in self._open if other is not cache]
+
+    # Hooks of the model's forward.
+
+    def _before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        arguments = self._arguments(args, kwargs)
+        cache = arguments.get("past_key_values")
+        if not isinstance(cache, PagedCache):
+            return None
+        if cache not in self._open:
+            cache.require_open()
+            raise RequestError(
+                "the cache is of another store: open one from the store of this model"
+            )
+        return (), cache.begin(arguments)
+
+    def _after(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        cache = self._arguments(args, kwargs).get("past_key_values")
+        if not isinstance(cache, PagedCache) or cache not in self._open:
+            return
+        if output is None:  # it failed
+            cache.abandon()
+        else:
+            cache.finish()
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model's forward by name."""
+        names = list(self._signature.parameters)
+        return {**dict(zip(names, args, strict=False)), **kwargs}
