@@ -1,0 +1,398 @@
+"""The engine: requests in, tokens out, one step of the coordinator per iteration.
+
+    add_request ──▶ scheduler ──plan──▶ StepRequest ──▶ coordinator ──▶ workers' tables
+                       ▲                                     │
+    Output ◀── tokens ─┴── executor ◀── StepWork ◀── settle ─┘
+
+With `is_pipelined` the plan of step n+1 travels while the ranks compute step n; its forward begins
+as soon as the tokens of step n are there. Keys, values and states are in the workers' pages only,
+so whatever the coordinator says is found was found by the model as well. After the coordinator was
+lost, or a forward has failed, every request goes on from its tokens: what is still cached is found
+again. Threads may share an engine; one of them steps at a time.
+
+Beam search is in beams.py, drafts in drafts.py and scheduler.py; both are asked for by
+`SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import numpy as np
+
+from examples.engine.checkpoint import read_config
+from examples.engine.config import EngineConfig
+from examples.engine.executor import Executor, LocalExecutor
+from examples.engine.model_config import DecoderConfig
+from examples.engine.outputs import EngineStatistics, Output
+from examples.engine.request_book import BuiltRow, RequestBook
+from examples.engine.request_checks import check_limits, checked_tokens
+from examples.engine.sampling import SamplingParams
+from examples.engine.scheduler import ScheduledRow, Scheduler, SchedulerLimits, StepPlan
+from examples.engine.sequence import Sequence
+from examples.engine.stream import TokenStream
+from examples.engine.tally import EngineTally
+from examples.engine.tokenizer import ByteTokenizer, Tokenizer
+from examples.engine.work import StepWork, WorkRow
+from kvcache.errors import (
+    KVCacheError,
+    NotRunningError,
+    RequestError,
+    StaleEpochError,
+    WorkerLostError,
+)
+from kvcache.step import NO_STEP, StepRequest
+
+MAX_FAILED_FORWARDS = 3
+"""Forwards in a row that may fail before the error is raised."""
+
+LOADING_PAUSE_S = 0.001
+"""Between two looks whether tiers have brought what everybody waits for."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A step that was sent."""
+
+    number: int
+    plan: StepPlan
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward that was submitted; `rows[i]` is None where row `i` chooses nothing."""
+
+    work: StepWork
+    rows: tuple[BuiltRow | None, ...]
+
+
+class Engine:
+    """An engine that runs. Use `Engine.launch`."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
+        """Drive `executor`, which is the engine's from now on."""
+        self.config = config
+        self.model: DecoderConfig = config.model
+        self.tokenizer = tokenizer
+        self.executor = executor
+        self._scheduler = Scheduler(
+            SchedulerLimits(
+                max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+                max_chunk_tokens=config.max_chunk_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.model.max_model_len,
+                boundary_tokens=executor.boundary_tokens,
+                # A state cannot be computed ahead without a place for it beside the newest one.
+                can_guess=config.is_pipelined and not self.model.keeps_states,
+                is_swapping=config.preemption == "swap",
+            )
+        )
+        self._lock = threading.RLock()
+        self._abandoned: deque[str] = deque()
+        self._forward: _Forward | None = None
+        self._completed_step = self._reported_step = NO_STEP
+        self._num_failed = 0
+        self._stuck_since_s: float | None = None
+        self._tally = EngineTally()
+        self._book = RequestBook(self._scheduler, tokenizer, self.model.max_model_len, self._tally)
+        self._is_shut_down = False
+
+    @classmethod
+    def launch(cls, config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
+        """Start coordinator and ranks, load the weights, and return when all obey.
+
+        `tokenizer` makes the text of outputs; bytes by default. Raises ConfigurationError for what
+        cannot be meant, and what `KVCacheCluster.launch` raises.
+        """
+        if config.checkpoint is not None:
+            model = read_config(
+                config.checkpoint,
+                dtype=config.model.dtype,
+                max_model_len=config.model.max_model_len,
+            )
+            config = replace(config, model=model)
+        config = replace(
+            config, model=replace(config.model, num_state_drafts=config.max_draft_tokens)
+        )
+        executor: Executor
+        if config.executor == "ray":
+            from examples.engine.ray_executor import RayExecutor
+
+            executor = RayExecutor(config)
+        else:
+            executor = LocalExecutor(config)
+        return cls(config, executor, tokenizer or ByteTokenizer())
+
+    # --- requests
+
+    def add_request(
+        self,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a request and return its id, a new one unless given.
+
+        `lora_name` is one of the configuration's adapters. Requests with different salts share
+        nothing. Raises RequestError for a request that cannot be served; nothing has changed then.
+        """
+        params = SamplingParams() if params is None else params
+        with self._lock:
+            self._require_running()
+            tokens = checked_tokens(prompt_token_ids, self.model)
+            if request_id is None:
+                request_id = self._book.new_id()
+            if request_id in self._book.requests:
+                raise RequestError(f"request {request_id} runs already: use another id")
+            check_limits(params, lora_name, self.config)
+            self._book.open(request_id, tokens, params, lora_name, cache_salt)
+            return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; say whether it was there. What it held is given back with
+        the next step; its samples end with the reason "abort"."""
+        with self._lock:
+            request = self._book.requests.get(request_id)
+            if request is None:
+                return False
+            self._book.end(request, "abort")
+            return True
+
+    def stream(self, request_id: str) -> TokenStream:
+        """Return the outputs of a request as they come, by `for` or `async for`.
+
+        Whoever reads steps the engine. Closing it early, or leaving the loop, aborts the request.
+        Raises RequestError when no such request runs.
+        """
+        with self._lock:
+            request = self._book.requests.get(request_id)
+            if request is None:
+                raise RequestError(f"request {request_id} does not run: add it first")
+            if request.unread is None:
+                request.unread = deque()
+            return TokenStream(self, request_id, request.unread)
+
+    def runs(self, request_id: str, unread: deque[Output]) -> bool:
+        """Say whether the request that writes to `unread` has not ended."""
+        request = self._book.requests.get(request_id)
+        return request is not None and request.unread is unread
+
+    def abandon(self, request_id: str) -> None:
+        """Abort a request with the next step: for whoever may be called at any moment."""
+        self._abandoned.append(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self._book.requests)
+
+    # --- steps
+
+    def step(self) -> list[Output]:
+        """Take one step and return what it brought. Without requests it seals the last one.
+
+        Raises what a forward raised that has failed several times, DeadlineError when the
+        coordinator gives no answer, WorkerLostError when a rank does not come back.
+        """
+        with self._lock:
+            self._require_running()
+            start_s = time.perf_counter()
+            self._tally.num_steps += 1
+            while self._abandoned:
+                self.abort(self._abandoned.popleft())
+            try:
+                self._go_on()
+            except (StaleEpochError, WorkerLostError):
+                self._come_back()
+            self._give_up_stuck()
+            self._tally.step_s += time.perf_counter() - start_s
+            return self._book.take_outputs()
+
+    def generate(
+        self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams | None = None
+    ) -> list[list[int]]:
+        """Run these prompts to their end; return the tokens of each one's first sample."""
+        ids = [self.add_request(prompt, params) for prompt in prompts]
+        tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
+        while any(request_id in self._book.requests for request_id in ids):
+            for output in self.step():
+                if output.index == 0 and output.request_id in tokens:
+                    tokens[output.request_id] += output.token_ids
+        return [tokens[request_id] for request_id in ids]
+
+    def _go_on(self) -> None:
+        asked = self._ask() if self._forward and self.config.is_pipelined else None
+        if self._forward is not None and not self._finish_forward(self._forward, asked):
+            return
+        if asked is None:
+            asked = self._ask()
+        if asked is not None:
+            self._begin_forward(asked)
+        elif self._completed_step > self._reported_step and self._scheduler.is_idle:
+            self.executor.client.step(self._request())
+
+    def _request(self) -> StepRequest:
+        self._reported_step = self._completed_step
+        return StepRequest(completed_step=self._completed_step)
+
+    def _ask(self) -> _Asked | None:
+        """Plan a step and send it; None when it would change nothing."""
+        plan = self._scheduler.plan(self._completed_step)
+        if plan.is_empty:
+            return None
+        self._reported_step = self._completed_step
+        start_s = time.perf_counter()
+        number = self.executor.client.submit(plan.request)
+        self._tally.coordinator_s += time.perf_counter() - start_s
+        return _Asked(number, plan)
+
+    def _settle(self, asked: _Asked) -> tuple[int, int, int, tuple[ScheduledRow, ...]]:
+        """Wait for the answer; return its step, epoch, seq, and what is to be computed."""
+        start_s = time.perf_counter()
+        result = self.executor.client.wait_result(asked.number)
+        self._tally.coordinator_s += time.perf_counter() - start_s
+        scheduled = self._scheduler.settle(asked.plan, result)
+        self._tally.num_cached_tokens += int(result.num_hit_tokens.sum())
+        return result.step, result.epoch, result.seq, scheduled
+
+    def _begin_forward(self, asked: _Asked) -> None:
+        step, epoch, seq, scheduled = self._settle(asked)
+        rows, built = [], []
+        for row in scheduled:
+            if not row.sequence.is_finished:
+                work_row, takers = self._build(row)
+                rows.append(work_row)
+                built.append(takers)
+        if not rows:  # such a step computes nothing, so it is complete
+            self._completed_step = step
+            if any(sequence.is_loading for sequence in asked.plan.admitting):
+                time.sleep(LOADING_PAUSE_S)
+            return
+        work = StepWork(step, epoch, seq, tuple(rows))
+        self._forward = _Forward(work, tuple(built))
+        self._tally.num_computed_tokens += sum(len(row.token_ids) for row in rows)
+        self.executor.submit(work)
+
+    def _build(self, row: ScheduledRow) -> tuple[WorkRow, BuiltRow | None]:
+        """Say what a rank computes of a row; what chooses tokens is at the end of all there are."""
+        sequence = row.sequence
+        own_end = row.start + row.num_new - len(row.drafts)
+        token_ids = np.array((*sequence.tokens[row.start : own_end], *row.drafts), dtype=np.int32)
+        takers: tuple[Sequence, ...] = ()
+        if own_end == len(sequence.tokens):
+            waiting = (c for c in sequence.children if len(c.tokens) == own_end)
+            takers = (sequence, *(c for c in waiting if not c.is_finished and not c.is_held))
+        num_sampled = 1 + len(row.drafts) if takers else 0
+        choices = tuple(taker.params.choice(taker.index) for taker in takers)
+        work_row = WorkRow(
+            sequence.slot,
+            row.start,
+            token_ids,
+            row.is_new,
+            row.num_drafts,
+            num_sampled,
+            choices,
+            sequence.adapter,
+        )
+        return work_row, BuiltRow(sequence, own_end, row.drafts, takers) if takers else None
+
+    def _finish_forward(self, forward: _Forward, asked: _Asked | None) -> bool:
+        """Take in what the forward under way has chosen; say whether it succeeded."""
+        try:
+            output = self.executor.collect()
+        except (StaleEpochError, WorkerLostError):
+            raise
+        except (KVCacheError, RuntimeError, ValueError) as error:
+            self._void(forward.work.step, asked, error)
+            return False
+        self._forward, self._num_failed = None, 0
+        self._completed_step = forward.work.step
+        self._tally.compute_s += output.compute_s
+        self._book.digest(forward.rows, output)
+        return True
+
+    # --- when something is lost
+
+    def _come_back(self) -> None:
+        """The epoch is over: go on in the next one with every request's tokens."""
+        self._forward = None
+        self.executor.reset()
+        self.executor.attach()
+        self._completed_step = self._reported_step = NO_STEP
+        self._scheduler.start_over()
+        self._tally.num_restarts += 1
+
+    def _void(self, step: int, asked: _Asked | None, error: Exception) -> None:
+        """A forward has failed: have its step and the one behind it undone, and start over."""
+        self._forward = None
+        self._num_failed += 1
+        self.executor.reset()
+        if asked is not None:
+            self._settle(asked)
+        client = self.executor.client
+        undo = replace(self._request(), failed_step=step)
+        client.step(undo)
+        known = tuple(sequence.key for sequence in self._scheduler.known_before(step))
+        result = client.step(replace(self._request(), finished=known))
+        self._completed_step = result.step
+        self._scheduler.start_over()
+        self._tally.num_restarts += 1
+        if self._num_failed >= MAX_FAILED_FORWARDS:
+            self._num_failed = 0
+            raise error
+
+    def _give_up_stuck(self) -> None:
+        """End a request that finds no room although it has the pool to itself."""
+        sequence = None if self._forward is not None else self._scheduler.stuck()
+        if sequence is None:
+            self._stuck_since_s = None
+            return
+        now_s = time.monotonic()
+        if self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        if now_s - self._stuck_since_s < self.config.no_room_s:
+            return
+        self._stuck_since_s = None
+        self._book.end(
+            self._book.requests[sequence.request_id],
+            "error",
+            f"request {sequence.request_id} finds no room for its {len(sequence.tokens)} tokens "
+            "though nothing else runs: shorten it, raise num_blocks, or free what pins and other "
+            "clients hold",
+        )
+
+    # --- books
+
+    def statistics(self) -> EngineStatistics:
+        """Return the figures of this engine, frozen."""
+        with self._lock:
+            return self._tally.statistics(self._scheduler)
+
+    def shutdown(self) -> None:
+        """End the engine and everything it has started. Repeatable."""
+        with self._lock:
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self.executor.shutdown()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _require_running(self) -> None:
+        if self._is_shut_down:
+            raise NotRunningError("the engine is shut down: launch another one")

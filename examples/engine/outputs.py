@@ -1,0 +1,51 @@
+"""What an engine says of its requests and of itself. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step brought to sample `index` of a request.
+
+    `token_ids` are new, `text` is what they add to the text. `finish_reason` is None while the
+    sample goes on; "error" comes with a message in `error`. `num_cached_tokens` of the prompt were
+    found in the cache. `logprobs[i]` are the likeliest tokens in the place of `token_ids[i]`, where
+    they were asked for. `score`: sum of log probabilities, of beams only.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """Figures since the launch. Requests: as now. In seconds: spent in `step`, of that waiting for
+    answers of the coordinator, and computing on the rank that chooses tokens."""
+
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_accepted_drafts: int
+    num_rejected_drafts: int
+    num_preemptions: int
+    num_restarts: int
+    step_s: float
+    coordinator_s: float
+    compute_s: float

@@ -1,0 +1,58 @@
+"""Whether a request can be served at all: refused here, nobody else hears of it.
+
+Stands before everything an engine does with a request; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from examples.engine.config import EngineConfig
+from examples.engine.model_config import DecoderConfig
+from examples.engine.sampling import SamplingParams
+from kvcache.errors import RequestError
+
+
+def checked_tokens(prompt: Sequence[int], model: DecoderConfig) -> list[int]:
+    """Return the prompt as a list; raises RequestError for what `model` cannot read."""
+    try:
+        values = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestError(f"the prompt is no row of token ids: {error}") from error
+    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
+        raise RequestError(
+            f"the prompt has shape {values.shape} of {values.dtype}: give a row of whole "
+            "numbers, at least one"
+        )
+    size, longest = model.vocab_size, model.max_model_len
+    if int(values.min()) < 0 or int(values.max()) >= size:
+        bad = values[(values < 0) | (values >= size)][0]
+        raise RequestError(f"token {bad} is not in the vocabulary: use 0 to {size - 1}")
+    if len(values) >= longest:
+        raise RequestError(
+            f"the prompt has {len(values)} tokens, the model takes {longest} with at least one "
+            "of output: shorten it"
+        )
+    tokens: list[int] = values.tolist()
+    return tokens
+
+
+def check_limits(params: SamplingParams, lora_name: str | None, config: EngineConfig) -> None:
+    """Raise RequestError for what this engine was not launched for."""
+    if lora_name is not None and lora_name not in config.adapters:
+        raise RequestError(
+            f"there is no adapter {lora_name!r}: use one of {', '.join(config.adapters)}"
+        )
+    if max(params.n, params.beam_width) > config.max_num_seqs:
+        raise RequestError(
+            f"{max(params.n, params.beam_width)} sequences of one request, the engine runs "
+            f"{config.max_num_seqs}: ask for fewer, or raise max_num_seqs"
+        )
+    most = config.max_draft_tokens
+    if config.model.keeps_states and params.num_draft_tokens > most:
+        raise RequestError(
+            f"num_draft_tokens is {params.num_draft_tokens}, this model keeps states for "
+            f"{most}: ask for fewer, or raise max_draft_tokens"
+        )
