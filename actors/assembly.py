@@ -16,12 +16,20 @@ from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
+from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
 from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.managers.coordinators import require_eagle_support
 from kvcache.planner import Plan, rank_layout_fingerprint
-from kvcache.recorder import FileStepRecorder, ManagerRecipe, RecorderLimits, RecordingOrigin
+from kvcache.recorder import (
+    FileStepRecorder,
+    ManagerRecipe,
+    RecorderLimits,
+    RecordingOrigin,
+    RequestTap,
+    TappedRecorder,
+)
 from kvcache.recorder.segments import SegmentLimits
 from kvcache.state_store import StateStore
 
@@ -101,9 +109,10 @@ def make_coordinator(
     keys: CurveKeys | None = None,
     *,
     core_factories: Mapping[str, CoreFactory] = CORES,
+    tap: RequestTap | None = None,
 ) -> Coordinator:
     """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's, its
-    managers' cores come from `core_factories`.
+    managers' cores come from `core_factories`, `tap` hears of requests.
 
     Raises ConfigurationError for a kind of attention that EAGLE cannot be used with, and for events
     that cannot be published.
@@ -133,7 +142,7 @@ def make_coordinator(
             clock=clock,
             nonce=secrets.token_hex(16),
             state_store=state_store,
-            recorder=recorder,
+            recorder=recorder if tap is None else _tapped(recorder, tap),
             offload=offload,
             events=feed,
         )
@@ -141,3 +150,7 @@ def make_coordinator(
         if feed is not None:
             feed.close()
         raise
+
+
+def _tapped(recorder: StepRecorder | None, tap: RequestTap) -> StepRecorder:
+    return TappedRecorder(NullStepRecorder() if recorder is None else recorder, tap)

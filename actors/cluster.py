@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from actors.cluster_access import ClusterAccess, ask, connect_to_ray
 from actors.dialing import Dialer
@@ -29,7 +30,8 @@ from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
-from kvcache.errors import ConfigurationError, NotRunningError
+from kvcache.errors import AlreadyRunningError, ConfigurationError, NotRunningError
+from kvcache.recorder import RecordedBatch
 
 
 class KVCacheCluster(ClusterAccess):
@@ -114,6 +116,23 @@ class KVCacheCluster(ClusterAccess):
         """Return everything the coordinator waits for, with its age. Raises as `status` does."""
         pending = ask(self._parts.coordinator.pending.remote(), "the coordinator")
         return tuple(pending)
+
+    def record_requests(
+        self, listener: str, salt: bytes, *, is_last: bool = False
+    ) -> RecordedBatch:
+        """Return the requests served since `listener`, a name of its own, asked last: digests of
+        their blocks, keyed with `salt`, no tokens. Ask again at least every few seconds.
+
+        Raises AlreadyRunningError while another listener records, and as `status` does.
+        """
+        asked = self._parts.coordinator.record_requests.remote(listener, salt, is_last)
+        try:
+            batch: RecordedBatch = ask(asked, "the coordinator")
+        except RayTaskError as error:
+            if isinstance(error.cause, AlreadyRunningError):
+                raise AlreadyRunningError(str(error.cause)) from error
+            raise
+        return batch
 
     def event_keys(self) -> CurveKeys | None:
         """Return what followers of the events prove themselves with, None where they need not."""

@@ -42,10 +42,14 @@ from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError, StartupError
+from kvcache.recorder import RecordedBatch, RequestTap, record_request
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MOST_RECORDED = 256
+"""As many requests are told at once to whoever records them."""
 
 CONTROL = "control"
 MAIL = "mail"
@@ -70,6 +74,7 @@ class CoordinatorActor:
         self._recipe = recipe
         self._node = this_node()
         self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
+        self._tap = RequestTap(self._clock)
         self._coordinator: Coordinator | None = None
         self._caretaker: Caretaker | None = None
         self._problem = ""
@@ -152,6 +157,20 @@ class CoordinatorActor:
         return () if self._caretaker is None else self._caretaker.pending()
 
     @ray.method(concurrency_group=CONTROL)
+    def record_requests(self, listener: str, salt: bytes, is_last: bool) -> RecordedBatch:
+        """Return requests served since `listener` asked last, without tokens; `salt` keys their
+        digests. The first call begins, `is_last` ends, the recording.
+
+        Raises AlreadyRunningError while another listener records.
+        """
+        tap, block_size = self._tap, self._config.cache.block_size
+        seen = self._call(
+            lambda: tap.finish(listener) if is_last else tap.take(listener, MOST_RECORDED)
+        )
+        requests = tuple(record_request(one, block_size, salt) for one in seen.requests)
+        return RecordedBatch(requests, seen.num_lost, block_size)
+
+    @ray.method(concurrency_group=CONTROL)
     def replace_worker(self, rank: int, actor: Any) -> None:
         """Begin to put an engine's own actor in a rank's place, or, with None, to try again.
 
@@ -228,6 +247,7 @@ class CoordinatorActor:
             store,
             self._keys,
             core_factories=metrics.core_factories,
+            tap=self._tap,
         )
         incarnations = {
             rank: report.incarnation

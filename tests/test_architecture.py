@@ -141,7 +141,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator_samples", "metered_coordinator", "counters", "log_line", "table"),
     ),
     "recorder": (
-        ("frames", "operation_clock", "recipe", "label_codec", "outcomes"),
+        ("frames", "operation_clock", "recipe", "label_codec", "outcomes", "request_tap"),
+        ("request_digests", "tapped_recorder"),
         ("records",),
         ("segments",),
         ("recorder", "recording"),

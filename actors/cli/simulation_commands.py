@@ -1,4 +1,4 @@
-"""Commands that need no cluster: what a cache of some size would make of a load.
+"""Commands about loads: record one, and what a cache of some size would make of it.
 
 Imports nothing but typer, as app.py, to which these commands are added.
 """
@@ -44,6 +44,7 @@ VerboseOption = Annotated[
 def add_simulation_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(simulate)
+    app.command()(record)
 
 
 def simulate(
@@ -112,5 +113,44 @@ def simulate(
             has_progress=not no_progress,
         )
         simulate_traces(choices)
+
+    run_command(work, verbose)
+
+
+def record(
+    file: Annotated[Path, typer.Argument(help="The trace to write, a new file (.jsonl).")],
+    *,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="End after so many seconds.", min=0)
+    ] = None,
+    requests: RequestsOption = None,
+    max_size: Annotated[str, typer.Option(help="End before the file is larger.")] = "256MiB",
+    tenants: Annotated[
+        bool, typer.Option("--tenants", help="Write the tenant of each request, too.")
+    ] = False,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Record the requests of a running cluster as a trace, without tokens, until Ctrl-C."""
+
+    def work() -> None:
+        from actors.cli.recording import RecordingChoices, record_trace
+
+        choices = RecordingChoices(
+            path=file,
+            name=name,
+            seconds=seconds,
+            num_requests=requests,
+            max_size=max_size,
+            has_tenants=tenants,
+            as_json=as_json,
+            has_progress=not no_progress,
+        )
+        record_trace(choices)
 
     run_command(work, verbose)

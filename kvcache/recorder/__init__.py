@@ -7,7 +7,13 @@
     operation_clock.py  the times a manager saw      outcomes.py        what came of it, as digests
     label_codec.py      labels as plain values
 
-Off unless a directory is configured. Nothing here is needed to serve.
+Beside it, for traces of requests:
+
+    request_tap.py      requests as they are served  tapped_recorder.py both hear of steps
+    request_digests.py  what may be told of them
+
+A recorder writes where a directory is configured, a tap hears while somebody asks. Nothing here is
+needed to serve.
 """
 
 from __future__ import annotations
@@ -16,15 +22,32 @@ from kvcache.recorder.recipe import ManagerRecipe
 from kvcache.recorder.recorder import FileStepRecorder, RecorderLimits, RecordingOrigin
 from kvcache.recorder.recording import Recording, open_recording
 from kvcache.recorder.replay import RecordReplay, RecordReplayReport, ReplayDifference
+from kvcache.recorder.request_digests import (
+    SALT_BYTES,
+    RecordedBatch,
+    RecordedRequest,
+    record_request,
+)
+from kvcache.recorder.request_tap import RequestTap, SeenRequest, SeenRequests, TapLimits
+from kvcache.recorder.tapped_recorder import TappedRecorder
 
 __all__ = [
+    "SALT_BYTES",
     "FileStepRecorder",
     "ManagerRecipe",
     "RecordReplay",
     "RecordReplayReport",
+    "RecordedBatch",
+    "RecordedRequest",
     "RecorderLimits",
     "Recording",
     "RecordingOrigin",
     "ReplayDifference",
+    "RequestTap",
+    "SeenRequest",
+    "SeenRequests",
+    "TapLimits",
+    "TappedRecorder",
     "open_recording",
+    "record_request",
 ]

@@ -1,0 +1,235 @@
+"""`kvcache record`: the requests of a running cluster as a trace that `kvcache simulate` reads.
+
+Asks the coordinator again and again for what has been served since. Tokens do not leave it, digests
+not this process. Ctrl-C and SIGTERM end a recording as its limits do: in order, with all that ran.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from actors.cli.tables import bytes_text, print_facts, print_json
+from kvcache.clock import Clock, SystemClock
+from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
+from kvcache.recorder import SALT_BYTES, RecordedBatch
+from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
+
+_POLL_S = 0.3
+_PATIENCE_S = 60.0
+"""How long a coordinator that restarts is waited for."""
+_LINE_INTERVAL_S = 10.0
+
+Take = Callable[[bool], RecordedBatch]
+"""Asks for requests; with True for the last time."""
+
+
+@dataclass(frozen=True)
+class RecordingChoices:
+    """What was typed."""
+
+    path: Path
+    name: str | None = None
+    seconds: float | None = None
+    num_requests: int | None = None
+    max_size: str = "256MiB"
+    has_tenants: bool = False
+    as_json: bool = False
+    has_progress: bool = True
+
+
+@dataclass(frozen=True)
+class RecordingSummary:
+    """What was recorded. `num_lost` requests came faster than they could be told."""
+
+    path: str
+    num_requests: int
+    num_lost: int
+    num_distinct_blocks: int
+    num_bytes: int
+    ended_by: str
+
+
+def record_trace(choices: RecordingChoices) -> None:
+    """Record until a limit or a signal, and print what there is then."""
+    from actors.cli.launching import only_cluster
+    from actors.cli.sessions import ray_session
+    from actors.cluster import KVCacheCluster
+    from actors.embedded_site import find_cluster
+
+    options = RecordingOptions(_parse_size(choices.max_size), choices.has_tenants)
+    with ray_session(may_start=False):
+        cluster = find_cluster(choices.name or only_cluster())
+        if not isinstance(cluster, KVCacheCluster):
+            raise NotRunningError(
+                f"the coordinator of {cluster.name} is in a process of its engine: record there"
+            )
+        listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
+
+        def take(is_last: bool) -> RecordedBatch:
+            return cluster.record_requests(listener, salt, is_last=is_last)
+
+        with ended_by_signals() as ended:
+            summary = follow_requests(choices, options, take, SystemClock(), ended)
+    _print(summary, choices.as_json)
+
+
+def follow_requests(
+    choices: RecordingChoices,
+    options: RecordingOptions,
+    take: Take,
+    clock: Clock,
+    ended: threading.Event,
+) -> RecordingSummary:
+    """Write what `take` tells until a limit of `choices`, or until `ended` is set.
+
+    Raises what making and writing the file raises, and what `take` raises for longer than a
+    restart takes.
+    """
+    with RequestRecording(choices.path, options) as recording:
+        following = _Following(choices, recording, take, clock)
+        reason = following.run(ended)
+        return RecordingSummary(
+            path=str(choices.path),
+            num_requests=recording.num_requests,
+            num_lost=following.num_lost,
+            num_distinct_blocks=recording.num_distinct_blocks,
+            num_bytes=recording.num_bytes,
+            ended_by=reason,
+        )
+
+
+class _Following:
+    """One recording as it goes on."""
+
+    def __init__(
+        self, choices: RecordingChoices, recording: RequestRecording, take: Take, clock: Clock
+    ) -> None:
+        self._choices = choices
+        self._recording = recording
+        self._take = take
+        self._clock = clock
+        self._start_s = self._line_s = self._heard_s = clock.now()
+        self._lost_before = self._lost = 0
+
+    @property
+    def num_lost(self) -> int:
+        """Lost under all coordinators."""
+        return self._lost_before + self._lost
+
+    def run(self, ended: threading.Event) -> str:
+        """Return why it ended."""
+        while not ended.is_set():
+            reason = self._write(self._ask())
+            if not reason and self._is_time():
+                reason = "time"
+            if reason:
+                self._finish(is_wanted=reason == "time")
+                return reason
+            self._say()
+            ended.wait(_POLL_S)
+        self._finish(is_wanted=True)
+        return "signal"
+
+    def _ask(self) -> RecordedBatch | None:
+        try:
+            batch = self._take(False)
+        except (DeadlineError, NotRunningError):
+            if self._clock.now() - self._heard_s > _PATIENCE_S:
+                raise
+            return None
+        self._heard_s = self._clock.now()
+        return batch
+
+    def _finish(self, *, is_wanted: bool) -> None:
+        """Have the coordinator end it; write what still waited there if it is wanted."""
+        try:
+            batch = self._take(True)
+        except (DeadlineError, NotRunningError):
+            return  # it ends by itself when nobody asks any more
+        if is_wanted:
+            self._write(batch)
+
+    def _write(self, batch: RecordedBatch | None) -> str:
+        """Write requests; return which limit was reached, if one was."""
+        if batch is None:
+            return ""
+        if batch.num_lost < self._lost:  # another coordinator
+            self._lost_before += self._lost
+        self._lost = batch.num_lost
+        most = self._choices.num_requests
+        for request in batch.requests:
+            if most is not None and self._recording.num_requests >= most:
+                return "requests"
+            if not self._recording.append(request, batch.block_size):
+                return "size"
+        is_full = most is not None and self._recording.num_requests >= most
+        return "requests" if is_full else ""
+
+    def _is_time(self) -> bool:
+        seconds = self._choices.seconds
+        return seconds is not None and self._clock.now() - self._start_s >= seconds
+
+    def _say(self) -> None:
+        now_s = self._clock.now()
+        if self._choices.has_progress and now_s - self._line_s >= _LINE_INTERVAL_S:
+            self._line_s = now_s
+            recording = self._recording
+            print(
+                f"recording {recording.path}: {recording.num_requests:,} requests, "
+                f"{bytes_text(recording.num_bytes)}, {now_s - self._start_s:.0f} s",
+                file=sys.stderr,
+            )
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[threading.Event]:
+    """Yield what Ctrl-C and SIGTERM set while the `with` block runs. Main thread only."""
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    previous = {kind: signal.signal(kind, end) for kind in kinds}
+    try:
+        yield ended
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)
+
+
+def _parse_size(text: str) -> int:
+    from kvcache.config.sections import parse_bytes
+
+    try:
+        size_bytes = parse_bytes(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise ConfigurationError(f"--max-size {text!r}: {error}") from error
+    if not isinstance(size_bytes, int) or size_bytes < 1:
+        raise ConfigurationError(f"--max-size {text!r} is no size: give one such as 256MiB")
+    return size_bytes
+
+
+def _print(summary: RecordingSummary, as_json: bool) -> None:
+    if as_json:
+        print_json(json.dumps(asdict(summary), indent=2))
+        return
+    facts = {
+        "requests": f"{summary.num_requests:,}",
+        "lost": f"{summary.num_lost:,}",
+        "different blocks": f"{summary.num_distinct_blocks:,}",
+        "size": bytes_text(summary.num_bytes),
+        "ended by": summary.ended_by,
+    }
+    print_facts(Console(), f"recorded {summary.path}", facts)

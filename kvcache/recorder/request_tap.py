@@ -1,0 +1,202 @@
+"""Which requests a coordinator serves, for whoever records a trace of them.
+
+    steps ──▶ RequestTap: admitted ─▶ counts output ─▶ finished ──take──▶ digests, a file
+
+Costs a comparison a step while nobody records. While somebody does, prompts wait here until they
+are taken, at most so many; what does not fit is counted as lost, and service goes on. Who has not
+asked for `lease_s` is taken to be gone. Requests are given out in the order in which they were
+admitted, so one that goes on for long holds back those behind it, at most `most_held` of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.clock import Clock
+from kvcache.errors import AlreadyRunningError
+from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
+
+
+@dataclass(frozen=True)
+class TapLimits:
+    """How much waits to be taken, in requests and prompt tokens, and how long for anybody."""
+
+    most_held: int = 4_096
+    most_requests: int = 16_384
+    most_tokens: int = 16 * 2**20
+    lease_s: float = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class SeenRequest:
+    """A request that was served: when it was admitted, what it asked, how much it got.
+
+    `num_output_tokens` are those that the coordinator was told of: usually all but the last.
+    """
+
+    arrival_s: float
+    request: NewRequest
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class SeenRequests:
+    """What was taken at once. `num_lost` requests found no room since the recording began."""
+
+    requests: tuple[SeenRequest, ...]
+    num_lost: int
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that has not been given out. `is_void`: it never ran, and comes again."""
+
+    arrival_s: float
+    request: NewRequest
+    num_output_tokens: int = 0
+    is_done: bool = False
+    is_void: bool = False
+
+
+class RequestTap:
+    """Hears of steps, and keeps what was asked in them for one listener at a time.
+
+    Invariant: every value of `_running` and `_slots` that is not void waits in `_waiting`, or was
+    given out before its end.
+    """
+
+    def __init__(self, clock: Clock, limits: TapLimits | None = None) -> None:
+        """Keep nothing before somebody asks."""
+        self._clock = clock
+        self._limits = TapLimits() if limits is None else limits
+        self._listener = ""
+        self._asked_s = 0.0
+        self._forget()
+
+    def take(self, listener: str, most: int) -> SeenRequests:
+        """Return up to `most` requests that are known to their end, in order of admission.
+
+        The first call begins. Raises AlreadyRunningError while another listener is there.
+        """
+        now_s = self._clock.now()
+        if self._listener and self._listener != listener:
+            silent_s = now_s - self._asked_s
+            if silent_s <= self._limits.lease_s:
+                raise AlreadyRunningError(
+                    "the cluster's requests are being recorded already: wait until that recording "
+                    f"ends, or {self._limits.lease_s - silent_s:.0f} s if it has died"
+                )
+            self._forget()
+        self._listener, self._asked_s = listener, now_s
+        return SeenRequests(tuple(self._given_out(most)), self._num_lost)
+
+    def finish(self, listener: str) -> SeenRequests:
+        """Return all that waits, whether it has ended or not, and listen no more."""
+        if listener != self._listener:
+            return SeenRequests((), 0)
+        for waiting in self._waiting:
+            waiting.is_done = True
+        seen = SeenRequests(tuple(self._given_out(len(self._waiting))), self._num_lost)
+        self._listener = ""
+        self._forget()
+        return seen
+
+    def executed(self, step: StepRequest, result: StepResult) -> None:
+        """Take note of a step that was executed."""
+        if not self._listener or result.error:
+            return
+        now_s = self._clock.now()
+        if now_s - self._asked_s > self._limits.lease_s:
+            self._listener = ""
+            self._forget()
+            return
+        self._end(step)
+        self._count_output(step)
+        self._admit(step, result, now_s)
+
+    def released(self, client_id: str) -> None:
+        """Take note that all requests of a client have ended."""
+        for key in [key for key in self._running if key[0] == client_id]:
+            self._running.pop(key).is_done = True
+
+    def end_epoch(self) -> None:
+        """Take note that nothing runs any more."""
+        for running in self._running.values():
+            running.is_done = True
+        self._running.clear()
+        self._slots.clear()
+
+    def _forget(self) -> None:
+        self._waiting: deque[_Open] = deque()
+        self._running: dict[tuple[str, str], _Open] = {}
+        self._slots: dict[int, _Open] = {}
+        self._num_waiting_tokens = 0
+        self._num_lost = 0
+
+    def _given_out(self, most: int) -> list[SeenRequest]:
+        waiting = self._waiting
+        given: list[SeenRequest] = []
+        while waiting and len(given) < most:
+            first = waiting[0]
+            if not (first.is_done or first.is_void or len(waiting) > self._limits.most_held):
+                break
+            waiting.popleft()
+            self._num_waiting_tokens -= len(first.request.token_ids)
+            if not first.is_void:
+                given.append(SeenRequest(first.arrival_s, first.request, first.num_output_tokens))
+        return given
+
+    def _end(self, step: StepRequest) -> None:
+        client_id = step.client_id
+        for request_id in step.finished:
+            ended = self._running.pop((client_id, request_id), None)
+            if ended is not None:
+                ended.is_done = True
+
+    def _count_output(self, step: StepRequest) -> None:
+        running, slots = step.running, self._slots
+        counts = np.diff(running.token_offsets)
+        rows = counts.nonzero()[0]
+        for slot, count in zip(running.slots[rows].tolist(), counts[rows].tolist(), strict=True):
+            row = slots.get(slot)
+            if row is not None:
+                row.num_output_tokens += count
+
+    def _admit(self, step: StepRequest, result: StepResult, now_s: float) -> None:
+        slots = result.admitted_slots.tolist()
+        num_resumed = len(step.resumed)
+        for resumed, slot in zip(step.resumed, slots[:num_resumed], strict=True):
+            if slot != NO_SLOT:
+                self._sit(slot, self._running.get((step.client_id, resumed.request_id)))
+        for request, slot in zip(step.new, slots[num_resumed:], strict=True):
+            if slot != NO_SLOT:
+                self._sit(slot, self._open(step.client_id, request, now_s))
+        for slot in result.forked_slots.tolist():
+            self._slots.pop(slot, None)
+
+    def _sit(self, slot: int, row: _Open | None) -> None:
+        """Whatever sat in the slot before has left it."""
+        self._slots.pop(slot, None)
+        if row is not None:
+            self._slots[slot] = row
+
+    def _open(self, client_id: str, request: NewRequest, now_s: float) -> _Open | None:
+        key = (client_id, request.request_id)
+        before = self._running.pop(key, None)
+        if before is not None:
+            before.is_void = True  # the step it was admitted in has failed
+        limits, num_tokens = self._limits, len(request.token_ids)
+        if (
+            len(self._waiting) >= limits.most_requests
+            or self._num_waiting_tokens + num_tokens > limits.most_tokens
+        ):
+            self._num_lost += 1
+            return None
+        opened = _Open(now_s, request)
+        self._waiting.append(opened)
+        self._num_waiting_tokens += num_tokens
+        self._running[key] = opened
+        return opened

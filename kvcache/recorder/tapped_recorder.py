@@ -1,0 +1,80 @@
+"""A recorder of steps with a tap beside it, so that both hear of what happens.
+
+What a `StepRecorder` is told goes on to the one behind it; the tap hears of steps and of clients
+that are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.commands import Command
+from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics, StepRecorder
+from kvcache.manager import KVCacheManager
+from kvcache.recorder.request_tap import RequestTap
+from kvcache.step import NewRequest, StepRequest, StepResult
+from kvcache.step_delivery import StepAnswer, StepMessage
+
+
+class TappedRecorder:
+    """A `StepRecorder` that tells `recorder` everything and `tap` of requests."""
+
+    def __init__(self, recorder: StepRecorder, tap: RequestTap) -> None:
+        self._recorder = recorder
+        self._tap = tap
+
+    def begin_epoch(
+        self,
+        epoch: int,
+        manager: KVCacheManager,
+        labels: LabelSource | None = None,
+        commands: Sequence[Command] = (),
+    ) -> None:
+        """Pass it on."""
+        self._recorder.begin_epoch(epoch, manager, labels, commands)
+
+    def executed(
+        self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
+    ) -> None:
+        """Pass it on, and steps to the tap."""
+        self._recorder.executed(message, answer, commands)
+        if isinstance(message, StepRequest) and isinstance(answer, StepResult):
+            self._tap.executed(message, answer)
+
+    def refused(self, message: StepMessage, error: Exception) -> None:
+        """Pass it on."""
+        self._recorder.refused(message, error)
+
+    def released(self, client_id: str) -> None:
+        """Pass it on, also to the tap."""
+        self._recorder.released(client_id)
+        self._tap.released(client_id)
+
+    def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
+        """Pass it on."""
+        self._recorder.held(client_id, requests, num_tokens)
+
+    def let_go(self, client_id: str) -> None:
+        """Pass it on."""
+        self._recorder.let_go(client_id)
+
+    def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
+        """Pass it on."""
+        self._recorder.withdrawn(block_ids, commands)
+
+    def end_epoch(self) -> None:
+        """Pass it on, also to the tap."""
+        self._recorder.end_epoch()
+        self._tap.end_epoch()
+
+    def on_tick(self) -> None:
+        """Pass it on."""
+        self._recorder.on_tick()
+
+    def close(self) -> None:
+        """Pass it on."""
+        self._recorder.close()
+
+    def statistics(self) -> RecorderStatistics | None:
+        """Return those of the recorder behind."""
+        return self._recorder.statistics()

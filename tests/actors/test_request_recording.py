@@ -1,0 +1,112 @@
+"""A live cluster's requests, recorded: simulated, they hit as often as they did."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors import KVCacheCluster
+from actors.cli.playground import ClientStepper
+from actors.cli.recording import RecordingChoices, follow_requests
+from kvcache.clock import SystemClock, VirtualClock
+from kvcache.errors import AlreadyRunningError
+from kvcache.recorder import RecordedBatch
+from kvcache.replay import EngineLimits
+from kvcache.replay.engine import ReplayEngine
+from kvcache.simulate.opening import open_block_trace
+from kvcache.simulate.passages import Passage, passage_tokens
+from kvcache.simulate.request_recording import RecordingOptions
+from kvcache.simulate.simulation import SimulatedCache, simulate
+from kvcache.simulate.workload import WorkloadRequest
+from tests.actors.conftest import Launch, MakeConfig
+
+pytestmark = pytest.mark.ray
+
+SALT = bytes(range(32))
+NUM_REQUESTS = 120
+
+
+class Readings:
+    """Documents that are read again and again, with a question behind; nothing is answered."""
+
+    name = "readings"
+    num_requests = NUM_REQUESTS
+    total_input_tokens = None
+    block_size = 16
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        rng = random.Random(3)
+        for i in range(NUM_REQUESTS):
+            document = Passage(
+                1 + min(rng.randrange(20), rng.randrange(20)), rng.randrange(16, 300)
+            )
+            passages = (document, Passage(1_000 + i, rng.randrange(1, 40)))
+            tokens = passage_tokens(passages)
+            yield WorkloadRequest(f"reading-{i}", len(tokens), 0, tokens.copy)
+
+
+def play(cluster: KVCacheCluster, max_num_seqs: int) -> float:
+    """Play the readings; return their hit tokens over all tokens."""
+    with cluster.client() as client:
+
+        def look() -> tuple[object, tuple[object, ...]]:
+            figures = cluster.statistics()
+            return figures.coordinator, figures.workers
+
+        limits = EngineLimits(512, 512, max_num_seqs)
+        stepper = ClientStepper(client, look)  # type: ignore[arg-type]
+        report = ReplayEngine(Readings(), stepper, limits, SystemClock()).run()
+    assert report.num_requests == NUM_REQUESTS
+    return report.hit_rate
+
+
+def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
+    launch: Launch, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    cluster = launch(make_config(cache={"memory_per_rank": "1MiB", "num_blocks": 101}))
+
+    def take(is_last: bool) -> RecordedBatch:
+        return cluster.record_requests("me", SALT, is_last=is_last)
+
+    begun = threading.Event()
+    path = tmp_path / "recorded.jsonl"
+    summaries = []
+
+    def record() -> None:
+        def take_and_tell(is_last: bool) -> RecordedBatch:
+            batch = take(is_last)
+            begun.set()
+            return batch
+
+        choices = RecordingChoices(path, num_requests=NUM_REQUESTS, seconds=300)
+        options = RecordingOptions(10**7)
+        summaries.append(
+            follow_requests(choices, options, take_and_tell, SystemClock(), threading.Event())
+        )
+
+    recording = threading.Thread(target=record)
+    recording.start()
+    assert begun.wait(60)
+    with pytest.raises(AlreadyRunningError, match="are being recorded already"):
+        cluster.record_requests("you", SALT)
+    rate = play(cluster, max_num_seqs=1)
+    recording.join(120)
+    (summary,) = summaries
+    assert (summary.ended_by, summary.num_requests, summary.num_lost) == (
+        "requests",
+        NUM_REQUESTS,
+        0,
+    )
+    trace = open_block_trace(str(path))
+    lengths = [request.num_prompt_tokens for request in Readings()]
+    assert trace.input_lengths.tolist() == lengths
+    simulated = simulate(trace, SimulatedCache("lru", 100), VirtualClock())
+    assert simulated.num_hit_tokens / simulated.num_input_tokens == pytest.approx(rate, abs=1e-9)
+    roomy = simulate(trace, SimulatedCache("lru", 10_000), VirtualClock())
+    assert 0.1 < rate < roomy.num_hit_tokens / roomy.num_input_tokens
+    assert str(np.asarray(next(iter(Readings())).token_ids)[0]) not in path.read_text()
