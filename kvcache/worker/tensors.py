@@ -26,7 +26,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "float8_e5m2": torch.float8_e5m2,
         "int8": torch.int8,
         "uint8": torch.uint8,
-        "float64": torch.float64,
     }
 )
 """Torch's own name of each dtype that a spec may have."""
