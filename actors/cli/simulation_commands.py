@@ -45,6 +45,7 @@ def add_simulation_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(simulate)
     app.command()(record)
+    app.command()(advise)
 
 
 def simulate(
@@ -152,5 +153,62 @@ def record(
             has_progress=not no_progress,
         )
         record_trace(choices)
+
+    run_command(work, verbose)
+
+
+def advise(
+    trace: Annotated[str, typer.Argument(help="A trace, as `simulate` reads or makes it.")],
+    *,
+    device_price: Annotated[float, typer.Option(help="Money per GiB of device memory.")],
+    budget: Annotated[float, typer.Option(help="Money there is.")],
+    host_price: Annotated[
+        float | None, typer.Option(help="Per GiB of host memory; none: there is none.")
+    ] = None,
+    disk_price: Annotated[
+        float | None, typer.Option(help="Per GiB of disk; none: there is none.")
+    ] = None,
+    token_size: Annotated[
+        str | None, typer.Option(help="Keys and values of a token, all ranks, such as 128KiB.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Instead: of this cluster's model.")
+    ] = None,
+    prefill_speed: Annotated[float, typer.Option(help="Tokens computed a second.")] = 10_000,
+    host_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 25,
+    disk_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 5,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help="Consider these only [all].")
+    ] = None,
+    seed: SeedOption = 0,
+    requests: RequestsOption = None,
+    block_size: BlockSizeOption = None,
+    processes: ProcessesOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Say how much memory of which kind a load deserves, and which policy, for some money."""
+
+    def work() -> None:
+        from actors.cli.advising import AdviceChoices, give_advice
+        from actors.cli.trace_choices import TraceChoices
+        from kvcache.simulate.advice import GIB, Prices, Speeds
+
+        choices = AdviceChoices(
+            trace=TraceChoices((trace,), seed, requests, block_size),
+            prices=Prices(device_price, host_price, disk_price),
+            budget=budget,
+            token_size=token_size,
+            config=config,
+            speeds=Speeds(prefill_speed, host_bandwidth * GIB, disk_bandwidth * GIB),
+            policies=tuple(policy or ()),
+            num_processes=processes,
+            plot=plot,
+            as_json=as_json,
+            has_progress=not no_progress,
+        )
+        give_advice(choices)
 
     run_command(work, verbose)

@@ -24,6 +24,7 @@ OPTIMUM = "optimum"
 
 _HASH_ALGORITHM = "xxh3_128"  # nobody attacks a simulation
 _REPORT_EVERY = 128
+_NUM_PARTS = 10
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class SimulationResult:
     num_hit_tokens: int
     num_evictions: int
     wall_time_s: float
+    hit_rates_over_time: tuple[float, ...] = ()
+    """Of each tenth of the requests; none of the optimum, and of traces with fewer than ten."""
 
     @property
     def num_hits(self) -> int:
@@ -115,7 +118,7 @@ class SimulationResult:
             return self.num_hit_tokens / self.num_input_tokens
         return self.num_hits / self.num_references
 
-    def to_dict(self) -> dict[str, str | int | float | None]:
+    def to_dict(self) -> dict[str, object]:
         """Return the figures by name, and the cache by its policy and sizes."""
         figures = asdict(self)
         del figures["cache"]
@@ -143,7 +146,8 @@ def simulate(
     """
     cache.require_room(trace)
     start_s = clock.now()
-    hits = _count(trace, cache, clock, on_progress)
+    tenths = _Tenths(trace, cache)
+    hits = _count(trace, cache, clock, tenths, on_progress)
     on_progress(trace.num_requests)
     return SimulationResult(
         trace=trace.name,
@@ -158,7 +162,32 @@ def simulate(
         num_hit_tokens=hits.tokens,
         num_evictions=hits.num_evictions,
         wall_time_s=clock.now() - start_s,
+        hit_rates_over_time=tuple(tenths.rates),
     )
+
+
+class _Tenths:
+    """Hit rates of each tenth of the requests, from figures that add up."""
+
+    def __init__(self, trace: BlockTrace, cache: SimulatedCache) -> None:
+        self._num_requests = trace.num_requests
+        self._is_of_tokens = bool(cache.groups)
+        self._last = (0, 0)
+        self.rates: list[float] = []
+
+    def hear(self, count: PrefillCount | TierPrefillCount) -> None:
+        """Take the figures after a request."""
+        num_parts = _NUM_PARTS if self._num_requests >= _NUM_PARTS else 0
+        if count.num_requests * num_parts < self._num_requests * (len(self.rates) + 1):
+            return
+        if isinstance(count, TierPrefillCount):
+            now = (count.num_hits, count.num_block_references)
+        elif self._is_of_tokens:
+            now = (count.num_hit_tokens, count.num_input_tokens)
+        else:
+            now = (count.num_hit_blocks, count.num_block_references)
+        self.rates.append((now[0] - self._last[0]) / (now[1] - self._last[1]))
+        self._last = now
 
 
 @dataclass(frozen=True)
@@ -173,7 +202,11 @@ class _Hits:
 
 
 def _count(
-    trace: BlockTrace, cache: SimulatedCache, clock: Clock, on_progress: Callable[[int], None]
+    trace: BlockTrace,
+    cache: SimulatedCache,
+    clock: Clock,
+    tenths: _Tenths,
+    on_progress: Callable[[int], None],
 ) -> _Hits:
     if cache.policy == OPTIMUM:
         # Tiers are one pool here, as large as all of them: better than any way to use them.
@@ -182,6 +215,7 @@ def _count(
         return _Hits(num_hits, 0, 0, num_hits * trace.block_size, best.num_evictions)
 
     def report(count: PrefillCount | TierPrefillCount) -> None:
+        tenths.hear(count)
         if count.num_requests % _REPORT_EVERY == 0:
             on_progress(count.num_requests)
 

@@ -1,0 +1,344 @@
+"""`kvcache advise`: from a load and what memory costs, how much of which, and which policy.
+
+Every figure of the advice was simulated on the whole trace. What was assumed, and how much hit
+rates moved while the trace went on, is said beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import stdev
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.cli.plots import Curve, draw_curves, require_plots
+from actors.cli.simulating import parse_policies, play
+from actors.cli.tables import bytes_text, print_json, print_table
+from actors.cli.trace_choices import TraceChoices, capacity_range
+from kvcache.config.sections import parse_bytes
+from kvcache.errors import ConfigurationError
+from kvcache.simulate.advice import (
+    HitCurve,
+    MeasuredCandidate,
+    Memory,
+    Prices,
+    Speeds,
+    best_candidates,
+    choose,
+    measured,
+)
+from kvcache.simulate.block_trace import BlockTrace
+from kvcache.simulate.simulation import OPTIMUM, SimulatedCache, SimulationResult
+from kvcache.simulate.simulation_processes import SimulationTask
+
+_FEW_REQUESTS = 2_000
+_LARGE_ERROR = 0.02
+
+
+@dataclass(frozen=True)
+class AdviceChoices:
+    """What was typed. Prices are money per GiB, `budget` the same money."""
+
+    trace: TraceChoices
+    prices: Prices
+    budget: float
+    token_size: str | None = None
+    config: Path | None = None
+    speeds: Speeds = Speeds()  # noqa: RUF009  # frozen
+    policies: tuple[str, ...] = ()
+    num_processes: int | None = None
+    plot: Path | None = None
+    as_json: bool = False
+    has_progress: bool = True
+
+
+@dataclass(frozen=True)
+class _Advice:
+    """All that is printed."""
+
+    trace: BlockTrace
+    memory: Memory
+    bytes_per_token: float
+    best: MeasuredCandidate
+    candidates: list[MeasuredCandidate]
+    curves: dict[str, HitCurve]
+
+
+def give_advice(choices: AdviceChoices) -> None:
+    """Simulate what has to be known, and print what follows."""
+    if choices.plot is not None:
+        require_plots(choices.plot)
+    policies = parse_policies(choices.policies or ("all",))
+    if not 0 < choices.budget < float("inf"):
+        raise ConfigurationError(f"--budget is {choices.budget}: give an amount above 0")
+    bytes_per_token = _bytes_per_token(choices)
+    (trace,) = choices.trace.read()
+    memory = Memory(bytes_per_token * trace.block_size, choices.prices, choices.budget)
+    speeds, size, least = choices.speeds, trace.block_size, trace.most_blocks
+    best_candidates({}, memory, speeds, size, least)  # is there money for the longest request?
+    curves = _curves(choices, trace, policies)
+    ruled = {policy: curve for policy, curve in curves.items() if policy != OPTIMUM}
+    found = best_candidates(ruled, memory, speeds, size, least)
+    tasks = [SimulationTask(0, candidate.cache) for candidate in found]
+    results = play([trace], tasks, choices.num_processes, is_shown=choices.has_progress)
+    candidates = [
+        measured(candidate, result, speeds, bytes_per_token)
+        for candidate, result in zip(found, results, strict=True)
+    ]
+    advice = _Advice(trace, memory, bytes_per_token, choose(candidates), candidates, curves)
+    if choices.plot is not None:
+        _draw(choices.plot, advice)
+    if choices.as_json:
+        print_json(json.dumps(_to_dict(advice, choices), indent=2))
+    else:
+        _print(Console(), advice, choices)
+
+
+def _curves(
+    choices: AdviceChoices, trace: BlockTrace, policies: tuple[str, ...]
+) -> dict[str, HitCurve]:
+    """Simulate one pool of several sizes with every policy, and the optimum."""
+    capacities = sorted({trace.most_blocks, *capacity_range([trace])})
+    tasks = [
+        SimulationTask(0, SimulatedCache(policy, num_blocks))
+        for policy in (*policies, OPTIMUM)
+        for num_blocks in capacities
+    ]
+    points: dict[str, list[tuple[int, float]]] = {}
+    for result in play([trace], tasks, choices.num_processes, is_shown=choices.has_progress):
+        point = (result.cache.num_blocks or 0, result.hit_rate)
+        points.setdefault(result.cache.policy, []).append(point)
+    return {policy: HitCurve(found) for policy, found in points.items()}
+
+
+def _bytes_per_token(choices: AdviceChoices) -> float:
+    """Return what a token takes on all ranks together. Raises ConfigurationError."""
+    if (choices.token_size is None) == (choices.config is None):
+        raise ConfigurationError(
+            "how large is a token's keys and values on all ranks? give --token-size, such as "
+            "128KiB, or --config, but not both"
+        )
+    if choices.token_size is not None:
+        size_bytes = parse_bytes(choices.token_size)
+        if not isinstance(size_bytes, int) or size_bytes < 1:
+            raise ConfigurationError(
+                f"--token-size {choices.token_size!r} is no size: give one such as 128KiB"
+            )
+        return float(size_bytes)
+    from kvcache.config import load_config
+    from kvcache.planner import plan_cluster, report_plan
+
+    assert choices.config is not None
+    plan = plan_cluster(load_config(choices.config))
+    groups = plan.model_groups
+    if len(groups) != 1:
+        raise ConfigurationError(
+            f"{choices.config} has {len(groups)} groups of layers, and what a token takes depends "
+            "on its place: give --token-size"
+        )
+    report = report_plan(plan)
+    num_tokens = plan.num_blocks * groups[0].kv_cache_spec.block_size
+    return report.allocated_bytes / num_tokens
+
+
+@dataclass(frozen=True)
+class _Steadiness:
+    """How hit rates moved over the tenths of a trace, the first, which began empty, aside."""
+
+    least: float
+    most: float
+    standard_error: float
+
+    @classmethod
+    def of(cls, result: SimulationResult) -> _Steadiness | None:
+        """None where the trace is too short to say."""
+        rates = result.hit_rates_over_time[1:]
+        if len(rates) < 2:
+            return None
+        return cls(min(rates), max(rates), stdev(rates) / len(rates) ** 0.5)
+
+    def describe(self) -> str:
+        """Say it in a sentence."""
+        return (
+            f"over the trace, its first tenth aside, tenths had {self.least:.1%} to "
+            f"{self.most:.1%}; standard error of the mean {self.standard_error:.1%}"
+        )
+
+
+def _doubts(advice: _Advice) -> list[str]:
+    """Return what speaks against trusting the figures; none is good."""
+    trace, best = advice.trace, advice.best
+    doubts = []
+    if trace.num_requests < _FEW_REQUESTS:
+        doubts.append(f"the trace has {trace.num_requests:,} requests only: record more")
+    steadiness = _Steadiness.of(best.result)
+    if steadiness is not None and steadiness.standard_error > _LARGE_ERROR:
+        doubts.append("hit rates move much from one tenth of the trace to another: record longer")
+    if (best.result.cache.total_blocks or 0) >= trace.num_distinct_blocks:
+        doubts.append(
+            "it holds all blocks of the trace: whether more would help, a longer trace must say"
+        )
+    difference = abs(best.result.hit_rate - best.candidate.hit_rate)
+    if difference > _LARGE_ERROR:
+        doubts.append(
+            f"the estimate by which these sizes were chosen was off by {difference:.1%}: sizes "
+            "nearby may be better"
+        )
+    return doubts
+
+
+def _assumptions(advice: _Advice, choices: AdviceChoices) -> list[str]:
+    speeds = choices.speeds
+    worth = speeds.worth(advice.bytes_per_token)
+    return [
+        f"a token takes {bytes_text(advice.bytes_per_token)}; "
+        f"{speeds.prefill_tokens_per_s:,.0f} tokens are computed, "
+        f"{bytes_text(speeds.host_bytes_per_s)} loaded from host memory and "
+        f"{bytes_text(speeds.disk_bytes_per_s)} from disk a second",
+        f"so a hit saves {worth[0]:.0%} of its prefill on the device, {worth[1]:.0%} from host "
+        f"memory, {worth[2]:.0%} from disk",
+        "requests one after another, prompts only: room for running requests and their answers "
+        "comes on top",
+        "the load stays as the trace is; the cache begins empty",
+        "one policy for all tiers; tiers of whole blocks, transfers without queueing",
+    ]
+
+
+def _to_dict(advice: _Advice, choices: AdviceChoices) -> dict[str, object]:
+    steadiness = _Steadiness.of(advice.best.result)
+    return {
+        "trace": advice.trace.name,
+        "advice": _candidate_dict(advice, advice.best),
+        "compared": [_candidate_dict(advice, candidate) for candidate in advice.candidates],
+        "curves": {
+            policy: [
+                {"num_blocks": n, "gib": advice.memory.gib(n), "hit_rate": rate}
+                for n, rate in curve.points
+            ]
+            for policy, curve in advice.curves.items()
+        },
+        "steadiness": None if steadiness is None else asdict(steadiness),
+        "doubts": _doubts(advice),
+        "assumptions": _assumptions(advice, choices),
+    }
+
+
+def _candidate_dict(advice: _Advice, one: MeasuredCandidate) -> dict[str, object]:
+    cache, memory, result = one.result.cache, advice.memory, one.result
+    return {
+        "shape": one.candidate.shape,
+        "policy": cache.policy,
+        "device_gib": memory.gib(cache.num_blocks or 0),
+        "host_gib": memory.gib(cache.host_blocks),
+        "disk_gib": memory.gib(cache.disk_blocks),
+        "device_blocks": cache.num_blocks,
+        "host_blocks": cache.host_blocks,
+        "disk_blocks": cache.disk_blocks,
+        "cost": one.candidate.cost,
+        "hit_rate": result.hit_rate,
+        "device_hit_rate": result.num_device_hits / result.num_references,
+        "host_hit_rate": result.num_host_hits / result.num_references,
+        "disk_hit_rate": result.num_disk_hits / result.num_references,
+        "saved_prefill": one.saved,
+        "estimated_hit_rate": one.candidate.hit_rate,
+    }
+
+
+def _print(console: Console, advice: _Advice, choices: AdviceChoices) -> None:
+    trace, memory = advice.trace, advice.memory
+    title = (
+        f"{trace.name}: {trace.num_requests:,} requests, {trace.num_distinct_blocks:,} different "
+        f"blocks ({memory.gib(trace.num_distinct_blocks):,.1f} GiB)"
+    )
+    print_table(console, title, _candidate_table(advice))
+    _say(console, _sentence(advice))
+    best = advice.best.result.cache.policy
+    print_table(console, f"what a GiB of one pool adds, with {best}", _curve_table(advice))
+    steadiness = _Steadiness.of(advice.best.result)
+    _say(console, "How sure is this?")
+    if steadiness is not None:
+        _say(console, f"- {steadiness.describe()}")
+    for doubt in _doubts(advice) or ["nothing in the trace speaks against it"]:
+        _say(console, f"- {doubt}")
+    _say(console, "Assumed:")
+    for assumption in _assumptions(advice, choices):
+        _say(console, f"- {assumption}")
+
+
+def _candidate_table(advice: _Advice) -> Table:
+    table = Table()
+    table.add_column("")
+    for name in ("device", "host", "disk", "cost", "policy", "hit rate", "prefill saved"):
+        table.add_column(name, justify="right")
+    memory = advice.memory
+    for one in advice.candidates:
+        cache, result = one.result.cache, one.result
+        hits = (result.num_device_hits, result.num_host_hits, result.num_disk_hits)
+        parts = " + ".join(f"{100 * n / result.num_references:.1f}" for n in hits if n)
+        sizes = (cache.num_blocks or 0, cache.host_blocks, cache.disk_blocks)
+        table.add_row(
+            "advised" if one is advice.best else "",
+            *(f"{memory.gib(n):,.1f} GiB" if n else "-" for n in sizes),
+            f"{one.candidate.cost:,.2f}",
+            cache.policy,
+            f"{result.hit_rate:.1%} ({parts})",
+            f"{one.saved:.1%}",
+        )
+    return table
+
+
+def _sentence(advice: _Advice) -> str:
+    best, memory = advice.best, advice.memory
+    cache = best.result.cache
+    sizes = [f"{memory.gib(cache.num_blocks or 0):,.1f} GiB of device memory"]
+    if cache.host_blocks:
+        sizes.append(f"{memory.gib(cache.host_blocks):,.1f} GiB of host memory")
+    if cache.disk_blocks:
+        sizes.append(f"{memory.gib(cache.disk_blocks):,.1f} GiB of disk")
+    left = memory.budget - best.candidate.cost
+    rest = f", {left:,.2f} of it not needed" if left > memory.budget / 100 else ""
+    return (
+        f"Advice: {', '.join(sizes)}, policy {cache.policy}, for {best.candidate.cost:,.2f} of "
+        f"{memory.budget:,.2f}{rest}: {best.result.hit_rate:.1%} hits, {best.saved:.1%} of prefill "
+        "time saved."
+    )
+
+
+def _curve_table(advice: _Advice) -> Table:
+    memory = advice.memory
+    table = Table()
+    for name in ("blocks", "GiB", "hit rate", "points per GiB added", "optimum"):
+        table.add_column(name, justify="right")
+    curve = advice.curves[advice.best.result.cache.policy]
+    optimum = advice.curves[OPTIMUM]
+    before = (0, 0.0)
+    for num_blocks, rate in curve.points:
+        added_gib = memory.gib(num_blocks - before[0])
+        table.add_row(
+            f"{num_blocks:,}",
+            f"{memory.gib(num_blocks):,.1f}",
+            f"{rate:.2%}",
+            f"{100 * (rate - before[1]) / added_gib:,.3f}",
+            f"{optimum.rate(num_blocks):.2%}",
+        )
+        before = (num_blocks, rate)
+    return table
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _draw(path: Path, advice: _Advice) -> None:
+    drawn = [
+        Curve(
+            policy,
+            tuple((advice.memory.gib(n), rate) for n, rate in curve.points),
+            is_bound=policy == OPTIMUM,
+        )
+        for policy, curve in advice.curves.items()
+    ]
+    draw_curves(path, drawn, title=advice.trace.name, x_name="GiB of one pool", y_name="hit rate")

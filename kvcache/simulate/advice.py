@@ -1,0 +1,246 @@
+"""What to give device, host and disk for some money: which sizes are worth a simulation.
+
+    curves by policy ──▶ all ways to spend the budget ──▶ the best of each shape ──▶ simulated
+    (one pool)           (estimated)                      (device; + host; + disk)   (measured)
+
+An estimate takes a hit rate from the curve of one pool: the device hits as a pool of its size does,
+device and host together as the larger of the two does, because what is on the device is in host
+memory too, and with a disk as if the disk held other blocks than those. The last is too good where
+both hold the same; so estimates only choose what is simulated, and advice is what was measured.
+
+A hit is worth the prefill time it saves: all of it on the device, less the time of the transfer
+where its block comes from below.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+
+from kvcache.errors import ConfigurationError
+from kvcache.simulate.simulation import SimulatedCache, SimulationResult
+
+GIB = 2**30
+_NUM_SHARES = 40
+_AS_GOOD = 0.002
+"""Cheaper ways that save so much less, as a share of prefill time, are taken to be as good."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Money per GiB; None: there is no such tier.
+
+    Raises ConfigurationError for what cannot be meant.
+    """
+
+    device: float
+    host: float | None = None
+    disk: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, price in (("device", self.device), ("host", self.host), ("disk", self.disk)):
+            if price is not None and not 0 < price < float("inf"):
+                raise ConfigurationError(f"--{name}-price is {price}: give a price above 0")
+        if self.disk is not None and self.host is None:
+            raise ConfigurationError(
+                "--disk-price without --host-price: what goes to disk comes from host memory, so "
+                "price both"
+            )
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast tokens are computed and bytes are loaded, of all ranks together."""
+
+    prefill_tokens_per_s: float = 10_000.0
+    host_bytes_per_s: float = 25.0 * GIB
+    disk_bytes_per_s: float = 5.0 * GIB
+
+    def __post_init__(self) -> None:
+        if min(self.prefill_tokens_per_s, self.host_bytes_per_s, self.disk_bytes_per_s) <= 0:
+            raise ConfigurationError(f"{self}: give speeds above 0")
+
+    def worth(self, bytes_per_token: float) -> tuple[float, float, float]:
+        """Return the share of its prefill time that a hit saves on device, host and disk."""
+        compute_s = 1 / self.prefill_tokens_per_s
+        host_s = bytes_per_token / self.host_bytes_per_s
+        disk_s = host_s + bytes_per_token / self.disk_bytes_per_s
+        return 1.0, max(0.0, 1 - host_s / compute_s), max(0.0, 1 - disk_s / compute_s)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a block costs: `block_bytes` on all ranks together, prices, and the money there is."""
+
+    block_bytes: float
+    prices: Prices
+    budget: float
+
+    def cost(self, cache: SimulatedCache) -> float:
+        """Return what a cache costs. It has a limited device."""
+        sizes = (cache.num_blocks or 0, cache.host_blocks, cache.disk_blocks)
+        prices = (self.prices.device, self.prices.host or 0.0, self.prices.disk or 0.0)
+        return sum(self.gib(n) * price for n, price in zip(sizes, prices, strict=True))
+
+    def gib(self, num_blocks: int) -> float:
+        """Return the size of so many blocks."""
+        return num_blocks * self.block_bytes / GIB
+
+    def most_blocks(self, price: float, money: float) -> int:
+        """Return how many blocks money buys."""
+        return int(money / price * GIB / self.block_bytes)
+
+
+class HitCurve:
+    """Hit rate by size of one pool, straight between what was simulated over the logarithm."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        """Take at least one point, blocks and rate."""
+        self.points = tuple(sorted(points))
+        self._logs = [log(num_blocks) for num_blocks, _ in self.points]
+
+    def rate(self, num_blocks: int) -> float:
+        """Return the rate; below the smallest pool it falls to 0, behind the largest it stays."""
+        if num_blocks < 1:
+            return 0.0
+        least, least_rate = self.points[0]
+        if num_blocks <= least:
+            return least_rate * num_blocks / least
+        at = log(num_blocks)
+        i = bisect_left(self._logs, at)
+        if i == len(self._logs):
+            return self.points[-1][1]
+        share = (at - self._logs[i - 1]) / (self._logs[i] - self._logs[i - 1])
+        before, behind = self.points[i - 1][1], self.points[i][1]
+        return before + share * (behind - before)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to spend the money, and what it is estimated to do. `saved` is a share of the prefill
+    time, `hit_rate` of block references."""
+
+    shape: str
+    cache: SimulatedCache
+    cost: float
+    hit_rate: float
+    saved: float
+
+
+@dataclass(frozen=True)
+class MeasuredCandidate:
+    """A candidate and what its simulation said."""
+
+    candidate: Candidate
+    result: SimulationResult
+    saved: float
+
+
+def best_candidates(
+    curves: Mapping[str, HitCurve],
+    memory: Memory,
+    speeds: Speeds,
+    tokens_per_block: int,
+    least: int,
+) -> list[Candidate]:
+    """Return the best way to spend the money for each shape: what saves most, or the cheapest of
+    those that save about as much. A shape that is in no way better than the one with a tier less
+    is left out. `least` blocks are needed on the device.
+
+    Raises ConfigurationError where the money does not buy those.
+    """
+    affordable = memory.most_blocks(memory.prices.device, memory.budget)
+    if affordable < least:
+        needed = memory.gib(least) * memory.prices.device
+        raise ConfigurationError(
+            f"a budget of {memory.budget:,.10g} buys {affordable:,} blocks of the device, the "
+            f"longest request needs {least:,}: give at least {needed:,.4g}"
+        )
+    worth = speeds.worth(memory.block_bytes / tokens_per_block)
+    estimates: dict[str, list[Candidate]] = {shape: [] for shape in SHAPES}
+    for policy, curve in curves.items():
+        for shape, cache in _ways(policy, memory, least):
+            estimates[shape].append(_estimate(shape, cache, curve, memory, worth))
+    chosen: list[Candidate] = []
+    for ways in estimates.values():
+        if not ways:
+            continue
+        most = max(way.saved for way in ways)
+        best = min((way for way in ways if way.saved >= most - _AS_GOOD), key=lambda w: w.cost)
+        if not chosen or _is_better(best, chosen[-1]):
+            chosen.append(best)
+    return chosen
+
+
+def _is_better(one: Candidate, other: Candidate) -> bool:
+    """Whether one saves more, or about as much for less money."""
+    if one.saved > other.saved + _AS_GOOD:
+        return True
+    return one.saved >= other.saved - _AS_GOOD and one.cost < other.cost
+
+
+SHAPES = ("device", "device, host", "device, host, disk")
+"""What can have memory, the simplest first."""
+
+
+def measured(
+    candidate: Candidate, result: SimulationResult, speeds: Speeds, bytes_per_token: float
+) -> MeasuredCandidate:
+    """Return the candidate with what its simulation said it saves."""
+    hits = (result.num_device_hits, result.num_host_hits, result.num_disk_hits)
+    worth = speeds.worth(bytes_per_token)
+    saved = sum(n * w for n, w in zip(hits, worth, strict=True)) / result.num_references
+    return MeasuredCandidate(candidate, result, saved)
+
+
+def choose(candidates: Sequence[MeasuredCandidate]) -> MeasuredCandidate:
+    """Return the cheapest of those that save about as much as the best."""
+    most = max(candidate.saved for candidate in candidates)
+    return min(
+        (c for c in candidates if c.saved >= most - _AS_GOOD), key=lambda c: c.candidate.cost
+    )
+
+
+def _ways(policy: str, memory: Memory, least: int) -> Iterator[tuple[str, SimulatedCache]]:
+    """Yield ways to spend shares of the money, the least that a device needs aside."""
+    prices = memory.prices
+    share = memory.budget / _NUM_SHARES
+    for device_shares in range(_NUM_SHARES + 1):
+        num_blocks = memory.most_blocks(prices.device, device_shares * share)
+        if num_blocks < least:
+            if memory.most_blocks(prices.device, (device_shares + 1) * share) <= least:
+                continue
+            num_blocks = least
+        left = memory.budget - memory.gib(num_blocks) * prices.device
+        yield SHAPES[0], SimulatedCache(policy, num_blocks)
+        if prices.host is None:
+            continue
+        for host_shares in range(1, int(left / share) + 1):
+            host_blocks = memory.most_blocks(prices.host, host_shares * share)
+            if not host_blocks:
+                continue
+            yield SHAPES[1], SimulatedCache(policy, num_blocks, host_blocks)
+            if prices.disk is None:
+                continue
+            for disk_shares in range(1, int(left / share) - host_shares + 1):
+                disk_blocks = memory.most_blocks(prices.disk, disk_shares * share)
+                if disk_blocks:
+                    yield SHAPES[2], SimulatedCache(policy, num_blocks, host_blocks, disk_blocks)
+
+
+def _estimate(
+    shape: str,
+    cache: SimulatedCache,
+    curve: HitCurve,
+    memory: Memory,
+    worth: tuple[float, float, float],
+) -> Candidate:
+    num_blocks = cache.num_blocks or 0
+    upper = max(num_blocks, cache.host_blocks)
+    device = curve.rate(num_blocks)
+    with_host = curve.rate(upper)
+    with_disk = curve.rate(upper + cache.disk_blocks)
+    saved = device * worth[0] + (with_host - device) * worth[1] + (with_disk - with_host) * worth[2]
+    return Candidate(shape, cache, memory.cost(cache), with_disk, saved)

@@ -1,0 +1,105 @@
+"""`kvcache advise`: a table, JSON, a picture, and what it says to what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+LOAD = ("agents", "-l", "150", "-p", "lru", "-p", "arc", "-j", "1", "--no-progress")
+PRICES = ("--device-price", "20", "--host-price", "2", "--disk-price", "0.1")
+SIZE = ("--token-size", "128KiB")
+
+
+def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, ["advise", *map(str, arguments)])
+    assert result.exit_code == exit_code, result.output
+    return result.stdout, result.stderr
+
+
+def refused(*arguments: str | Path) -> str:
+    shown, error = run(*arguments, exit_code=2)
+    assert shown == "" and error.count("\n") == 1
+    return error.removeprefix("kvcache: ").rstrip("\n")
+
+
+def test_advice_is_within_the_budget_and_says_what_it_rests_on() -> None:
+    shown, _ = run(*LOAD, *PRICES, *SIZE, "--budget", "1000")
+    for text in (
+        "advised",
+        "Advice: ",
+        "GiB of device memory",
+        "points per GiB added",
+        "How sure is this?",
+        "the trace has 150 requests only: record more",
+        "Assumed:",
+        "a token takes 128.0 KiB",
+    ):
+        assert text in shown
+
+
+def test_json_has_the_curves_and_all_that_was_compared(tmp_path: Path) -> None:
+    picture = tmp_path / "curves.svg"
+    shown, _ = run(*LOAD, *PRICES, *SIZE, "--budget", "1000", "--json", "--plot", picture)
+    report = json.loads(shown)
+    advice = report["advice"]
+    assert advice in report["compared"]
+    assert advice["cost"] <= 1000
+    cost = 20 * advice["device_gib"] + 2 * advice["host_gib"] + 0.1 * advice["disk_gib"]
+    assert cost == pytest.approx(advice["cost"])
+    parts = [advice[f"{tier}_hit_rate"] for tier in ("device", "host", "disk")]
+    assert sum(parts) == pytest.approx(advice["hit_rate"])
+    assert set(report["curves"]) == {"lru", "arc", "optimum"}
+    assert report["steadiness"]["least"] <= report["steadiness"]["most"]
+    assert "GiB of one pool" in picture.read_text(encoding="utf-8")
+
+
+def test_a_configuration_says_how_large_a_token_is() -> None:
+    config = ROOT / "configs" / "cpu_tp2.yaml"
+    shown, _ = run(*LOAD, "--device-price", "20", "--budget", "9", "--config", config, "--json")
+    (advice,) = json.loads(shown)["compared"]
+    gib_per_block = advice["device_gib"] / advice["device_blocks"]
+    # 4 layers of 4 heads of 16 values: keys and values of 2 bytes, 512 tokens
+    plan = json.loads(CliRunner().invoke(app, ["plan", "-c", str(config), "--json"]).stdout)
+    per_token = plan["allocated_bytes"] / plan["num_blocks"] / 16
+    assert gib_per_block * 2**30 == pytest.approx(512 * per_token)
+
+
+def test_what_is_typed_wrong_is_refused_with_a_remedy() -> None:
+    assert refused(*LOAD, *PRICES, *SIZE, "--budget", "-1") == (
+        "--budget is -1.0: give an amount above 0"
+    )
+    assert refused(*LOAD, *PRICES, *SIZE, "--budget", "20").startswith(
+        "a budget of 20 buys 16 blocks of the device, the longest request needs "
+    )
+    assert refused(*LOAD, *PRICES, "--budget", "20").startswith("how large is a token's keys")
+    assert refused(*LOAD, *PRICES, "--budget", "20", "--token-size", "big").startswith(
+        "'big' is no"
+    )
+    assert refused(
+        "agents", "--device-price", "2", "--disk-price", "1", "--budget", "9"
+    ).startswith("--disk-price without --host-price")
+    assert refused("none.jsonl", *PRICES, *SIZE, "--budget", "9").endswith(
+        "(No such file or directory): name a Mooncake trace"
+    )
+
+
+def test_neither_ray_nor_torch_is_imported() -> None:
+    arguments = [*LOAD, *PRICES, *SIZE, "--budget", "1000", "--json"]
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from actors.cli import app\n"
+        f"assert CliRunner().invoke(app, {['advise', *arguments]!r}).exit_code == 0\n"
+        "print(sorted({'ray', 'torch', 'matplotlib'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
