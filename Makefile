@@ -15,7 +15,7 @@ JOBS ?= 2
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-long test-interop test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer docs clean
+.PHONY: setup demo test test-long test-interop test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer docs audit clean
 
 setup: $(STAMP)
 
@@ -79,5 +79,11 @@ bench-peer: setup
 docs: setup
 	$(BIN)/python -m mkdocs build --strict
 
+# Known weaknesses of what constraints.txt pins; asks the index for them, which not every mirror knows.
+audit: setup
+	$(BIN)/python -m pip check
+	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install $(PIP_ARGS) pip-audit; }
+	.venv-audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
+
 clean:
-	rm -rf $(VENV) .venv-peer .venv-interop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-interop .venv-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

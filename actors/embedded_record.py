@@ -88,7 +88,7 @@ class EmbeddedRecord:
         remedy = "launch under another name"
         try:
             fields = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MalformedMessageError(f"the record of {cluster} is none: {remedy}") from error
         version = fields.pop("version", None) if type(fields) is dict else None
         if type(version) is int and version != RECORD_VERSION:

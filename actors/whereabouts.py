@@ -36,6 +36,6 @@ def noted_endpoint(cluster: str, node_id: str) -> Endpoint | None:
     try:
         record = json.loads(data)
         is_here, address = record["node_id"] == node_id, record["address"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None  # another release's
     return Endpoint(address) if is_here and isinstance(address, str) else None
