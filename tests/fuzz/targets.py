@@ -171,7 +171,6 @@ def _file_heads() -> Target:
 
     def read(data: bytes) -> None:
         unpack_head(data, len(data) + 256)
-        unpack_head(data, len(data))
 
     def mutate(data: bytes, others: list[bytes], chance: random.Random) -> bytes:
         """Half the time with a checksum that is right, as of somebody who knows the format."""
