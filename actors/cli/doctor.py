@@ -34,7 +34,6 @@ from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig, load_config
 from kvcache.errors import KVCacheError
 from kvcache.planner import Plan, plan_cluster
-from kvcache.worker.copy_engine import MIN_MEAN_RUN_BYTES
 from kvcache.worker.copy_measurement import (
     PLAIN,
     CopyFigure,
@@ -44,6 +43,7 @@ from kvcache.worker.copy_measurement import (
 )
 from kvcache.worker.engine_choice import find_kernel
 from kvcache.worker.layout import PoolLayout
+from kvcache.worker.row_mover import ROW_BYTES
 
 MAX_MEASURED_PAGE_BYTES = 16 * 2**20
 """Longer pages are as fast as a plain copy; they are not measured."""
@@ -234,7 +234,7 @@ def _choices(measurement: CopyMeasurement) -> list[str]:
         for c in measurement.crossovers
     ]
     if measurement.device == "cpu":
-        lines.append(f"the engine's own limit is {bytes_text(MIN_MEAN_RUN_BYTES)} a piece")
+        lines.append(f"the engine's own limit is {bytes_text(ROW_BYTES)} a piece")
     return lines
 
 

@@ -17,6 +17,7 @@ import xxhash
 
 from kvcache.arrays import Int32Array
 from kvcache.errors import ConfigurationError
+from kvcache.worker.row_mover import Rows
 
 CHECKSUM_MASK = (1 << 63) - 1
 """Checksums are kept and sent as non-negative int64."""
@@ -71,6 +72,32 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
     for piece in pieces:
         state.update(piece)
     return int(state.intdigest()) & CHECKSUM_MASK
+
+
+def checksums_of_parts(parts: Sequence[Rows]) -> Int64Array:
+    """Return the checksum of each block, whose bytes are row `i` of every part, in order."""
+    views = [_views(rows) for rows in parts]
+    if len(views) == 1:
+        return as_checksums(list(map(xxhash.xxh3_64_intdigest, views[0])))
+    states = [xxhash.xxh3_64() for _ in views[0]]
+    for part in views:
+        for state, view in zip(states, part, strict=True):
+            state.update(view)
+    return as_checksums([state.intdigest() for state in states])
+
+
+def as_checksums(digests: Sequence[int]) -> Int64Array:
+    """Return digests of 64 bits as checksums."""
+    masked: Int64Array = np.array(digests, dtype=np.uint64).view(np.int64) & CHECKSUM_MASK
+    return masked
+
+
+def _views(rows: Rows) -> Sequence[memoryview]:
+    """Return the bytes of each row."""
+    if not isinstance(rows, np.ndarray) or not rows.flags.c_contiguous:
+        return [row.data for row in rows]
+    width, flat = rows.shape[1], rows.reshape(-1).data
+    return [flat[start : start + width] for start in range(0, len(flat), width)]
 
 
 def checksums_of_rows(tensors: Sequence[npt.NDArray[np.uint8]], rows: Int32Array) -> Int64Array:

@@ -21,21 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.arrays import Int32Array
-
-ByteRows = npt.NDArray[np.uint8]
-RowItems = npt.NDArray[np.void]
-
-MIN_MEAN_RUN_BYTES = 1 << 14
-"""Shorter runs on average are gathered and scattered, longer ones moved by a slice each. Measured
-against a plain copy of as many bytes: at 4 KiB .5 and .35, at 16 KiB .6 and .65, at 64 KiB .65 and
-1."""
-
-GATHER_BYTES = 1 << 19
-"""Gathered at once, so that the scatter finds the bytes in the processor's cache."""
-
-MIN_SIDE_RUN_BYTES = 1 << 17
-"""With such runs on one side, and shorter ones on the other, rows are indexed on that side only:
-.85 to .95 of a plain copy."""
+from kvcache.worker.row_mover import ROW_BYTES, ByteRows, RowMover, rows_per_piece
 
 _FIRST = np.zeros(1, dtype=np.int64)
 
@@ -51,7 +37,13 @@ class PendingCopy(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Moves rows of `(num_rows, width)` uint8 tensors whose bytes of a row are contiguous."""
+    """Moves rows of `(num_rows, width)` uint8 tensors whose bytes of a row are contiguous.
+
+    Where an engine `copies_at_once`, a transfer is over when its call returns: whoever wants to
+    look at the bytes on the way may as well copy them with `RowMover`, piece by piece.
+    """
+
+    copies_at_once: bool
 
     def copy_blocks(
         self,
@@ -124,16 +116,19 @@ def _runs(
         source_ids[starts].tolist(),
         destination_ids[starts].tolist(),
     )
-    counts = [end - start for start, end in _bounds(starts, len(source_ids))]
+    counts = [end - start for start, end in pairwise((*starts.tolist(), len(source_ids)))]
     return list(zip(first_sources, first_destinations, counts, strict=True))
 
 
 class CpuCopyEngine:
     """Copies in the calling thread, which lets others run meanwhile. Keeps nothing."""
 
-    def __init__(self, min_mean_run_bytes: int = MIN_MEAN_RUN_BYTES) -> None:
-        """Index rows where runs are shorter than this on average; otherwise a slice for each."""
-        self._min_mean_run_bytes = min_mean_run_bytes
+    copies_at_once = True
+
+    def __init__(self, gathers_below_bytes: int = ROW_BYTES) -> None:
+        """Gather rows shorter than this where they lie apart on both sides; otherwise a slice for
+        each."""
+        self._gathers_below_bytes = gathers_below_bytes
 
     def copy_blocks(
         self,
@@ -156,18 +151,16 @@ class CpuCopyEngine:
         if is_overlapping:
             destination_rows[destination_ids] = source_rows[source_ids]
             return DoneCopy()
-        starts = run_starts(source_ids, destination_ids)
-        mean_bytes = len(source_ids) * row_bytes / len(starts)
-        ends = (source_rows, source_ids, destination_rows, destination_ids)
-        if mean_bytes < MIN_SIDE_RUN_BYTES and _copy_by_side(*ends):
-            return DoneCopy()
-        if mean_bytes < self._min_mean_run_bytes:
-            _gather_and_scatter(*ends)
-            return DoneCopy()
-        for source, destination, count in _runs(starts, source_ids, destination_ids):
-            destination_rows[destination : destination + count] = source_rows[
-                source : source + count
-            ]
+        mover = RowMover(
+            source_rows,
+            source_ids,
+            destination_rows,
+            destination_ids,
+            step=rows_per_piece(row_bytes),
+            gathers_below_bytes=self._gathers_below_bytes,
+        )
+        for piece in range(mover.num_pieces):
+            mover.move(piece)
         return DoneCopy()
 
     def copy_within(
@@ -197,60 +190,3 @@ class CpuCopyEngine:
 def _rows(tensor: torch.Tensor) -> ByteRows:
     rows: ByteRows = tensor.numpy()
     return rows
-
-
-def _items(rows: ByteRows) -> RowItems:
-    """See rows as one item each: numpy moves whole rows then, instead of single bytes."""
-    items: RowItems = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
-    return items
-
-
-def _copy_by_side(
-    source_rows: ByteRows,
-    source_ids: Int32Array,
-    destination_rows: ByteRows,
-    destination_ids: Int32Array,
-) -> bool:
-    """Copy rows where those of one side come in long runs; say whether they do. No source is a
-    destination."""
-    num_bytes, num_rows = len(source_ids) * source_rows.shape[1], len(source_ids)
-    sources, destinations = _items(source_rows), _items(destination_rows)
-    starts = run_starts(destination_ids, destination_ids)
-    # take() would copy all of what is not solid, and of what may be the same memory.
-    is_apart = not np.may_share_memory(sources, destinations)
-    is_solid = sources.flags.c_contiguous and destinations.flags.c_contiguous
-    if is_solid and is_apart and num_bytes >= len(starts) * MIN_SIDE_RUN_BYTES:
-        for start, end in _bounds(starts, num_rows):
-            first = int(destination_ids[start])
-            run = destinations[first : first + end - start]
-            # mode="raise" would write to a buffer first; ids were checked.
-            sources.take(source_ids[start:end], out=run, mode="clip")
-        return True
-    starts = run_starts(source_ids, source_ids)
-    if num_bytes >= len(starts) * MIN_SIDE_RUN_BYTES:
-        for start, end in _bounds(starts, num_rows):
-            first = int(source_ids[start])
-            destinations[destination_ids[start:end]] = sources[first : first + end - start]
-        return True
-    return False
-
-
-def _gather_and_scatter(
-    source_rows: ByteRows,
-    source_ids: Int32Array,
-    destination_rows: ByteRows,
-    destination_ids: Int32Array,
-) -> None:
-    """Copy rows by indexing them, some at a time. No source is a destination."""
-    sources, destinations = _items(source_rows), _items(destination_rows)
-    is_solid = bool(sources.flags.c_contiguous)  # otherwise take() would copy all of it
-    step = max(1, GATHER_BYTES // source_rows.shape[1])
-    for start in range(0, len(source_ids), step):
-        ids = source_ids[start : start + step]
-        gathered = sources.take(ids) if is_solid else sources[ids]
-        destinations[destination_ids[start : start + step]] = gathered
-
-
-def _bounds(starts: npt.NDArray[np.int64], end: int) -> list[tuple[int, int]]:
-    """Return where each run begins and ends."""
-    return list(pairwise((*starts.tolist(), end)))

@@ -136,8 +136,8 @@ def measure_cpu(
     limits = limits or MeasureLimits()
     stopwatch = _Stopwatch(clock or SystemClock(), limits)
     ways: dict[Way, CopyEngine] = {
-        "gather": CpuCopyEngine(min_mean_run_bytes=NEVER_BYTES),
-        "slices": CpuCopyEngine(min_mean_run_bytes=0),
+        "gather": CpuCopyEngine(gathers_below_bytes=NEVER_BYTES),
+        "slices": CpuCopyEngine(gathers_below_bytes=0),
     }
     sizes = _sizes(CPU_PAGE_BYTES, page_bytes)
     figures: list[CopyFigure] = []

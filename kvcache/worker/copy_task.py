@@ -8,42 +8,29 @@ holds and books are the worker's. Refuses to raise: what goes wrong is in the re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.worker.checksums import BoolArray, Int64Array, checksums_of_rows
+from kvcache.worker.block_move import BlockMove, HotMove, chosen_rows
+from kvcache.worker.checksums import (
+    BoolArray,
+    Int64Array,
+    checksums_of_parts,
+    checksums_of_rows,
+)
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
 from kvcache.worker.host_labels import NO_CHECKSUM
-from kvcache.worker.host_pool import HostPool
 
-CPU_PIECE_BYTES = 1 << 20
-"""Copied, and its checksums taken, at once: what was copied is still in the processor's cache.
-With blocks of 256 KiB, .35 of a plain copy's speed with 256 KiB at once, .57 with 1 MiB."""
-
-DEVICE_PIECE_BYTES = 1 << 26
-"""The same where a copy is only queued: large enough for one call to describe many copies."""
+PIECE_BYTES = 1 << 26
+"""Asked of an engine at once: large enough for one call to describe many copies."""
 
 HASHED_BYTES = 1 << 20
 """Hashed before other threads are let in: short buffers are hashed without letting go of Python's
 lock."""
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMove:
-    """Which bytes: `block_ids[i]` of the device's rows and `slots[i]` of the host's tensors.
-
-    Shapes: `(n,)`. `rows[k]` is `(num_blocks, width)` uint8, tensor `k` of `host` as wide.
-    """
-
-    rows: Sequence[torch.Tensor]
-    host: HostPool
-    block_ids: Int32Array
-    slots: Int32Array
-    to_host: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,18 +103,16 @@ class CopyTask:
         """Block until that is so, at most `timeout_s`; say whether it is."""
         return _wait_all(self._after, timeout_s)
 
-    def begin(self) -> None:
-        """Compare what is to be loaded, and start the copies."""
+    def begin(self, give_way: Callable[[], None] = lambda: None) -> None:
+        """Compare what is to be loaded, and start the copies. Where the processor copies by itself,
+        `give_way` is called before each piece."""
         try:
-            for places in self._places():
-                self._compare(places)
-                if not self._wrong:
-                    piece = _Piece(places)
-                    self._pieces.append(piece)
-                    for copy in self._start(places):  # one by one: the next may raise
-                        piece.copies.append(copy)
-                    if piece.is_done():
-                        self._take_checksums(piece)
+            if not len(self._move.slots):
+                return
+            if self._engine.copies_at_once:
+                self._copy_hot(give_way)
+            else:
+                self._start_all()
         except Exception as error:  # whoever runs this has other tasks
             self._problem = f"the copy engine failed: {error}"
 
@@ -154,12 +139,48 @@ class CopyTask:
             self._checksums,
         )
 
+    # --- where the processor copies
+
+    def _copy_hot(self, give_way: Callable[[], None]) -> None:
+        """Copy everything now, and hash each piece while it is in the processor's cache."""
+        hot, comparison = HotMove(self._move), self._comparison
+        for piece in range(hot.num_pieces):
+            give_way()
+            places = hot.places(piece)
+            if self._takes_checksums:
+                self._checksums[places] = hot.copy_and_hash(piece)
+            elif comparison is not None and comparison.is_chosen[places].any():
+                self._load_hot(hot, piece, comparison)
+            elif not self._wrong:
+                hot.copy(piece)
+
+    def _load_hot(self, hot: HotMove, piece: int, comparison: Comparison) -> None:
+        """Compare a piece, and copy it if nothing was wrong so far."""
+        places, read = hot.places(piece), hot.read(piece)
+        chosen = np.flatnonzero(comparison.is_chosen[places])
+        is_all = len(chosen) == places.stop - places.start
+        found = checksums_of_parts(read if is_all else chosen_rows(read, chosen.tolist()))
+        self._note_wrong(chosen + places.start, found, comparison)
+        if not self._wrong:
+            hot.write(piece, read)
+
+    # --- where an engine does
+
+    def _start_all(self) -> None:
+        for places in self._places():
+            self._compare(places)
+            if not self._wrong:
+                piece = _Piece(places)
+                self._pieces.append(piece)
+                for copy in self._start(places):  # one by one: the next may raise
+                    piece.copies.append(copy)
+                if piece.is_done():
+                    self._take_checksums(piece)
+
     def _places(self) -> Iterator[slice]:
         """Yield the pieces of the job, in order."""
         move = self._move
-        is_cpu = all(rows.device.type == "cpu" for rows in move.rows)
-        piece_bytes = CPU_PIECE_BYTES if is_cpu else DEVICE_PIECE_BYTES
-        step = max(1, piece_bytes // max(1, move.host.slot_bytes))
+        step = max(1, PIECE_BYTES // max(1, move.host.slot_bytes))
         for start in range(0, len(move.slots), step):
             yield slice(start, min(start + step, len(move.slots)))
 
@@ -181,9 +202,13 @@ class CopyTask:
         chosen = np.flatnonzero(self._comparison.is_chosen[places]) + places.start
         if not len(chosen):
             return
-        found = self._hash(self._move.slots[chosen])
-        is_wrong = found != self._comparison.expected[chosen]
-        self._wrong += chosen[is_wrong].tolist()
+        self._note_wrong(chosen, self._hash(self._move.slots[chosen]), self._comparison)
+
+    def _note_wrong(
+        self, places: npt.NDArray[np.intp], found: Int64Array, comparison: Comparison
+    ) -> None:
+        is_wrong = found != comparison.expected[places]
+        self._wrong += places[is_wrong].tolist()
         self._found += found[is_wrong].tolist()
 
     def _take_checksums(self, piece: _Piece) -> None:

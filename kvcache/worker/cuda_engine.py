@@ -106,6 +106,8 @@ class CudaCopyEngine:
     host slots are; that a load holds them, the caller sees to.
     """
 
+    copies_at_once = False
+
     def __init__(
         self,
         device: torch.device,

@@ -23,10 +23,11 @@ from kvcache.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.labels import LabelTable
 from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import ChecksumRule, Int64Array, combined_checksum
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
 from kvcache.worker.copy_runner import CopyRunner
-from kvcache.worker.copy_task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
 from kvcache.worker.host_labels import NO_CHECKSUM, Generations
 from kvcache.worker.store_reads import BlockUses, TransferUses
 from kvcache.worker.tensors import KVCachePool

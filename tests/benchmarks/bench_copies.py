@@ -25,9 +25,10 @@ from rich.progress import Progress
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.worker import CpuCopyEngine, HostPool
+from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import checksums_of_rows
 from kvcache.worker.copy_runner import InlineCopies
-from kvcache.worker.copy_task import BlockMove, Comparison, CopyTask
+from kvcache.worker.copy_task import Comparison, CopyTask
 from kvcache.worker.host_segment import HostSegment, SegmentShape
 from kvcache.worker.shared_memory import make_memory
 from tests.benchmarks.cores import FAST, PEER

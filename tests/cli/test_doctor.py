@@ -104,7 +104,7 @@ def test_without_a_configuration_the_machine_is_shown() -> None:
     shown = run()
     for text in ("torch", "ray", "available", "/dev/shm free", "gather", "slices", "plain"):
         assert text in shown
-    assert "the engine's own limit is 16.0 KiB a piece" in shown
+    assert "the engine's own limit is 32.0 KiB a piece" in shown
 
 
 def test_the_pages_of_the_plan_are_measured(small: Path) -> None:

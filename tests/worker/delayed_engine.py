@@ -44,6 +44,8 @@ class DelayedEngine(CpuCopyEngine):
     """Moves a row of some transfer now and then; while `is_stopped` only if somebody waits for it,
     while `is_stuck` not even then."""
 
+    copies_at_once = False
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.chance = random.Random(seed)

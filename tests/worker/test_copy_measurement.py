@@ -80,8 +80,8 @@ def test_the_crossover_is_where_the_dearer_page_no_longer_matters(
 ) -> None:
     clock = VirtualClock()
 
-    def priced(min_mean_run_bytes: int) -> PricedEngine:
-        is_gather = min_mean_run_bytes > 0
+    def priced(gathers_below_bytes: int) -> PricedEngine:
+        is_gather = gathers_below_bytes > 0
         return PricedEngine(clock, *((0.0, 2.0) if is_gather else (10_000.0, 1.0)))
 
     monkeypatch.setattr("kvcache.worker.copy_measurement.CpuCopyEngine", priced)

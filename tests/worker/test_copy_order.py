@@ -296,7 +296,7 @@ class WatchingEngine(ToldEngine):
 def test_arrays_of_ids_stay_as_they_are_while_a_copy_may_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copy_task, "CPU_PIECE_BYTES", 1)  # every block by itself
+    monkeypatch.setattr(copy_task, "PIECE_BYTES", 1)  # every block by itself
     engine = WatchingEngine()
     bench = Bench.make(make_config(full_groups(2), 16, host_blocks=6), copy_engine=engine)
     assert isinstance(bench, Bench)

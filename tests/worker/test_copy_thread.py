@@ -39,6 +39,8 @@ TIMEOUT_S = 60.0
 class GatedEngine(CpuCopyEngine):
     """Copies when `gate` is open; fails while `problem` says how."""
 
+    copies_at_once = False
+
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()

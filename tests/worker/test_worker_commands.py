@@ -293,6 +293,8 @@ class _Later:
 class LateEngine(CpuCopyEngine):
     """Transfers that end when they are told to."""
 
+    copies_at_once = False
+
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[_Later] = []
@@ -338,6 +340,8 @@ def test_a_grant_waits_for_copies_of_the_old_epoch() -> None:
 
 class FailingEngine(CpuCopyEngine):
     """An engine whose transfers fail while `is_broken`."""
+
+    copies_at_once = False
 
     is_broken = False
 

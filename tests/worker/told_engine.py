@@ -35,6 +35,8 @@ class ToldCopy:
 class ToldEngine(CpuCopyEngine):
     """`log` names what was called, in order: `zero`, `within`, `forward end`, `copy`."""
 
+    copies_at_once = False
+
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[ToldCopy] = []

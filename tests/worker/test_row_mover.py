@@ -1,0 +1,200 @@
+"""Rows copied piece by piece, and blocks hashed on the way, against the naive way."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.worker import CpuCopyEngine, HostPool, row_mover
+from kvcache.worker import copy_task as tasks
+from kvcache.worker.block_move import BlockMove, HotMove
+from kvcache.worker.checksums import checksum_of
+from kvcache.worker.copy_runner import InlineCopies
+from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
+from kvcache.worker.host_segment import HostSegment, SegmentShape
+from kvcache.worker.row_mover import RowMover, rows_per_piece
+from kvcache.worker.shared_memory import make_memory
+
+PIECE_BYTES = 1 << 16
+"""Less than in service, so that tests are quick."""
+
+WIDTHS = [8, 12, 4096, 16384, 40_000, 70_000]
+NUM_ROWS = 32
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_mover, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(row_mover, "GATHERED_BYTES", PIECE_BYTES // 2)
+
+
+def some_ids(rng: np.random.Generator, order: str, count: int) -> Int32Array:
+    """Ids of one side: a run, runs of a few, or none that follow one another."""
+    if order == "run":
+        return int32_array(np.arange(count) + int(rng.integers(0, NUM_ROWS - count + 1)))
+    mixed = rng.permutation(NUM_ROWS)
+    if order == "runs":
+        mixed = (rng.permutation(NUM_ROWS // 4)[:, None] * 4 + np.arange(4)).reshape(-1)
+    return int32_array(mixed[:count])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("order", ["run", "runs", "apart"])
+@pytest.mark.parametrize("is_solid", [True, False])
+def test_rows_arrive_whatever_their_order(width: int, order: str, is_solid: bool) -> None:
+    for other in ("run", "runs", "apart"):
+        rng = np.random.default_rng([width, len(order), len(other)])
+        count = int(rng.integers(1, NUM_ROWS // 2))
+        stride = width if is_solid else width + 24
+        sources = rng.integers(0, 256, (NUM_ROWS, stride), np.uint8)[:, :width]
+        destinations = rng.integers(0, 256, (NUM_ROWS, stride), np.uint8)[:, :width]
+        source_ids, ids = some_ids(rng, order, count), some_ids(rng, other, count)
+        expected, rows_seen = destinations.copy(), []
+        expected[ids] = sources[source_ids]
+        read_too = destinations.copy()
+        mover = RowMover(sources, source_ids, destinations, ids, step=rows_per_piece(width))
+        other_mover = RowMover(sources, source_ids, read_too, ids, step=5)
+        for piece in range(mover.num_pieces):
+            rows_seen += [bytes(row) for row in mover.move(piece)]
+        for piece in range(other_mover.num_pieces):
+            other_mover.write(piece, other_mover.read(piece))
+        assert np.array_equal(destinations, expected)
+        assert np.array_equal(read_too, expected)
+        assert rows_seen == [bytes(row) for row in sources[source_ids]]
+
+
+@pytest.mark.parametrize("width", [24, 4096, 50_000])
+def test_rows_of_one_memory_arrive_where_no_source_is_written(width: int) -> None:
+    rng = np.random.default_rng(width)
+    rows = rng.integers(0, 256, (NUM_ROWS, width), np.uint8)
+    mixed = int32_array(rng.permutation(NUM_ROWS))
+    for sources, ids in (
+        (mixed[:10], mixed[10:20]),
+        (mixed[mixed >= 16], int32_array(range(16))),
+        (int32_array(range(16)), mixed[mixed >= 16]),
+    ):
+        before = rows.copy()
+        mover = RowMover(rows, sources, rows, ids, step=6)
+        for piece in range(mover.num_pieces):
+            mover.move(piece)
+        before[ids] = before[sources]
+        assert np.array_equal(rows, before)
+
+
+class Memories:
+    """Device rows and host slots of some widths, full of noise."""
+
+    def __init__(self, seed: int, widths: tuple[int, ...]) -> None:
+        self.rng = np.random.default_rng(seed)
+        shape = SegmentShape("test", 0, NUM_ROWS, widths, 16, 16)
+        self.host = HostPool(
+            HostSegment(make_memory("t", shape.size_bytes), shape), is_pinned=False
+        )
+        self.device = tuple(
+            torch.from_numpy(self.rng.integers(0, 256, (NUM_ROWS, width), np.uint8))
+            for width in widths
+        )
+        for tensor in self.host.tensors:
+            tensor.copy_(torch.from_numpy(self.rng.integers(0, 256, tensor.shape, np.uint8)))
+
+    def move(self, to_host: bool) -> BlockMove:
+        count = int(self.rng.integers(1, NUM_ROWS))
+        orders = [("run", "runs", "apart")[int(self.rng.integers(3))] for _ in range(2)]
+        ids = [some_ids(self.rng, order, count) for order in orders]
+        return BlockMove(self.device, self.host, ids[0], ids[1], to_host)
+
+    def content(self, side: tuple[torch.Tensor, ...], row: int) -> list[bytes]:
+        return [bytes(tensor[row].numpy()) for tensor in side if tensor.shape[1]]
+
+    def checksums(self, slots: Int32Array) -> list[int]:
+        return [
+            checksum_of(memoryview(part) for part in self.content(self.host.tensors, slot))
+            for slot in slots.tolist()
+        ]
+
+
+def run(task: CopyTask) -> CopyResult:
+    runner = InlineCopies()
+    runner.submit(task)
+    (finished,) = runner.take_finished()
+    return finished.result
+
+
+SHAPES = [(4096,), (16384,), (40_000, 8), (3 * PIECE_BYTES + 64,), (64, 0, 24), (PIECE_BYTES, 9)]
+
+
+@pytest.mark.parametrize("widths", SHAPES)
+def test_a_store_has_the_checksums_of_what_it_wrote(widths: tuple[int, ...]) -> None:
+    for seed in range(4):
+        memories = Memories(seed, widths)
+        move = memories.move(to_host=True)
+        result = run(CopyTask(move, CpuCopyEngine(), takes_checksums=True))
+        assert result.problem == ""
+        for block, slot in zip(move.block_ids.tolist(), move.slots.tolist(), strict=True):
+            stored = memories.content(memories.host.tensors, slot)
+            assert stored == memories.content(memories.device, block)
+        assert result.checksums.tolist() == memories.checksums(move.slots)
+
+
+@pytest.mark.parametrize("widths", SHAPES)
+@pytest.mark.parametrize("num_wrong", [0, 1, 3])
+def test_a_load_copies_what_is_right_and_names_all_that_is_wrong(
+    widths: tuple[int, ...], num_wrong: int
+) -> None:
+    for seed in range(4):
+        memories, chance = Memories(seed, widths), random.Random(seed)
+        move = memories.move(to_host=False)
+        count = len(move.slots)
+        expected = np.array(memories.checksums(move.slots))
+        is_chosen = memories.rng.random(count) < (1.0 if seed % 2 else 0.5)
+        wrong = sorted(chance.sample(range(count), min(num_wrong, count)))
+        for place in wrong:
+            memories.host.tensors[0][int(move.slots[place]), 7] ^= 1
+        before = [memories.content(memories.device, b) for b in move.block_ids.tolist()]
+        comparison = Comparison(expected, is_chosen)
+        result = run(CopyTask(move, CpuCopyEngine(), comparison=comparison))
+        found = [place for place in wrong if is_chosen[place]]
+        assert result.wrong.tolist() == found
+        now = memories.checksums(move.slots)
+        assert result.found.tolist() == [now[place] for place in found]
+        step = rows_per_piece(memories.host.slot_bytes)
+        first_bad = min(found, default=count) // step * step
+        for place, (block, slot) in enumerate(
+            zip(move.block_ids.tolist(), move.slots.tolist(), strict=True)
+        ):
+            after = memories.content(memories.device, block)
+            if place < first_bad or not found:
+                assert after == memories.content(memories.host.tensors, slot)
+            else:
+                assert after == before[place]
+
+
+def test_a_task_gives_way_before_each_piece_and_an_empty_one_never() -> None:
+    memories, calls = Memories(1, (16384,)), []
+    move = BlockMove(
+        memories.device,
+        memories.host,
+        int32_array(range(NUM_ROWS)),
+        int32_array(range(NUM_ROWS)),
+        True,
+    )
+    CopyTask(move, CpuCopyEngine()).begin(lambda: calls.append(len(calls)))
+    assert len(calls) == HotMove(move).num_pieces == 16
+    none = BlockMove(memories.device, memories.host, *[int32_array([])] * 2, True)
+    task = CopyTask(none, CpuCopyEngine(), takes_checksums=True)
+    task.begin(lambda: calls.append(-1))
+    assert (task.finish().problem, calls[-1]) == ("", 15)
+
+
+def test_what_goes_wrong_on_the_way_is_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room")
+
+    memories = Memories(1, (4096,))
+    monkeypatch.setattr(tasks.HotMove, "copy_and_hash", fail)
+    result = run(CopyTask(memories.move(to_host=True), CpuCopyEngine(), takes_checksums=True))
+    assert "no room" in result.problem
