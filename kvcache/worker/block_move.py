@@ -1,13 +1,12 @@
 """Which blocks move between a device and host memory; and, where the CPU reaches both, moving them.
 
 Below copy_task.py. `HotMove` copies a piece of some blocks, over all tensors, and hashes it while
-the processor's cache has it: a store after it was copied, a load before. Refuses to know what a
-checksum should be.
+the processor's cache has it. Refuses to know what a checksum should be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from kvcache.arrays import Int32Array
 from kvcache.worker.checksums import Int64Array, as_checksums, checksum_of, checksums_of_parts
 from kvcache.worker.host_pool import HostPool
-from kvcache.worker.row_mover import ByteRows, RowMover, Rows, rows_per_piece
+from kvcache.worker.row_mover import ByteRows, Places, RowMover, rows_per_piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +34,10 @@ class BlockMove:
 class HotMove:
     """Carries a move out, piece by piece, in whatever order it is asked to."""
 
-    def __init__(self, move: BlockMove) -> None:
-        """Look at the ids, of which there is at least one; copy nothing yet."""
+    def __init__(self, move: BlockMove, give_way: Callable[[], None] = lambda: None) -> None:
+        """Look at the ids, of which there is at least one; copy nothing yet. `give_way` is called
+        between copies of a piece's size."""
+        self._give_way = give_way
         self._step = rows_per_piece(move.host.slot_bytes)
         self._count = len(move.slots)
         self._movers: list[RowMover] = []
@@ -60,27 +61,27 @@ class HotMove:
 
     def copy(self, piece: int) -> None:
         """Copy a piece."""
+        if self._step == 1:
+            for _ in self._parts(piece):
+                pass
+            return
+        self._give_way()
         for mover in self._movers:
             mover.move(piece)
 
-    def copy_and_hash(self, piece: int) -> Int64Array:
-        """Copy a piece; return the checksum of each of its blocks."""
+    def copy_and_hash(self, piece: int, chosen: Places) -> Int64Array:
+        """Copy a piece; return the checksums of the blocks that are `chosen`, places in it."""
         if self._step > 1:
-            return checksums_of_parts([mover.move(piece) for mover in self._movers])
-        parts = (part for mover in self._movers for part in mover.move_parts(piece))
-        return as_checksums([checksum_of(part.data for part in parts)])
+            self._give_way()
+            moved = [mover.move(piece) for mover in self._movers]
+            if len(chosen) < len(moved[0]):
+                moved = [[rows[i] for i in chosen.tolist()] for rows in moved]
+            return checksums_of_parts(moved)
+        return as_checksums([checksum_of(part.data for part in self._parts(piece))])
 
-    def read(self, piece: int) -> list[Rows]:
-        """Return a piece's blocks as they are, for each tensor, to be hashed or written. Valid
-        until another piece is read."""
-        return [mover.read(piece) for mover in self._movers]
-
-    def write(self, piece: int, read: Sequence[Rows]) -> None:
-        """Copy a piece that has been read."""
-        for mover, rows in zip(self._movers, read, strict=True):
-            mover.write(piece, rows)
-
-
-def chosen_rows(read: Sequence[Rows], chosen: Sequence[int]) -> list[Rows]:
-    """Return some of the blocks that were read; views."""
-    return [[rows[i] for i in chosen] for rows in read]
+    def _parts(self, piece: int) -> Iterator[ByteRows]:
+        """Copy the one block of a piece, and yield its bytes part after part."""
+        for mover in self._movers:
+            for part in mover.move_parts(piece):
+                yield part
+                self._give_way()

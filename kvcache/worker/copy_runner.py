@@ -22,6 +22,13 @@ from kvcache.worker.copy_task import CopyResult, CopyTask
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 0.0005
+"""How long copies rest when the worker says that it has something to do: about what a step takes
+it, from the message to the answer."""
+
+LONGEST_PAUSE_S = 0.002
+"""How long a piece is held up at most, however often the worker says so."""
+
 POLL_S = 0.0005
 """How often a copy that another device carries out is asked whether it is done."""
 
@@ -43,6 +50,10 @@ class CopyRunner(Protocol):
 
     def go_on(self) -> None:
         """Look again whether tasks may begin: something else that they wait for is over."""
+
+    def pause(self) -> None:
+        """Let no other piece be copied for a moment, where that is another thread's work: the
+        caller is wanted at once. Any thread; never blocks."""
 
     @property
     def has_finished(self) -> bool:
@@ -71,11 +82,11 @@ class _RunningTask:
         """See `PendingCopy.wait`."""
         return self.copied.wait(timeout_s)
 
-    def advance(self) -> bool:
-        """Begin it if it may; say whether it is copied."""
+    def advance(self, give_way: Callable[[], None] = lambda: None) -> bool:
+        """Begin it if it may; say whether it is copied. `give_way` is called between its pieces."""
         if not self.has_begun and self.task.can_begin():
             self.has_begun = True
-            self.task.begin()
+            self.task.begin(give_way)
         if self.has_begun and not self.copied.is_set() and self.task.is_copied():
             self.copied.set()
         return self.copied.is_set()
@@ -116,6 +127,9 @@ class InlineCopies:
         for running in self._tasks:
             running.advance()
 
+    def pause(self) -> None:
+        """See `CopyRunner.pause`: whoever copies here is the caller."""
+
     @property
     def has_finished(self) -> bool:
         """See `CopyRunner.has_finished`."""
@@ -146,6 +160,7 @@ class CopyThread:
         self._submitted: SimpleQueue[_RunningTask | None] = SimpleQueue()
         self._finished: deque[FinishedCopy] = deque()
         self._is_closing = False
+        self._rests_until_s = 0.0
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -160,6 +175,10 @@ class CopyThread:
     def go_on(self) -> None:
         """See `CopyRunner.go_on`."""
         self._submitted.put(None)
+
+    def pause(self) -> None:
+        """See `CopyRunner.pause`."""
+        self._rests_until_s = time.monotonic() + PAUSE_S
 
     @property
     def has_finished(self) -> bool:
@@ -204,7 +223,7 @@ class CopyThread:
         if self._is_closing and not running.has_begun:
             return True
         try:
-            if not running.advance():
+            if not running.advance(self.give_way):
                 return False
             result = running.task.finish()
         except Exception as error:  # a device that has failed says so to whoever asks it
@@ -217,3 +236,12 @@ class CopyThread:
         except Exception:  # whoever is told asks by himself, too, if less soon
             logger.exception("nobody could be told that a copy has ended")
         return True
+
+    def give_way(self) -> None:
+        """Rest, in the thread, while the worker wants it: both need Python's lock, and on a small
+        machine the same processor."""
+        now_s = time.monotonic()
+        end_s = now_s + LONGEST_PAUSE_S
+        while now_s < min(self._rests_until_s, end_s):
+            time.sleep(min(self._rests_until_s, end_s) - now_s)
+            now_s = time.monotonic()

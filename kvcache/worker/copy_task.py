@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.worker.block_move import BlockMove, HotMove, chosen_rows
+from kvcache.worker.block_move import BlockMove, HotMove
 from kvcache.worker.checksums import (
     BoolArray,
     Int64Array,
-    checksums_of_parts,
     checksums_of_rows,
 )
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
@@ -35,7 +34,7 @@ lock."""
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Before a load: `expected[i]` is the checksum of slot `i`, compared where `is_chosen[i]`."""
+    """For a load: `expected[i]` is the checksum of slot `i`, compared where `is_chosen[i]`."""
 
     expected: Int64Array
     is_chosen: BoolArray
@@ -69,8 +68,11 @@ class CopyTask:
 
     can_begin ──▶ begin ──▶ is_copied, until so ──▶ finish
 
-    A store with `takes_checksums` returns those of what was written. A load with a `comparison`
-    copies no byte of a slot that is wrong, and nothing at all once one was found.
+    A store with `takes_checksums` returns those of what was written. Of a slot that a load with a
+    `comparison` finds wrong no byte is left in its block. Where an engine copies, slots are
+    compared before, and nothing is copied once one was found. Where the processor does, what it has
+    just copied is compared, while the cache has it, and zeroed where it is wrong: nobody reads a
+    load's blocks before it is over.
     """
 
     def __init__(
@@ -91,6 +93,10 @@ class CopyTask:
         self._host_rows = [tensor.numpy() for tensor in move.host.tensors]
         self._pieces: list[_Piece] = []
         self._checksums = np.full(len(move.slots), NO_CHECKSUM, dtype=np.int64)
+        # Of a store all or none, of a load those that are compared.
+        self._is_hashed = np.full(len(move.slots), takes_checksums)
+        if comparison is not None:
+            self._is_hashed = comparison.is_chosen
         self._wrong: list[int] = []
         self._found: list[int] = []
         self._problem = ""
@@ -105,7 +111,7 @@ class CopyTask:
 
     def begin(self, give_way: Callable[[], None] = lambda: None) -> None:
         """Compare what is to be loaded, and start the copies. Where the processor copies by itself,
-        `give_way` is called before each piece."""
+        `give_way` is called between pieces."""
         try:
             if not len(self._move.slots):
                 return
@@ -143,26 +149,24 @@ class CopyTask:
 
     def _copy_hot(self, give_way: Callable[[], None]) -> None:
         """Copy everything now, and hash each piece while it is in the processor's cache."""
-        hot, comparison = HotMove(self._move), self._comparison
+        hot, comparison = HotMove(self._move, give_way), self._comparison
         for piece in range(hot.num_pieces):
-            give_way()
             places = hot.places(piece)
-            if self._takes_checksums:
-                self._checksums[places] = hot.copy_and_hash(piece)
-            elif comparison is not None and comparison.is_chosen[places].any():
-                self._load_hot(hot, piece, comparison)
-            elif not self._wrong:
+            chosen = self._is_hashed[places].nonzero()[0]
+            if not len(chosen):
                 hot.copy(piece)
+                continue
+            found = hot.copy_and_hash(piece, chosen)
+            if comparison is None:
+                self._checksums[places] = found
+            else:
+                self._note_wrong(chosen + places.start, found, comparison)
+        self._zero_wrong()
 
-    def _load_hot(self, hot: HotMove, piece: int, comparison: Comparison) -> None:
-        """Compare a piece, and copy it if nothing was wrong so far."""
-        places, read = hot.places(piece), hot.read(piece)
-        chosen = np.flatnonzero(comparison.is_chosen[places])
-        is_all = len(chosen) == places.stop - places.start
-        found = checksums_of_parts(read if is_all else chosen_rows(read, chosen.tolist()))
-        self._note_wrong(chosen + places.start, found, comparison)
-        if not self._wrong:
-            hot.write(piece, read)
+    def _zero_wrong(self) -> None:
+        """Leave nothing of what is wrong in the blocks that it was copied to."""
+        for rows in self._move.rows if self._wrong else ():
+            rows.numpy()[self._move.block_ids[self._wrong]] = 0
 
     # --- where an engine does
 

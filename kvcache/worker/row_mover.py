@@ -82,7 +82,8 @@ class RowMover:
         self._is_apart = not np.may_share_memory(sources, destinations)
 
     def move(self, piece: int) -> Rows:
-        """Copy a piece, and return its rows, in order, from where they can be read soonest."""
+        """Copy a piece, and return its rows, in order, from where they can be read soonest: valid
+        until another piece is moved."""
         to = self._to
         if to.is_run[piece] and (self._is_apart or self._from.is_run[piece]):
             rows = to.run(piece)
@@ -91,8 +92,8 @@ class RowMover:
             else:
                 self._from.gather(piece, rows)
             return rows
-        read = self.read(piece)
-        self.write(piece, read)
+        read = self._read(piece)
+        self._write(piece, read)
         return read
 
     def move_parts(self, piece: int) -> Iterator[ByteRows]:
@@ -103,9 +104,8 @@ class RowMover:
             part[:] = source[start : start + PIECE_BYTES]
             yield part
 
-    def read(self, piece: int) -> Rows:
-        """Return the rows of a piece, in order, as long as no other is read: where they are, or a
-        copy of them."""
+    def _read(self, piece: int) -> Rows:
+        """Return the rows of a piece, in order: where they are, or a copy of them."""
         if self._from.is_run[piece]:
             return self._from.run(piece)
         if not self._does_gather:
@@ -116,8 +116,8 @@ class RowMover:
         self._from.gather(piece, gathered)
         return gathered
 
-    def write(self, piece: int, rows: Rows) -> None:
-        """Copy to the destinations of a piece what `read` returned for it."""
+    def _write(self, piece: int, rows: Rows) -> None:
+        """Copy to the destinations of a piece what `_read` returned for it."""
         if isinstance(rows, np.ndarray) and not self._to.is_run[piece]:
             self._to.scatter(piece, rows)
         elif isinstance(rows, np.ndarray):

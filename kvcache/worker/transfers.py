@@ -3,8 +3,8 @@
 Stands between the worker, which starts a job when its command is applied, copy_runner.py, where
 stores and loads are carried out, and the file jobs (spills and fetches). Labels and holds are
 changed here, in the worker's own thread; whoever copies sees memory and ids only. A host slot's
-label is withdrawn before a job writes it; its checksum is taken when a store ends and compared
-before a load copies anything: of a slot that is wrong no byte is copied, and the report names it.
+label is withdrawn before a job writes it; its checksum is taken by a store and compared by a load:
+of a slot that is wrong no byte stays in a block, and the report names it.
 Ids of device blocks are validated before; what cannot be done is reported, not raised, because the
 command has been obeyed by then.
 """
@@ -116,6 +116,11 @@ class TransferJobs:
         """Look again whether jobs may begin: something else that they wait for is over."""
         if self._running:
             self._runner.go_on()
+
+    def pause(self) -> None:
+        """Let copies rest for a moment, because a step is under way. Any thread."""
+        if self._running:
+            self._runner.pause()
 
     def refuse(self, job: Store | Load, problem: str) -> None:
         """Note that a job was not started, and why."""

@@ -154,16 +154,16 @@ class KVCacheWorker:
             self._is_introducing, self._last_hello_s = True, None
 
     def on_message(self, message: Message) -> list[Message]:
-        """Obey one message; return what to send to the coordinator.
-
-        What must not be obeyed is counted and dropped, never raised: see `statistics`."""
+        """Obey one message; return what to send to the coordinator."""
         return self.on_messages((message,))
 
     def on_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Obey messages that arrived together, in order, as `on_message` does one.
 
-        What they have applied is acknowledged once for all of them.
+        What they have applied is acknowledged once for all of them. What must not be obeyed is
+        counted and dropped, never raised: see `statistics`.
         """
+        self._executor.transfers.pause()
         with self._lock:
             if self._is_closed:
                 return []
@@ -181,6 +181,7 @@ class KVCacheWorker:
         Returns how many were obeyed and the encoded acknowledgement of all of them. The others are
         for `on_messages`, and so are all while something else waits to be done or said.
         """
+        self._executor.transfers.pause()
         with self._lock:
             has_more_to_do = self._ready or self._outbox or len(self._reports)
             if has_more_to_do or self._is_closed or self._executor.has_ended_jobs:
@@ -360,10 +361,8 @@ class KVCacheWorker:
             self._executor.start_epoch()
 
     def _on_commands(self, message: StepCommands) -> None:
-        """Pass a message through validation and delivery; keep what may be applied now.
-
-        Validated first, so that an invalid copy of a message does not take its number.
-        """
+        """Pass a message through validation, first, so that an invalid copy of it does not take its
+        number, and through delivery; keep what may be applied now."""
         is_ours = self._is_present(message.nonce, message.epoch)
         if is_ours and message.seq > self._receiver.applied_seq:
             try:

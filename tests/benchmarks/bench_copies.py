@@ -5,8 +5,9 @@
 A page is all of a block's bytes here. Contiguous: blocks and slots in ascending order. Scattered:
 blocks in no order, host slots as they come; on both sides: slots in no order either. The peer is
 `numpy.copyto` of one array of the same bytes, in turns with the others. Printed is the share of its
-speed. Behind them: a step of one worker, over a socket, with and without transfers under way; this
-one says something only where a core is left for the thread that copies.
+speed. Behind them: a step of one worker, over a socket, with and without transfers under way, and
+beside a process that copies all the time; these say something only where a core is left for whoever
+copies.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ from kvcache.worker.host_segment import HostSegment, SegmentShape
 from kvcache.worker.shared_memory import make_memory
 from tests.benchmarks.cores import FAST, PEER
 from tests.benchmarks.measure import Figure, Row, alternate
-from tests.benchmarks.step_beside_copies import StepBesideCopies
+from tests.benchmarks.step_beside_copies import OtherCopies, StepBesideCopies
 from tests.benchmarks.stopwatch import now_s
 
 PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 ORDERS = ("contiguous", "scattered", "scattered on both sides")
 GOAL = ">= 80 % of memcpy"
 STEP_GOAL = "<= 1.2 times"
+RARE = 10
+"""Steps between two starts of transfers, where these are not all the time: 16 MiB are moved, a
+fifth of the time that so many steps take here."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class CopySizes:
     num_steps: int
 
 
-FULL = CopySizes(64 << 20, 128 << 20, 15, 400)
+FULL = CopySizes(64 << 20, 128 << 20, 15, 200)
 SMOKE = CopySizes(4 << 20, 8 << 20, 2, 20)
 
 
@@ -173,23 +177,49 @@ def as_row(what: str, ours: Figure, plain: Figure) -> Row:
 
 
 def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
-    """Measure a step with transfers under way against one without, in turns."""
+    """Measure steps beside transfers against steps without, in turns: beside transfers that never
+    pause (the median step), beside some before every `RARE` steps (the mean step), and beside a
+    process that has nothing to do with it."""
     rows: list[Row] = []
     for block_bytes in (16 << 10, 256 << 10, 2 << 20):
-        name = f"a step while blocks of {block_bytes >> 10} KiB are stored and loaded"
-        on_row(name)
+        on_row(f"steps beside blocks of {block_bytes >> 10} KiB")
+        quiet: list[list[float]] = []
+        beside: dict[str, list[list[float]]] = {"never": [], "rare": [], "other": []}
         with StepBesideCopies(block_bytes, sizes.copied_bytes) as bench:
-            quiet: list[float] = []
-            busy: list[float] = []
             for _ in range(sizes.repetitions):
-                quiet.append(statistics.median(bench.steps(sizes.num_steps, has_copies=False)))
-                busy.append(statistics.median(bench.steps(sizes.num_steps, has_copies=True)))
-            moved = bench.moved_bytes
-        ratios = Figure(tuple(b / q for b, q in zip(busy, quiet, strict=True)), "times")
-        took = f"{statistics.median(quiet) * 1e3:.3f} and {statistics.median(busy) * 1e3:.3f} ms"
-        note = f"{took}, {moved >> 20} MiB moved meanwhile"
-        rows.append(Row("C3", name, {FAST: ratios}, "", STEP_GOAL, note=note))
+                quiet.append(bench.steps(sizes.num_steps))
+                beside["never"].append(bench.steps(sizes.num_steps, copies_every=1))
+                beside["rare"].append(bench.steps(sizes.num_steps, copies_every=RARE))
+                with OtherCopies():
+                    beside["other"].append(bench.steps(sizes.num_steps))
+        size = f"blocks of {block_bytes >> 10} KiB"
+        median, mean = statistics.median, statistics.fmean
+        rows += [
+            _step_row(f"a step while {size} are stored and loaded", quiet, beside["never"], median),
+            _step_row(
+                f"mean step, {size} stored and loaded every {RARE} steps",
+                quiet,
+                beside["rare"],
+                mean,
+            ),
+            _step_row(
+                f"a step beside another process's memcpy ({size})", quiet, beside["other"], median
+            ),
+        ]
     return rows
+
+
+def _step_row(
+    what: str,
+    quiet: list[list[float]],
+    beside: list[list[float]],
+    average: Callable[[list[float]], float],
+) -> Row:
+    """Return a line of the table: how many times longer steps took."""
+    without, with_them = [average(took) for took in quiet], [average(took) for took in beside]
+    ratios = tuple(b / q for b, q in zip(with_them, without, strict=True))
+    note = f"{statistics.median(without) * 1e3:.3f} and {statistics.median(with_them) * 1e3:.3f} ms"
+    return Row("C3", what, {FAST: Figure(ratios, "times")}, "", STEP_GOAL, note=note)
 
 
 def measure_copies(is_small: bool, on_row: Callable[[str], None]) -> list[Row]:

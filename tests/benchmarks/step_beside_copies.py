@@ -12,6 +12,9 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from multiprocessing.synchronize import Event
+
+import numpy as np
 
 from kvcache.arrays import int32_array
 from kvcache.clock import SystemClock
@@ -31,6 +34,31 @@ PAUSE_S = 0.001
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 24
 INCARNATION = "bench"
+
+
+class OtherCopies:
+    """A process that has nothing to do with the worker and copies all the time: what a step costs
+    beside it is the memory's and the processors' doing. A context manager."""
+
+    def __enter__(self) -> OtherCopies:
+        context = multiprocessing.get_context("spawn")
+        started = context.Event()
+        self._process = context.Process(target=_copy_for_ever, args=(started,), daemon=True)
+        self._process.start()
+        started.wait(60)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _copy_for_ever(started: Event) -> None:
+    sources = np.ones(JOB_BLOCKS_BYTES * 4, np.uint8)
+    destinations = np.zeros_like(sources)
+    started.set()
+    while os.getppid() == multiprocessing.parent_process().pid:  # type: ignore[union-attr]
+        np.copyto(destinations, sources)
 
 
 def make_config(block_bytes: int, num_blocks: int) -> KVCacheConfig:
@@ -159,11 +187,13 @@ class StepBesideCopies:
         self._wire.close()
         self._process.join(timeout=60)
 
-    def steps(self, count: int, *, has_copies: bool) -> list[float]:
-        """Return how long steps took, in seconds, each with stores and loads under way or not."""
+    def steps(self, count: int, *, copies_every: int = 0) -> list[float]:
+        """Return how long steps took, in seconds. Before every so many of them a store and a load
+        are started, unless two are under way; 0: never."""
         took: list[float] = []
         for number in range(count):
-            if has_copies and len(self._open_jobs) < 2:
+            is_turn = copies_every > 0 and number % copies_every == 0
+            if is_turn and len(self._open_jobs) < 2:
                 commands = [self._job_command(is_store=bool(i)) for i in range(2)]
                 self._await(self._send("", *commands))
             # Blocks that no job uses: a forward would wait for those that are being loaded.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,9 @@ from kvcache.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
 from kvcache.errors import ConfigurationError, DeadlineError
 from kvcache.messages import Applied, JobReport
 from kvcache.offload.keys import label_keys
-from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, transfers
+from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_runner, transfers
 from kvcache.worker.checksums import ChecksumRule, checksum_of
-from kvcache.worker.copy_runner import CopyThread
+from kvcache.worker.copy_runner import LONGEST_PAUSE_S, PAUSE_S, CopyThread
 from kvcache.worker.copy_task import CopyTask
 from kvcache.worker.file_tier import FileTierSettings
 from tests.worker.tier_support import random_labels
@@ -263,6 +263,43 @@ def test_a_worker_that_copies_nothing_starts_no_thread() -> None:
     runner = CopyThread(lambda: None, "kvcache-idle")
     assert runner.close(0.0)
     assert "kvcache-idle" not in [thread.name for thread in threading.enumerate()]
+
+
+class SleptTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.slept: list[float] = []
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.slept.append(pause_s)
+        self.now_s += pause_s
+        self.on_sleep()
+
+
+def test_copies_rest_while_the_worker_is_busy_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SleptTime()
+    monkeypatch.setattr(copy_runner, "time", clock)
+    runner = CopyThread(lambda: None)
+    runner.give_way()
+    assert clock.slept == []
+    runner.pause()
+    runner.give_way()
+    assert clock.slept == pytest.approx([PAUSE_S])
+    runner.give_way()
+    assert len(clock.slept) == 1
+    clock.slept.clear()
+    clock.on_sleep = runner.pause  # a message comes in every pause
+    runner.pause()
+    runner.give_way()
+    assert sum(clock.slept) == pytest.approx(LONGEST_PAUSE_S)
 
 
 def corrupt(bench: Bench, slots: range) -> None:
