@@ -54,6 +54,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
         offload.store_after,
         labels,
         block_bytes,
+        config.tenants,
     )
     # Files may be on a disk that others use.
     deadlines = Deadlines(offload.job_s, offload.job_s, 4 * offload.job_s, 4 * offload.job_s)
@@ -70,6 +71,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
             policy=offload.disk.policy,
             labels=labels,
             block_bytes=block_bytes,
+            tenants=config.tenants,
         )
         options = HierarchyOptions(
             disk_write=offload.disk.write,

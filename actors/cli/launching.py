@@ -19,6 +19,7 @@ from rich.table import Table
 
 from actors.cli.sessions import ray_session
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from actors.cli.tenant_facts import refusal_lines, tenant_table, tenants_of
 from actors.cli.tier_facts import tier_facts
 from actors.cluster import KVCacheCluster
 from actors.embedded_site import EmbeddedSite, find_cluster
@@ -93,6 +94,10 @@ def show_status(name: str | None, as_json: bool) -> None:
     console = Console(file=sys.stdout)
     print_facts(console, status.name, _summary(status, statistics))
     print_table(console, "ranks", _ranks(status))
+    if tenants := tenants_of(statistics):
+        print_table(console, "tenants", tenant_table(tenants))
+        for line in refusal_lines(tenants):
+            console.print(f"refused: {line}", markup=False)
     for warning in status.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
 

@@ -19,6 +19,7 @@ from itertools import islice
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.blocks.prefix_table import parse_namespace_name
 from kvcache.clock import Clock
 from kvcache.commands import (
     BlockTablePatch,
@@ -405,10 +406,18 @@ class Offloading:
         if not len(block_ids):
             return
         labels = self._labels.labels_of(block_ids)
+        namespace = None
+        if self.tiers.host.tenants is not None:
+            is_other = labels.namespaces != labels.namespaces[0]
+            if is_other.any():  # each tenant for itself
+                self._store(block_ids[~is_other], told, now_s, is_new=is_new)
+                self._store(block_ids[is_other], told, now_s, is_new=is_new)
+                return
+            namespace = parse_namespace_name(labels.namespace_names[int(labels.namespaces[0])])
         keys = label_keys(labels)
         if is_new:
             self.tiers.see(keys)
-        job = self.tiers.plan_store(keys, now_s, labels=labels)
+        job = self.tiers.plan_store(keys, now_s, labels=labels, namespace=namespace)
         if self.tiers.num_without_room:
             first = 0 if job is None else int(job.positions[-1]) + 1
             self._unstored[block_ids[first:]] = True

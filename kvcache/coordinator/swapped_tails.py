@@ -154,7 +154,7 @@ class SwappedTails:
         ):
             return None
         keys = tuple(self._private_key(group) for group, _ in places)
-        job = self._tiers.plan_store(keys, now_s, is_private=True)
+        job = self._tiers.plan_store(keys, now_s, is_private=True, namespace=request.namespace)
         if job is None or len(job.keys) < len(keys):
             if job is not None:
                 self._tiers.stored(job.job_id, ok=False)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvcache.arrays import EMPTY_INT32
 from kvcache.core import CacheHit, Core, NewestState, Reservation, TableChange
+from kvcache.errors import RequestError
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
@@ -98,6 +99,14 @@ class Admission:
     def tenant_statistics(self) -> tuple[TenantStatistics, ...]:
         """Return the figures of all tenants; none where there are none."""
         return () if self._tenants is None else self._tenants.statistics()
+
+    def require_hope(self, request: Request) -> None:
+        """Raise RequestError if a request that has just found no room never will."""
+        if self._tenants is None or not self._book.slots.num_free:
+            return
+        account = self._tenants.account(request.namespace)
+        if account.is_hopeless:
+            raise RequestError(f"request {request.request_id}: {account.last_refusal}")
 
     def record_reset(self) -> None:
         """Note in the statistics that the cache was emptied."""

@@ -137,8 +137,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Return the longest prefix of the request that is cached, and its length in tokens.
 
-        At most `num_tokens - 1` tokens: the last one is always computed. Changes statistics only.
-        Nobody holds the blocks: valid until the manager changes, and `allocate_slots` checks that.
+        At most `num_tokens - 1` tokens: one is always computed. Changes statistics only. Nobody
+        holds the blocks: valid until the manager changes, and `allocate_slots` checks that.
 
         Raises:
             RequestError: the request has another hasher or another model epoch.
@@ -180,7 +180,7 @@ class KVCacheManager:
             The blocks that are new in the request's tables, adopted ones not included.
 
         Raises:
-            RequestError: counts that contradict each other or the request; nothing was changed.
+            RequestError: counts that contradict each other, the request, or its tenant's limit.
         """
         wanted = Wanted(
             num_new_tokens,

@@ -102,6 +102,7 @@ class RequestCalls:
         if known is None:
             admitted = self._admission.seat(request, CALLER, demand, hit)
             if admitted is None:
+                self._admission.require_hope(request)
                 return None
             known, changes = admitted.known, admitted.changes
         else:

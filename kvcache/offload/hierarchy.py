@@ -43,6 +43,7 @@ from kvcache.offload.slot_table import NOTHING, READY
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.offload.tier_set import TierSet
+from kvcache.request_content import Namespace
 
 
 class TierHierarchy:
@@ -126,6 +127,7 @@ class TierHierarchy:
         labels: Label | None = None,
         behind: OffloadKey | None = None,
         is_private: bool = False,
+        namespace: Namespace | None = None,
     ) -> StoreJob | None:
         """Plan to bring blocks of the device to host memory: as many leading missing ones as fit.
 
@@ -139,6 +141,7 @@ class TierHierarchy:
             is_private: swapped content that has no label: stored however rarely it was seen,
                 never sealed and never spilled, and dropped where room is needed; all of it or
                 nothing.
+            namespace: of all keys; says which tenant's they are, where there are tenants.
         """
         reserved = self.host.reserve(
             keys,
@@ -147,6 +150,7 @@ class TierHierarchy:
             is_forced=is_private,
             needs_all=is_private,
             drops_dirty=not self.is_disk_in_use,
+            tenant=self._tenant(namespace),
         )
         self.num_without_room = 0 if reserved is None else reserved.num_refused
         if reserved is None:
@@ -180,6 +184,7 @@ class TierHierarchy:
             spares=keys,
             is_forced=True,
             drops_dirty=False,
+            tenant=self.disk.tenants_of(wanted[:1])[0],
         )
         if reserved is None:
             return None
@@ -219,7 +224,14 @@ class TierHierarchy:
         wanted = self._tiers.spills.next(room) if room > 0 else []
         if not wanted:
             return None
-        reserved = disk.reserve(wanted, labels=self.host.labels_of(wanted), is_forced=True)
+        tenants = self.host.tenants_of(wanted)
+        others = [place for place, name in enumerate(tenants) if name != tenants[0]]
+        if others:  # each tenant for itself, the others the next time
+            self._tiers.spills.write_through(wanted[others[0] :])
+            wanted = wanted[: others[0]]
+        reserved = disk.reserve(
+            wanted, labels=self.host.labels_of(wanted), is_forced=True, tenant=tenants[0]
+        )
         if reserved is None or not len(reserved.positions):
             return None
         self._tiers.discards.add_keys(reserved.evicted_keys)
@@ -227,6 +239,11 @@ class TierHierarchy:
         self._tiers.discards.drop_keys(spilled)
         job = self._tiers.book.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
         return SpillJob(job.job_id, job.keys, job.addresses)
+
+    def _tenant(self, namespace: Namespace | None) -> str:
+        """Return the name of a namespace's tenant; of nobody in particular where none is known."""
+        tenants = self.host.tenants
+        return "" if tenants is None or namespace is None else tenants.shares.name_in(namespace)
 
     # Ending
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvcache.config.tenants import TenantsConfig
 from kvcache.errors import ConfigurationError
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.jobs import Deadlines
+from kvcache.tenants import TenantLedger, TierShares
+
+_TIERS = {"file": "disk"}
+"""Media that configurations call otherwise."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class TierOptions:
 
     `block_bytes` is a device block's size over all ranks, for statistics. `store_after`: a key is
     stored once it has been seen so many times. `labels`: keep the labels of what is stored, and
-    tell events; None: tell nothing.
+    tell events; None: tell nothing. `tenants`: what each may take of the slots.
     """
 
     medium: str
@@ -30,6 +35,15 @@ class TierOptions:
     store_after: int = 1
     labels: LabelShape | None = None
     block_bytes: int = 0
+    tenants: TenantsConfig | None = None
+
+    def tenant_ledger(self) -> TenantLedger | None:
+        """Return empty books of the tenants of the tier; raises ConfigurationError."""
+        if self.tenants is None:
+            return None
+        tier = _TIERS.get(self.medium, self.medium)
+        shares = TierShares.of(self.tenants, tier, self.num_slots, self.blocks_per_slot)
+        return TenantLedger(shares, self.num_slots)
 
 
 @dataclass(frozen=True)

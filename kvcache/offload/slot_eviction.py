@@ -8,14 +8,17 @@ to the tier below, or is owed to it) keep their place in the order and are passe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array
+from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.errors import InvariantError
 from kvcache.offload.slot_table import BoolArray, SlotTable
 from kvcache.policies import EntryInfo, PolicyFactory, make_eviction_policy
+from kvcache.tenants import TenantLedger, TenantPolicy
+from kvcache.tenants.ledger import required
 
 
 class SlotEviction:
@@ -27,11 +30,24 @@ class SlotEviction:
     is_uniform: Final = True
 
     def __init__(
-        self, table: SlotTable, policy: str, policies: Mapping[str, PolicyFactory]
+        self,
+        table: SlotTable,
+        policy: str,
+        policies: Mapping[str, PolicyFactory],
+        tenants: TenantLedger | None = None,
     ) -> None:
-        """Order the slots of `table`; raises ConfigurationError for an unknown policy."""
+        """Order the slots of `table`, by tenants if there are any.
+
+        Raises ConfigurationError for an unknown policy.
+        """
         self._table = table
-        self._policy = make_eviction_policy(policy, table.num_slots, self, policies)
+        self._tenants = tenants
+        make = partial(make_eviction_policy, policy, table.num_slots, self, policies)
+        self._policy = (
+            make()
+            if tenants is None
+            else TenantPolicy(table.num_slots, self, tenants, make, counts_unheld=True)
+        )
         self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
 
     def describe(self, entry: int) -> EntryInfo:
@@ -44,6 +60,11 @@ class SlotEviction:
     def weights(self, entries: IndexArray) -> IndexArray:
         """Every slot weighs the same."""
         return np.ones(len(entries), np.intp)
+
+    def tenant_numbers(self, entries: IndexArray) -> Int32Array:
+        """Return whose slots these are. There are tenants."""
+        numbers: Int32Array = required(self._tenants).owners[entries]
+        return numbers
 
     def update(self, slots: IndexArray) -> None:
         """Bring the policy in line with the books of these slots, given in order of the chain.
@@ -90,6 +111,16 @@ class SlotEviction:
             must_stay |= table.slot_dirty > 0
         return int(np.count_nonzero(self._is_in & ~must_stay))
 
+    def num_obtainable(self, tenants: TenantLedger, *, drops_dirty: bool) -> int:
+        """Return how many slots the served tenant could have now, free ones included."""
+        table = self._table
+        must_stay = table.slot_spills > 0
+        if not drops_dirty:
+            must_stay |= table.slot_dirty > 0
+        owners = tenants.owners[self._is_in & ~must_stay]
+        can_go = index_array(np.bincount(owners, minlength=tenants.num_numbers))
+        return max(0, tenants.num_obtainable(len(table.free_slots), can_go))
+
     def choose(self, num_slots: int, *, drops_dirty: bool) -> IndexArray:
         """Take out the next `num_slots` slots that may go; there are as many."""
         table, policy = self._table, self._policy
@@ -98,11 +129,16 @@ class SlotEviction:
         missing, num_kept = num_slots, 0
         while missing > 0 and len(policy):
             chosen = index_array(policy.choose(missing + num_kept).entries)
+            if not len(chosen):
+                break
             must_stay = table.slot_spills[chosen] > 0
             if not drops_dirty:
                 must_stay |= table.slot_dirty[chosen] > 0
             may_go = np.flatnonzero(~must_stay)[:missing]
             victims.append(chosen[may_go])
+            if self._tenants is not None:
+                self._tenants.evicted(victims[-1])
+                self._tenants.freed(victims[-1])
             kept.append(np.delete(chosen, may_go))
             missing -= len(may_go)
             num_kept += len(kept[-1])
@@ -121,6 +157,8 @@ class SlotEviction:
         """
         if num_slots < 1 or not len(self._policy):
             return index_array(())
+        if self._tenants is not None:
+            self._tenants.demand(num_slots)
         chosen = index_array(self._policy.choose(num_slots).entries)
         self._policy.put_back(chosen)
         table = self._table

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvcache.tenants import TenantStatistics
+
 
 @dataclass(frozen=True)
 class TierStatistics:
@@ -15,7 +17,8 @@ class TierStatistics:
     `num_pending` are being stored, `num_held` are ready and read by a load or a spill. Slots in
     quarantine hold something that was forgotten while a job still works on it. `num_hits` and
     `num_misses` count keys that `lookup` was asked for; `num_skipped` were not stored because
-    they had not been seen often enough, `num_refused` because there was no room.
+    they had not been seen often enough, `num_refused` because there was no room. `tenants` count
+    slots.
     """
 
     medium: str
@@ -38,6 +41,7 @@ class TierStatistics:
     num_refused: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    tenants: tuple[TenantStatistics, ...] = ()
 
     @property
     def hit_rate(self) -> float:

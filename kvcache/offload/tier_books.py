@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvcache.arrays import IndexArray, index_array
+from kvcache.blocks.prefix_table import parse_namespace_name
 from kvcache.commands import Label
+from kvcache.errors import InvariantError
 from kvcache.offload.contents import ContentTable
 from kvcache.offload.events import OffloadingEvent, parents_first
 from kvcache.offload.keys import OffloadKey
@@ -27,6 +29,8 @@ from kvcache.offload.slot_table import (
 )
 from kvcache.offload.tier_counts import TierCounts
 from kvcache.policies import PolicyFactory
+from kvcache.tenants import TenantLedger
+from kvcache.tenants.ledger import NOBODY
 
 
 class TierBooks:
@@ -36,7 +40,8 @@ class TierBooks:
         """Make empty books. Raises ConfigurationError for options that cannot be meant."""
         self.options = options
         self.table = SlotTable(options.num_slots, options.blocks_per_slot)
-        self.eviction = SlotEviction(self.table, options.policy, policies)
+        self.tenants = options.tenant_ledger()
+        self.eviction = SlotEviction(self.table, options.policy, policies, self.tenants)
         self.contents = (
             None
             if options.labels is None
@@ -46,15 +51,22 @@ class TierBooks:
         self.events: list[OffloadingEvent] = []
 
     def num_obtainable_slots(self, *, drops_dirty: bool) -> int:
-        """Return how many slots new content could have now."""
+        """Return how many slots new content could have now, of the tenant that is served."""
+        if self.tenants is not None:
+            return self.eviction.num_obtainable(self.tenants, drops_dirty=drops_dirty)
         return len(self.table.free_slots) + self.eviction.num_evictable(drops_dirty=drops_dirty)
 
     def make_room(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
         """Evict until `num_slots` slots, which can be had, are free; return the keys that went."""
+        keys: tuple[OffloadKey, ...] = ()
+        if self.tenants is not None and (num_own := self.tenants.demand(num_slots)):
+            with self.tenants.gives_its_own():
+                keys = self._evict(num_own, drops_dirty=drops_dirty)
         missing = num_slots - len(self.table.free_slots)
-        if missing <= 0:
-            return ()
-        victims = self.eviction.choose(missing, drops_dirty=drops_dirty)
+        return keys + self._evict(missing, drops_dirty=drops_dirty) if missing > 0 else keys
+
+    def _evict(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
+        victims = self.eviction.choose(num_slots, drops_dirty=drops_dirty)
         addresses = self.table.addresses_in(victims)
         keys = tuple(self.table.keys_at(addresses))
         self.counts.num_evicted += len(keys)
@@ -70,6 +82,8 @@ class TierBooks:
         start = len(table.free_slots) - placement.num_new_slots
         new_slots = index_array(sorted(table.free_slots[start:]))
         del table.free_slots[start:]
+        if self.tenants is not None:
+            self.tenants.took(new_slots, self.tenants.served)
         slots = placement.slots.copy()
         is_new = slots >= table.num_slots
         slots[is_new] = new_slots[slots[is_new] - table.num_slots]
@@ -116,6 +130,8 @@ class TierBooks:
             kept = kept[first_of_each(addresses[kept].tolist())]
             places = addresses[kept]
         table.enter([keys[i] for i in kept.tolist()], places, READY)
+        if self.tenants is not None:
+            self._count_adopted(self.tenants, labels, kept, places)
         table.free_slots = np.flatnonzero(table.slot_members == 0)[::-1].tolist()
         slots = table.slots_of(places)
         self.eviction.enter(slots[_last_of_each(slots)])
@@ -155,12 +171,33 @@ class TierBooks:
         self.eviction.check()
         if self.contents is not None:
             self.contents.check()
+        if self.tenants is not None:
+            self.tenants.check()
+            owned = np.flatnonzero(self.tenants.owners)
+            if owned.tolist() != np.flatnonzero(self.table.slot_members).tolist():
+                raise InvariantError("slots with contents have no tenant, or the reverse")
 
     def _vacate(self, addresses: IndexArray) -> None:
         if len(addresses):
             if self.contents is not None:
                 self.contents.withdraw(addresses)
-            self.table.vacate(addresses)
+            freed = self.table.vacate(addresses)
+            if self.tenants is not None:
+                self.tenants.freed(freed)
+
+    def _count_adopted(
+        self, tenants: TenantLedger, labels: Label | None, rows: IndexArray, places: IndexArray
+    ) -> None:
+        """Count slots for the tenants whose contents, as the labels say, were there already."""
+        slots = self.table.slots_of(places)
+        if labels is None:
+            tenants.took(self.table.distinct(slots), tenants.account_named(""))
+            return
+        for number, name in enumerate(labels.namespace_names):
+            theirs = self.table.distinct(slots[labels.namespaces[rows] == number])
+            if len(theirs):
+                account = tenants.account(parse_namespace_name(name))
+                tenants.took(theirs[tenants.owners[theirs] == NOBODY], account)
 
 
 def first_of_each(values: Sequence[OffloadKey] | Sequence[int]) -> IndexArray:

@@ -12,6 +12,7 @@ import numpy as np
 from kvcache.offload.options import TierOptions
 from kvcache.offload.slot_table import FORGOTTEN, READY, STORING, SlotTable
 from kvcache.offload.statistics import TierStatistics
+from kvcache.tenants import TenantStatistics
 
 
 @dataclass(slots=True)
@@ -28,7 +29,12 @@ class TierCounts:
     num_skipped: int = 0
     num_refused: int = 0
 
-    def statistics(self, options: TierOptions, table: SlotTable) -> TierStatistics:
+    def statistics(
+        self,
+        options: TierOptions,
+        table: SlotTable,
+        tenants: tuple[TenantStatistics, ...] = (),
+    ) -> TierStatistics:
         """Return frozen figures. Reads the whole table."""
         is_ready = table.states == READY
         is_held = (table.num_loads > 0) | (table.num_spills > 0)
@@ -54,4 +60,5 @@ class TierCounts:
             num_refused=self.num_refused,
             stored_bytes=self.num_stored * options.block_bytes,
             loaded_bytes=self.num_loaded * options.block_bytes,
+            tenants=tenants,
         )

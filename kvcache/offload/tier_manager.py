@@ -43,6 +43,7 @@ from kvcache.offload.specs import HostLoadStoreSpec, LoadStoreSpec
 from kvcache.offload.statistics import TierStatistics
 from kvcache.offload.tier_books import TierBooks, first_of_each
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
+from kvcache.tenants import TenantLedger
 
 SpecOf: TypeAlias = Callable[[Sequence[OffloadKey], Int32Array], LoadStoreSpec]
 """How a tier says where keys lie, given their addresses."""
@@ -162,6 +163,21 @@ class TierManager(OffloadingManager):
         labelled, labels = self._books.contents.read(addresses)
         return labels if len(labelled) == len(keys) else None
 
+    @property
+    def tenants(self) -> TenantLedger | None:
+        """Who has which slot; None where there are no tenants."""
+        return self._books.tenants
+
+    def tenants_of(self, keys: Sequence[OffloadKey]) -> list[str]:
+        """Return whose slots these keys, all of which are here, lie in; no names without tenants.
+
+        Changes nothing.
+        """
+        if (tenants := self.tenants) is None:
+            return [""] * len(keys)
+        owners = tenants.owners[self._table.slots_of(self._table.addresses_of(keys))]
+        return [tenants.numbered(number).name for number in owners.tolist()]
+
     def see(self, keys: Sequence[OffloadKey]) -> None:
         """Count a sighting of each key, for the store threshold."""
         self._sightings.see(keys)
@@ -240,6 +256,7 @@ class TierManager(OffloadingManager):
         is_forced: bool = False,
         drops_dirty: bool = True,
         needs_all: bool = False,
+        tenant: str = "",
     ) -> ReservedPlaces | None:
         """Make room for the missing ones of `keys`, as many leading ones as fit.
 
@@ -253,6 +270,7 @@ class TierManager(OffloadingManager):
             is_forced: store also what has not been seen often enough.
             drops_dirty: evict also what no lower tier has.
             needs_all: None instead of a part of them.
+            tenant: whose they are, where there are tenants.
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
@@ -264,6 +282,8 @@ class TierManager(OffloadingManager):
         if self._is_adopting:
             self._counts.num_refused += len(positions)
             return None
+        if (tenants := books.tenants) is not None:
+            tenants.serve(tenants.account_named(tenant))
         placement = place_keys(table, keys, addresses, positions, behind)
         present = np.concatenate([table.addresses_of(spares), addresses])
         here = np.concatenate([table.slots_of(present[present != NO_ADDRESS]), placement.slots])
@@ -277,6 +297,8 @@ class TierManager(OffloadingManager):
         placement = placement.leading(table.num_slots, num_obtainable)
         num_refused = len(positions) - len(placement.positions)
         self._counts.num_refused += num_refused
+        if num_refused and tenants is not None:
+            tenants.refuse(tenants.served, num_refused, num_obtainable)
         evicted = books.make_room(placement.num_new_slots, drops_dirty=drops_dirty)
         places = books.occupy(keys, placement, labels)
         books.eviction.update(here)
@@ -369,7 +391,8 @@ class TierManager(OffloadingManager):
         return self._books.present()
 
     def statistics(self) -> TierStatistics:
-        return self._counts.statistics(self.options, self._table)
+        told = () if self.tenants is None else self.tenants.statistics()
+        return self._counts.statistics(self.options, self._table, told)
 
     def on_new_request(self, ctx: ReqContext) -> None:
         """It is all the same to this tier."""

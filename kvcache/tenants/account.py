@@ -42,10 +42,11 @@ class TenantAccount:
 
     Invariants: `num_blocks` are all blocks that it has, `num_unheld` those of them that an eviction
     policy has; `policy` orders these. `num_ties` counts who else knows the account, which is
-    remembered until nobody does.
+    remembered until nobody does. `is_hopeless`: what it was refused last will never fit.
     """
 
     __slots__ = (
+        "is_hopeless",
         "last_refusal",
         "name",
         "num_asked_tokens",
@@ -78,6 +79,7 @@ class TenantAccount:
         self.num_evicted_for = 0
         self.num_refusals = 0
         self.last_refusal = ""
+        self.is_hopeless = False
 
     @property
     def num_in_use(self) -> int:

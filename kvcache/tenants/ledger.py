@@ -11,6 +11,7 @@ ledger.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -43,6 +44,7 @@ class TenantLedger:
         self.owners: Int32Array = np.zeros(num_ids, dtype=np.int32)
         self.num_reserved = 0
         self.num_demands = 0
+        self.is_own_only = False
         self.demand_blocks = 0
         self.changed: dict[TenantAccount, None] = {}
         self._by_name: dict[str, TenantAccount] = {}
@@ -102,6 +104,28 @@ class TenantLedger:
         others = self.num_reserved - account.num_reserved
         return min(num_free - others, account.share.limit_blocks - account.num_in_use)
 
+    def num_obtainable(self, num_free: int, num_unheld: IndexArray | None = None) -> int:
+        """Return how many blocks the served tenant may take where nothing is in use for long.
+
+        That is so in tiers: `num_free` are free, others give what they have above their guarantees,
+        as far as it can go. `num_unheld` says of each tenant, by number, how much can; None: all
+        that is unheld. O(tenants).
+        """
+        served = self.served
+        count = num_free
+        own = served.num_unheld if num_unheld is None else int(num_unheld[served.number])
+        for account in self._by_name.values():
+            if account is not served:
+                can_go = account.num_unheld if num_unheld is None else num_unheld[account.number]
+                excess = account.num_blocks - account.share.guaranteed_blocks
+                count += max(0, min(excess, int(can_go)))
+        return min(count + own, served.share.limit_blocks - served.num_blocks + own)
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of tenants are below this."""
+        return len(self._by_number)
+
     def has_room(self, wanted: dict[TenantAccount, int], num_free: int) -> bool:
         """Say whether tenants may use so many blocks more, all of them at once."""
         beyond = 0
@@ -110,6 +134,15 @@ class TenantLedger:
                 return False
             beyond += max(0, count - account.num_reserved)
         return beyond <= num_free - self.num_reserved
+
+    @contextmanager
+    def gives_its_own(self) -> Iterator[None]:
+        """Meanwhile what is evicted is the served tenant's own, whatever others have."""
+        self.is_own_only = True
+        self.num_demands += 1
+        yield
+        self.is_own_only = False
+        self.num_demands += 1
 
     @property
     def num_over_limit(self) -> int:
@@ -127,7 +160,13 @@ class TenantLedger:
     def refuse(self, account: TenantAccount, num_blocks: int, num_free: int) -> None:
         """Note that the tenant found no room for so many blocks more, and what would help."""
         share, used = account.share, account.num_in_use
-        if used + num_blocks > share.limit_blocks:
+        account.is_hopeless = num_blocks > share.limit_blocks
+        if account.is_hopeless:
+            reason = (
+                f"{num_blocks} blocks are wanted by one request, which is more than all that this "
+                f"tenant may have ({share.limit_blocks}): shorten it, or raise the tenant's limit"
+            )
+        elif used + num_blocks > share.limit_blocks:
             reason = (
                 f"{num_blocks} blocks more are wanted, {used} of at most {share.limit_blocks} are "
                 "in use: finish or preempt requests of this tenant, or raise its limit"

@@ -142,7 +142,9 @@ class TenantPolicy:
         if self._planned != self._ledger.num_demands or not self._plan:
             self._planned = self._ledger.num_demands
             self._plan = self._make_plan(num_blocks)
-        return self._plan.pop() if self._plan else self._anybody()
+        if self._plan or self._ledger.is_own_only:
+            return self._plan.pop() if self._plan else None
+        return self._anybody()
 
     def _make_plan(self, num_blocks: int) -> list[tuple[TenantAccount, int]]:
         """Return who gives how many blocks; the first one comes last. Who has none is left out."""
@@ -152,14 +154,15 @@ class TenantPolicy:
         givers: list[Giver] = []
         own = 0  # what a tenant has beyond its limit is its own to give, whatever others have
         if served.policy is not None and len(served.policy):
-            own = min(ledger.num_over_limit, served.num_unheld, num_blocks)
+            own = num_blocks if ledger.is_own_only else ledger.num_over_limit
+            own = min(own, served.num_unheld, num_blocks)
             num_blocks -= own
             excess = served.num_blocks + ledger.demand_blocks - served.share.guaranteed_blocks
             accounts.append(served)
             givers.append(_giver(served, excess - own, served.num_unheld - own))
         seen: list[tuple[float, int]] = []
         taken = {served.number}
-        while self._heap:
+        while self._heap and not ledger.is_own_only:
             level, number = self._heap[0]
             account = ledger.numbered_or_none(number)
             if (

@@ -42,15 +42,20 @@ class TierShares:
     default: TenantShare
 
     @classmethod
-    def of(cls, config: TenantsConfig, tier: str, num_blocks: int) -> TierShares:
+    def of(
+        cls, config: TenantsConfig, tier: str, num_blocks: int, blocks_per_slot: int = 1
+    ) -> TierShares:
         """Return the shares of a tier of so many blocks.
+
+        Where a tier's slots have several blocks, these are counted together: `num_blocks` are the
+        slots, and so are all figures.
 
         Raises:
             ConfigurationError: more is guaranteed than there is, a guarantee is less than a block,
                 or a limit less than a block or than what is guaranteed.
         """
         named = {
-            name: _share(f"tenant {shown(name)}", tenant, tier, num_blocks)
+            name: _share(f"tenant {shown(name)}", tenant, tier, num_blocks, blocks_per_slot)
             for name, tenant in config.named.items()
         }
         total = sum(share.guaranteed_blocks for share in named.values())
@@ -60,7 +65,7 @@ class TierShares:
                 f"{total} blocks of the {tier} tier are guaranteed ({listed}), it has "
                 f"{num_blocks}: guarantee less, or enlarge it"
             )
-        default = _share("every other tenant", config.default, tier, num_blocks)
+        default = _share("every other tenant", config.default, tier, num_blocks, blocks_per_slot)
         return cls(tier, num_blocks, config.by == "salt", named, default)
 
     def name_in(self, namespace: Namespace) -> str:
@@ -79,9 +84,11 @@ class TierShares:
         return "salt-" + sha256(name.encode()).hexdigest()[:_SHOWN_CHARACTERS]
 
 
-def _share(whose: str, tenant: TenantConfig, tier: str, num_blocks: int) -> TenantShare:
-    guaranteed = _blocks(tenant.guaranteed_in(tier), num_blocks)
-    limit = min(_blocks(tenant.limit_in(tier), num_blocks), num_blocks)
+def _share(
+    whose: str, tenant: TenantConfig, tier: str, num_blocks: int, blocks_per_slot: int
+) -> TenantShare:
+    guaranteed = _blocks(tenant.guaranteed_in(tier), num_blocks, blocks_per_slot)
+    limit = min(_blocks(tenant.limit_in(tier), num_blocks, blocks_per_slot), num_blocks)
     if tenant.guaranteed_in(tier) and not guaranteed:
         raise ConfigurationError(
             f"{whose} is guaranteed {tenant.guaranteed_in(tier)} of the {num_blocks} blocks of the "
@@ -97,8 +104,8 @@ def _share(whose: str, tenant: TenantConfig, tier: str, num_blocks: int) -> Tena
     return TenantShare(guaranteed, limit, pinned, tenant.weight)
 
 
-def _blocks(amount: int | float, num_blocks: int) -> int:
+def _blocks(amount: int | float, num_blocks: int, blocks_per_slot: int = 1) -> int:
     if isinstance(amount, int):
-        return amount
+        return amount // blocks_per_slot
     # As written: 0.29 of 100 blocks are 29, which 0.29 * 100 in floats is not.
     return int(Fraction(str(amount)) * num_blocks)

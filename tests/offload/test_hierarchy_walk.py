@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from kvcache.config.tenants import TenantConfig, TenantsConfig, TierAmounts
 from kvcache.errors import InvalidInputError
 from kvcache.offload import (
     Deadlines,
@@ -25,21 +26,38 @@ from kvcache.offload import (
     make_tier,
 )
 from kvcache.policies import EVICTION_POLICIES
+from kvcache.request_content import Namespace
+from kvcache.tenants import TenantStatistics
 from tests.offload.byte_world import ByteWorld
 
 NUM_STEPS = 400
 POLICIES = sorted(EVICTION_POLICIES)
+NAMES = ("alice", "bob", "carol")
+TENANTS = TenantsConfig(
+    named={
+        "alice": TenantConfig(guaranteed=0.4),
+        "bob": TenantConfig(
+            guaranteed=TierAmounts(host=0.2), limit=TierAmounts(host=0.5), weight=3.0
+        ),
+    },
+    default=TenantConfig(limit=0.6),
+)
 DEADLINES = Deadlines(store_s=5.0, load_s=5.0, spill_s=8.0, fetch_s=8.0)
 
 
 class Walk:
     """A hierarchy and the bytes that it is about."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, tenants: TenantsConfig | None = None) -> None:
         self.rng = rng = random.Random(seed)
+        self.tenants = tenants
+        self.tenant_of: dict[OffloadKey, str] = {}
         self.world = ByteWorld(rng)
         self.now_s = 0.0
-        has_disk, num_host = rng.random() < 0.85, rng.choice([2, 5, 10, 16])
+        has_disk, num_host = (
+            rng.random() < 0.85,
+            rng.choice([2, 5, 10, 16] if tenants is None else [12, 20]),
+        )
         self.hierarchy = TierHierarchy(
             make_tier(
                 TierOptions(
@@ -48,9 +66,17 @@ class Walk:
                     blocks_per_slot=rng.choice([1, 1, 2, 3]),
                     policy=rng.choice(POLICIES),
                     store_after=rng.choice([1, 1, 1, 2]),
+                    tenants=tenants,
                 )
             ),
-            make_tier(TierOptions("file", rng.choice([3, 20, 40]), policy=rng.choice(POLICIES)))
+            make_tier(
+                TierOptions(
+                    "file",
+                    rng.choice([3, 20, 40] if tenants is None else [20, 40]),
+                    policy=rng.choice(POLICIES),
+                    tenants=tenants,
+                )
+            )
             if has_disk
             else None,
             itertools.count(1).__next__,
@@ -64,13 +90,15 @@ class Walk:
         )
         self.private: set[OffloadKey] = set()
         self.overdue: set[int] = set()
-        self.num_loaded = 0
+        self.num_loaded = self.num_taken = 0
         self.discard_share = rng.choice([0.01, 0.5])
         self.chains: list[list[OffloadKey]] = [[]]
         for _ in range(8):
             base = rng.choice(self.chains)
             chain = base[: rng.randrange(len(base) + 1)]
             chain += [make_offload_key(rng.randbytes(8), 0) for _ in range(rng.randrange(1, 12))]
+            tenant = self.tenant_of.get(chain[0]) or rng.choice(NAMES)
+            self.tenant_of.update(dict.fromkeys(chain, tenant))
             self.chains.append(chain)
         self.every = sorted({key for chain in self.chains for key in chain})
 
@@ -83,7 +111,13 @@ class Walk:
         self.hierarchy.see(keys)
         skipped = self.rng.randrange(len(keys))
         behind = keys[skipped - 1] if skipped else None
-        job = self.hierarchy.plan_store(keys[skipped:], self.now_s, behind=behind)
+        tenant = self.tenant_of[keys[0]]
+        namespace = Namespace(0, None, None, tenant)
+        before = self.slots_of_tenants("host")
+        job = self.hierarchy.plan_store(
+            keys[skipped:], self.now_s, behind=behind, namespace=namespace
+        )
+        self.compare_tenants("host", before, tenant)
         if job is not None:
             assert [keys[skipped:][i] for i in job.positions.tolist()] == list(job.keys)
             self.world.start(job)
@@ -94,6 +128,22 @@ class Walk:
         if job is not None:
             self.private.add(key)
             self.world.start(job)
+
+    def slots_of_tenants(self, tier: str) -> dict[str, TenantStatistics]:
+        figures = getattr(self.hierarchy.statistics(), tier)
+        return {} if figures is None else {each.name: each for each in figures.tenants}
+
+    def compare_tenants(self, tier: str, before: dict[str, TenantStatistics], tenant: str) -> None:
+        """What one tenant stored took nothing of what others are guaranteed, and no more than its
+        limit."""
+        after = self.slots_of_tenants(tier)
+        for name, had in before.items():
+            now = after.get(name, had)
+            assert now.num_held_blocks <= now.limit_blocks
+            if name != tenant:
+                lost = had.num_held_blocks - now.num_held_blocks
+                assert lost <= max(0, had.num_held_blocks - had.guaranteed_blocks)
+                self.num_taken += lost
 
     def resume(self) -> None:
         """Load what is there of a request, fetch what is not."""
@@ -112,9 +162,13 @@ class Walk:
             self.world.start(load)
 
     def spill(self) -> None:
+        before = self.slots_of_tenants("disk")
         job = self.hierarchy.plan_spills(self.now_s)
         if job is not None:
             assert not self.private & set(job.keys)
+            if self.tenants is not None:
+                (tenant,) = {self.tenant_of[key] for key in job.keys}
+                self.compare_tenants("disk", before, tenant)
             self.world.start(job)
 
     def end_job(self) -> None:
@@ -204,6 +258,20 @@ class Walk:
 @pytest.mark.parametrize("seed", range(24))
 def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
     walk = Walk(seed)
+    play(walk)
+    # With two slots it may be that nothing stayed until it was wanted.
+    assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots == 2
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_tenants_keep_what_they_are_guaranteed_in_every_tier(seed: int) -> None:
+    walk = Walk(seed, TENANTS)
+    play(walk)
+    assert walk.num_loaded > 0
+    assert walk.hierarchy.statistics().host.num_evicted > 0
+
+
+def play(walk: Walk) -> None:
     operations = [
         *[walk.store] * 5,
         *[walk.resume] * 3,
@@ -220,5 +288,3 @@ def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
         walk.rng.choice(operations)()
         walk.compare()
     walk.finish()
-    # With two slots it may be that nothing stayed until it was wanted.
-    assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots == 2

@@ -1,0 +1,48 @@
+"""What `kvcache status` says of tenants, from a manager that has served and refused them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from actors.cli.tenant_facts import refusal_lines, tenant_table, tenants_of
+from kvcache.config.tenants import TenantConfig, TenantsConfig
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.manager import KVCacheManager
+from kvcache.request import Request
+from tests.manager.managers_under_test import make_manager
+
+TENANTS = TenantsConfig(named={"alice": TenantConfig(guaranteed=0.25, limit=12)})
+
+
+def served() -> KVCacheManager:
+    manager = make_manager(num_blocks=41, tenants=TENANTS, log_stats=True, has_workers=False)
+    for number in range(3):
+        request = Request(f"r{number}", list(range(20)), tenant="alice")
+        hit, num_hit = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 20 - num_hit, num_hit, hit) is not None
+    return manager
+
+
+def test_a_row_for_each_tenant_and_the_reason_of_the_last_refusal() -> None:
+    manager = served()
+    big = Request("big", [9] * 28, tenant="alice")
+    assert manager.allocate_slots(big, 28) is None
+    statistics = CoordinatorStatistics(manager=manager.statistics())
+    tenants = tenants_of(statistics)
+    assert [(each.name, each.tier) for each in tenants] == [("alice", "device")]
+    console = Console(width=120, record=True, force_terminal=False)
+    console.print(tenant_table(tenants))
+    row = next(line for line in console.export_text().splitlines() if "alice" in line)
+    cells = [cell.strip() for cell in row.replace("│", "|").split("|")]
+    assert cells[1:7] == ["alice", "device", "7", "0", "0", "10 to 12"]
+    assert refusal_lines(tenants) == [f"alice (device): {tenants[0].last_refusal}"]
+    assert "raise its limit" in tenants[0].last_refusal
+
+
+def test_without_tenants_there_is_nothing_to_say() -> None:
+    statistics = CoordinatorStatistics(manager=make_manager().statistics())
+    assert tenants_of(statistics) == ()
+    assert tenants_of(replace(statistics, manager=None)) == ()
+    assert tenants_of(None) == ()

@@ -1,0 +1,179 @@
+"""A noisy tenant beside a quiet one, on both cores: the quiet one has what it is guaranteed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from kvcache.config.tenants import TenantConfig, TenantsConfig
+from kvcache.errors import PinLimitError, RequestError
+from kvcache.manager import KVCacheManager
+from kvcache.policies import EVICTION_POLICIES
+from kvcache.request import Request
+from kvcache.simulate.tenant_traffic import TenantTraffic, count_tenants
+from kvcache.tenants import TenantStatistics
+from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
+
+CORES = ("blocks", "extents")
+GUARANTEED = 24
+
+
+def figures(manager: KVCacheManager, name: str) -> TenantStatistics:
+    return next(each for each in manager.statistics().tenants if each.name == name)
+
+
+def make(
+    core: str, shape: Shape = FULL, num_blocks: int = 81, **named: TenantConfig
+) -> KVCacheManager:
+    return make_manager(
+        shape,
+        num_blocks,
+        core=core,
+        tenants=TenantsConfig(named=named),
+        has_workers=False,
+        log_stats=True,
+    )
+
+
+def quiet_hits(manager: KVCacheManager, *, has_noise: bool) -> list[int]:
+    """Let a quiet tenant come back to a few prompts, perhaps beside a scan; return its hits."""
+    traffic = [TenantTraffic("quiet", num_prompts=4, prompt_tokens=20, num_requests=60)]
+    if has_noise:
+        traffic.append(TenantTraffic("noisy", num_prompts=0, prompt_tokens=40, num_requests=300))
+    return count_tenants(manager, traffic, seed=7)["quiet"].hit_tokens
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
+def test_the_quiet_one_hits_what_it_hits_alone_in_a_pool_of_its_guarantee(
+    core: str, shape: Shape
+) -> None:
+    guaranteed = GUARANTEED * len(shape.groups)
+    alone = quiet_hits(make(core, shape, guaranteed + 1), has_noise=False)
+    share = TenantConfig(guaranteed=guaranteed)
+    beside = quiet_hits(make(core, shape, guaranteed + 57, quiet=share), has_noise=True)
+    lawless = make_manager(shape, guaranteed + 57, core=core, has_workers=False)
+    without = quiet_hits(lawless, has_noise=True)
+    assert sum(alone) > 0
+    assert sum(beside) >= sum(alone)
+    assert sum(without) < sum(alone)
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_guaranteed_shares_hold_under_every_policy(policy: str) -> None:
+    manager = make_manager(
+        FULL,
+        81,
+        tenants=TenantsConfig(named={"quiet": TenantConfig(guaranteed=GUARANTEED)}),
+        eviction_policy=policy,
+        has_workers=False,
+    )
+    hits = quiet_hits(manager, has_noise=True)
+    # Its four prompts of 5 full blocks fit its guarantee: from the second time on they hit.
+    assert all(hit == 20 for hit in hits[20:])
+    assert figures(manager, "noisy").num_evicted_blocks > 500
+    manager.check()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_running_requests_leave_the_room_that_others_are_guaranteed(core: str) -> None:
+    manager = make(core, num_blocks=21, quiet=TenantConfig(guaranteed=8))
+    noisy = [Request(f"n{i}", [i] * 16, tenant="noisy") for i in range(4)]
+    assert all(manager.allocate_slots(request, 16) for request in noisy[:3])
+    assert manager.allocate_slots(noisy[3], 16) is None
+    assert figures(manager, "noisy").last_refusal == (
+        "4 blocks more are wanted, 8 are free, 8 of them guaranteed to others: finish or preempt "
+        "requests, or guarantee less"
+    )
+    quiet = Request("q", list(range(32)), tenant="quiet")
+    assert manager.allocate_slots(quiet, 32) is not None
+    manager.check()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_tenant_at_its_limit_gives_its_own_blocks_though_others_are_free(core: str) -> None:
+    manager = make(core, greedy=TenantConfig(limit=8))
+    for number in range(6):
+        request = Request(f"r{number}", [number] * 16, tenant="greedy")
+        assert manager.allocate_slots(request, 16) is not None
+        manager.free(request)
+        manager.check()
+    assert figures(manager, "greedy").num_held_blocks == 8
+    assert figures(manager, "greedy").num_evicted_blocks == 16
+    running = [Request(f"s{i}", [50 + i] * 16, tenant="greedy") for i in range(3)]
+    assert [manager.allocate_slots(each, 16) is not None for each in running] == [True, True, False]
+    assert "8 of at most 8 are in use" in figures(manager, "greedy").last_refusal
+    with pytest.raises(RequestError) as raised:
+        manager.allocate_slots(Request("huge", list(range(40)), tenant="greedy"), 40)
+    assert str(raised.value) == (
+        "request huge: 10 blocks are wanted by one request, which is more than all that this "
+        "tenant may have (8): shorten it, or raise the tenant's limit"
+    )
+    other = Request("other", list(range(40)), tenant="other")
+    assert manager.allocate_slots(other, 40) is not None
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_weights_share_what_nobody_is_guaranteed(core: str) -> None:
+    manager = make(core, heavy=TenantConfig(weight=3.0), light=TenantConfig(weight=1.0))
+    traffic = [TenantTraffic(name, 0, 16, 200) for name in ("heavy", "light")]
+    count_tenants(manager, traffic, seed=1)
+    heavy, light = figures(manager, "heavy"), figures(manager, "light")
+    # A request of each gives back its last, partly filled block.
+    assert heavy.num_held_blocks + light.num_held_blocks >= 78
+    assert abs(heavy.num_held_blocks - 60) <= 4
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_pins_have_limits_that_say_what_is_pinned_and_what_helps(core: str) -> None:
+    manager = make(core, alice=TenantConfig(max_pinned=5, limit=12))
+    for first in (1, 2):
+        request = Request(f"r{first}", [first] * 16, tenant="alice")
+        assert manager.allocate_slots(request, 16) is not None
+        manager.free(request)
+    pin = manager.pin_prefix([1] * 16, 10.0, tenant="alice")
+    before = manager.dump_state()
+    with pytest.raises(PinLimitError) as raised:
+        manager.pin_prefix([2] * 16, 10.0, tenant="alice")
+    assert str(raised.value) == (
+        "pinning 16 tokens needs 4 more blocks, 4 of at most 5 of this tenant are pinned, and it "
+        "may use 8 more: unpin a prefix, wait until one runs out, or raise the tenant's max_pinned "
+        "or limit"
+    )
+    assert manager.dump_state() == before
+    assert figures(manager, "alice").num_pinned_blocks == 4
+    manager.unpin_prefix(pin)
+    assert figures(manager, "alice").num_pinned_blocks == 0
+    manager.pin_prefix([2] * 16, 10.0, tenant="alice")
+    manager.check()
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_drain_and_a_reset_leave_nothing_to_anybody(core: str) -> None:
+    manager = make(core, alice=TenantConfig(guaranteed=10))
+    running = Request("r", [1] * 16, tenant="alice")
+    manager.allocate_slots(running, 16)
+    cached = Request("c", [2] * 16, tenant="bob")
+    manager.allocate_slots(cached, 16)
+    manager.free(cached)
+    manager.pin_prefix([2] * 16, 10.0, tenant="bob")
+    assert not manager.reset_prefix_cache(drain=True)
+    manager.check()
+    manager.free(running)
+    assert manager.reset_prefix_cache(drain=False)
+    manager.check()
+    assert all(each.num_held_blocks == 0 for each in manager.statistics().tenants)
+    assert all(each.num_pinned_blocks == 0 for each in manager.statistics().tenants)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_tenants_that_are_not_named_are_forgotten_when_they_have_nothing(core: str) -> None:
+    manager = make(core, alice=TenantConfig(guaranteed=10))
+    for number in range(3000):
+        request = Request(f"r{number}", [1] * 8, tenant=f"tenant {number}")
+        assert manager.allocate_slots(request, 8) is not None
+        manager.free(request)
+    manager.check()
+    known = [asdict(each) for each in manager.statistics().tenants]
+    assert len(known) < 700
