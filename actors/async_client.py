@@ -118,9 +118,9 @@ class AsyncKVCacheClient(AsyncStepClient):
         """See `KVCacheManager.pin_prefix`."""
         return await self._run(self._book.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant))
 
-    async def unpin_prefix(self, pin: Pin) -> None:
+    async def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
-        await self._run(self._book.unpin_prefix(pin))
+        return await self._run(self._book.unpin_prefix(pin))
 
     async def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """See `KVCacheManager.make_prefix_cache_stats`."""

@@ -156,9 +156,9 @@ class CallBook:
         arguments.update(_texts(lora, cache_salt, tenant))
         return _plain_call("pin_prefix", arguments, lambda values: Pin(**values))
 
-    def unpin_prefix(self, pin: Pin) -> RemoteCall[None]:
+    def unpin_prefix(self, pin: Pin) -> RemoteCall[bool]:
         """Let a pinned prefix go."""
-        return _plain_call("unpin_prefix", {"pin_id": pin.pin_id}, _nothing)
+        return _plain_call("unpin_prefix", {"pin_id": pin.pin_id}, bool)
 
     def make_prefix_cache_stats(self) -> RemoteCall[PrefixCacheStats | None]:
         """Look-ups since the last time."""

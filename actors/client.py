@@ -113,9 +113,9 @@ class KVCacheClient(StepClient):
         """See `KVCacheManager.pin_prefix`."""
         return self._run(self._book.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant))
 
-    def unpin_prefix(self, pin: Pin) -> None:
+    def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
-        self._run(self._book.unpin_prefix(pin))
+        return self._run(self._book.unpin_prefix(pin))
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """See `KVCacheManager.make_prefix_cache_stats`."""

@@ -31,6 +31,7 @@ from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
 from kvcache.errors import AlreadyRunningError, ConfigurationError, NotRunningError
+from kvcache.metrics.inspection import CacheInspection
 from kvcache.recorder import RecordedBatch
 
 
@@ -133,6 +134,12 @@ class KVCacheCluster(ClusterAccess):
                 raise AlreadyRunningError(str(error.cause)) from error
             raise
         return batch
+
+    def inspect(self) -> CacheInspection:
+        """Return what the cache is like now: pins, and who uses which block. Reads all tables.
+        Raises NotRunningError, DeadlineError."""
+        found: CacheInspection = ask(self._parts.coordinator.inspect.remote(), "the coordinator")
+        return found
 
     def event_keys(self) -> CurveKeys | None:
         """Return what followers of the events prove themselves with, None where they need not."""

@@ -42,6 +42,7 @@ from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError, StartupError
+from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTap, record_request
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,14 @@ class CoordinatorActor:
     def workers(self) -> tuple[Any, ...]:
         """Return the worker actors in rank order; empty before `begin`."""
         return self._actors()
+
+    @ray.method(concurrency_group=CONTROL)
+    def inspect(self) -> CacheInspection:
+        """Return pins, and who uses which block. Raises NotRunningError between two epochs."""
+        coordinator, now = self._coordinator, self._clock.now
+        if coordinator is None:
+            return inspect_cache(None, now(), None)
+        return self._call(lambda: inspect_cache(coordinator.manager, now(), self._metrics.ages))
 
     @ray.method(concurrency_group=CONTROL)
     def pending(self) -> tuple[PendingWork, ...]:

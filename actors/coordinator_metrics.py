@@ -80,6 +80,11 @@ class CoordinatorMetrics:
 
         self._reporter = MetricsReporter("kvcache-metrics", collect, settings.interval_s)
 
+    @property
+    def ages(self) -> AgeMeter | None:
+        """Who knows for how long contents are out of use; None where metrics are off."""
+        return None if self._meters is None else self._meters.ages
+
     def stop(self) -> None:
         """Report no more. Repeatable."""
         if self._reporter is not None:

@@ -66,7 +66,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("request_book", "step_ledger", "admission", "forks"),
         ("cache_control", "loads", "tiers"),
         ("row_plan", "step_plan", "step_execution"),
-        ("request_calls", "holds"),
+        ("request_calls", "holds", "cache_view"),
         ("parts",),
         ("kv_cache_manager",),
     ),
@@ -139,6 +139,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("histogram", "declarations"),
         ("ages", "step_meter", "worker_samples"),
         ("coordinator_samples", "metered_coordinator", "counters", "log_line", "table"),
+        ("inspection",),
     ),
     "recorder": (
         ("frames", "operation_clock", "recipe", "label_codec", "outcomes", "request_tap"),

@@ -1,7 +1,8 @@
 """What can be typed: commands, arguments, options, and what becomes of errors.
 
 Imports nothing but typer, so that `--help` is there at once; every command imports its work when it
-runs. outcomes.py has the exit codes, simulation_commands.py the commands that simulate.
+runs. outcomes.py has the exit codes, simulation_commands.py the commands that simulate,
+admin_commands.py those that look at a cache or change it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from actors.cli.admin_commands import add_admin_commands
 from actors.cli.outcomes import EXIT_DIFFERENT, EXIT_PREVENTED, EXIT_STUCK
 from actors.cli.outcomes import run_command as _run
 from actors.cli.simulation_commands import add_simulation_commands
@@ -333,4 +335,5 @@ def dump(
     _run(work, verbose)
 
 
+add_admin_commands(app)
 add_simulation_commands(app)

@@ -66,14 +66,13 @@ def open_source(choice: SourceChoice) -> Iterator[EventSource]:
 
 @contextmanager
 def _cluster(name: str | None) -> Iterator[EventSource]:
-    from actors.cli.launching import only_cluster
+    from actors.cli.clusters import named_cluster
     from actors.cli.sessions import ray_session
     from actors.cluster import KVCacheCluster
     from actors.cluster_events import cluster_endpoints, publisher_host
-    from actors.embedded_site import find_cluster
 
     with ray_session(may_start=False):
-        cluster = find_cluster(name or only_cluster())
+        cluster = named_cluster(name)
         if not isinstance(cluster, KVCacheCluster):
             raise NotRunningError(
                 f"the coordinator of {cluster.name} is in a process of its engine, which alone "

@@ -11,22 +11,19 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import ray
 from rich.console import Console
 from rich.table import Table
 
+from actors.cli.clusters import named_cluster, only_cluster
 from actors.cli.sessions import ray_session
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cli.tenant_facts import refusal_lines, tenant_table, tenants_of
 from actors.cli.tier_facts import tier_facts
 from actors.cluster import KVCacheCluster
-from actors.embedded_site import EmbeddedSite, find_cluster
-from actors.names import RAY_NAMESPACE, coordinator_name
+from actors.embedded_site import EmbeddedSite
 from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
-from actors.state import recorded_clusters
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, NotRunningError
@@ -84,7 +81,7 @@ def _watch(launched: KVCacheCluster | KVCacheReplicas) -> str:
 def show_status(name: str | None, as_json: bool) -> None:
     """Print what a running cluster is and how it does; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        cluster = find_cluster(name or only_cluster())
+        cluster = named_cluster(name)
         status = cluster.status()
         statistics = cluster.coordinator_statistics()
     if as_json:
@@ -112,33 +109,14 @@ def stop_cluster(name: str | None) -> None:
 
 def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
     """Return what runs under a name: a cluster, or the replicas of one launch. Raises
-    NotRunningError if there is nothing."""
+    NotRunningError, naming what does run, if there is nothing."""
     try:
-        return find_cluster(name)
+        return named_cluster(name)
     except NotRunningError as error:
         try:
             return KVCacheReplicas.connect(name)
         except NotRunningError:
             raise error from None
-
-
-def only_cluster() -> str:
-    """Return the name of the one cluster that runs; raises NotRunningError unless there is one."""
-    suffix = coordinator_name("")
-    actors: Any = ray.util.list_named_actors(all_namespaces=True)
-    named = {
-        actor["name"].removesuffix(suffix)
-        for actor in actors
-        if actor["namespace"] == RAY_NAMESPACE and actor["name"].endswith(suffix)
-    }
-    names = sorted(named.union(recorded_clusters()))
-    if len(names) == 1:
-        return str(names[0])
-    if not names:
-        raise NotRunningError("no cluster is running: start one with `kvcache launch`")
-    raise NotRunningError(
-        f"{len(names)} clusters are running: choose one with --name: {', '.join(names)}"
-    )
 
 
 def say(line: str) -> None:

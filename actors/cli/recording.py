@@ -62,7 +62,7 @@ class RecordingSummary:
 
 def record_trace(choices: RecordingChoices) -> None:
     """Record until a limit or a signal, and print what there is then."""
-    from actors.cli.launching import only_cluster
+    from actors.cli.clusters import only_cluster
     from actors.cli.sessions import ray_session
     from actors.cluster import KVCacheCluster
     from actors.embedded_site import find_cluster

@@ -16,10 +16,14 @@ from kvcache.errors import NotRunningError
 
 @contextmanager
 def ray_session(*, may_start: bool) -> Iterator[bool]:
-    """Connect to Ray for the `with` block; yield whether this command has started it.
+    """Connect to Ray for the `with` block; yield whether this command has started it. In a process
+    that is connected already, it stays so.
 
     Raises NotRunningError when no Ray runs and `may_start` is false.
     """
+    if ray.is_initialized():
+        yield False
+        return
     has_started = False
     try:
         ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.launching import only_cluster
+from actors.cli.clusters import named_cluster
 from actors.cli.sessions import ray_session
 from actors.cli.tables import print_json, print_table
 from actors.cluster import KVCacheCluster
-from actors.embedded_site import find_cluster
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.errors import NotRunningError
 
@@ -25,7 +24,7 @@ def show_pending(name: str | None, as_json: bool) -> bool:
     Raises NotRunningError if there is none, or none that can be asked.
     """
     with ray_session(may_start=False):
-        cluster = find_cluster(name or only_cluster())
+        cluster = named_cluster(name)
         if not isinstance(cluster, KVCacheCluster):
             raise NotRunningError(
                 f"the coordinator of {cluster.name} is in a process of its engine, which alone "

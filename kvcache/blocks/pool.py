@@ -130,6 +130,10 @@ class BlockPool(ReferencedBlocks):
         numbers: Int32Array = required(self.tenants).owners[entries]
         return numbers
 
+    def blocks_of(self, entry: int) -> IndexArray:
+        """Return the block that an entry of the policy stands for: its own id. For looking."""
+        return index_array([entry])
+
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of a block."""
         contents = self.contents

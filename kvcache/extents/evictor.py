@@ -79,6 +79,14 @@ class Evictor:
             numbers.append(owners[entry] if run is None else required(run.tenant).number)
         return index_array(numbers)
 
+    def blocks_of(self, entry: int) -> IndexArray:
+        """Return the blocks that an entry of the policy stands for. For looking."""
+        run = self._tree.run_by_entry.get(entry)
+        if run is None:
+            return index_array([entry])
+        run.gather()
+        return self._tree.blocks_of(run, 0)
+
     def describe(self, entry: int) -> EntryInfo:
         """Say what the eviction policy may know of an entry."""
         run = self._tree.run_by_entry.get(entry)

@@ -66,6 +66,10 @@ class CacheControl:
         """Pins that hold."""
         return len(self._pins)
 
+    def pin_hits(self) -> list[tuple[Pin, CacheHit]]:
+        """Return the pins that hold, the oldest first, each with what it holds."""
+        return list(self._pins.hits.values())
+
     def changed(self) -> None:
         """Note that the core is about to change: hits found before may be void."""
         self.state_number += 1

@@ -128,7 +128,7 @@ class KVCacheManager:
         self._core, self._slots = parts.core, parts.slots
         self._book, self._ledger = parts.book, parts.ledger
         self._admission, self._control = parts.admission, parts.control
-        self.holds, self.tiers = parts.holds, parts.tiers
+        self.holds, self.tiers, self.view = parts.holds, parts.tiers, parts.view
         self._calls = parts.calls
         self._planner, self._executor = parts.planner, parts.executor
 

@@ -17,6 +17,7 @@ from kvcache.errors import ConfigurationError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager.admission import Admission, AdmissionLimits
 from kvcache.manager.cache_control import CacheControl
+from kvcache.manager.cache_view import CacheView
 from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.manager.events_buffer import EventBuffer
 from kvcache.manager.holds import PrefixHolds
@@ -155,6 +156,7 @@ class ManagerParts:
             limits=limits,
         )
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
+        self.view = CacheView(self.core, self.book, self.control)
         self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)
         self.executor = StepExecutor(self.book, self.core, self.admission, self.tiers, limits)
 

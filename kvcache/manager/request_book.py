@@ -71,6 +71,10 @@ class RequestBook:
             self.slots.sync(known.slot)
         return known.request
 
+    def running_ids(self) -> list[str]:
+        """Return the ids of the requests that have a slot."""
+        return list(self._slot_by_request)
+
     def preempted(self) -> list[KnownRequest]:
         """Return the known requests without a slot."""
         return [known for known in self._known.values() if not known.is_running]

@@ -9,13 +9,14 @@ Refuses to change what a policy decides.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
-from kvcache.arrays import index_array
+from kvcache.arrays import IndexArray, index_array
 from kvcache.core import Core
 from kvcache.manager.core_registry import CORES, CoreFactory, CoreSettings
 from kvcache.metrics.histogram import Histogram
@@ -37,6 +38,15 @@ class AgeMeter:
         self.at_hit = Histogram(bounds_s)
         self.at_eviction = Histogram(bounds_s)
         self.now = now
+        self._notes: _Notes | None = None
+
+    def idle_s(self, num_blocks: int) -> npt.NDArray[np.float32]:
+        """Return for how many seconds each block, by id, is out of use; -1 for those in use, and
+        for those that hold nothing. Shape `(num_blocks,)`. Reads all of the newest pool's order."""
+        idle = np.full(num_blocks, -1.0, dtype=np.float32)
+        for policy in [] if self._notes is None else self._notes.policies:
+            policy.note_idle(idle)
+        return idle
 
     def cores(self, factories: Mapping[str, CoreFactory] = CORES) -> Mapping[str, CoreFactory]:
         """Return the same cores, with policies that tell this meter."""
@@ -50,30 +60,60 @@ class AgeMeter:
         return make_metered
 
     def _watched(self, factory: PolicyFactory) -> PolicyFactory:
-        return lambda capacity, book: WatchedPolicy(factory(capacity, book), capacity, book, self)
+        def watched(capacity: int, book: EntryBook) -> EvictionPolicy:
+            notes = self._notes
+            if notes is None or notes.book is not book:
+                notes = self._notes = _Notes(book, capacity)
+            policy = WatchedPolicy(factory(capacity, book), notes, self)
+            notes.policies.append(policy)
+            return policy
+
+        return watched
+
+
+@runtime_checkable
+class BlockBook(Protocol):
+    """A book that can say which blocks an entry stands for: a device pool's."""
+
+    def blocks_of(self, entry: int) -> IndexArray:
+        """Return the ids of the blocks of an inserted entry."""
+
+
+class _Notes:
+    """What is noted of the entries of one pool, whose policies (one, or one for each tenant) share
+    it: an entry is in one of them at a time.
+
+    `since_s[e]` and `weights[e]` are of entry `e` while it is inserted: since when it is out of
+    use, and its blocks (1 where all are single blocks). `left_s[e]` and `counted[e]` are of the
+    last time that it was chosen: when, and how many of its blocks were counted as evicted then.
+    """
+
+    def __init__(self, book: EntryBook, capacity: int) -> None:
+        self.book = book
+        self.policies: list[WatchedPolicy] = []
+        self.since_s = np.zeros(capacity)
+        self.left_s = np.zeros(capacity)
+        self.counted = np.zeros(capacity, np.int32)
+        self.weights = np.zeros(capacity, np.int32)
 
 
 class WatchedPolicy:
     """A policy that notes when entries come out of use, and how old they are when they leave.
 
-    `_since_s[e]` and `_weights[e]` are of entry `e` while it is inserted: since when it is out of
-    use, and its blocks (1 where all are single blocks). `_left_s[e]` and `_counted[e]` are of the
-    last time that it was chosen: when, and how many of its blocks were counted as evicted then.
-    Single entries, which are most, are written one by one into what numpy sees as arrays.
+    Single entries, which are most, are noted one by one through views that cost less than numpy's
+    own indexing.
     """
 
-    def __init__(
-        self, policy: EvictionPolicy, capacity: int, book: EntryBook, meter: AgeMeter
-    ) -> None:
-        """Watch an empty `policy` over entries below `capacity`."""
+    def __init__(self, policy: EvictionPolicy, notes: _Notes, meter: AgeMeter) -> None:
+        """Watch an empty `policy`."""
         self._policy = policy
-        self._book = book
+        self._book = notes.book
         self._meter = meter
-        self._is_uniform = book.is_uniform
-        self._since_s = array("d", bytes(8 * capacity))
-        self._left_s = array("d", bytes(8 * capacity))
-        self._counted = array("i", bytes(4 * capacity))
-        self._weights = array("i", bytes(4 * capacity))
+        self._notes = notes
+        self._is_uniform = notes.book.is_uniform
+        self._since_s = cast("memoryview[float]", memoryview(notes.since_s))
+        self._left_s = cast("memoryview[float]", memoryview(notes.left_s))
+        self._counted, self._weights = memoryview(notes.counted), memoryview(notes.weights)
         self._newest = -1  # the last entry of the newest choice
         self.discard = policy.discard
         self.order = policy.order
@@ -89,6 +129,13 @@ class WatchedPolicy:
     def __contains__(self, entry: object) -> bool:
         return entry in self._policy
 
+    def note_idle(self, idle_s: npt.NDArray[np.float32]) -> None:
+        """Write down since when each block of an inserted entry is out of use."""
+        now_s, book = self._meter.now(), self._book
+        if isinstance(book, BlockBook):
+            for entry in self._policy.order():
+                idle_s[book.blocks_of(entry)] = now_s - self._since_s[entry]
+
     def insert(self, entries: Entries) -> None:
         """See `EvictionPolicy`."""
         self._policy.insert(entries)
@@ -101,9 +148,9 @@ class WatchedPolicy:
             )
             return
         places = index_array(entries)
-        np.frombuffer(self._since_s)[places] = now_s
+        self._notes.since_s[places] = now_s
         weights = 1 if is_uniform else self._book.weights(places)
-        np.frombuffer(self._weights, np.int32)[places] = weights
+        self._notes.weights[places] = weights
 
     def remove(self, entries: Entries) -> None:
         """See `EvictionPolicy`; what is used again was hit."""
@@ -114,8 +161,8 @@ class WatchedPolicy:
             at_hit.observe(now_s - self._since_s[entry], self._weights[entry])
             return
         places = index_array(entries)
-        weights = np.frombuffer(self._weights, np.int32)[places]
-        at_hit.observe_many(now_s - np.frombuffer(self._since_s)[places], weights)
+        weights = self._notes.weights[places]
+        at_hit.observe_many(now_s - self._notes.since_s[places], weights)
 
     def choose(self, num_blocks: int) -> Victims:
         """See `EvictionPolicy`; what is chosen counts as evicted, unless it is put back."""
@@ -137,10 +184,10 @@ class WatchedPolicy:
         weights = np.ones_like(places) if self._is_uniform else self._book.weights(places)
         counted = weights.copy()
         counted[-1] = num_of_last
-        np.frombuffer(self._left_s)[places] = now_s
-        np.frombuffer(self._counted, np.int32)[places] = counted
-        np.frombuffer(self._weights, np.int32)[places] = weights - counted
-        at_eviction.observe_many(now_s - np.frombuffer(self._since_s)[places], counted)
+        self._notes.left_s[places] = now_s
+        self._notes.counted[places] = counted
+        self._notes.weights[places] = weights - counted
+        at_eviction.observe_many(now_s - self._notes.since_s[places], counted)
         return victims
 
     def put_back(self, entries: Entries) -> None:
@@ -152,7 +199,7 @@ class WatchedPolicy:
         if is_rest or not len(entries):
             return
         places = index_array(entries)
-        counted = np.frombuffer(self._counted, np.int32)[places]
-        ages_s = np.frombuffer(self._left_s)[places] - np.frombuffer(self._since_s)[places]
+        counted = self._notes.counted[places]
+        ages_s = self._notes.left_s[places] - self._notes.since_s[places]
         self._meter.at_eviction.observe_many(ages_s, -counted)
-        np.frombuffer(self._weights, np.int32)[places] += counted
+        self._notes.weights[places] += counted

@@ -1,0 +1,224 @@
+"""`kvcache top`: how a running cluster does, each second: rates, hit rate, blocks, tiers, ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from actors.cli.clusters import open_cluster
+from actors.cli.tables import bytes_text
+from actors.cluster_access import ClusterStatistics
+from actors.reports import ClusterStatus
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import DeadlineError
+
+BAR_CELLS = 30
+
+
+@dataclass(frozen=True)
+class Look:
+    """All figures of one moment; `problem` says why there are none."""
+
+    at_s: float
+    status: ClusterStatus | None
+    statistics: ClusterStatistics | None
+    problem: str = ""
+
+    @property
+    def coordinator(self) -> CoordinatorStatistics:
+        """The coordinator's figures, zeroes where there are none."""
+        known = None if self.statistics is None else self.statistics.coordinator
+        return CoordinatorStatistics() if known is None else known
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What happened between two looks, by second; `hit_rate` is of the tokens asked for then."""
+
+    steps: float
+    evictions: float
+    preemptions: float
+    asked_tokens: float
+    hit_rate: float | None
+    stored_bytes: float
+    loaded_bytes: float
+
+
+def show_top(
+    name: str | None, *, once: bool, interval_s: float, as_json: bool, seconds: float | None
+) -> None:
+    """Show how a cluster does every `interval_s`, until Ctrl-C or for `seconds`; or once.
+
+    Raises NotRunningError if there is no cluster.
+    """
+    with open_cluster(name) as cluster, _shower(cluster.name, once, as_json) as show:
+        begun_s = time.monotonic()
+
+        def look() -> Look:
+            try:
+                status, statistics = cluster.status(), cluster.statistics()
+            except DeadlineError as error:  # a coordinator that restarts
+                return Look(time.monotonic(), None, None, str(error))
+            return Look(time.monotonic(), status, statistics)
+
+        before = look()
+        while True:
+            time.sleep(interval_s)
+            now = look()
+            show(now, rates(before, now))
+            before = now
+            if once or (seconds is not None and now.at_s - begun_s >= seconds):
+                return
+
+
+def rates(before: Look, now: Look) -> Rates:
+    """Return what happened between two looks; where an epoch has begun, since then."""
+    seconds = max(1e-9, now.at_s - before.at_s)
+    is_same = before.coordinator.epoch == now.coordinator.epoch
+    old, new = (
+        _counts(before.coordinator if is_same else CoordinatorStatistics()),
+        _counts(now.coordinator),
+    )
+    grown = {key: max(0, count - old.get(key, 0)) for key, count in new.items()}
+    steps = max(0, now.coordinator.num_steps - before.coordinator.num_steps)
+    asked = grown.get("asked", 0)
+    return Rates(
+        steps / seconds,
+        grown.get("evicted", 0) / seconds,
+        grown.get("preempted", 0) / seconds,
+        asked / seconds,
+        grown["hit"] / asked if asked else None,
+        grown.get("stored", 0) / seconds,
+        grown.get("loaded", 0) / seconds,
+    )
+
+
+def _counts(figures: CoordinatorStatistics) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    if figures.manager is not None:
+        counts["evicted"] = figures.manager.core.num_evictions
+        counts["preempted"] = figures.manager.num_preemptions
+        counts["asked"] = figures.manager.num_asked_tokens
+        counts["hit"] = figures.manager.num_hit_tokens
+    if figures.offload is not None:
+        counts["stored"] = figures.offload.tiers.host.stored_bytes
+        counts["loaded"] = figures.offload.tiers.host.loaded_bytes
+    return counts
+
+
+Show = Callable[[Look, Rates], None]
+
+
+@contextmanager
+def _shower(name: str, once: bool, as_json: bool) -> Iterator[Show]:
+    """Yield what shows a look: a line of JSON, a table, or the whole screen."""
+    if as_json:
+        yield lambda look, rate: print(json.dumps(as_plain(name, look, rate)), flush=True)
+    elif once:
+        yield lambda look, rate: Console().print(screen(name, look, rate))
+    else:
+        with Live(Text(f"{name}: looking"), auto_refresh=False, screen=False) as live:
+            yield lambda look, rate: live.update(screen(name, look, rate), refresh=True)
+
+
+def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
+    """Return a look for programs."""
+    figures = look.coordinator
+    manager = figures.manager
+    values: dict[str, Any] = {
+        "name": name,
+        "state": "unknown" if look.status is None else look.status.state,
+        "problem": look.problem or ("" if look.status is None else look.status.problem),
+        "epoch": figures.epoch,
+        "num_clients": figures.num_clients,
+        "steps_per_s": rate.steps,
+        "evictions_per_s": rate.evictions,
+        "preemptions_per_s": rate.preemptions,
+        "asked_tokens_per_s": rate.asked_tokens,
+        "hit_rate": rate.hit_rate,
+        "stored_bytes_per_s": rate.stored_bytes,
+        "loaded_bytes_per_s": rate.loaded_bytes,
+    }
+    if manager is not None:
+        core = manager.core
+        values |= {
+            "num_blocks": core.num_blocks,
+            "num_free_blocks": core.num_free_blocks,
+            "num_cached_blocks": core.num_cached_blocks,
+            "num_running_requests": manager.num_running_requests,
+            "num_preempted_requests": manager.num_preempted_requests,
+            "num_pins": manager.num_pins,
+        }
+    return values
+
+
+def screen(name: str, look: Look, rate: Rates) -> RenderableType:
+    """Return a look for people."""
+    status, figures = look.status, look.coordinator
+    state = "no answer" if status is None else status.state
+    problem = look.problem or ("" if status is None else status.problem)
+    title = f"{name}: {state}, epoch {figures.epoch}, {figures.num_clients:,} clients"
+    facts = Table(show_header=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for what, value in _facts(figures, rate).items():
+        facts.add_row(what, value)
+    parts: list[RenderableType] = [Text(title, style="italic"), facts, _ranks(look)]
+    if problem:
+        parts.append(Text(problem, style="red"))
+    return Group(*parts)
+
+
+def _facts(figures: CoordinatorStatistics, rate: Rates) -> dict[str, str]:
+    facts = {"steps": f"{rate.steps:,.1f}/s, {figures.num_unacknowledged:,} messages under way"}
+    manager = figures.manager
+    if manager is not None:
+        core = manager.core
+        total_rate = manager.num_hit_tokens / max(1, manager.num_asked_tokens)
+        recent = "-" if rate.hit_rate is None else f"{rate.hit_rate:.1%}"
+        facts |= {
+            "requests": f"{manager.num_running_requests:,} running, "
+            f"{manager.num_preempted_requests:,} preempted ({rate.preemptions:,.1f}/s)",
+            "hit rate": f"{recent} of {rate.asked_tokens:,.0f} tokens/s, {total_rate:.1%} in all",
+            "in use": _bar(core.num_blocks - core.num_free_blocks, core.num_blocks),
+            "cached": _bar(core.num_cached_blocks, core.num_blocks),
+            "evictions": f"{rate.evictions:,.1f} blocks/s",
+        }
+    if figures.offload is not None:
+        host, disk = figures.offload.tiers.host, figures.offload.tiers.disk
+        facts["host"] = _bar(host.num_ready, host.num_slots * host.blocks_per_slot)
+        if disk is not None:
+            facts["disk"] = _bar(disk.num_ready, disk.num_slots * disk.blocks_per_slot)
+        stored, loaded = bytes_text(rate.stored_bytes), bytes_text(rate.loaded_bytes)
+        facts["copies"] = f"{stored}/s stored, {loaded}/s loaded, by each rank"
+    return facts
+
+
+def _bar(count: int, total: int) -> str:
+    share = count / max(1, total)
+    num_full = round(share * BAR_CELLS)
+    return f"{'█' * num_full}{'░' * (BAR_CELLS - num_full)} {count:,} of {total:,} ({share:.1%})"
+
+
+def _ranks(look: Look) -> Table:
+    table = Table("rank", "state", "applied", "behind", "forwards", "failed jobs")
+    workers = () if look.statistics is None else look.statistics.workers
+    last_seq = look.coordinator.last_seq
+    for rank in () if look.status is None else look.status.ranks:
+        worker = workers[rank.rank] if rank.rank < len(workers) else None
+        figures = ("-",) * 4
+        if worker is not None:
+            behind = max(0, last_seq - worker.applied_seq)
+            counts = (worker.applied_seq, behind, worker.num_forwards, worker.num_failed_jobs)
+            figures = tuple(f"{count:,}" for count in counts)  # type: ignore[assignment]
+        table.add_row(str(rank.rank), rank.describe(), *figures)
+    return table

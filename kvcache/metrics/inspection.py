@@ -1,0 +1,57 @@
+"""A look at a running coordinator's cache, for commands: pins, and who uses which block.
+
+Made when somebody asks, never in a step. Refuses to change anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arrays import Int32Array
+from kvcache.errors import NotRunningError
+from kvcache.manager import KVCacheManager
+from kvcache.metrics.ages import AgeMeter
+
+
+@dataclass(frozen=True)
+class PinStatus:
+    """A pin that holds, for `remaining_s` from now on."""
+
+    pin_id: int
+    num_tokens: int
+    num_blocks: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class CacheInspection:
+    """`holders[b]` requests and pins hold block `b`; it has been out of use for `idle_s[b]`
+    seconds, -1: in use, empty, or not known (metrics are off). Shapes `(num_blocks,)`."""
+
+    model_epoch: int
+    is_draining: bool
+    pins: tuple[PinStatus, ...]
+    holders: Int32Array
+    idle_s: npt.NDArray[np.float32]
+
+
+def inspect_cache(
+    manager: KVCacheManager | None, now_s: float, ages: AgeMeter | None
+) -> CacheInspection:
+    """Return what the cache of a coordinator is like; `now_s` by the manager's clock.
+
+    Raises NotRunningError where there is no manager: an epoch is about to begin.
+    """
+    if manager is None:
+        raise NotRunningError("the coordinator has no cache just now: wait until it is ready")
+    pins = tuple(
+        PinStatus(pin.pin_id, pin.num_tokens, pin.num_blocks, max(0.0, pin.expires_at_s - now_s))
+        for pin in manager.view.pins()
+        if pin.expires_at_s > now_s
+    )
+    holders = manager.view.holders()
+    idle_s = np.full(len(holders), -1, np.float32) if ages is None else ages.idle_s(len(holders))
+    return CacheInspection(manager.model_epoch, manager.is_draining, pins, holders, idle_s)

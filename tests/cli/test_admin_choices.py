@@ -1,0 +1,117 @@
+"""What admin commands make of what was typed, and how quickly `kvcache` answers. Without Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from actors.cli import app
+from actors.cli.pinning import PrefixChoice, read_tokens
+from actors.cli.top import Look, as_plain, rates
+from actors.cluster_access import ClusterStatistics
+from actors.service import ServiceStatistics
+from actors.transport import TransportStatistics
+from kvcache.errors import ConfigurationError
+from tests.metrics.test_log_line import figures
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("text", ["1, 2,3", "1 2\n3\n", "[1, 2, 3]", "[1,2,3]\n"])
+def test_token_ids_are_read_however_they_are_separated(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    assert read_tokens(PrefixChoice(token_file=path)).tolist() == [1, 2, 3]
+    assert read_tokens(PrefixChoice(tokens=text)).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (PrefixChoice(), "0 prefixes were given"),
+        (PrefixChoice(tokens="1", text=Path("x")), "2 prefixes were given"),
+        (PrefixChoice(tokens="1,x"), "write token ids"),
+        (PrefixChoice(tokens=""), "there are no token ids"),
+        (PrefixChoice(tokens="1,-5"), "-5 is no token id"),
+        (PrefixChoice(token_file=Path("/nowhere/tokens")), "cannot be read"),
+        (PrefixChoice(text=Path("/nowhere/text")), "pass --tokenizer"),
+    ],
+)
+def test_a_prefix_that_cannot_be_read_is_an_error(choice: PrefixChoice, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_tokens(choice)
+
+
+def look(at_s: float, **values: int) -> Look:
+    service = ServiceStatistics(TransportStatistics(), 0, 0, 0, 0)
+    epoch = values.pop("epoch", 3)
+    known = replace(figures(**values), epoch=epoch)
+    return Look(at_s, None, ClusterStatistics(known, service, (), ()))
+
+
+def test_rates_are_what_happened_between_two_looks() -> None:
+    before = look(10.0, num_steps=100, asked=1000, hit=0, evicted=50)
+    now = look(12.0, num_steps=150, asked=1400, hit=300, evicted=70)
+    found = rates(before, now)
+    assert (found.steps, found.evictions, found.hit_rate) == (25.0, 10.0, 0.75)
+    begun = look(12.0, num_steps=150, asked=100, hit=10, evicted=4, epoch=4)
+    assert (rates(before, begun).evictions, rates(before, begun).hit_rate) == (2.0, 0.1)
+    plain = as_plain("x", now, found)
+    assert (plain["num_blocks"], plain["steps_per_s"], plain["state"]) == (1000, 25.0, "unknown")
+    nobody = Look(13.0, None, None, "no answer")
+    assert as_plain("x", nobody, rates(now, nobody))["problem"] == "no answer"
+
+
+def commands() -> list[str]:
+    return sorted(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_help_of_every_command_is_there_without_torch_or_ray() -> None:
+    script = f"""
+import sys
+from typer.testing import CliRunner
+from actors.cli import app
+for arguments in [["--help"], *([name, "--help"] for name in {commands()!r})]:
+    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
+loaded = {{"torch", "ray", "numpy"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_a_plan_is_made_without_torch_or_ray() -> None:
+    config = ROOT / "configs" / "cpu_tp2.yaml"
+    script = f"""
+import sys
+from typer.testing import CliRunner
+from actors.cli import app
+result = CliRunner().invoke(app, ["plan", "--config", {str(config)!r}, "--json"])
+assert result.exit_code == 0, result.output
+print(result.stdout)
+loaded = {{"torch", "ray"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["name"] == "cpu-tp2"
+
+
+def test_without_ray_a_command_says_what_to_do(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from actors.cli import main; main()", "usage"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ray start --head" in done.stderr
