@@ -111,9 +111,9 @@ class WatchedPolicy:
         self._meter = meter
         self._notes = notes
         self._is_uniform = notes.book.is_uniform
-        self._since_s = cast("memoryview[float]", memoryview(notes.since_s))
-        self._left_s = cast("memoryview[float]", memoryview(notes.left_s))
-        self._counted, self._weights = memoryview(notes.counted), memoryview(notes.weights)
+        self._since_s = cast("memoryview[float]", notes.since_s.data)
+        self._left_s = cast("memoryview[float]", notes.left_s.data)
+        self._counted, self._weights = notes.counted.data, notes.weights.data
         self._newest = -1  # the last entry of the newest choice
         self.discard = policy.discard
         self.order = policy.order
