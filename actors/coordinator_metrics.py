@@ -29,6 +29,7 @@ from kvcache.metrics import (
     coordinator_samples,
     log_line,
 )
+from kvcache.metrics.tenant_samples import TenantLabels
 
 LOG_NAME = "kvcache.stats"
 """The logger of the lines for people."""
@@ -51,7 +52,9 @@ class CoordinatorMetrics:
         if settings.enabled:
             on_applied = span_maker(config.name) if settings.spans else None
             ages = AgeMeter(settings.age_bounds_s)
-            self._meters = CoordinatorMeters(StepMeter(settings.latency_bounds_s, on_applied), ages)
+            steps = StepMeter(settings.latency_bounds_s, on_applied)
+            labels = TenantLabels(settings.max_tenants)
+            self._meters = CoordinatorMeters(steps, ages, labels)
             self.core_factories = ages.cores()
 
     def around(self, coordinator: Coordinator) -> EpochDecider:

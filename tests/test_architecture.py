@@ -137,7 +137,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "metrics": (
         ("metric",),
         ("histogram", "declarations"),
-        ("ages", "step_meter", "worker_samples"),
+        ("ages", "step_meter", "worker_samples", "tenant_samples"),
         ("coordinator_samples", "metered_coordinator", "counters", "log_line", "table"),
         ("inspection",),
     ),

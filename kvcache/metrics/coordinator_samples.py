@@ -6,7 +6,7 @@ Called at an interval, in no step. Refuses to count: what it is given was counte
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.phase import Phase
@@ -17,7 +17,9 @@ from kvcache.metrics import declarations as known
 from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.metric import AnySample, Metric, Sample
 from kvcache.metrics.step_meter import StepMeter
+from kvcache.metrics.tenant_samples import TenantLabels, tenant_samples
 from kvcache.offload.statistics import TierStatistics
+from kvcache.tenants import TenantStatistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class CoordinatorMeters:
 
     steps: StepMeter
     ages: AgeMeter
+    tenants: TenantLabels = field(default_factory=lambda: TenantLabels(0))
 
 
 def coordinator_samples(
@@ -65,6 +68,7 @@ class _Samples:
         if figures.manager is not None:
             yield from self._manager(figures.manager)
             yield from self._hits(figures.manager, figures.offload)
+            yield from tenant_samples(self._cluster, _tenants(figures), meters.tenants)
         if figures.offload is not None:
             yield from self._tiers(figures.offload)
         for kind, count in {**_errors(figures), **loop_errors}.items():
@@ -143,6 +147,15 @@ class _Samples:
         ):
             for label, value in values.items():
                 yield self._one(metric, value, name, label)
+
+
+def _tenants(figures: CoordinatorStatistics) -> list[TenantStatistics]:
+    """Return the figures of tenants in all tiers."""
+    tenants = [] if figures.manager is None else list(figures.manager.tenants)
+    if figures.offload is not None:
+        for tier in (figures.offload.tiers.host, figures.offload.tiers.disk):
+            tenants += () if tier is None else tier.tenants
+    return tenants
 
 
 def _errors(figures: CoordinatorStatistics) -> dict[str, int]:

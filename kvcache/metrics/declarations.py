@@ -127,6 +127,31 @@ LOAD_WAITERS = _gauge(
     "kvcache_load_waiting_requests", "Requests that wait for what a tier has of their prompts."
 )
 
+# --- tenants, where they are configured
+
+TENANT_BLOCKS = _gauge(
+    "kvcache_tenant_blocks",
+    "Blocks of a tenant in a tier by state: held, in all; cached, of those that nobody uses; "
+    "pinned; guaranteed; limit. Tenants beyond metrics.max_tenants are 'other' together.",
+    "tenant",
+    "tier",
+    "state",
+)
+TENANT_QUERIED_TOKENS = _counter(
+    "kvcache_tenant_query_tokens_total", "As kvcache_query_tokens_total, by tenant.", "tenant"
+)
+TENANT_HIT_TOKENS = _counter(
+    "kvcache_tenant_hit_tokens_total",
+    "Tokens of a tenant that were found on the device, what was loaded there included.",
+    "tenant",
+)
+TENANT_EVICTIONS = _counter(
+    "kvcache_tenant_evicted_blocks_total", "Blocks of a tenant that made room.", "tenant", "tier"
+)
+TENANT_REFUSALS = _counter(
+    "kvcache_tenant_refusals_total", "How often a tenant was refused room.", "tenant", "tier"
+)
+
 # --- every rank
 
 WORKER_APPLIED = _gauge(
@@ -178,6 +203,7 @@ COORDINATOR_METRICS: tuple[Metric, ...] = (
     *(REQUESTS, CLIENTS, PINS, PREEMPTIONS, STEPS, STEP_QUEUE, STEP_DECISION, STEP_APPLIED),
     *(UNACKNOWLEDGED, RESENT, ERRORS, EPOCH, IS_RUNNING),
     *(TIER_BLOCKS, TIER_LOOKUPS, TIER_OPERATIONS, TIER_BYTES, TIER_JOBS, LOAD_WAITERS),
+    *(TENANT_BLOCKS, TENANT_QUERIED_TOKENS, TENANT_HIT_TOKENS, TENANT_EVICTIONS, TENANT_REFUSALS),
 )
 WORKER_METRICS: tuple[Metric, ...] = (
     *(WORKER_APPLIED, WORKER_FORWARDS, WORKER_LABELS, WORKER_POOL, WORKER_BLOCKS),
