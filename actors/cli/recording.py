@@ -121,6 +121,7 @@ class _Following:
         self._clock = clock
         self._start_s = self._line_s = self._heard_s = clock.now()
         self._lost_before = self._lost = 0
+        self._has_begun = False
 
     @property
     def num_lost(self) -> int:
@@ -136,7 +137,7 @@ class _Following:
             if reason:
                 self._finish(is_wanted=reason == "time")
                 return reason
-            self._say()
+            self._tell()
             ended.wait(_POLL_S)
         self._finish(is_wanted=True)
         return "signal"
@@ -149,6 +150,9 @@ class _Following:
                 raise
             return None
         self._heard_s = self._clock.now()
+        if not self._has_begun:
+            self._has_begun = True
+            self._say(f"recording {self._recording.path}: Ctrl-C ends it")
         return batch
 
     def _finish(self, *, is_wanted: bool) -> None:
@@ -180,16 +184,19 @@ class _Following:
         seconds = self._choices.seconds
         return seconds is not None and self._clock.now() - self._start_s >= seconds
 
-    def _say(self) -> None:
+    def _tell(self) -> None:
         now_s = self._clock.now()
-        if self._choices.has_progress and now_s - self._line_s >= _LINE_INTERVAL_S:
+        if now_s - self._line_s >= _LINE_INTERVAL_S:
             self._line_s = now_s
             recording = self._recording
-            print(
+            self._say(
                 f"recording {recording.path}: {recording.num_requests:,} requests, "
-                f"{bytes_text(recording.num_bytes)}, {now_s - self._start_s:.0f} s",
-                file=sys.stderr,
+                f"{bytes_text(recording.num_bytes)}, {now_s - self._start_s:.0f} s"
             )
+
+    def _say(self, text: str) -> None:
+        if self._choices.has_progress:
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from kvcache.clock import SystemClock
 from kvcache.errors import ConfigurationError
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
+from kvcache.simulate.running_counting import Pace
 from kvcache.simulate.simulation import (
     OPTIMUM,
     SimulatedCache,
@@ -47,6 +48,7 @@ class SimulationChoices:
     disk_blocks: int = 0
     window_tokens: int | None = None
     config: Path | None = None
+    pace: Pace | None = None
     has_optimum: bool = True
     num_processes: int | None = None
     plot: Path | None = None
@@ -62,13 +64,18 @@ def simulate_traces(choices: SimulationChoices) -> None:
     traces = choices.traces.read()
     model = _Model.of(choices, traces)
     capacities = _capacities(choices, model, traces)
-    if choices.has_optimum and not model.groups:
+    if choices.has_optimum and not model.groups and choices.pace is None:
         policies = (*policies, OPTIMUM)
     tasks = [
         SimulationTask(
             i,
             SimulatedCache(
-                policy, num_blocks, choices.host_blocks, choices.disk_blocks, model.groups
+                policy,
+                num_blocks,
+                choices.host_blocks,
+                choices.disk_blocks,
+                model.groups,
+                choices.pace,
             ),
         )
         for i in range(len(traces))
@@ -195,6 +202,12 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
             f"{cache.disk_blocks:,} on disk; in brackets: hits on the device + host + disk"
         )
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if cache.pace is not None:
+        note = (
+            "requests run side by side, answers included; in brackets: how long they wait for "
+            "room, on average"
+        )
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     if cache.groups:
         kinds = ", ".join(group.kv_cache_spec.kind for group in cache.groups)
         note = f"hit tokens of prompt tokens; blocks are shared by groups: {kinds}"
@@ -203,6 +216,8 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
 
 def _cell(result: SimulationResult) -> str:
     text = f"{result.hit_rate:.2%}"
+    if result.waits is not None:
+        return f"{text} ({result.waits.mean_wait_s:,.1f} s)"
     if not result.cache.host_blocks or result.cache.policy == OPTIMUM:
         return text
     parts = (result.num_device_hits, result.num_host_hits, result.num_disk_hits)

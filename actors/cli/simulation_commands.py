@@ -73,6 +73,20 @@ def simulate(
         Path | None,
         typer.Option("--config", "-c", help="Groups, block sizes and capacity of this cluster."),
     ] = None,
+    running: Annotated[
+        bool,
+        typer.Option(
+            "--running/--prefill-only",
+            help="Requests run side by side by their timestamps, answers included; or one after "
+            "another, prompts only.",
+        ),
+    ] = False,
+    prefill_speed: Annotated[
+        float, typer.Option(help="With --running: tokens of a prompt a second.")
+    ] = 10_000,
+    decode_speed: Annotated[
+        float, typer.Option(help="With --running: tokens of an answer a second.")
+    ] = 40,
     optimum: Annotated[
         bool, typer.Option(help="Beside them: what no policy can beat (Belady).")
     ] = True,
@@ -94,6 +108,7 @@ def simulate(
     def work() -> None:
         from actors.cli.simulating import SimulationChoices, simulate_traces, write_down
         from actors.cli.trace_choices import TraceChoices
+        from kvcache.simulate.running_counting import Pace
 
         chosen = TraceChoices(tuple(traces), seed, requests, block_size)
         if write_trace is not None:
@@ -107,6 +122,7 @@ def simulate(
             disk_blocks=disk_blocks,
             window_tokens=window,
             config=config,
+            pace=Pace(prefill_speed, decode_speed) if running else None,
             has_optimum=optimum,
             num_processes=processes,
             plot=plot,

@@ -1,8 +1,9 @@
 """One simulation: a trace, a cache, and what the cache would have made of it.
 
 Stands above the ways of counting and picks one: `counting.py` for the device alone,
-`tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat. All of them follow
-one rule, so that their figures can stand beside each other.
+`tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat. These follow one
+rule, so that their figures can stand beside each other; `running_counting.py` has requests run side
+by side instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvcache.policies.registry import EVICTION_POLICIES, require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.optimum import count_optimal_hits
+from kvcache.simulate.running_counting import Pace, RunningCounter, Waits
 from kvcache.simulate.tier_counting import TierCounter, TierCountingOptions, TierPrefillCount
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -31,7 +33,8 @@ _NUM_PARTS = 10
 class SimulatedCache:
     """A cache to simulate: sizes in blocks, `num_blocks` None for as many as are ever needed.
 
-    With `groups`, the groups of a model, blocks are theirs, and hits are counted in tokens.
+    With `groups`, the groups of a model, blocks are theirs, and hits are counted in tokens. With a
+    `pace`, requests run side by side, answers included.
 
     Raises ConfigurationError for what cannot be meant.
     """
@@ -41,6 +44,7 @@ class SimulatedCache:
     host_blocks: int = 0
     disk_blocks: int = 0
     groups: tuple[KVCacheGroupSpec, ...] = ()
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         if self.policy != OPTIMUM:
@@ -67,6 +71,23 @@ class SimulatedCache:
             raise ConfigurationError(
                 f"{what} of several groups, or of blocks that are not the trace's, are not "
                 "simulated: leave them out, or the groups"
+            )
+        if self.pace is not None:
+            self._require_plain_device()
+
+    def _require_plain_device(self) -> None:
+        if self.policy == OPTIMUM:
+            raise ConfigurationError(
+                "the optimum of requests that run side by side is not known: leave one of them out"
+            )
+        if self.host_blocks:
+            raise ConfigurationError(
+                "tiers below requests that run side by side are not simulated: leave one of them "
+                "out"
+            )
+        if self.num_blocks is None:
+            raise ConfigurationError(
+                "requests that run side by side without a limit of blocks: give their number"
             )
 
     @property
@@ -105,6 +126,8 @@ class SimulationResult:
     wall_time_s: float
     hit_rates_over_time: tuple[float, ...] = ()
     """Of each tenth of the requests; none of the optimum, and of traces with fewer than ten."""
+    waits: Waits | None = None
+    """How requests that ran side by side got along."""
 
     @property
     def num_hits(self) -> int:
@@ -122,6 +145,7 @@ class SimulationResult:
         """Return the figures by name, and the cache by its policy and sizes."""
         figures = asdict(self)
         del figures["cache"]
+        waits = figures.pop("waits") or {}
         return {
             "trace": figures.pop("trace"),
             "policy": self.cache.policy,
@@ -131,6 +155,7 @@ class SimulationResult:
             "hit_rate": self.hit_rate,
             "hit_rate_of": "tokens" if self.cache.groups else "blocks",
             **figures,
+            **waits,
         }
 
 
@@ -163,6 +188,7 @@ def simulate(
         num_evictions=hits.num_evictions,
         wall_time_s=clock.now() - start_s,
         hit_rates_over_time=tuple(tenths.rates),
+        waits=hits.waits,
     )
 
 
@@ -199,6 +225,7 @@ class _Hits:
     disk: int
     tokens: int
     num_evictions: int
+    waits: Waits | None = None
 
 
 def _count(
@@ -225,6 +252,11 @@ def _count(
         hash_algorithm=_HASH_ALGORITHM,
         groups=cache.groups,
     )
+    if cache.pace is not None:
+        running = RunningCounter(trace, device, cache.pace, clock)
+        count = running.count(report)
+        hits = count.num_hit_blocks, 0, 0, count.num_hit_tokens, count.num_evictions
+        return _Hits(*hits, running.waits)
     if cache.host_blocks:
         options = TierCountingOptions(
             device,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +27,13 @@ from kvcache.simulate.passages import Passage, passage_tokens
 from kvcache.simulate.request_recording import RecordingOptions
 from kvcache.simulate.simulation import SimulatedCache, simulate
 from kvcache.simulate.workload import WorkloadRequest
+from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import Launch, MakeConfig
+from tests.cli.commands import KVCACHE
 
 pytestmark = pytest.mark.ray
+
+PATIENCE_S = 120.0
 
 SALT = bytes(range(32))
 NUM_REQUESTS = 120
@@ -110,3 +118,35 @@ def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
     roomy = simulate(trace, SimulatedCache("lru", 10_000), VirtualClock())
     assert 0.1 < rate < roomy.num_hit_tokens / roomy.num_input_tokens
     assert str(np.asarray(next(iter(Readings())).token_ids)[0]) not in path.read_text()
+
+
+def test_the_command_records_what_is_served_until_ctrl_c(
+    shared: KVCacheCluster, ray_cluster: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "recorded.jsonl"
+    command = [*KVCACHE, "record", str(path), "--name", shared.name, "--json"]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "RAY_ADDRESS": ray_cluster},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        begun = process.stderr.readline()
+        assert begun == f"recording {path}: Ctrl-C ends it\n"
+        with shared.client() as client:
+            tokens = np.arange(50, dtype=np.int32)
+            for name in ("a", "b"):
+                request = NewRequest(name, tokens, max_new_tokens=50, tenant="somebody")
+                computed = client.step(StepRequest(new=(request,)))
+                client.wait_finished(computed.step)
+                ended = StepRequest(completed_step=computed.step, finished=(name,))
+                client.wait_finished(client.step(ended).step)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0, process.stderr.read()
+        summary = json.loads(process.stdout.read())
+    assert (summary["num_requests"], summary["ended_by"]) == (2, "signal")
+    trace = open_block_trace(str(path))
+    assert trace.blocks.tolist() == [0, 1, 2, 3] * 2
+    assert "somebody" not in path.read_text(encoding="utf-8")

@@ -93,6 +93,15 @@ def test_a_window_and_a_configuration_are_hybrids_without_an_optimum(trace: Path
     assert result["num_hit_tokens"] > 0
 
 
+def test_requests_run_side_by_side_without_an_optimum(trace: Path) -> None:
+    shown, _ = run(trace, "--running", "-b", "30", "-j", "1", "--decode-speed", "0.5")
+    assert "requests run side by side, answers included" in shown
+    assert "optimum" not in shown
+    (result,) = json.loads(run(trace, "--running", "-b", "30", "-j", "1", "--json")[0])
+    assert result["most_running"] >= 1
+    assert refused(trace, "--running", "-b", "30", "--decode-speed", "0").startswith("a pace of ")
+
+
 def test_several_traces_have_a_table_each(trace: Path) -> None:
     shown, _ = run(trace, "chat", "--requests", "9", "--seed", "3", "-b", "500", "-j", "1")
     assert "trace.jsonl: 9 requests" in shown

@@ -1,0 +1,183 @@
+"""Counting with requests that run side by side, by the timestamps of a trace, answers included.
+
+    arrival ──▶ waits, first come first served ──▶ admitted ──▶ prefill ──▶ decoding ──▶ freed
+                until its prompt and its answer fit    hits counted
+
+Where `counting.py` has one request after another, here all that run hold their blocks, and those of
+their answers, for as long as computing takes at a given pace: so less is left for what is cached,
+and under load requests wait. Room for a whole answer is taken at once, so nobody is preempted. What
+an answer says is not in a trace: its blocks are never hit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcache.clock import Clock
+from kvcache.errors import ConfigurationError, OutOfBlocksError
+from kvcache.manager import KVCacheManager
+from kvcache.request import Request
+from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
+from kvcache.simulate.counting import CountingOptions, PrefillCount, make_counted_manager
+from kvcache.simulate.workload import WorkloadRequest
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast every running request is computed, in tokens a second.
+
+    Raises ConfigurationError for what cannot be meant.
+    """
+
+    prefill_tokens_per_s: float = 10_000.0
+    decode_tokens_per_s: float = 40.0
+
+    def __post_init__(self) -> None:
+        if min(self.prefill_tokens_per_s, self.decode_tokens_per_s) <= 0:
+            raise ConfigurationError(
+                f"a pace of {self.prefill_tokens_per_s:g} tokens of prompts and "
+                f"{self.decode_tokens_per_s:g} of answers a second: give more than 0"
+            )
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How requests got along: how many had to wait, how long on average over all, and the most
+    that ran at once."""
+
+    num_waited: int
+    mean_wait_s: float
+    most_running: int
+
+
+class RunningCounter:
+    """Plays a trace by its timestamps, a request at a time.
+
+    Invariant: time only goes forward, and everything in `_running` ends at or after it.
+    """
+
+    def __init__(
+        self, trace: BlockTrace, options: CountingOptions, pace: Pace, clock: Clock
+    ) -> None:
+        """Start with an empty cache of `options.num_blocks`, which has to be a number."""
+        if options.num_blocks is None:
+            raise ConfigurationError(
+                "requests that run side by side without a limit of blocks: give their number"
+            )
+        self._trace = trace
+        self._pace = pace
+        self._clock = clock
+        self._num_blocks = options.num_blocks
+        self._is_whole = bool(options.groups)
+        self._workload = TraceTokens(trace) if options.groups else CompactTrace(trace)
+        size = self._workload.block_size
+        self.manager: KVCacheManager = make_counted_manager(options, size, options.num_blocks)
+        self._running: list[tuple[float, int, Request]] = []
+        self._now_s = 0.0
+        self._num_waited = self._most_running = 0
+        self._waited_s = 0.0
+        self._num_hit_tokens = self._num_hit_blocks = self._num_references = 0
+
+    @property
+    def waits(self) -> Waits:
+        """How requests got along so far."""
+        mean_s = self._waited_s / self._trace.num_requests
+        return Waits(self._num_waited, mean_s, self._most_running)
+
+    def count(
+        self, on_progress: Callable[[PrefillCount], None] = lambda figures: None
+    ) -> PrefillCount:
+        """Play the whole trace and return the figures; `on_progress` gets them per request.
+
+        Raises OutOfBlocksError for a request that does not fit with its answer.
+        """
+        start_s = self._clock.now()
+        num_input_tokens = 0
+        figures = self._figures(0, 0, 0.0)
+        for index, arrived in enumerate(self._workload):
+            self._play(index, arrived)
+            num_input_tokens += int(self._trace.input_lengths[index])
+            figures = self._figures(index + 1, num_input_tokens, self._clock.now() - start_s)
+            on_progress(figures)
+        return figures
+
+    def _figures(
+        self, num_requests: int, num_input_tokens: int, wall_time_s: float
+    ) -> PrefillCount:
+        return PrefillCount(
+            workload=self._trace.name,
+            num_blocks=self._num_blocks,
+            block_size=self._trace.block_size,
+            num_requests=num_requests,
+            num_input_tokens=num_input_tokens,
+            num_block_references=self._num_references,
+            num_hit_blocks=self._num_hit_blocks,
+            num_evictions=self.manager.statistics().core.num_evictions
+            if num_requests == self._trace.num_requests
+            else 0,
+            wall_time_s=wall_time_s,
+            num_hit_tokens=self._num_hit_tokens,
+        )
+
+    def _play(self, index: int, arrived: WorkloadRequest) -> None:
+        """Let time go on until the request arrives and has room, and admit it."""
+        self._now_s = max(self._now_s, arrived.arrival_s)
+        self._free_until(self._now_s)
+        request = Request(arrived.request_id, arrived.token_ids, tenant=arrived.tenant)
+        num_answer_tokens = self._num_answer_tokens(index, request.num_tokens)
+        while True:
+            hit, num_hit_tokens = self.manager.get_computed_blocks(request)
+            allocated = self.manager.allocate_slots(
+                request,
+                request.num_tokens - num_hit_tokens,
+                num_hit_tokens,
+                hit,
+                num_lookahead_tokens=num_answer_tokens,
+            )
+            if allocated is not None:
+                break
+            if not self._running:
+                raise OutOfBlocksError(
+                    f"{self._trace.place_of(index)}: the request does not fit into "
+                    f"{self._num_blocks} blocks with its answer of "
+                    f"{arrived.num_output_tokens} tokens: simulate more"
+                )
+            self._now_s = self._running[0][0]
+            self._free_until(self._now_s)
+        self._take_note(index, arrived, num_hit_tokens)
+        heapq.heappush(self._running, (self._end_s(index, num_hit_tokens), index, request))
+        self._most_running = max(self._most_running, len(self._running))
+
+    def _take_note(self, index: int, arrived: WorkloadRequest, num_hit_tokens: int) -> None:
+        wait_s = self._now_s - arrived.arrival_s
+        self._num_waited += wait_s > 0
+        self._waited_s += wait_s
+        num_blocks = num_hit_tokens // self._workload.block_size
+        self._num_hit_blocks += num_blocks
+        self._num_references += self._trace.num_blocks_of(index)
+        self._num_hit_tokens += (
+            num_hit_tokens if self._is_whole else num_blocks * self._trace.block_size
+        )
+
+    def _num_answer_tokens(self, index: int, num_prompt_tokens: int) -> int:
+        """Return how many slots an answer takes, in tokens of the workload."""
+        trace = self._trace
+        num_output_tokens = int(trace.output_lengths[index])
+        if self._is_whole:
+            return num_output_tokens
+        num_tokens = int(trace.input_lengths[index]) + num_output_tokens
+        num_blocks = -(-num_tokens // trace.block_size)
+        return num_blocks * self._workload.block_size - num_prompt_tokens
+
+    def _end_s(self, index: int, num_hit_tokens: int) -> float:
+        trace, pace = self._trace, self._pace
+        scale = 1 if self._is_whole else trace.block_size / self._workload.block_size
+        num_computed = int(trace.input_lengths[index]) - num_hit_tokens * scale
+        prefill_s = num_computed / pace.prefill_tokens_per_s
+        return self._now_s + prefill_s + int(trace.output_lengths[index]) / pace.decode_tokens_per_s
+
+    def _free_until(self, now_s: float) -> None:
+        while self._running and self._running[0][0] <= now_s:
+            self.manager.free(heapq.heappop(self._running)[2])
