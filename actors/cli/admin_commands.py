@@ -24,7 +24,7 @@ VerboseOption = Annotated[
 
 def add_admin_commands(app: typer.Typer) -> None:
     """Make commands of the functions below."""
-    for command in (usage, prefixes, pin, unpin, pins, clear, top):
+    for command in (usage, prefixes, pin, unpin, pins, clear, top, dashboard):
         app.command()(command)
 
 
@@ -171,5 +171,30 @@ def top(
         from actors.cli.top import show_top
 
         show_top(name, once=once, interval_s=interval, as_json=as_json, seconds=seconds)
+
+    run_command(work, verbose)
+
+
+def dashboard(
+    name: NameOption = None,
+    *,
+    port: Annotated[
+        int, typer.Option("--port", "-p", help="Where to listen; 0: any port.", min=0, max=65535)
+    ] = 8266,
+    host: Annotated[str, typer.Option(help="An address of this machine only.")] = "127.0.0.1",
+    browser: Annotated[
+        bool, typer.Option("--browser", help="Open the page in this machine's browser.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print where the page is as a line of JSON.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Serve a page about a running cluster: the pool as a picture, prefixes, tiers, traffic."""
+
+    def work() -> None:
+        from actors.cli.dashboarding import serve_dashboard
+
+        serve_dashboard(name, host, port, opens_browser=browser, as_json=as_json)
 
     run_command(work, verbose)

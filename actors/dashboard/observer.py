@@ -1,0 +1,210 @@
+"""Watches one cluster in a thread of its own, and keeps the newest picture of it as JSON.
+
+    cluster   every second its figures and blocks, now and then a rank's labels
+    events    followed like by any router, where the cluster publishes them
+
+Whoever serves pages takes the newest text, or waits for the next. A cluster that is away for a
+while is said to be away; the last tree and traffic stay.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from actors.cli.event_tally import EventTally
+from actors.cli.prefix_tree import prefix_roots
+from actors.cluster import KVCacheCluster
+from actors.cluster_events import cluster_endpoints, publisher_host
+from actors.dashboard.picture import facts_picture, pool_picture, tiers_picture, tree_picture
+from actors.event_endpoints import EventEndpoints, moved, subscribe
+from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import KVCacheError
+from kvcache.events import KVEventSubscriber
+
+INTERVAL_S = 1.0
+LABELS_EVERY_S = 3.0
+POLL_S = 0.1
+MAX_SAMPLES = 300
+"""Five minutes of traffic."""
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """Counters at one moment, from which rates are made."""
+
+    at_s: float
+    asked_tokens: int
+    hit_tokens: int
+    evictions: int
+    steps: int
+
+
+class Observer:
+    """One cluster's newest picture. A context manager; the thread ends with it."""
+
+    def __init__(self, cluster: KVCacheCluster) -> None:
+        """Look at nothing yet."""
+        self._cluster = cluster
+        self._is_closing = threading.Event()
+        self._changed = threading.Condition()
+        self._text = json.dumps({"name": cluster.name, "problem": "waiting for the first look"})
+        self._number = 0
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._before: _Counters | None = None
+        self._tree: dict[str, Any] = {}
+        self._labels_s = float("-inf")
+        self._subscriber: KVEventSubscriber | None = None
+        self._endpoints: EventEndpoints | None = None
+        self._tally = EventTally(time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
+
+    def __enter__(self) -> Observer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_closing.set()
+        self._thread.join()
+
+    def newest(self) -> tuple[int, str]:
+        """Return the newest picture and its number."""
+        with self._changed:
+            return self._number, self._text
+
+    def wait_newer(self, number: int, timeout_s: float) -> tuple[int, str]:
+        """Return a picture newer than `number`, or the newest after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._number > number, timeout_s)
+            return self._number, self._text
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        try:
+            while not self._is_closing.is_set():
+                self._follow()
+                if time.monotonic() >= next_s:
+                    next_s = time.monotonic() + INTERVAL_S
+                    self._publish(self._look())
+        finally:
+            if self._subscriber is not None:
+                self._subscriber.close()
+
+    def _publish(self, picture: dict[str, Any]) -> None:
+        text = json.dumps(picture)
+        with self._changed:
+            self._number += 1
+            self._text = text
+            self._changed.notify_all()
+
+    def _look(self) -> dict[str, Any]:
+        """Return the picture of now; where the cluster gives none, its problem instead."""
+        picture: dict[str, Any] = {"name": self._cluster.name, "time_s": time.time()}
+        try:
+            status = self._cluster.status()
+            picture |= {
+                "state": status.state,
+                "problem": status.problem,
+                "model": status.model,
+                "ranks": [
+                    {"rank": r.rank, "problem": r.describe() if r.problem else ""}
+                    for r in status.ranks
+                ],
+            }
+            statistics = self._cluster.coordinator_statistics()
+            if statistics is not None and statistics.manager is not None:
+                picture |= self._cache_picture(statistics)
+        except KVCacheError as error:
+            picture["problem"] = str(error)
+            picture.setdefault("state", "away")
+        return picture | {"tree": self._tree, "traffic": list(self._samples)}
+
+    def _cache_picture(self, statistics: CoordinatorStatistics) -> dict[str, Any]:
+        inspection = self._cluster.inspect()
+        now_s = time.monotonic()
+        if now_s - self._labels_s >= LABELS_EVERY_S:
+            self._labels_s = now_s
+            self._tree = tree_picture(prefix_roots(self._cluster.collect_labels(0), inspection))
+        events = self._events_picture(statistics)
+        self._sample(statistics, events)
+        return {
+            "facts": facts_picture(statistics),
+            "pool": pool_picture(inspection),
+            "tiers": tiers_picture(statistics),
+            "events": events,
+        }
+
+    def _sample(self, statistics: CoordinatorStatistics, events: dict[str, Any]) -> None:
+        """Add a second of traffic to the series."""
+        manager = statistics.manager
+        if manager is None:
+            return
+        now = _Counters(
+            time.monotonic(),
+            manager.num_asked_tokens,
+            manager.num_hit_tokens,
+            manager.core.num_evictions,
+            manager.num_steps,
+        )
+        before, self._before = self._before, now
+        if before is None or now.steps < before.steps:
+            return  # the first look, or a coordinator that has just begun
+        passed_s = max(1e-3, now.at_s - before.at_s)
+        self._samples.append(
+            {
+                "time_s": round(time.time(), 2),
+                "asked": round((now.asked_tokens - before.asked_tokens) / passed_s, 1),
+                "hit": round((now.hit_tokens - before.hit_tokens) / passed_s, 1),
+                "evicted": round((now.evictions - before.evictions) / passed_s, 1),
+                "steps": round((now.steps - before.steps) / passed_s, 1),
+                "stored": round(events.get("stored_per_s", 0.0), 1),
+                "removed": round(events.get("removed_per_s", 0.0), 1),
+            }
+        )
+
+    # --- events
+
+    def _follow(self) -> None:
+        """Take what was published, for a moment; without events, only wait that long."""
+        subscriber = self._subscriber
+        if subscriber is None:
+            self._is_closing.wait(POLL_S)
+            return
+        for update in subscriber.poll(POLL_S):
+            self._tally.take(update)
+        self._tally.note(subscriber.last_seq, subscriber.checksum)
+
+    def _events_picture(self, statistics: CoordinatorStatistics) -> dict[str, Any]:
+        """Return what the events say, following a publisher that has moved."""
+        if statistics.events is None:
+            return {"problem": "the cluster publishes no events: set events.enabled"}
+        if self._subscriber is None:
+            self._endpoints = cluster_endpoints(self._cluster)
+            self._subscriber = subscribe(self._endpoints)
+        elif self._endpoints is not None:
+            host = publisher_host(self._cluster)
+            endpoints = moved(self._endpoints, statistics.events, host)
+            if endpoints != self._endpoints:
+                self._subscriber.close()
+                self._subscriber, self._endpoints = subscribe(endpoints), endpoints
+        look = self._tally.look(time.monotonic(), self._subscriber.statistics(), statistics)
+        return {
+            "seq": look.subscription.last_seq,
+            "is_exact": look.subscription.is_exact,
+            "is_same_state": look.is_same_state,
+            "blocks": look.subscription.num_blocks,
+            "stored_per_s": look.traffic.stored_blocks,
+            "removed_per_s": look.traffic.removed_blocks,
+            "gaps": look.subscription.num_gaps,
+            "problem": look.subscription.last_problem,
+        }

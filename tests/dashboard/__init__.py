@@ -1,0 +1,1 @@
+"""The dashboard: pictures, the server, and the page in a browser."""

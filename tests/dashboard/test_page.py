@@ -1,0 +1,171 @@
+"""The page of a real cluster under load, from the command line into a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from actors import KVCacheClient, KVCacheCluster
+from kvcache import NewRequest, StepRequest
+from kvcache.arrays import int32_array
+from tests.actors.conftest import build_config
+from tests.cli.commands import KVCACHE
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 90.0
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_cluster: str) -> Iterator[KVCacheCluster]:
+    events = {"enabled": True, "endpoint": "tcp://127.0.0.1:0"}
+    config = build_config("test-page", events={**events, "replay_endpoint": "tcp://127.0.0.1:0"})
+    with KVCacheCluster.launch(config) as cluster:
+        yield cluster
+
+
+@contextmanager
+def served(*arguments: str, address: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Yield where `kvcache dashboard` serves; Ctrl-C ends it."""
+    command = [*KVCACHE, "dashboard", "--json", *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": address},
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield json.loads(line)["url"], process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def play(client: KVCacheClient) -> None:
+    """Two prompts that share three blocks; one of them stays."""
+    last = -1
+    for name, tail in (("a", 7), ("b", 8)):
+        tokens = [*range(48), *([tail] * 33)]
+        request = NewRequest(name, int32_array(tokens), max_new_tokens=len(tokens))
+        result = client.step(StepRequest(completed_step=last, new=(request,)))
+        client.wait_finished(result.step)
+        last = result.step
+    result = client.step(StepRequest(completed_step=last, finished=("a",)))
+    client.wait_finished(result.step)
+    client.step(StepRequest(completed_step=result.step))
+
+
+def test_the_page_shows_what_the_cluster_has(
+    cluster: KVCacheCluster, ray_cluster: str, tmp_path: Path
+) -> None:
+    with (
+        cluster.client() as client,
+        served("--name", cluster.name, "--port", "0", address=ray_cluster) as (url, _),
+    ):
+        play(client)
+        picture = follow(f"{url}stream")
+        assert picture["state"] == "ready"
+        assert picture["facts"]["hit_rate"] > 0
+        assert picture["pool"]["counts"]["in use"] == 6  # 48 + 33 tokens in blocks of 16
+        assert picture["events"]["is_same_state"] is True
+        assert picture["tree"]["num_prefixes"] == 2
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(
+                urllib.request.Request(f"{url}state.json", headers={"Host": "evil.example"}),
+                timeout=DEADLINE_S,
+            )
+        if CHROMIUM is None:
+            pytest.skip("NO CHROMIUM: THE PAGE IS NOT LOOKED AT (apt install chromium)")
+        page = in_chromium(url, tmp_path)
+        assert 'data-drawn="' in page
+        assert '<span id="state" class="badge ready">ready</span>' in page
+        assert "2 prefixes, 80 tokens deep" in page
+        assert "in use 6" in page
+        assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def follow(url: str) -> dict[str, dict[str, object]]:
+    """Return the first picture in which the events agree and the tree is there."""
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as stream:
+        for _ in range(200):
+            line = stream.readline().decode()
+            if not line.startswith("data: "):
+                continue
+            picture = json.loads(line[6:])
+            tree = picture.get("tree") or {}
+            if tree.get("num_prefixes") == 2 and picture["events"].get("is_same_state"):
+                found: dict[str, dict[str, object]] = picture
+                return found
+    raise AssertionError(f"the page never showed the prompts: {picture}")
+
+
+def in_chromium(url: str, directory: Path) -> str:
+    """Return the page as a browser has it after some seconds of drawing, and take its picture."""
+    base = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--window-size=1280,860",
+        "--timeout=6000",
+        f"--user-data-dir={directory / 'profile'}",
+    ]
+    picture = [f"--screenshot={directory / 'page.png'}"]
+    for what in (picture, ["--dump-dom"]):
+        ended = subprocess.run(
+            [*base, *what, url], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+        )
+    return ended.stdout
+
+
+def test_a_port_that_is_taken_and_an_address_of_others_are_errors_that_say_what_to_do(
+    cluster: KVCacheCluster, ray_cluster: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = refused("--name", cluster.name, "--port", port, address=ray_cluster)
+    assert f"cannot listen on 127.0.0.1:{port}" in told
+    assert "choose another --port" in told
+    told = refused("--host", "0.0.0.0", address=ray_cluster)
+    assert "SSH tunnel" in told
+    told = refused("--name", "nobody", address=ray_cluster)
+    assert "no cluster named 'nobody'" in told
+    assert cluster.name in told
+
+
+def refused(*arguments: str, address: str) -> str:
+    """Return what the command says when it refuses."""
+    ended = subprocess.run(
+        [*KVCACHE, "dashboard", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "RAY_ADDRESS": address, "COLUMNS": "500"},
+        check=False,
+    )
+    assert ended.returncode in (1, 2), ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr + ended.stdout
