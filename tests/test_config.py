@@ -343,10 +343,6 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
             "GPU",
         ),
         (
-            {"workers": {"copy_engine": "cuda"}},
-            "workers: copy_engine is cuda, but device is cpu: set copy_engine to auto",
-        ),
-        (
             {"scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 9}},
             "scheduler: max_num_batched_tokens is 8, less than max_num_seqs (9), so that some "
             "requests would get no token: raise it",

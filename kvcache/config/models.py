@@ -116,17 +116,12 @@ class WorkersConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     num_cpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     num_gpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    copy_engine: Literal["auto", "cpu", "cuda"] = "auto"
 
     @model_validator(mode="after")
     def _cuda_needs_gpus(self) -> WorkersConfig:
         if self.device == "cuda" and not self.num_gpus_per_rank:
             raise ConfigurationError(
                 "device is cuda, but num_gpus_per_rank is 0: set it to 1, or to a share of a GPU"
-            )
-        if self.device == "cpu" and self.copy_engine == "cuda":
-            raise ConfigurationError(
-                "copy_engine is cuda, but device is cpu: set copy_engine to auto"
             )
         return self
 

@@ -177,6 +177,7 @@ class Offloading:
             or self._may_store_more
             or self._to_discard
             or self.tiers.has_discards
+            or self.tiers.has_spills
             or self._loading.has_work
         )
 

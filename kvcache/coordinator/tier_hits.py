@@ -119,6 +119,8 @@ class TierHitFinder:
         least = max(start, num_device_tokens) + (step if self.use_eagle else 0)
         if longest <= least:
             return None
+        if not self._may_begin(request, start, longest, locate, is_there):
+            return None
         keys: list[list[OffloadKey]] = []
         streaks: list[npt.NDArray[np.int64]] = []
         for group in self._groups:
@@ -150,6 +152,26 @@ class TierHitFinder:
                     found += of_group[first - offset : end - offset]
                 return TierHit(num_tokens, found)
         return None
+
+    def _may_begin(
+        self,
+        request: Request,
+        start: int,
+        longest: int,
+        locate: Locate,
+        is_there: Callable[[npt.NDArray[np.uint8]], BoolArray],
+    ) -> bool:
+        """Say whether the first block of a hit is there in every group that needs all of them.
+
+        A request that waits is asked about in every step, and mostly the tiers have nothing of it:
+        then this is all that is looked at, however long it is.
+        """
+        return all(
+            bool(is_there(locate(self.keys_of(request, group.index, (first,))))[0])
+            for group in self._groups
+            if not group.spec.num_skipped_tokens(longest)
+            and (first := start // group.spec.block_size) < longest // group.spec.block_size
+        )
 
 
 def _streaks(present: BoolArray) -> npt.NDArray[np.int64]:

@@ -89,6 +89,17 @@ class TierHierarchy:
         """Whether the disk is asked: it is left alone while it rests or a job of it is overdue."""
         return self._tiers.answering_disk is not None
 
+    @property
+    def has_spills(self) -> bool:
+        """Whether `plan_spills` may have an answer."""
+        return (
+            self.disk is not None
+            and self._room_to_spill() > 0
+            and self.is_disk_in_use
+            and not self.disk.is_adopting
+            and self._tiers.spills.has_next()
+        )
+
     def look_up(self, keys: Sequence[OffloadKey]) -> TierHits:
         """Return what the tiers hold of the leading keys. Changes nothing."""
         return look_up(keys, self.host, self._tiers.answering_disk)
@@ -218,10 +229,9 @@ class TierHierarchy:
         and the owner likes.
         """
         disk = self.disk
-        if disk is None or not self.is_disk_in_use or disk.is_adopting:
+        if disk is None or not self.has_spills:
             return None
-        room = self.options.max_spilling_blocks - self._tiers.book.num_keys(JobKind.SPILL)
-        wanted = self._tiers.spills.next(room) if room > 0 else []
+        wanted = self._tiers.spills.next(self._room_to_spill())
         if not wanted:
             return None
         tenants = self.host.tenants_of(wanted)
@@ -233,6 +243,7 @@ class TierHierarchy:
             wanted, labels=self.host.labels_of(wanted), is_forced=True, tenant=tenants[0]
         )
         if reserved is None or not len(reserved.positions):
+            self._tiers.spills.pause()
             return None
         self._tiers.discards.add_keys(reserved.evicted_keys)
         spilled = [wanted[i] for i in reserved.positions.tolist()]
@@ -244,6 +255,9 @@ class TierHierarchy:
         """Return the name of a namespace's tenant; of nobody in particular where none is known."""
         tenants = self.host.tenants
         return "" if tenants is None or namespace is None else tenants.shares.name_in(namespace)
+
+    def _room_to_spill(self) -> int:
+        return self.options.max_spilling_blocks - self._tiers.book.num_keys(JobKind.SPILL)
 
     # Ending
 

@@ -53,12 +53,13 @@ class JobSettlement:
         else:
             tiers.host.complete_store(good, success=True)
             tiers.host.complete_store(bad, success=False)
+        gone = bad if lost is None else job.keys_at(lost, among=bad)
         if tiers.disk is not None:
             tiers.disk.complete_load(job.keys)
-            tiers.disk.forget(bad if lost is None else job.keys_at(lost, among=bad))
+            tiers.disk.forget(gone)
             tiers.discard_files(job.keys)
-        if ok:
-            tiers.rest.served()
+        if good and len(gone) == len(bad) and not job.is_overdue:
+            tiers.rest.served()  # of every file it said what is with it
         self._close(job, is_good=ok)
         return self._visible(job)
 

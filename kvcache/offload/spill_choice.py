@@ -23,7 +23,18 @@ class SpillChoice:
         self._num_spare_slots = int(spare_share * host.options.num_slots)
         self._num_missing_slots = 0
         self._unwritten: dict[OffloadKey, None] = {}
-        self._is_idle = False
+        self._is_idle = True
+
+    def has_next(self) -> bool:
+        """Say whether `next` may have an answer; cheap to ask again as long as it has none."""
+        if not self._is_idle:
+            ahead = self._host.dirty_ahead(self._num_wanted_slots())
+            self._is_idle = not ahead and not self._unwritten
+        return not self._is_idle
+
+    def pause(self) -> None:
+        """There is no room for what is to be spilled, until something changes."""
+        self._is_idle = True
 
     def wake(self) -> None:
         """Something has changed: there may be something to spill."""
@@ -46,8 +57,7 @@ class SpillChoice:
         if self._is_idle:
             return []
         host = self._host
-        num_slots = max(self._num_spare_slots, self._num_missing_slots) - host.num_free_slots
-        wanted = dict.fromkeys(host.dirty_ahead(num_slots)[:room])
+        wanted = dict.fromkeys(host.dirty_ahead(self._num_wanted_slots())[:room])
         while self._unwritten and len(wanted) < room:
             waiting = list(islice(self._unwritten, room - len(wanted)))
             wanted.update(dict.fromkeys(host.owed(waiting)))
@@ -56,6 +66,10 @@ class SpillChoice:
         self._is_idle = not wanted
         self._num_missing_slots = 0
         return list(wanted)
+
+    def _num_wanted_slots(self) -> int:
+        wanted = max(self._num_spare_slots, self._num_missing_slots)
+        return wanted - self._host.num_free_slots
 
     def clear(self) -> None:
         """Forget what was to be spilled."""

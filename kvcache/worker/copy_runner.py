@@ -167,9 +167,15 @@ class CopyThread:
     def submit(self, task: CopyTask) -> PendingCopy:
         """See `CopyRunner.submit`."""
         running = _RunningTask(task)
-        self._submitted.put(running)
         if self._thread.ident is None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the next task tries again
+                problem = f"no thread to copy in ({error}): raise the limit of threads"
+                running.copied.set()
+                self._tell(running, CopyResult(problem))
+                return running
+        self._submitted.put(running)
         return running
 
     def go_on(self) -> None:
@@ -230,12 +236,15 @@ class CopyThread:
             logger.exception("a copy cannot be followed: it counts as failed")
             result = CopyResult(f"the copy engine failed: {type(error).__name__}: {error}")
             running.copied.set()
+        self._tell(running, result)
+        return True
+
+    def _tell(self, running: _RunningTask, result: CopyResult) -> None:
         self._finished.append(FinishedCopy(running, result))
         try:
             self._on_finished()
         except Exception:  # whoever is told asks by himself, too, if less soon
             logger.exception("nobody could be told that a copy has ended")
-        return True
 
     def give_way(self) -> None:
         """Rest, in the thread, while the worker wants it: both need Python's lock, and on a small

@@ -257,8 +257,8 @@ class KVCacheWorker:
                     self._wait_for_news(remaining_s)
             if copy:
                 self._executor.wait_for(copy, remaining_s)
-            elif self._poll:
-                self._poll(remaining_s)
+            if self._poll:
+                self._poll(0.0 if copy else remaining_s)
 
     def end_forward(self, epoch: int, seq: int) -> None:
         """Say that the forward of step `seq` is over (on CUDA: queued). What waited for its end

@@ -73,6 +73,17 @@ def test_rests_grow_up_to_a_bound_until_the_disk_serves() -> None:
     assert rests(tiers, NOW_S) == FIRST_REST_S
 
 
+@pytest.mark.parametrize(("num_lost", "does_serve"), [(1, True), (0, False)])
+def test_a_disk_that_says_what_is_wrong_with_a_file_serves(num_lost: int, does_serve: bool) -> None:
+    tiers, keys = on_disk(2)
+    assert rests(tiers, NOW_S) == FIRST_REST_S
+    fetch = tiers.plan_fetch(keys, NOW_S)
+    assert fetch is not None
+    bad = fetch.destinations[:1].tolist()
+    tiers.fetched(fetch.job_id, ok=False, failed=bad, lost=bad[:num_lost])
+    assert rests(tiers, NOW_S) == (FIRST_REST_S if does_serve else 2 * FIRST_REST_S)
+
+
 def test_failures_of_jobs_that_were_under_way_make_no_rest_longer() -> None:
     tiers, _ = on_disk(1)
     for _ in range(5):

@@ -175,6 +175,22 @@ def test_no_more_is_spilled_or_fetched_at_once_than_allowed() -> None:
     assert tiers.plan_fetch(keys, NOW_S) is None
 
 
+def test_whether_there_is_something_to_spill_is_known_without_a_step() -> None:
+    options = HierarchyOptions("on_store", 0.0, max_spilling_blocks=2)
+    tiers, keys = make_hierarchy(num_host=8, options=options), make_keys(5)
+    assert not tiers.has_spills
+    store(tiers, keys)
+    spilled: list[OffloadKey] = []
+    while tiers.has_spills:
+        job = tiers.plan_spills(NOW_S)
+        assert job is not None
+        assert not tiers.has_spills  # there is no room for more, or no more
+        tiers.spilled(job.job_id, ok=True)
+        spilled += job.keys
+    assert spilled == keys
+    assert tiers.plan_spills(NOW_S) is None
+
+
 def test_fetched_content_is_clean_and_still_on_disk() -> None:
     tiers, keys = make_hierarchy(options=HierarchyOptions("on_store", 0.0)), make_keys(2)
     store(tiers, keys)

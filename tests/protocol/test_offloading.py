@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvcache.clock import VirtualClock
@@ -16,6 +19,8 @@ from kvcache.errors import ConfigurationError
 from kvcache.labels import LABEL_VERSION
 from kvcache.messages import LabelReport
 from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.hits import Place, PlaceArray
+from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import HOST_MEDIUM
@@ -121,3 +126,25 @@ def test_nobody_waits_for_ever_for_what_a_rank_does_not_tell() -> None:
 def test_kinds_whose_blocks_are_not_their_tokens_are_refused(shape: Shape) -> None:
     with pytest.raises(ConfigurationError, match="tiers below the device cannot serve"):
         TierHitFinder(make_config(shape, 64), 4)
+
+
+def test_of_a_long_prompt_that_no_tier_knows_one_key_is_looked_at() -> None:
+    manager = make_manager(FULL)
+    request = Request("r", list(range(4000)))
+    manager.get_computed_blocks(request)  # it has a hasher now
+    finder, asked = TierHitFinder(make_config(FULL, 64), 4), []
+
+    def locate(keys: Sequence[OffloadKey]) -> PlaceArray:
+        asked.append(len(keys))
+        return np.full(len(keys), places.pop(0), np.uint8)
+
+    def is_host(found: PlaceArray) -> npt.NDArray[np.bool_]:
+        return np.asarray(found == Place.HOST)
+
+    places = [Place.NOWHERE]
+    assert finder.find(request, 8, locate, is_host) is None
+    assert asked == [1]
+    places = [Place.HOST, Place.HOST]
+    hit = finder.find(request, 8, locate, is_host)
+    assert hit is not None
+    assert hit.num_tokens == 3996

@@ -265,6 +265,25 @@ def test_a_worker_that_copies_nothing_starts_no_thread() -> None:
     assert "kvcache-idle" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_without_a_thread_a_job_fails_and_the_next_one_tries_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch_only_here:
+        patch_only_here.setattr(threading.Thread, "start", refuse)
+        bench.send(Store(1, "host", ids(3), ids(0)))
+        report = bench.settle(1)
+    assert not report.ok
+    assert report.detail == (
+        "no thread to copy in (can't start new thread): raise the limit of threads"
+    )
+    assert not bench.worker.is_transferring
+    bench.send(Store(2, "host", ids(3), ids(0)))
+    assert bench.settle(2).ok
+
+
 class SleptTime:
     """A clock that only sleeping moves."""
 

@@ -12,6 +12,7 @@ from kvcache.messages import Applied
 from kvcache.specs import Layout
 from kvcache.worker.store_reads import StoreReads
 from tests.worker.delayed_engine import DelayedEngine
+from tests.worker.told_engine import ToldEngine
 from tests.worker.worker_support import (
     Harness,
     block_bytes,
@@ -133,6 +134,22 @@ def test_a_step_that_reuses_a_stored_block_is_acknowledged_while_the_copy_runs()
     harness.forward(TIMEOUT_S)
     assert engine.num_waits > 0
     assert harness.worker.statistics().transfers.num_waits == 1
+
+
+def test_a_wait_for_a_copy_polls_where_no_thread_does() -> None:
+    engine, asked = ToldEngine(), []
+
+    def poll(timeout_s: float) -> None:
+        asked.append(timeout_s)
+        engine.finish()
+
+    config = make_config(full_groups(3), NUM_BLOCKS, host_blocks=NUM_SLOTS)
+    harness = Harness.make(config, copy_engine=engine, poll=poll)
+    harness.send(Store(1, "host", ids(3), ids(1)))
+    harness.send(Unlabel(ids(3)), patch(0, [3]))
+    harness.worker.begin_forward(1, harness.seq, TIMEOUT_S)
+    harness.worker.end_forward(1, harness.seq)
+    assert asked == [0.0]
 
 
 def test_a_step_that_writes_other_blocks_does_not_wait() -> None:
