@@ -12,6 +12,8 @@ WORKLOAD ?= conversations
 CONFIG ?= configs/cpu_tp2.yaml
 # Processes that share the tests; those that need Ray come afterwards, alone.
 JOBS ?= 2
+# Which part of the long tests: 1/3 is the first of three.
+SHARE ?= 1/1
 
 export PYTHONUNBUFFERED := 1
 
@@ -32,7 +34,7 @@ test: setup
 	$(BIN)/python -m pytest tests -m 'ray and not faults'
 
 test-long: setup
-	$(BIN)/python -m pytest tests -n $(JOBS) -m long
+	$(BIN)/python -m pytest tests -n $(JOBS) -m long --share $(SHARE)
 
 # Real routers, in an environment of their own, subscribe to clusters of ours.
 test-interop: setup

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,22 @@ os.environ["RAY_AUTH_TOKEN_PATH"] = str(TOKEN_FILE)
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "actors")))
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share 1/3`: one of three parts of what was chosen, always the same tests."""
+    parser.addoption("--share", default="1/1", metavar="K/N", help="run part K of N of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is in other parts than the one asked for."""
+    part, _, parts = config.getoption("--share").partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise pytest.UsageError("--share takes K/N, for instance 1/3")
+    chosen = [i for i in items if zlib.crc32(i.nodeid.encode()) % int(parts) == int(part) - 1]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 def pytest_sessionfinish() -> None:
