@@ -1,7 +1,8 @@
 """`kvcache doctor`: what this machine is, how fast it copies, and what would keep a cluster off it.
 
-Works without a cluster and without Ray. Problems and their remedies come from doctor_checks.py,
-bandwidths from the copy engines themselves. With a configuration, for the pages of its plan.
+Works without a cluster and without a running Ray, which is joined where there is one. Problems and
+their remedies come from doctor_checks.py and doctor_network.py, bandwidths from the copy engines
+themselves. With a configuration, for the pages of its plan.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ from actors.cli.doctor_checks import (
     look_at_directory,
     memory_problems,
     node_problems,
+)
+from actors.cli.doctor_network import (
+    RayFigures,
+    limit_problems,
+    look_at_ray,
+    open_files_limit,
+    port_problems,
+    ray_problems,
 )
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from kvcache.clock import SystemClock
@@ -58,6 +67,8 @@ class Examination:
     page_bytes: tuple[int, ...]
     measurements: tuple[CopyMeasurement, ...]
     directory: DirectoryFigures | None
+    ray: RayFigures
+    open_files_limit: int | None
     problems: tuple[Problem, ...]
 
     @property
@@ -79,6 +90,7 @@ def show_examination(config_path: Path | None, as_json: bool) -> bool:
     console = Console(file=sys.stdout)
     print_facts(console, "machine", found.machine)
     print_facts(console, "memory", _memory_facts(found))
+    print_facts(console, "Ray", _ray_facts(found))
     for measurement in found.measurements:
         title = f"copies on {measurement.device}, GB/s: pages here and there, plain in one piece"
         print_table(console, title, _copies(measurement, found.page_bytes))
@@ -96,12 +108,12 @@ def show_examination(config_path: Path | None, as_json: bool) -> bool:
 
 def examine(config: ClusterConfig | None) -> Examination:
     """Look at this machine, and measure; takes a few seconds."""
-    node = NodeFigures.of_this_node()
-    problems = node_problems(node)
+    node, ray, open_files = NodeFigures.of_this_node(), look_at_ray(), open_files_limit()
+    problems = node_problems(node) + ray_problems(ray) + limit_problems(open_files)
     page_bytes: tuple[int, ...] = ()
     directory: DirectoryFigures | None = None
     if config is not None:
-        problems += device_problems(config, node)
+        problems += device_problems(config, node) + port_problems(config)
         try:
             plan = plan_cluster(config, _memories(config, node))
         except KVCacheError as error:
@@ -117,7 +129,14 @@ def examine(config: ClusterConfig | None) -> Examination:
     if node.gpu_free_bytes:
         measurements += _measure_gpu(measured, problems)
     return Examination(
-        _machine(node), node, page_bytes, tuple(measurements), directory, tuple(problems)
+        _machine(node),
+        node,
+        page_bytes,
+        tuple(measurements),
+        directory,
+        ray,
+        open_files,
+        tuple(problems),
     )
 
 
@@ -192,6 +211,17 @@ def _memory_facts(found: Examination) -> dict[str, str]:
     return facts
 
 
+def _ray_facts(found: Examination) -> dict[str, str]:
+    ray, limit = found.ray, found.open_files_limit
+    runs = f"{ray.num_nodes} nodes" if ray.is_running else "none runs here: `ray start --head`"
+    return {
+        "version": ray.version,
+        "cluster": ray.problem or runs,
+        "kvcache there": ", ".join(ray.clusters) or "nothing runs",
+        "open files": "no limit" if limit is None else f"{limit:,} for each process",
+    }
+
+
 def _size(size_bytes: int | None, otherwise: str = "unknown") -> str:
     return otherwise if size_bytes is None else bytes_text(size_bytes)
 
@@ -244,6 +274,8 @@ def _as_json(found: Examination) -> dict[str, object]:
         "prevents_launch": found.prevents_launch,
         "machine": found.machine,
         "node": asdict(found.node),
+        "ray": asdict(found.ray),
+        "open_files_limit": found.open_files_limit,
         "page_bytes": found.page_bytes,
         "directory": None
         if directory is None

@@ -27,6 +27,7 @@ from actors.reports import ClusterStatus
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, NotRunningError
+from kvcache.manager.statistics import ManagerStatistics
 
 _WATCH_INTERVAL_S = 2.0
 
@@ -170,6 +171,7 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
         facts |= {
             "free blocks": f"{core.num_free_blocks:,}",
             "cached blocks": f"{core.num_cached_blocks:,} ({core.num_sealed_blocks:,} sealed)",
+            "hit rate": _hit_rate(manager),
             "evictions": f"{core.num_evictions:,}",
             "requests": (
                 f"{manager.num_running_requests:,} running, "
@@ -178,6 +180,10 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
             "clients": f"{statistics.num_clients:,}",
             "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} refused)",
         }
+        if manager.num_pins:
+            facts["pins"] = f"{manager.num_pins:,}, {core.num_pinned_blocks:,} blocks"
+        if manager.is_draining:
+            facts["draining"] = "nothing hits until running requests have left"
     offload = None if statistics is None else statistics.offload
     if offload is not None:
         facts |= tier_facts(offload)
@@ -187,6 +193,13 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
         lost = f"; {recorder.num_lost_records:,} lost: {recorder.problem}"
         facts["recording"] = f"{written} in {recorder.directory}{lost if recorder.problem else ''}"
     return facts
+
+
+def _hit_rate(manager: ManagerStatistics) -> str:
+    if not manager.num_asked_tokens:
+        return "-"
+    rate = manager.num_hit_tokens / manager.num_asked_tokens
+    return f"{rate:.1%} of {manager.num_asked_tokens:,} tokens"
 
 
 def _ranks(status: ClusterStatus) -> Table:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from actors import KVCacheClient, KVCacheCluster
 from actors.cli import app
+from actors.cli.doctor_network import look_at_ray
 from kvcache import NewRequest, StepRequest
 from kvcache.arrays import int32_array
 from tests.actors.conftest import build_config
@@ -144,3 +145,9 @@ def test_a_name_that_nobody_has_is_answered_with_those_there_are(cluster: KVCach
         assert result.exit_code == 2
         assert "no cluster named 'none' is running: choose one of " in result.stderr
         assert "test-admin" in result.stderr
+
+
+def test_doctor_sees_the_ray_cluster_and_what_runs_there(cluster: KVCacheCluster) -> None:
+    found = look_at_ray()
+    assert found.is_running and found.num_nodes == 1 and not found.problem
+    assert "test-admin" in found.clusters

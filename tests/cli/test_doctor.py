@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,12 @@ from actors.cli.doctor_checks import (
     look_at_directory,
     memory_problems,
     node_problems,
+)
+from actors.cli.doctor_network import (
+    RayFigures,
+    limit_problems,
+    port_problems,
+    ray_problems,
 )
 from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig, parse_config
@@ -58,6 +65,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return measure_cpu(page_bytes, MeasureLimits(num_bytes=2**18, num_repetitions=1))
 
     monkeypatch.setattr(doctor, "measure_cpu", measure)
+    # Whether Ray runs on the machine of a test is not the test's; tests/actors look at a real one.
+    monkeypatch.setattr(doctor, "look_at_ray", lambda: RayFigures("2.60.0"))
 
 
 def run(*arguments: str | Path, exit_code: int = 0) -> str:
@@ -231,3 +240,44 @@ def test_a_path_that_is_no_directory_or_cannot_be_written_is_said(
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     figures = look_at_directory(tmp_path, VirtualClock())
     assert figures.problem == "cannot be written (Permission denied)"
+
+
+def test_a_port_in_use_is_named_before_a_launch_finds_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = with_events(f"tcp://127.0.0.1:{port}", "tcp://127.0.0.1:0")
+        (problem,) = port_problems(config)
+    assert problem.prevents_launch
+    assert problem.what == (
+        f"events.endpoint tcp://127.0.0.1:{port} cannot be bound: Address already in use"
+    )
+    assert "choose another port" in problem.remedy
+    assert port_problems(config) == []
+    assert port_problems(CPU) == []
+
+
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
+    config = with_events("tcp://192.0.2.1:5557", "ipc:///tmp/replay")
+    (problem,) = port_problems(config)
+    assert "tcp://192.0.2.1:5557 cannot be bound" in problem.what
+
+
+def test_few_open_files_are_a_warning() -> None:
+    (warning,) = limit_problems(1024)
+    assert not warning.prevents_launch
+    assert "may open 1,024 files" in warning.what and "ulimit -n" in warning.remedy
+    assert limit_problems(None) == limit_problems(65536) == []
+
+
+def test_ray_that_cannot_be_joined_prevents_a_launch() -> None:
+    assert ray_problems(RayFigures("2.60.0")) == []
+    assert ray_problems(RayFigures("2.60.0", True, 2, ("chat",))) == []
+    (problem,) = ray_problems(RayFigures("2.60.0", problem="Version mismatch"))
+    assert problem.prevents_launch and "Version mismatch" in problem.what
+
+
+def with_events(endpoint: str, replay_endpoint: str) -> ClusterConfig:
+    events = {"enabled": True, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
+    return parse_config({**CPU.model_dump(), "events": events})
