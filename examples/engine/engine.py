@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -74,9 +75,17 @@ class _Forward:
 class Engine:
     """An engine that runs. Use `Engine.launch`."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, tokenizer: Tokenizer) -> None:
-        """Drive `executor`, which is the engine's from now on."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        *,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Drive `executor`, which is the engine's from now on; figures are taken by `now_s`."""
         self.config = config
+        self._now_s = now_s
         self.model: DecoderConfig = config.model
         self.tokenizer = tokenizer
         self.executor = executor
@@ -103,11 +112,17 @@ class Engine:
         self._is_shut_down = False
 
     @classmethod
-    def launch(cls, config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
+    def launch(
+        cls,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> Engine:
         """Start coordinator and ranks, load the weights, and return when all obey.
 
-        `tokenizer` makes the text of outputs; bytes by default. Raises ConfigurationError for what
-        cannot be meant, and what `KVCacheCluster.launch` raises.
+        `tokenizer` makes the text of outputs; bytes by default. Figures are taken by `now_s`.
+        Raises ConfigurationError for what cannot be meant, and what `KVCacheCluster.launch` raises.
         """
         if config.checkpoint is not None:
             model = read_config(
@@ -126,7 +141,7 @@ class Engine:
             executor = RayExecutor(config)
         else:
             executor = LocalExecutor(config)
-        return cls(config, executor, tokenizer or ByteTokenizer())
+        return cls(config, executor, tokenizer or ByteTokenizer(), now_s=now_s)
 
     # --- requests
 
@@ -203,7 +218,7 @@ class Engine:
         """
         with self._lock:
             self._require_running()
-            start_s = time.perf_counter()
+            start_s = self._now_s()
             self._tally.num_steps += 1
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
@@ -212,7 +227,7 @@ class Engine:
             except (StaleEpochError, WorkerLostError):
                 self._come_back()
             self._give_up_stuck()
-            self._tally.step_s += time.perf_counter() - start_s
+            self._tally.step_s += self._now_s() - start_s
             return self._book.take_outputs()
 
     def generate(
@@ -248,16 +263,16 @@ class Engine:
         if plan.is_empty:
             return None
         self._reported_step = self._completed_step
-        start_s = time.perf_counter()
+        start_s = self._now_s()
         number = self.executor.client.submit(plan.request)
-        self._tally.coordinator_s += time.perf_counter() - start_s
+        self._tally.coordinator_s += self._now_s() - start_s
         return _Asked(number, plan)
 
     def _settle(self, asked: _Asked) -> tuple[int, int, int, tuple[ScheduledRow, ...]]:
         """Wait for the answer; return its step, epoch, seq, and what is to be computed."""
-        start_s = time.perf_counter()
+        start_s = self._now_s()
         result = self.executor.client.wait_result(asked.number)
-        self._tally.coordinator_s += time.perf_counter() - start_s
+        self._tally.coordinator_s += self._now_s() - start_s
         scheduled = self._scheduler.settle(asked.plan, result)
         self._tally.num_cached_tokens += int(result.num_hit_tokens.sum())
         return result.step, result.epoch, result.seq, scheduled

@@ -15,6 +15,7 @@ from collections import deque
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from actors import KVCacheClient, KVCacheCluster
@@ -46,6 +47,7 @@ class EngineRank(WorkerActor):
 
         Returns `RankRunner.boundary_tokens`.
         """
+        torch.set_num_threads(max(1, torch.get_num_threads() // config.num_ranks))
         worker = self.kvcache.worker
         self._forward_s = config.cluster_config().deadlines.forward_s
         self._place = RankPlace.of(

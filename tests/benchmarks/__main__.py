@@ -3,7 +3,8 @@
     python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
-Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1` to `c5`, `o1`); without any, all run.
+Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1` to `c5`, `o1`, `e1`); without any, all
+run.
 `--cores` says which cores run, all by default: a core that is not there has an empty column.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
 `--full` serves 20,000 turns of churn and a million small requests.
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     parser.add_argument("--write", type=Path, help="write the table as Markdown")
     options = parser.parse_args()
-    known = (*MANAGER_WORKLOADS, *CLUSTER_WORKLOADS, "c3", "o1")
+    known = (*MANAGER_WORKLOADS, *CLUSTER_WORKLOADS, "c3", "o1", "e1")
     names = options.names or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -76,10 +77,7 @@ def main() -> None:
         managers = [name for name in names if name in MANAGER_WORKLOADS]
         with SidePool(cores, peer) as pool:
             rows += measure_manager(managers, pool, sizes_of(options), progress)
-        if "o1" in names:
-            from tests.benchmarks.bench_metrics import measure_metrics
-
-            rows += measure_metrics(options.smoke, progress)
+        rows += measure_in_process(names, options.smoke, progress)
         if "c3" in names:
             from tests.benchmarks.bench_copies import measure_copies_shown
 
@@ -94,6 +92,20 @@ def main() -> None:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     if options.write:
         options.write.write_text(markdown(rows, peer, cores, load_before), encoding="utf-8")
+
+
+def measure_in_process(names: list[str], is_smoke: bool, progress: Progress) -> list[Row]:
+    """Return the rows of workloads that have a process to themselves: this one."""
+    rows: list[Row] = []
+    if "o1" in names:
+        from tests.benchmarks.bench_metrics import measure_metrics
+
+        rows += measure_metrics(is_smoke, progress)
+    if "e1" in names:
+        from tests.benchmarks.bench_engine import measure_engine
+
+        rows += measure_engine(is_smoke, progress)
+    return rows
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
