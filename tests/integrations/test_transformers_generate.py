@@ -141,6 +141,23 @@ def test_rows_of_a_padded_batch_share_a_system_prompt(llama: Any) -> None:
         assert store.statistics().num_hit_tokens - before == 24 + 21 + 17
 
 
+def test_what_a_row_has_found_is_not_written_again(llama: Any) -> None:
+    ids, mask = padded(prompt(40, 1, shared=24, batch=2), [0, 7])
+    first = prompt(30, 9, shared=24)
+    with make_store(llama) as store:
+        with store.open(first) as cache:
+            generate(llama, first, past_key_values=cache)
+        with store.open(ids, mask) as cache:
+            # The batch goes on behind column 24; the second row has its tokens 17 to 23 already,
+            # and computes them with the other one's.
+            assert cache.length == 24
+            pages = store.memory.worker.kv_caches["layers.0"]
+            block = cache.block_ids()[1][0][5]
+            pages[block] = 17.0
+            generate(llama, ids, 2, attention_mask=mask, past_key_values=cache)
+            assert bool((pages[block] == 17.0).all())
+
+
 def test_turns_on_one_cache_compute_what_is_new(model: Any) -> None:
     with make_store(model) as store, store.open() as cache:
         ids = prompt(17, 1)

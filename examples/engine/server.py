@@ -1,0 +1,229 @@
+"""A completions server: OpenAI's `/v1/completions` on Ray Serve, two engines, requests by prefix.
+
+    curl ──HTTP──▶ Serve's proxy ──▶ Completions (checks, tokens) ──PrefixCacheRequestRouter──┐
+         ◀──SSE──                                                                             ▼
+                            EngineReplica 0 or 1: an engine, its coordinator and worker inside
+
+A request goes to the replica whose cache has most of its prompt, as its cache events say. Who goes
+away has their request aborted. A demonstration: the model has random weights, and nobody is asked
+for a key.
+
+    pip install 'kvcache[serve]'
+    .venv/bin/python -m examples.engine.server --port 8000
+
+It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none it
+starts one. Ctrl-C ends the server, and what it started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from actors.event_endpoints import endpoints_in
+from actors.serve_router import event_metadata
+from examples.engine.completions import (
+    MAX_BODY_BYTES,
+    SSE_END,
+    CompletionBody,
+    CompletionError,
+    CompletionRequest,
+    sse,
+)
+from examples.engine.config import EngineConfig
+from examples.engine.engine import Engine
+from examples.engine.executor import LocalExecutor
+from examples.engine.model_config import DecoderConfig, llama
+from examples.engine.outputs import Output
+from examples.engine.sampling import SamplingParams
+from examples.engine.tokenizer import ByteTokenizer
+from kvcache.errors import RequestError
+
+APP_NAME = "completions"
+MODEL = llama(name="tiny-random-llama", max_model_len=1024)
+NUM_REPLICAS = 2
+HEARTBEAT_S = 0.5
+
+
+def engine_config(model: DecoderConfig = MODEL, name: str = "engine") -> EngineConfig:
+    """Return the configuration of one replica: everything in its process, events for routers."""
+    anywhere = "tcp://127.0.0.1:0"
+    events = {
+        "enabled": True,
+        "endpoint": anywhere,
+        "replay_endpoint": anywhere,
+        "heartbeat_s": HEARTBEAT_S,
+    }
+    return EngineConfig(model=model, name=name, sections={"events": events})
+
+
+class EngineReplica:
+    """One engine. Requests share its steps; whoever waits for an output takes the next one."""
+
+    def __init__(self, model: DecoderConfig = MODEL) -> None:
+        torch.set_num_threads(1)
+        self._engine = Engine.launch(engine_config(model, f"replica-{os.getpid()}"))
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Tell routers where this replica says what it caches."""
+        executor = self._engine.executor
+        assert isinstance(executor, LocalExecutor)
+        cluster = executor.cluster
+        figures = cluster.coordinator.statistics().events
+        return event_metadata(endpoints_in(figures, cluster.config.name, HEARTBEAT_S))
+
+    async def generate(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Output]:
+        """Yield what each step brings to a request; closed early, the request is aborted."""
+        engine = self._engine
+        request_id = engine.add_request(token_ids, params)
+        try:
+            with engine.stream(request_id) as stream:
+                async for output in stream:
+                    yield output
+        finally:
+            # What was aborted is given back, and what was computed last is told to routers, by the
+            # next step; it is taken even where this task is cancelled.
+            await asyncio.shield(asyncio.to_thread(self._settle))
+
+    def _settle(self) -> None:
+        """Take a step for those who have gone; who is there takes the others."""
+        self._engine.step()
+        if not self._engine.has_unfinished:
+            self._engine.step()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the figures of the engine, and whose they are."""
+        return {"pid": os.getpid(), **asdict(self._engine.statistics())}
+
+
+class Completions:
+    """Speaks HTTP; asks the replicas."""
+
+    def __init__(self, engines: Any, model: DecoderConfig = MODEL) -> None:
+        """Take a handle of `EngineReplica`."""
+        self._engines = engines.options(method_name="generate", stream=True)
+        self._config = engine_config(model)
+        self._tokenizer = ByteTokenizer()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        try:
+            return await self._answer(request)
+        except CompletionError as error:
+            return JSONResponse(error.body, error.status)
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path.rstrip("/")
+        if path == "/v1/models" and request.method == "GET":
+            model = {"id": self._config.model.name, "object": "model", "owned_by": "kvcache"}
+            return JSONResponse({"object": "list", "data": [model]})
+        if path != "/v1/completions":
+            raise CompletionError(f"there is no {path or '/'}: POST /v1/completions", status=404)
+        if request.method != "POST":
+            raise CompletionError(f"{request.method} is not served here: use POST", status=405)
+        wanted = CompletionRequest.parse(await _body(request), self._config, self._tokenizer)
+        body = CompletionBody(
+            f"cmpl-{uuid.uuid4().hex}",
+            int(time.time()),
+            self._config.model.name,
+            len(wanted.tokens),
+        )
+        outputs = self._engines.remote(token_ids=wanted.tokens, params=wanted.params)
+        if wanted.is_stream:
+            return StreamingResponse(
+                _events(outputs, body, wanted.includes_usage), media_type="text/event-stream"
+            )
+        try:
+            async for output in outputs:
+                body.add(output)
+        except RequestError as error:
+            raise CompletionError(str(error)) from None
+        finally:
+            outputs.cancel()  # nothing where it has ended
+        return JSONResponse(body.whole())
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body of a request, which is of a bounded length."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise CompletionError(
+                f"the body is longer than {MAX_BODY_BYTES} bytes: send a shorter prompt", status=413
+            )
+    return body
+
+
+async def _events(outputs: Any, body: CompletionBody, includes_usage: bool) -> AsyncIterator[str]:
+    """Yield the events of a stream. Left early (nobody reads any more), the request is aborted."""
+    try:
+        async for output in outputs:
+            yield sse(body.add(output))
+        if includes_usage:
+            yield sse(body.usage_chunk())
+        yield SSE_END
+    except CompletionError as error:
+        yield sse(error.body)
+    finally:
+        outputs.cancel()
+
+
+def build(model: DecoderConfig = MODEL) -> serve.Application:
+    """Return the application: one entrance, and engines that are asked by prefix."""
+    router: dict[str, Any] = {
+        "request_router_class": "actors.serve_router.PrefixCacheRequestRouter"
+    }
+    engines: Any = serve.deployment(
+        EngineReplica,
+        num_replicas=NUM_REPLICAS,
+        max_ongoing_requests=64,
+        ray_actor_options={"num_cpus": 0.1},
+        request_router_config=RequestRouterConfig(**router),
+    )
+    entrance: Any = serve.deployment(
+        Completions, max_ongoing_requests=256, ray_actor_options={"num_cpus": 0.1}
+    )
+    application: serve.Application = entrance.bind(engines.bind(model), model)
+    return application
+
+
+def main() -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args()
+    ray.init(log_to_driver=False, include_dashboard=False)
+    serve.start(http_options={"host": options.host, "port": options.port})
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        serve.run(build(), name=APP_NAME, route_prefix="/")
+        print(f"serving {MODEL.name} on http://{options.host}:{options.port}/v1/completions")
+        ended.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        end: Any = serve.shutdown
+        end()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
