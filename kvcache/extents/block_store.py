@@ -23,7 +23,7 @@ from kvcache.errors import BlockError, ConfigurationError
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.policies import EvictionPolicy
-from kvcache.tenants import TenantLedger
+from kvcache.tenants import TenantAccount, TenantLedger
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -199,13 +199,18 @@ class BlockStore:
         taken: Int32Array = self._fresh[end - count : end][::-1].copy()
         return taken
 
-    def put_fresh(self, block_ids: IndexArray | Int32Array) -> None:
-        """These blocks hold nothing and are held by nobody now; the first is handed out first."""
+    def put_fresh(
+        self, block_ids: IndexArray | Int32Array, of: TenantAccount | None = None
+    ) -> None:
+        """These blocks hold nothing and are held by nobody now; the first is handed out first.
+
+        `of`: whose all of them are, where that is known.
+        """
         start = self._num_fresh
         self._num_fresh = start + len(block_ids)
         self._fresh[start : self._num_fresh] = block_ids[::-1]
         if self.tenants is not None:
-            self.tenants.freed(block_ids)
+            self.tenants.freed(block_ids, of)
 
     def leave_fresh(self, block_ids: IndexArray) -> None:
         """These fresh blocks have got contents without being taken. O(fresh)."""

@@ -218,10 +218,10 @@ class Evictor:
         gone = self.forget_units(run, run.num_units - num_units, is_eviction=True)
         store.num_evictions += len(gone)
         if store.tenants is not None:
-            store.tenants.evicted(gone)
+            store.tenants.evicted_of(required(run.tenant), len(gone))
         is_whole = num_units == run.num_units
         self._tree.trim(run, num_units)
-        store.put_fresh(gone)
+        store.put_fresh(gone, run.tenant)
         if not is_whole:
             store.policy.put_back([entry])
 

@@ -316,6 +316,8 @@ class RowServer:
     def _have_room(self, busy: _Busy, tenants: TenantLedger) -> bool:
         """Say whether each tenant has room for all that its rows lack."""
         missing = self._missing(busy).sum(axis=0)
+        if not np.count_nonzero(missing):
+            return True
         wanted = Counter(self._accounts(np.repeat(busy.rows, missing)))
         return tenants.has_room(wanted, self._store.num_free)
 

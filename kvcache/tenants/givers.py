@@ -19,6 +19,9 @@ from heapq import heapify, heappop, heapreplace
 from math import floor, inf
 from typing import NamedTuple
 
+FEW = 8
+"""So many blocks are sooner played than computed."""
+
 
 class Giver(NamedTuple):
     """A tenant that can give at most `cap` blocks, and has `excess` above its guarantee."""
@@ -40,12 +43,16 @@ def counts_to_give(givers: Sequence[Giver], num_blocks: int) -> list[int]:
     As if they went one by one, each from the highest level; of equal ones from the lowest number.
     O(givers * log givers), and a step more for each by which weights differ.
     """
-    if sum(giver.cap for giver in givers) <= num_blocks:
+    if sum([giver.cap for giver in givers]) <= num_blocks:
         return [giver.cap for giver in givers]
-    line = water_line(givers, num_blocks) + 1 / min(giver.weight for giver in givers)
-    counts = [
-        min(giver.cap, max(0, floor(giver.excess - line * giver.weight) - 1)) for giver in givers
-    ]
+    if len(givers) == 1:
+        return [num_blocks]
+    counts = [0] * len(givers)
+    if num_blocks > FEW:
+        line = water_line(givers, num_blocks) + 1 / min([giver.weight for giver in givers])
+        counts = [
+            min(each.cap, max(0, floor(each.excess - line * each.weight) - 1)) for each in givers
+        ]
     heap = [
         (-(giver.excess - count) / giver.weight, giver.number, place)
         for place, (giver, count) in enumerate(zip(givers, counts, strict=True))
@@ -85,3 +92,8 @@ def water_line(givers: Sequence[Giver], num_blocks: int) -> float:
         above = level
         slope += change
     return -inf
+
+
+def is_below(level: float, givers: Sequence[Giver], num_blocks: int) -> bool:
+    """Say whether nobody of this level gives anything if these givers may. False may be untrue."""
+    return num_blocks > FEW and bool(givers) and level < water_line(givers, num_blocks)

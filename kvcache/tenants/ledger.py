@@ -188,10 +188,17 @@ class TenantLedger:
         self.owners[block_ids] = account.number
         self._move(account, len(block_ids), 0)
 
-    def freed(self, block_ids: Sequence[int] | IndexArray | Int32Array) -> None:
-        """These blocks hold nothing and are held by nobody now."""
-        for account, count in self._counts(block_ids):
-            self._move(account, -count, 0)
+    def freed(
+        self,
+        block_ids: Sequence[int] | IndexArray | Int32Array,
+        of: TenantAccount | None = None,
+    ) -> None:
+        """These blocks hold nothing and are held by nobody now; `of`: they are all this one's."""
+        if of is not None:
+            self._move(of, -len(block_ids), 0)
+        else:
+            for account, count in self._counts(block_ids):
+                self._move(account, -count, 0)
         self.owners[index_array(block_ids)] = NOBODY
 
     def evicted(self, block_ids: IndexArray) -> None:
@@ -199,6 +206,11 @@ class TenantLedger:
         self.served.num_evicted_for += len(block_ids)
         for account, count in self._counts(block_ids):
             account.num_evicted += count
+
+    def evicted_of(self, account: TenantAccount, num_blocks: int) -> None:
+        """Do `evicted` for so many blocks of one tenant."""
+        self.served.num_evicted_for += num_blocks
+        account.num_evicted += num_blocks
 
     def count_unheld(self, account: TenantAccount, change: int) -> None:
         """So many blocks of the tenant came out of use; less than 0: into use, or went."""
@@ -292,9 +304,13 @@ class TenantLedger:
         """Yield whose these blocks are, and how many; those of nobody are left out."""
         if not len(block_ids):
             return
+        if len(block_ids) == 1:
+            if number := int(self.owners[block_ids[0]]):
+                yield self.numbered(number), 1
+            return
         owners = self.owners[index_array(block_ids)]
         first = int(owners[0])
-        if len(owners) == 1 or np.count_nonzero(owners == first) == len(owners):
+        if np.count_nonzero(owners == first) == len(owners):
             if first:
                 yield self.numbered(first), len(owners)
             return

@@ -19,7 +19,7 @@ from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.policies import EntryBook, EvictionPolicy, Victims
 from kvcache.policies.entry_queue import Entries
 from kvcache.tenants.account import TenantAccount
-from kvcache.tenants.givers import Giver, counts_to_give, water_line
+from kvcache.tenants.givers import Giver, counts_to_give, is_below
 from kvcache.tenants.ledger import TenantLedger
 
 
@@ -161,6 +161,7 @@ class TenantPolicy:
             accounts.append(served)
             givers.append(_giver(served, excess - own, served.num_unheld - own))
         seen: list[tuple[float, int]] = []
+        num_others = 0
         taken = {served.number}
         while self._heap and not ledger.is_own_only:
             level, number = self._heap[0]
@@ -176,8 +177,9 @@ class TenantPolicy:
                 if number == served.number and number in taken:
                     seen.append(entry)
                 continue
-            if -level <= 0 or (givers and -level < water_line(givers, num_blocks)):
+            if -level <= 0 or num_others == num_blocks or is_below(-level, givers, num_blocks):
                 break
+            num_others += 1  # each of the first so many may give a block, nobody else
             seen.append(heappop(self._heap))
             taken.add(number)
             excess = account.num_blocks - account.share.guaranteed_blocks
@@ -233,9 +235,12 @@ class TenantPolicy:
         """Yield whose these entries are, each with his own in order."""
         if not len(entries):
             return
+        if len(entries) == 1:
+            yield self._ledger.numbered(int(self._numbers[entries[0]])), entries
+            return
         numbers = self._numbers[entries]
         first = int(numbers[0])
-        if len(entries) == 1 or np.count_nonzero(numbers == first) == len(entries):
+        if np.count_nonzero(numbers == first) == len(entries):
             yield self._ledger.numbered(first), entries
             return
         for number in dict.fromkeys(numbers.tolist()):

@@ -62,7 +62,7 @@ class Family(Enum):
 
 
 TENANTS = TenantsConfig(
-    named={"t": TenantConfig(guaranteed=0.3, limit=0.6)},
+    named={"t": TenantConfig(guaranteed=0.3, limit=0.8)},
     default=TenantConfig(limit=0.9, max_pinned=0.3, weight=2.5),
 )
 
