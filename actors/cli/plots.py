@@ -47,7 +47,7 @@ def draw_curves(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
 
     with matplotlib.rc_context({"svg.hashsalt": "kvcache", "svg.fonttype": "none"}):
         figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
@@ -57,7 +57,10 @@ def draw_curves(
             axes.plot(xs, ys, form, label=curve.name, linewidth=1.4, markersize=3.5)
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+        numbers = FuncFormatter(lambda x, _: f"{x:,.10g}")
+        axes.xaxis.set_major_formatter(numbers)
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.xaxis.set_minor_formatter(numbers)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
         axes.set_title(title)
         axes.set_xlabel(x_name)
