@@ -72,7 +72,8 @@ def record_trace(choices: RecordingChoices) -> None:
         cluster = find_cluster(choices.name or only_cluster())
         if not isinstance(cluster, KVCacheCluster):
             raise NotRunningError(
-                f"the coordinator of {cluster.name} is in a process of its engine: record there"
+                f"the coordinator of {cluster.name} is in a process of its engine, which cannot be "
+                "asked: record a cluster whose coordinator is an actor"
             )
         listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
 
