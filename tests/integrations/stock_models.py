@@ -8,6 +8,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -42,6 +44,19 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
     elif kind == "mistral":
         model = MistralForCausalLM(
             MistralConfig(num_hidden_layers=2, sliding_window=WINDOW, **SIZES)
+        )
+    elif kind == "llama4":
+        model = Llama4ForCausalLM(
+            Llama4TextConfig(
+                num_hidden_layers=3,
+                attention_chunk_size=8,
+                layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+                no_rope_layers=[1, 0, 1],
+                moe_layers=[],
+                num_local_experts=2,
+                intermediate_size_mlp=48,
+                **SIZES,
+            )
         )
     else:
         layer_types = ["sliding_attention", "sliding_attention", "full_attention"]

@@ -265,8 +265,12 @@ def test_a_batch_that_cannot_be_meant_is_not_opened(llama: Any) -> None:
         ):
             with pytest.raises(RequestError, match=message):
                 store.open(given, mask)
+        with pytest.raises(
+            RequestError, match=r"^open\(\) was given pixel_values: blocks are found"
+        ):
+            store.open(ids, pixel_values=torch.ones(1))
         assert store.statistics().num_open_caches == 0
-        with store.open(ids) as cache:
+        with store.open(ids, token_type_ids=torch.zeros_like(ids)) as cache:
             with pytest.raises(OutOfBlocksError, match=r"^4 more rows are wanted, 3 are free"):
                 logits_of(llama, ids.repeat_interleave(3, 0), cache)
             assert cache.length == 0

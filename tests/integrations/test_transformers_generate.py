@@ -158,6 +158,19 @@ def test_what_a_row_has_found_is_not_written_again(llama: Any) -> None:
             assert bool((pages[block] == 17.0).all())
 
 
+def test_layers_that_attend_in_chunks_keep_as_much_as_a_window() -> None:
+    model = make_model("llama4")
+    with make_store(model) as store:
+        assert store.layers.windows == (8, None, 8)
+        for seed, num_hit in ((1, 0), (2, 20), (2, 28)):
+            ids = prompt(30, seed, shared=21)
+            with store.open(ids) as cache:
+                assert cache.length == num_hit
+                output = generate(model, ids, past_key_values=cache, num_beams=2)
+            assert torch.equal(output, generate(model, ids, num_beams=2))
+        require_nothing_held(store)
+
+
 def test_turns_on_one_cache_compute_what_is_new(model: Any) -> None:
     with make_store(model) as store, store.open() as cache:
         ids = prompt(17, 1)

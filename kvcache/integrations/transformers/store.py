@@ -43,6 +43,9 @@ from kvcache.request import LoRARequest
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 
+_FROM_TOKENIZERS = frozenset({"token_type_ids", "special_tokens_mask", "length"})
+"""What tokenizers return beside tokens and mask; it follows from the tokens."""
+
 
 @dataclass
 class Counters:
@@ -137,7 +140,7 @@ class PagedCacheStore:
             lora: the adapter that is active while this cache is used.
             cache_salt: only caches of the same salt share.
             is_shared: False: look nothing up, and let nobody find what is computed.
-            others: of a tokenizer's output; ignored.
+            others: what else a tokenizer says of the batch, `token_type_ids`; not looked at.
 
         Raises:
             RequestError: the store is closed, or the batch cannot be meant.
@@ -145,6 +148,12 @@ class PagedCacheStore:
         """
         if self._is_closed:
             raise RequestError("the store is closed: make another one")
+        unknown = sorted(set(others) - _FROM_TOKENIZERS)
+        if unknown:
+            raise RequestError(
+                f"open() was given {', '.join(unknown)}: blocks are found by input_ids, "
+                "attention_mask, lora and cache_salt alone"
+            )
         cache = PagedCache(self, ContentScope(lora, cache_salt, is_shared))
         if input_ids is not None:
             cache.start(input_ids, attention_mask)
