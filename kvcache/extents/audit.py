@@ -90,6 +90,8 @@ def _check_links(shape: TreeShape, tree: RunTree, runs: list[Run]) -> None:
             f"counted are {tree.num_runs} of {tree.num_units}"
         )
     for run in runs:
+        if run.waiting is not None and (run.num_holders > 1 or run.children):
+            raise InvariantError(f"{run} lets units wait, but is not a leaf of one row")
         run.settle()
         parent = run.parent
         if parent is None or parent.children.get(run.tokens[: shape.unit_bytes]) is not run:

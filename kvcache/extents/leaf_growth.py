@@ -8,22 +8,22 @@ follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowTokens
 from kvcache.extents.parts import CoreParts
-from kvcache.extents.pins import BoolArray
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.publisher import Publisher, extra_keys_of
 from kvcache.extents.rows import Int64Array, Row
-from kvcache.extents.run import HandleArray, Run
+from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape
 from kvcache.hashing import BlockHash
 from kvcache.request import Request
+
+_NOBODY: frozenset[int] = frozenset()
 
 
 class GrownSegments(Sequence[Segment]):
@@ -36,7 +36,7 @@ class GrownSegments(Sequence[Segment]):
         self,
         rows: list[Row],
         units: Int64Array,
-        tokens: bytes,
+        tokens: Int32Array,
         digests: list[bytes],
         parents: list[bytes],
     ) -> None:
@@ -61,8 +61,6 @@ class GrownSegments(Sequence[Segment]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         run, unit, request = self._place(index)
-        unit_bytes = len(self._tokens) // len(self)
-        start = range(len(self))[index] * unit_bytes
         return Segment(
             run,
             unit,
@@ -70,7 +68,7 @@ class GrownSegments(Sequence[Segment]):
             request.request_id,
             request.namespace,
             unit,
-            self._tokens[start : start + unit_bytes],
+            self._tokens[index].tobytes(),
             self.digests[index],
             self._parents[index],
             extra_keys_of(request),
@@ -85,6 +83,15 @@ class GrownSegments(Sequence[Segment]):
 
     def _place(self, index: int) -> tuple[Run, int, Request]:
         return self._runs[index], int(self._units[index]), self._rows[index].request
+
+
+class _Grown(NamedTuple):
+    """Rows whose leaves have grown by a unit, its digest and the one before; and the others."""
+
+    rows: list[Row]
+    digests: list[bytes]
+    parents: list[bytes]
+    others: list[int]
 
 
 class LeafGrower:
@@ -116,49 +123,23 @@ class LeafGrower:
         `places` are the rows' places in the batch whose `tokens` these are. Returns the indices of
         the rows that must be published one by one.
         """
-        tables, by_index = self._tables, self._tables.by_index
-        unit_tokens = self._shape.unit_tokens
-        published = tables.published.take(rows)
-        members: list[Row] = []
-        single: list[int] = []
-        keeps_pasts = self._tree.keeps_pasts
-        ends, starts = cached.tolist(), published.tolist()
-        for i, index in enumerate(rows.tolist()):
-            row = by_index[index]
-            if row is None:
-                single.append(i)
-                continue
-            run = row.run
-            if (  # its own leaf grows by one plain unit
-                run.num_holders == 1
-                and not run.children
-                and run.parent is not None
-                and not (run.has_past and keeps_pasts)
-                and not row.has_images
-                and ends[i] < (starts[i] + 2) * unit_tokens
-            ):
-                members.append(row)
-            else:
-                single.append(i)
-        others = index_array(single)
-        if single:
+        tables, unit_tokens = self._tables, self._shape.unit_tokens
+        units = tables.published.take(rows)
+        blocks = self._blocks(rows, units)
+        if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
+            tokens.sync(places)
+        contents = tokens.newest_units(places, units)
+        grown = self._append_units(rows, units, blocks, contents, self._odd(blocks, units, cached))
+        others = index_array(grown.others)
+        if grown.others:
             chosen = np.delete(np.arange(len(rows)), others)
-            rows, published, places = rows[chosen], published[chosen], places[chosen]
-        blocks = index_array(self._blocks(rows, published))
-        ordered = blocks[self._ordered] if self._others else blocks
-        if members and np.count_nonzero(self._store.references[ordered] > 1):
-            # Others have references to some of these blocks.
-            is_own = self._are_own(blocks)
-            shared = (~is_own).nonzero()[0]
-            others = np.sort(np.concatenate((others, chosen[shared] if single else shared)))
-            members = [row for row, own in zip(members, is_own.tolist(), strict=True) if own]
-            rows, published, places = rows[is_own], published[is_own], places[is_own]
-            blocks = blocks[:, is_own]
-        if members:
-            if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
-                tokens.sync(places)
-            self._grow_leaves(members, published, blocks, tokens.newest_units(places, published))
-            tables.published[rows] = published + 1
+            rows, units, blocks = rows[chosen], units[chosen], blocks[:, chosen]
+            contents = contents[chosen]
+        if len(rows):
+            self._enter(grown, units, index_array(blocks), contents)
+            units = units + 1
+            tables.published[rows] = units
+            tables.note_full(rows, (units + 1) * unit_tokens)
         return others
 
     def _blocks(self, rows: IndexArray, units: Int64Array) -> Int32Array:
@@ -166,16 +147,71 @@ class LeafGrower:
         blocks = [self._unit_blocks(group, rows, units) for group in self._shape.groups]
         return blocks[0].reshape(1, -1) if len(blocks) == 1 else np.array(blocks)
 
-    def _are_own(self, blocks: IndexArray) -> BoolArray:
-        """Say which rows' blocks of ordered groups nobody else has a reference to."""
-        is_own: BoolArray = self._store.references[blocks[self._ordered]] <= 1
-        own: BoolArray = is_own[0] if self._is_plain else np.logical_and.reduce(is_own)
-        return own
+    def _odd(self, blocks: Int32Array, units: Int64Array, cached: Int32Array) -> frozenset[int]:
+        """Return which rows fill several units, or have blocks that others have references to."""
+        ordered = blocks[self._ordered] if self._others else blocks
+        is_shared = self._store.references[ordered] > 1
+        fills_more = cached - units * self._shape.unit_tokens >= 2 * self._shape.unit_tokens
+        if not np.count_nonzero(is_shared) and not np.count_nonzero(fills_more):
+            return _NOBODY
+        is_odd = np.logical_or.reduce(is_shared) | fills_more
+        return frozenset(is_odd.nonzero()[0].tolist())
 
-    def _grow_leaves(
-        self, rows: list[Row], units: Int64Array, blocks: IndexArray, tokens: Int32Array
+    def _append_units(
+        self,
+        rows: IndexArray,
+        units: Int64Array,
+        blocks: Int32Array,
+        contents: Int32Array,
+        odd: frozenset[int],
+    ) -> _Grown:
+        """Append a unit to the leaf of each row that it grows, with its blocks and content."""
+        grown = _Grown([], [], [], [])
+        by_index, hash_plain = self._tables.by_index, self._hash_fn.hash_plain
+        packed, size = self._packed(blocks, contents)
+        unit_bytes = self._shape.unit_bytes
+        for i, index in enumerate(rows.tolist()):
+            row = by_index[index]
+            if row is None or i in odd:
+                grown.others.append(i)
+                continue
+            run = row.run
+            waiting = run.waiting
+            if waiting is None:
+                if row.has_images or not self._tree.can_grow(run):
+                    grown.others.append(i)
+                    continue
+                waiting = run.begin_waiting()
+            at, parent = i * size, waiting.last
+            tokens = packed[at : at + unit_bytes]
+            if row.is_plain:
+                digest = hash_plain(parent, tokens)
+            else:
+                digest = self._digest(row, parent, tokens)
+            waiting.last = digest
+            waiting.packed += packed[at : at + size]
+            waiting.packed += digest
+            run.num_units += 1
+            grown.rows.append(row)
+            grown.parents.append(parent)
+            grown.digests.append(digest)
+        return grown
+
+    def _packed(self, blocks: Int32Array, contents: Int32Array) -> tuple[bytes, int]:
+        """Return what `WaitingUnits` hold of each row before its digest, and of how many bytes."""
+        num_rows, handles_at = len(contents), self._shape.unit_tokens + len(self._ordered)
+        packed = np.empty((num_rows, handles_at + 2 * len(self._others)), dtype=np.int32)
+        packed[:, : self._shape.unit_tokens] = contents
+        packed[:, self._shape.unit_tokens : handles_at] = blocks[self._ordered].T
+        if self._others:
+            handles = self._store.handles_of(blocks[self._others])
+            packed[:, handles_at:].view(np.int64)[:] = handles.T
+        return packed.tobytes(), packed.shape[1] * packed.itemsize
+
+    def _enter(
+        self, grown: _Grown, units: Int64Array, blocks: IndexArray, contents: Int32Array
     ) -> None:
-        """Append `units[i]` to the run of row `i`, with its blocks and `tokens`: one row each."""
+        """Note that the blocks of these rows have contents now, and whom they wait for."""
         store, publisher = self._store, self._publisher
         handles = store.handles_of_all(blocks) if self._is_full else store.handles_of(blocks)
         ids = blocks[self._ordered] if self._others else blocks
@@ -185,37 +221,15 @@ class LeafGrower:
         for group in self._shape.others:
             filled = blocks[group.index]
             publisher.fill_single(group, filled[filled != 0])
-        self._tree.num_units += len(rows)
-        beside = handles[self._others] if self._others else handles[:0]
-        packed = tokens.tobytes()
-        digests, parents = self._append_units(rows, ids, beside, packed)
+        self._tree.num_units += len(units)
         if self._evictor.digest_of.size:
-            publisher.note_digests(beside, b"".join(digests))
-        grown = GrownSegments(rows, units, packed, digests, parents)
+            publisher.note_digests(handles[self._others], b"".join(grown.digests))
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            segments: Sequence[Segment] = grown
+            made = GrownSegments(grown.rows, units, contents, grown.digests, grown.parents)
+            segments: Sequence[Segment] = made
             if self._is_mixed:
-                segments = [grown.with_lead(i, publisher) for i in range(len(grown))]
+                segments = [made.with_lead(i, publisher) for i in range(len(made))]
             publisher.conclude(Published(segments, handles, is_content=True))
-
-    def _append_units(
-        self, rows: list[Row], ids: IndexArray, handles: HandleArray, tokens: bytes
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Append one unit to the run of each row; return the digests, and those before them."""
-        unit_bytes = self._shape.unit_bytes
-        hash_plain = self._hash_fn.hash_plain
-        digests: list[bytes] = []
-        parents: list[bytes] = []
-        columns, others = ids.T.tolist(), handles.T.tolist()
-        at = 0
-        for i, row in enumerate(rows):
-            end = at + unit_bytes
-            digest_of = hash_plain if row.is_plain else partial(self._digest, row)
-            parent, digest = row.run.append_unit(tokens[at:end], columns[i], others[i], digest_of)
-            digests.append(digest)
-            parents.append(parent)
-            at = end
-        return digests, parents
 
     def _unit_blocks(self, group: GroupShape, rows: IndexArray, units: Int64Array) -> Int32Array:
         """Return, per row, the block that ends with its unit `units[i]`; 0 where none does."""

@@ -388,7 +388,8 @@ class RowServer:
                 if row is not None:
                     row.request = batch.requests[places[i]]
                     self._publisher.publish(row, int(cached[i]))
-        tables.note_full(rows, (tables.published.take(rows) + 1) * self._shape.unit_tokens)
+            rows = rows.take(single)
+            tables.note_full(rows, (tables.published.take(rows) + 1) * self._shape.unit_tokens)
 
     def _serve_singly(self, batch: RowBatch, busy: _Busy) -> tuple[Int32Array, BlockTablePatch]:
         is_reserved: list[int] = []

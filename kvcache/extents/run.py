@@ -15,7 +15,6 @@ Where a group's blocks are several units long, a block stands at its last unit, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -35,37 +34,46 @@ _MANY_PIECES = 128
 _SETTLED_PER_PIECE = 8
 """Appended pieces, each with arrays of its own, become one when there are many for so few units."""
 
-_NO_HANDLES: HandleArray = np.empty((0, 0), dtype=np.int64)
+_ID_BYTES = 4
+_HANDLE_BYTES = 8
 _Piece: TypeAlias = "tuple[bytes, Int32Array, HandleArray, bytes]"
 
 
-class _Units:
-    """Units that came one by one: `ids` and `handles` of one unit after the other."""
+class WaitingUnits:
+    """Units that came one by one: of each its tokens, ids, handles and digest, all as bytes.
 
-    __slots__ = ("digests", "handles", "ids", "tokens")
+    `last` is the digest of the last one, before the first one comes that of the unit before it.
+    Nothing here is an object per unit: thousands of rows append one every few steps.
+    """
 
-    def __init__(self) -> None:
-        self.tokens: list[bytes] = []
-        self.ids: list[int] = []
-        self.handles: list[int] = []
-        self.digests: list[bytes] = []
+    __slots__ = ("last", "packed")
 
-    def piece(self) -> _Piece:
-        """Return them as arrays."""
-        shape = len(self.tokens), -1
-        ids = np.array(self.ids, dtype=np.int32).reshape(shape).T
-        handles = _NO_HANDLES
-        if self.handles:
-            handles = np.array(self.handles, dtype=np.int64).reshape(shape).T
-        return b"".join(self.tokens), ids, handles, b"".join(self.digests)
+    def __init__(self, last: bytes) -> None:
+        self.last = last
+        self.packed = bytearray()
+
+    def piece(self, unit_bytes: int, num_ids: int, num_handles: int) -> _Piece:
+        """Return them as arrays; a unit has so many bytes of tokens, so many ids and handles."""
+        handles_at = unit_bytes + _ID_BYTES * num_ids
+        digest_at = handles_at + _HANDLE_BYTES * num_handles
+        units = np.frombuffer(self.packed, np.uint8).reshape(-1, digest_at + len(self.last))
+        ids = np.frombuffer(units[:, unit_bytes:handles_at].tobytes(), np.int32)
+        handles = np.frombuffer(units[:, handles_at:digest_at].tobytes(), np.int64)
+        return (
+            units[:, :unit_bytes].tobytes(),
+            ids.reshape(len(units), num_ids).T,
+            handles.reshape(len(units), num_handles).T,
+            units[:, digest_at:].tobytes(),
+        )
 
 
 class Run:
     """Units `[start, start + num_units)` of every sequence that goes through it.
 
     Invariants: `children` are keyed by the token bytes of their first unit; `num_holders` counts
-    direct holders and held children. Appended units wait, first `_pieces`, then `_units`, and
+    direct holders and held children. Appended units wait, first `_pieces`, then `waiting`, and
     trimmed ones stay behind the end, until `settle` makes arrays of exactly `num_units` units.
+    `waiting` is there only while one row holds the run, which is a leaf, and grows it.
     `entry` is the number by which the eviction policy knows the run while nobody holds it, else
     `NO_ENTRY`. `has_past` says that it knew the run once, and `cut_from` by which content it knows
     what this run was the first part of. `tenant` has all blocks of it, if there are tenants.
@@ -73,7 +81,6 @@ class Run:
 
     __slots__ = (
         "_pieces",
-        "_units",
         "children",
         "cut_from",
         "digests",
@@ -89,6 +96,7 @@ class Run:
         "start",
         "tenant",
         "tokens",
+        "waiting",
     )
 
     def __init__(
@@ -118,7 +126,7 @@ class Run:
         self.tenant: TenantAccount | None = None if parent is None else parent.tenant
         self.is_unsettled = False
         self._pieces: list[_Piece] | None = None
-        self._units: _Units | None = None
+        self.waiting: WaitingUnits | None = None
 
     def __repr__(self) -> str:
         return f"Run([{self.start}, {self.end}), {self.num_holders} holders)"
@@ -130,8 +138,8 @@ class Run:
 
     def last_digest(self, digest_bytes: int) -> bytes:
         """Return the digest of the last unit; of a root, the one before every first unit."""
-        if self._units is not None:
-            return self._units.digests[-1]
+        if self.waiting is not None:
+            return self.waiting.last
         if self._pieces:
             return self._pieces[-1][3][-digest_bytes:]
         if not self.num_units:
@@ -139,40 +147,24 @@ class Run:
         end = self.num_units * digest_bytes
         return self.digests[end - digest_bytes : end]
 
-    def append_unit(
-        self,
-        tokens: bytes,
-        ids: Sequence[int],
-        handles: Sequence[int],
-        digest_of: Callable[[bytes, bytes], bytes],
-    ) -> tuple[bytes, bytes]:
-        """Take one unit at the end, which most appends of running requests are.
+    def begin_waiting(self) -> WaitingUnits:
+        """Let units wait that come one by one from now on, as most of running requests do.
 
-        `digest_of` digests the unit's tokens behind the digest before it; returns both digests.
+        It is a leaf that one row holds alone. Who appends to what is returned adds to `num_units`.
         """
-        units = self._units
-        if units is None:
-            if self._pieces is None and self.ids.shape[1] > self.num_units:
-                self._compact()
-            digest_bytes = len(self.digests) // self.ids.shape[1]
-            digest = digest_of(parent := self.last_digest(digest_bytes), tokens)
-            units = self._units = _Units()
-            self.is_unsettled = True
-        else:
-            digest = digest_of(parent := units.digests[-1], tokens)
-        units.tokens.append(tokens)
-        units.ids += ids
-        units.handles += handles
-        units.digests.append(digest)
-        self.num_units += 1
-        return parent, digest
+        if self._pieces is None and self.ids.shape[1] > self.num_units:
+            self._compact()
+        digest_bytes = len(self.digests) // self.ids.shape[1]
+        waiting = self.waiting = WaitingUnits(self.last_digest(digest_bytes))
+        self.is_unsettled = True
+        return waiting
 
     def append(
         self, tokens: bytes, ids: Int32Array, handles: HandleArray, digests: bytes, num_units: int
     ) -> None:
         """Take units at the end. Shapes: `(groups, num_units)`."""
         if self._pieces is None:
-            if self._units is None and self.ids.shape[1] > self.num_units:
+            if self.waiting is None and self.ids.shape[1] > self.num_units:
                 self._compact()
             self._pieces = []
         self._end_units(self._pieces)
@@ -200,7 +192,7 @@ class Run:
 
     def gather(self) -> None:
         """Make the arrays cover all units there are; trimmed ones may stay behind the end."""
-        if self._units is not None or self._pieces is not None:
+        if self.waiting is not None or self._pieces is not None:
             self.is_unsettled = False
             pieces = self._pieces or []
             self._end_units(pieces)
@@ -273,9 +265,10 @@ class Run:
 
     def _end_units(self, pieces: list[_Piece]) -> None:
         """Let units that came one by one be one piece more."""
-        if self._units is not None:
-            pieces.append(self._units.piece())
-            self._units = None
+        if self.waiting is not None:
+            unit_bytes = len(self.tokens) // self.ids.shape[1]
+            pieces.append(self.waiting.piece(unit_bytes, len(self.ids), len(self.handles)))
+            self.waiting = None
 
     def _compact(self) -> None:
         count = self.num_units

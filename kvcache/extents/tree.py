@@ -140,6 +140,8 @@ class RunTree:
 
     def hold(self, run: Run) -> None:
         """Hold a run, and with it everything above."""
+        if run.waiting is not None:
+            run.gather()  # it may not be one row's alone any more
         taken: list[Run] = []
         standing: Run | None = run
         while standing is not None:
