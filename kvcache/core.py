@@ -284,15 +284,24 @@ class RowBatch:
             )
 
 
-def patch_of(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
-    """Return the changes of rows (slot, change) as one command."""
+def patch_of(
+    changes: Sequence[tuple[int, TableChange]], before: BlockTablePatch = EMPTY_PATCH
+) -> BlockTablePatch:
+    """Return `before`, followed by the changes of rows (slot, change), as one command."""
     if not changes:
-        return EMPTY_PATCH
-    rows = [
-        (slot, change.group, change.first_index, len(change.block_ids)) for slot, change in changes
-    ]
-    slots, groups, first_indices, counts = np.array(tuple(zip(*rows, strict=True)), dtype=np.int32)
-    ids = np.concatenate([change.block_ids for _, change in changes])
+        return before
+    num_before = len(before.slots)
+    columns = np.empty((4, num_before + len(changes)), dtype=np.int32)
+    if num_before:
+        known = before.slots, before.groups, before.first_indices, before.counts
+        for column, values in zip(columns, known, strict=True):
+            column[:num_before] = values
+    columns[0, num_before:] = [slot for slot, _ in changes]
+    columns[1, num_before:] = [change.group for _, change in changes]
+    columns[2, num_before:] = [change.first_index for _, change in changes]
+    columns[3, num_before:] = [len(change.block_ids) for _, change in changes]
+    ids = np.concatenate((before.block_ids, *[change.block_ids for _, change in changes]))
+    slots, groups, first_indices, counts = columns
     return BlockTablePatch(slots, groups, first_indices, counts, ids)
 
 

@@ -121,6 +121,10 @@ class BlockPool(ReferencedBlocks):
         """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
         return self._blank.get_all_free_blocks() + self._policy.order()
 
+    def weight(self, entry: int) -> int:
+        """Return one: an entry is a block."""
+        return 1
+
     def weights(self, entries: IndexArray) -> IndexArray:
         """Return one for each entry: an entry is a block."""
         return np.ones_like(entries)

@@ -174,9 +174,10 @@ class BlockStore:
             del self.num_unsealed[client]
 
     def _count_unsealed(self, seals: npt.NDArray[np.int16], change: int) -> None:
-        waiting = seals[seals > SEALED]
-        if not len(waiting):
+        is_waiting = seals > SEALED
+        if not np.count_nonzero(is_waiting):
             return
+        waiting = seals[is_waiting]
         for client, count in zip(*np.unique(waiting, return_counts=True), strict=True):
             left = self.num_unsealed[int(client)] + change * int(count)
             if left:

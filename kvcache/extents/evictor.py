@@ -59,11 +59,13 @@ class Evictor:
 
     # --- the policy's book ---------------------------------------------------------------------
 
+    def weight(self, entry: int) -> int:
+        """Return how many blocks an entry frees."""
+        run = self._tree.run_by_entry.get(entry)
+        return 1 if run is None else self._tree.num_blocks(run)
+
     def weights(self, entries: IndexArray) -> IndexArray:
         """Return how many blocks each entry frees."""
-        if len(entries) == 1:
-            run = self._tree.run_by_entry.get(int(entries[0]))
-            return index_array([1 if run is None else self._tree.num_blocks(run)])
         weights = np.ones(len(entries), dtype=np.intp)
         for place in np.flatnonzero(entries >= self._tree.first_entry).tolist():
             run = self._tree.run_by_entry[int(entries[place])]

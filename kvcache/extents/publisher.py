@@ -224,7 +224,7 @@ class Publisher:
             else:
                 ordered = store.handles_of(ids)
             of_groups = self._in_order_of_groups(ordered, handles)
-            segment = self.segment(row, start, end - start, digests, parent)
+            segment = self.segment_of(row.run, row.request, start, end - start, digests, parent)
             self.conclude(Published([segment], of_groups, is_content=True))
 
     def _blocks(self, row: Row, start: int, end: int) -> tuple[Int32Array, Int32Array]:

@@ -49,6 +49,7 @@ class Reserver:
         self._parts = parts
         self._shape = parts.shape
         self._in_rows = parts.shape.in_rows
+        self._is_simple = parts.shape.is_plain and len(parts.shape.groups) == 1
         self._store = parts.store
         self._tenants = parts.store.tenants
         self._tree = parts.tree
@@ -179,6 +180,8 @@ class Reserver:
         match = None
         if hit is not None and hit.num_tokens:
             match = self.look_up.find_again(request, hit)
+        if self._is_simple:
+            return self._admit_simply(request, reservation, match)
         wanted = [self._first_columns(group, reservation, match) for group in self._in_rows]
         needed = sum([columns.num_blocks for columns in wanted])
         for g, keeper in self._lists.by_group.items():
@@ -199,6 +202,35 @@ class Reserver:
                 changes = self._whole_tables(row)
         self._publish(row, reservation, are_new=True)
         return changes
+
+    def _admit_simply(
+        self, request: Request, reservation: Reservation, match: Match | None
+    ) -> list[TableChange] | None:
+        """Do `_admit` where there is one table, with a block for each unit."""
+        unit_tokens, store = self._shape.unit_tokens, self._store
+        num_held = 0 if match is None else match.num_units
+        num_new = max(0, -(-reservation.num_slot_tokens // unit_tokens) - num_held)
+        needed = num_new
+        if match is not None:
+            needed += self._num_unheld(match, reservation)
+        if self._tenants is not None:
+            self._tenants.serve(self._tenants.account(request.namespace))
+        if not self._has_room(needed, reservation):
+            return None
+        self.look_up.forget()
+        row = self._open_row(request, reservation, match)
+        table = taken = self._evictor.take_bare(num_new)
+        if match is not None:
+            table = np.concatenate((match.hit.block_ids[0], taken))
+        num_units = 0
+        if self.can_publish:
+            num_units = min(reservation.num_cached_tokens, request.num_tokens) // unit_tokens
+        num_published = max(0, num_units - num_held)
+        if num_published < num_new:  # others get no reference: they are the tree's at once
+            store.references[taken[num_published:]] = 1
+        self._tables.fill(0, row.index, table, 0)
+        self._publish(row, reservation, are_new=True)
+        return [TableChange(0, 0, table)] if len(table) else []
 
     def _has_room(self, num_blocks: int, reservation: Reservation) -> bool:
         """Say whether so many blocks can be had, cached ones included, by whoever is served."""

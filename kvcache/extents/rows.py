@@ -65,17 +65,19 @@ class RowTables:
 
     def __init__(self, shape: TreeShape) -> None:
         """Have no row yet."""
-        num_groups = len(shape.groups)
+        self._num_groups = len(shape.groups)
         self.by_id: dict[str, Row] = {}
         self.by_index: list[Row | None] = []
         self.tables: list[TableArray] = [np.zeros((0, 0), dtype=np.int32) for _ in shape.groups]
-        self.num_columns: Int64Array = np.zeros((num_groups, 0), dtype=np.int64)
-        self.first_kept: Int64Array = np.zeros((num_groups, 0), dtype=np.int64)
-        self.published: Int64Array = np.zeros(0, dtype=np.int64)
-        self.capacity_tokens: Int64Array = np.zeros(0, dtype=np.int64)
-        self.full_tokens: Int64Array = np.zeros(0, dtype=np.int64)
-        self.skip_tokens: Int64Array = np.zeros(0, dtype=np.int64)
-        self.next_tokens: Int64Array = np.zeros(0, dtype=np.int64)
+        self.num_columns: Int64Array
+        self.first_kept: Int64Array
+        self.published: Int64Array
+        self.capacity_tokens: Int64Array
+        self.full_tokens: Int64Array
+        self.skip_tokens: Int64Array
+        self.next_tokens: Int64Array
+        # All of these figures are rows of one array, a column for each row of the tables.
+        self._name_figures(np.zeros((2 * self._num_groups + 5, 0), dtype=np.int64))
         self._row_of_slot: IndexArray = index_array(())
         self._last_slots: bytes | None = None
         self._last_rows: IndexArray = index_array(())
@@ -102,11 +104,7 @@ class RowTables:
         if row.slot != NO_ROW:
             self._row_of_slot[row.slot] = NO_ROW
             self._last_slots = None
-        self.num_columns[:, index] = 0
-        self.first_kept[:, index] = 0
-        self.published[index] = 0
-        self.note_limits(index, 0, 0)
-        self.skip_tokens[index] = 0
+        self._figures[:, index] = 0
         self.by_index[index] = None
         del self.by_id[row.request.request_id]
         heapq.heappush(self._free, index)
@@ -211,10 +209,11 @@ class RowTables:
             grown = np.zeros((end, table.shape[1]), dtype=np.int32)
             grown[:start] = table
             self.tables[group] = grown
-        self.num_columns = np.pad(self.num_columns, ((0, 0), (0, count)))
-        self.first_kept = np.pad(self.first_kept, ((0, 0), (0, count)))
-        self.published = np.pad(self.published, (0, count))
-        self.capacity_tokens = np.pad(self.capacity_tokens, (0, count))
-        self.full_tokens = np.pad(self.full_tokens, (0, count))
-        self.skip_tokens = np.pad(self.skip_tokens, (0, count))
-        self.next_tokens = np.pad(self.next_tokens, (0, count))
+        self._name_figures(np.pad(self._figures, ((0, 0), (0, count))))
+
+    def _name_figures(self, figures: Int64Array) -> None:
+        """Let the figures be rows of this array, a view each."""
+        self._figures, num_groups = figures, self._num_groups
+        self.num_columns, self.first_kept = figures[:num_groups], figures[num_groups:-5]
+        self.published, self.capacity_tokens, self.full_tokens = figures[-5:-2]
+        self.skip_tokens, self.next_tokens = figures[-2:]

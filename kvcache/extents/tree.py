@@ -157,13 +157,17 @@ class RunTree:
     def release(self, run: Run) -> None:
         """Hold a run no longer. What nobody holds now can be evicted, its tail first."""
         unheld: list[Run] = []
-        standing: Run | None = run
-        while standing is not None:
+        standing = run
+        while True:
             standing.num_holders = left = standing.num_holders - 1
             if left:
                 break
+            parent = standing.parent
+            if parent is None:
+                self.forget_root_if_empty(standing)
+                break
             unheld.append(standing)
-            standing = standing.parent
+            standing = parent
         if unheld:
             self._put_unheld(unheld)
 
@@ -322,33 +326,35 @@ class RunTree:
         return first // self.shape.unit_tokens if differs[first] else max_units
 
     def _put_unheld(self, unheld: list[Run]) -> None:
-        """Let runs, each the parent of the one before, be evicted from now on."""
-        entries: list[int] = []
+        """Let runs, each the parent of the one before, be evicted from now on. No root is there."""
+        runs: list[Run] = []
         first, num_runs = 0, len(unheld)
         while first < num_runs:
             end = first + 1
-            while end < num_runs and len(unheld[end].children) == 1 and unheld[end].parent:
+            while end < num_runs and len(unheld[end].children) == 1:
                 end += 1
             if end - first == 1:
-                self._put_one(unheld[first], entries)
+                runs.append(unheld[first])
             else:
                 for segment in self._worth_merging(unheld[first:end]):
                     if len(segment) > 1:
                         self._merge(segment)
-                    self._put_one(segment[0], entries)
+                    runs.append(segment[0])
             first = end
-        if entries:
-            self._store.policy.insert(entries)
+        if not self._is_plain:
+            runs = self._without_blockless(runs)
+        if runs:
+            self._store.policy.insert(self._give_entries(runs))
 
-    def _put_one(self, run: Run, entries: list[int]) -> None:
-        """Give an unheld run an entry, unless it has no block to go by."""
-        num_blocks = run.num_units if self._is_plain else self.num_blocks(run)
-        if run.parent is None:
-            self.forget_root_if_empty(run)
-        elif num_blocks:
-            entries.append(self._give_entry(run, num_blocks))
-        elif self._num_ordered and not run.children:
-            self._drop_blockless(run)
+    def _without_blockless(self, runs: list[Run]) -> list[Run]:
+        """Return those of unheld runs that have a block to go by; of the others leaves go."""
+        kept = []
+        for run in runs:
+            if self.num_blocks(run):
+                kept.append(run)
+            elif self._num_ordered and not run.children:
+                self._drop_blockless(run)
+        return kept
 
     def _worth_merging(self, segment: list[Run]) -> Iterator[list[Run]]:
         short = sum(run.num_units for run in segment) <= _MERGED_UNITS
@@ -367,17 +373,19 @@ class RunTree:
         if run.parent is not None:
             run.parent.children[run.tokens[: self.shape.unit_bytes]] = run
 
-    def _give_entry(self, run: Run, num_blocks: int) -> int:
-        """Make an unheld run of so many blocks known to the policy under a number of its own."""
-        if self._free_entries:
-            entry = self._free_entries.pop()
-        else:
-            entry = self.first_entry + len(self.run_by_entry)
-        run.entry = entry
-        self.run_by_entry[entry] = run
-        run.has_past = True
-        self._count_unheld(run, num_blocks)
-        return entry
+    def _give_entries(self, runs: list[Run]) -> list[int]:
+        """Give unheld runs the numbers by which the policy is to know them."""
+        by_entry, free, num_blocks = self.run_by_entry, self._free_entries, 0
+        entries = []
+        for run in runs:
+            entry = free.pop() if free else self.first_entry + len(by_entry)
+            entries.append(entry)
+            run.entry = entry
+            by_entry[entry] = run
+            run.has_past = True
+            num_blocks += run.num_units if self._is_plain else self.num_blocks(run)
+        self._count_unheld(runs[0], num_blocks)  # they are of one namespace
+        return entries
 
     def _take_entries(self, runs: list[Run]) -> list[int]:
         """Take the entries of runs from them; the policy's are the caller's to take."""

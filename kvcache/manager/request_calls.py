@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.core import CacheHit, Core, NewestState, TableChange
+from kvcache.commands import BlockTablePatch
+from kvcache.core import CacheHit, Core, NewestState, TableChange, patch_of
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.admission import Admission, Demand
@@ -24,7 +24,6 @@ from kvcache.manager.forks import Forks, require_continuation
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.slots import CALLER
-from kvcache.manager.step_execution import join_patches
 from kvcache.manager.tiers import TierLink
 from kvcache.request import BlockHasher, Request
 
@@ -182,7 +181,7 @@ class RequestCalls:
                 if first is not None and first < len(ids):
                     changes.append((slot, TableChange(group, first, int32_array(ids[first:]))))
         self._stale.clear()
-        return join_patches(EMPTY_PATCH, changes)
+        return patch_of(changes)
 
     def _prepare(self, request: Request) -> None:
         """Refuse a request of another model epoch; give it the hasher of this manager."""

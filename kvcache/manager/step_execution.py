@@ -336,24 +336,8 @@ class StepExecutor:
             rolled_back_computed=_column([row.num_computed for row in rolled_back]),
             rolled_back_tokens=_column([row.num_tokens for row in rolled_back]),
             forked_slots=_column(answer.forked_slots),
-            patches=join_patches(patch, answer.changes),
+            patches=patch_of(answer.changes, patch),
         )
-
-
-def join_patches(patch: BlockTablePatch, changes: list[tuple[int, TableChange]]) -> BlockTablePatch:
-    """Return `patch` followed by the changes of the tables in the given slots."""
-    if not changes:
-        return patch
-    if not len(patch.slots):
-        return patch_of(changes)
-    after = patch_of(changes)
-    return BlockTablePatch(
-        np.concatenate((patch.slots, after.slots)),
-        np.concatenate((patch.groups, after.groups)),
-        np.concatenate((patch.first_indices, after.first_indices)),
-        np.concatenate((patch.counts, after.counts)),
-        np.concatenate((patch.block_ids, after.block_ids)),
-    )
 
 
 def _column(values: list[int]) -> Int32Array:

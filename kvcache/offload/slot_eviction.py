@@ -57,6 +57,10 @@ class SlotEviction:
         last = entry * table.blocks_per_slot + place - 1
         return EntryInfo(content=table.keys[last] if place else None)
 
+    def weight(self, entry: int) -> int:
+        """Every slot weighs the same."""
+        return 1
+
     def weights(self, entries: IndexArray) -> IndexArray:
         """Every slot weighs the same."""
         return np.ones(len(entries), np.intp)

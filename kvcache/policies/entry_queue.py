@@ -178,7 +178,7 @@ class EntryQueue:
         stamp = self._last_stamp = self._last_stamp + 1
         self._length += len(entries)
         if len(entries) <= _FEW:
-            few = list(map(int, entries))
+            few = entries.tolist() if isinstance(entries, np.ndarray) else list(entries)
             for entry in few:
                 self._stamps[entry] = stamp
             return _Segment(stamp, few)

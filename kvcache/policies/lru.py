@@ -55,12 +55,12 @@ class LRUPolicy:
             if first is None:
                 return Victims(singly, num_of_last)
             singly.append(first)
-            weight = int(book.weights(index_array((first,)))[0])
-            num_of_last = min(weight, missing)
+            weight = book.weight(first)
+            if weight >= missing:
+                return Victims(singly, missing)
+            num_of_last = weight
             missing -= weight
             num_at_once = -(-missing * len(singly) // (num_blocks - missing))
-        if missing <= 0:
-            return Victims(singly, num_of_last)
         chosen = [index_array(singly)]
         while missing > 0 and len(queue):
             # Every entry frees a block at least: no more of them than blocks are needed. A run

@@ -8,7 +8,7 @@ evict: it proposes, the owner of the bytes decides, and gives back what must sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcache.arrays import IndexArray
 from kvcache.policies.entry_queue import Entries
@@ -49,12 +49,14 @@ class EntryBook(Protocol):
     def describe(self, entry: int) -> EntryInfo:
         """Say what is known of an entry that was inserted."""
 
+    def weight(self, entry: int) -> int:
+        """Return how many blocks this entry frees. Needed unless all weigh one."""
+
     def weights(self, entries: IndexArray) -> IndexArray:
         """Return how many blocks each of these entries frees. Needed unless all weigh one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Victims:
+class Victims(NamedTuple):
     """Entries to evict, in this order. All of each goes, but of the last one only its tail: the
     `num_blocks_of_last` blocks at its end (its whole weight where it is a single block)."""
 

@@ -17,6 +17,9 @@ class Book:
     def is_uniform(self) -> bool:
         return not self._weights
 
+    def weight(self, entry: int) -> int:
+        return self._weights.get(entry, 1)
+
     def weights(self, entries: IndexArray) -> IndexArray:
         return index_array([self._weights.get(entry, 1) for entry in entries.tolist()])
 

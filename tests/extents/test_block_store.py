@@ -19,6 +19,9 @@ NUM_BLOCKS = 12
 class Book:
     is_uniform = True
 
+    def weight(self, entry: int) -> int:
+        return 1
+
     def weights(self, entries: IndexArray) -> IndexArray:
         return np.ones_like(entries)
 

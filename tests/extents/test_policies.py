@@ -21,6 +21,9 @@ class WeightedBook:
     def __init__(self, weights: IndexArray) -> None:
         self._weights = weights
 
+    def weight(self, entry: int) -> int:
+        return int(self._weights[entry])
+
     def weights(self, entries: IndexArray) -> IndexArray:
         chosen: IndexArray = self._weights[np.asarray(entries, dtype=np.intp)]
         return chosen

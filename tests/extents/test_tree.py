@@ -42,6 +42,9 @@ class Book:
     def __init__(self) -> None:
         self.tree: RunTree
 
+    def weight(self, entry: int) -> int:
+        return self.tree.num_blocks(self.tree.run_by_entry[entry])
+
     def weights(self, entries: IndexArray) -> IndexArray:
         runs = [self.tree.run_by_entry[entry] for entry in entries.tolist()]
         return np.array([self.tree.num_blocks(run) for run in runs], dtype=np.intp)

@@ -16,6 +16,9 @@ class WrittenBook:
     def describe(self, entry: int) -> EntryInfo:
         return self.infos.get(entry) or EntryInfo(content=name_of(entry))
 
+    def weight(self, entry: int) -> int:
+        return self.describe(entry).weight_blocks
+
     def weights(self, entries: IndexArray) -> IndexArray:
         return index_array([self.describe(entry).weight_blocks for entry in entries.tolist()])
 

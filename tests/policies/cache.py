@@ -88,6 +88,9 @@ class Cache:
             cut_from=content.cut_from,
         )
 
+    def weight(self, entry: int) -> int:
+        return self.held_by[entry].num_blocks
+
     def weights(self, entries: IndexArray) -> IndexArray:
         return index_array([self.held_by[entry].num_blocks for entry in entries.tolist()])
 
