@@ -267,20 +267,23 @@ class RowBatch:
 
     def require_columns(self) -> None:
         """Raise RequestError if a column has not one entry per request."""
-        columns = [
-            self.slots,
-            self.num_computed_tokens,
-            self.num_slot_tokens,
-            self.num_cached_tokens,
-        ]
+        lengths: tuple[int, ...] = (
+            len(self.slots),
+            len(self.num_computed_tokens),
+            len(self.num_slot_tokens),
+            len(self.num_cached_tokens),
+        )
         if (states := self.states) is not None:
-            columns.append(states.num_own_tokens)
-            columns += (states.num_last_own_tokens, states.num_accepted_drafts)
-        lengths = [len(column) for column in columns]
-        if any(length != len(self.requests) for length in lengths):
+            lengths += (
+                len(states.num_own_tokens),
+                len(states.num_last_own_tokens),
+                len(states.num_accepted_drafts),
+            )
+        num_rows = len(self.requests)
+        if lengths.count(num_rows) != len(lengths):
             raise RequestError(
-                f"a batch of {len(self.requests)} rows has columns of {lengths} entries: give one "
-                "per row"
+                f"a batch of {num_rows} rows has columns of {list(lengths)} entries: give one per "
+                "row"
             )
 
 

@@ -8,7 +8,7 @@ follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import overload
 
 import numpy as np
 
@@ -32,9 +32,10 @@ class GrownSegments(Sequence[Segment]):
     Most are never asked for: where nobody is told of contents and no step fails.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - what the units of a step are
         self,
         rows: list[Row],
+        runs: list[Run],
         units: Int64Array,
         tokens: Int32Array,
         digests: list[bytes],
@@ -45,7 +46,7 @@ class GrownSegments(Sequence[Segment]):
         self._parents = parents
         self._tokens = tokens
         self._rows = rows
-        self._runs = [row.run for row in rows]
+        self._runs = runs
         self._units = units
 
     def __len__(self) -> int:
@@ -85,15 +86,6 @@ class GrownSegments(Sequence[Segment]):
         return self._runs[index], int(self._units[index]), self._rows[index].request
 
 
-class _Grown(NamedTuple):
-    """Rows whose leaves have grown by a unit, its digest and the one before; and the others."""
-
-    rows: list[Row]
-    digests: list[bytes]
-    parents: list[bytes]
-    others: list[int]
-
-
 class LeafGrower:
     """Grows the leaves of rows of one core."""
 
@@ -123,24 +115,24 @@ class LeafGrower:
         `places` are the rows' places in the batch whose `tokens` these are. Returns the indices of
         the rows that must be published one by one.
         """
-        tables, unit_tokens = self._tables, self._shape.unit_tokens
+        tables, by_index = self._tables, self._tables.by_index
         units = tables.published.take(rows)
         blocks = self._blocks(rows, units)
-        if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
-            tokens.sync(places)
-        contents = tokens.newest_units(places, units)
-        grown = self._append_units(rows, units, blocks, contents, self._odd(blocks, units, cached))
-        others = index_array(grown.others)
-        if grown.others:
+        members = [row for index in rows.tolist() if (row := by_index[index]) is not None]
+        others = self._others_of(members, self._odd(blocks, units, cached))
+        if others:
             chosen = np.delete(np.arange(len(rows)), others)
-            rows, units, blocks = rows[chosen], units[chosen], blocks[:, chosen]
-            contents = contents[chosen]
-        if len(rows):
-            self._enter(grown, units, index_array(blocks), contents)
+            members = [members[i] for i in chosen.tolist()]
+            rows, units, places = rows[chosen], units[chosen], places[chosen]
+            blocks = blocks[:, chosen]
+        if members:
+            if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
+                tokens.sync(places)
+            self._grow_leaves(members, units, blocks, tokens.newest_units(places, units))
             units = units + 1
             tables.published[rows] = units
-            tables.note_full(rows, (units + 1) * unit_tokens)
-        return others
+            tables.note_full(rows, (units + 1) * self._shape.unit_tokens)
+        return index_array(others)
 
     def _blocks(self, rows: IndexArray, units: Int64Array) -> Int32Array:
         """Return each row's block of each group that ends with its unit, shape `(groups, n)`."""
@@ -157,48 +149,47 @@ class LeafGrower:
         is_odd = np.logical_or.reduce(is_shared) | fills_more
         return frozenset(is_odd.nonzero()[0].tolist())
 
-    def _append_units(
-        self,
-        rows: IndexArray,
-        units: Int64Array,
-        blocks: Int32Array,
-        contents: Int32Array,
-        odd: frozenset[int],
-    ) -> _Grown:
-        """Append a unit to the leaf of each row that it grows, with its blocks and content."""
-        grown = _Grown([], [], [], [])
-        by_index, hash_plain = self._tables.by_index, self._hash_fn.hash_plain
-        packed, size = self._packed(blocks, contents)
-        unit_bytes = self._shape.unit_bytes
-        for i, index in enumerate(rows.tolist()):
-            row = by_index[index]
-            if row is None or i in odd:
-                grown.others.append(i)
-                continue
-            run = row.run
+    def _others_of(self, rows: list[Row], odd: frozenset[int]) -> list[int]:
+        """Return which rows have no leaf of their own that grows by one unit; others begin to."""
+        if not odd and None not in [row.run.waiting for row in rows]:
+            return []
+        others = []
+        for i, row in enumerate(rows):
+            if i in odd:
+                others.append(i)
+            elif row.run.waiting is None:
+                if row.has_images or not self._tree.can_grow(row.run):
+                    others.append(i)
+                else:
+                    row.run.begin_waiting()
+        return others
+
+    def _grow_leaves(
+        self, rows: list[Row], units: Int64Array, blocks: Int32Array, contents: Int32Array
+    ) -> None:
+        """Append `units[i]` to the run of row `i`, with its blocks and its content."""
+        runs = [row.run for row in rows]
+        hash_plain = self._hash_fn.hash_plain
+        digests: list[bytes] = []
+        parents: list[bytes] = []
+        each = zip(rows, runs, _bytes_of(contents), self._packed(blocks, contents), strict=True)
+        for row, run, tokens, packed in each:
             waiting = run.waiting
-            if waiting is None:
-                if row.has_images or not self._tree.can_grow(run):
-                    grown.others.append(i)
-                    continue
-                waiting = run.begin_waiting()
-            at, parent = i * size, waiting.last
-            tokens = packed[at : at + unit_bytes]
+            assert waiting is not None
+            parents.append(parent := waiting.last)
             if row.is_plain:
                 digest = hash_plain(parent, tokens)
             else:
                 digest = self._digest(row, parent, tokens)
+            digests.append(digest)
             waiting.last = digest
-            waiting.packed += packed[at : at + size]
-            waiting.packed += digest
+            waiting.packed += packed + digest
             run.num_units += 1
-            grown.rows.append(row)
-            grown.parents.append(parent)
-            grown.digests.append(digest)
-        return grown
+        grown = GrownSegments(rows, runs, units, contents, digests, parents)
+        self._enter(grown, index_array(blocks))
 
-    def _packed(self, blocks: Int32Array, contents: Int32Array) -> tuple[bytes, int]:
-        """Return what `WaitingUnits` hold of each row before its digest, and of how many bytes."""
+    def _packed(self, blocks: Int32Array, contents: Int32Array) -> list[bytes]:
+        """Return what `WaitingUnits` hold of each row's unit before its digest."""
         num_rows, handles_at = len(contents), self._shape.unit_tokens + len(self._ordered)
         packed = np.empty((num_rows, handles_at + 2 * len(self._others)), dtype=np.int32)
         packed[:, : self._shape.unit_tokens] = contents
@@ -206,12 +197,10 @@ class LeafGrower:
         if self._others:
             handles = self._store.handles_of(blocks[self._others])
             packed[:, handles_at:].view(np.int64)[:] = handles.T
-        return packed.tobytes(), packed.shape[1] * packed.itemsize
+        return _bytes_of(packed)
 
-    def _enter(
-        self, grown: _Grown, units: Int64Array, blocks: IndexArray, contents: Int32Array
-    ) -> None:
-        """Note that the blocks of these rows have contents now, and whom they wait for."""
+    def _enter(self, grown: GrownSegments, blocks: IndexArray) -> None:
+        """Note that the blocks of these units have contents now, and whom they wait for."""
         store, publisher = self._store, self._publisher
         handles = store.handles_of_all(blocks) if self._is_full else store.handles_of(blocks)
         ids = blocks[self._ordered] if self._others else blocks
@@ -221,14 +210,13 @@ class LeafGrower:
         for group in self._shape.others:
             filled = blocks[group.index]
             publisher.fill_single(group, filled[filled != 0])
-        self._tree.num_units += len(units)
+        self._tree.num_units += len(grown)
         if self._evictor.digest_of.size:
             publisher.note_digests(handles[self._others], b"".join(grown.digests))
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            made = GrownSegments(grown.rows, units, contents, grown.digests, grown.parents)
-            segments: Sequence[Segment] = made
+            segments: Sequence[Segment] = grown
             if self._is_mixed:
-                segments = [made.with_lead(i, publisher) for i in range(len(made))]
+                segments = [grown.with_lead(i, publisher) for i in range(len(grown))]
             publisher.conclude(Published(segments, handles, is_content=True))
 
     def _unit_blocks(self, group: GroupShape, rows: IndexArray, units: Int64Array) -> Int32Array:
@@ -246,3 +234,9 @@ class LeafGrower:
         lora = row.request.lora
         keys = None if lora is None else (("lora", lora.name, lora.path),)
         return self._hash_fn.hash_block(BlockHash(parent), tokens, keys)
+
+
+def _bytes_of(rows: Int32Array) -> list[bytes]:
+    """Return each row of a table as bytes. Shape `(n, columns)`, both above 0."""
+    pieces: list[bytes] = rows.view(f"V{rows.shape[1] * rows.itemsize}").ravel().tolist()
+    return pieces

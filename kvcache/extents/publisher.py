@@ -71,6 +71,10 @@ class Publisher:
         walk = _NO_WALK
         if row.run.children:
             walk = self._tree.walk(row.run, tokens, 0, end - start)
+        if are_new and not walk.num_units:
+            self._add(row, tokens, start, are_new=True)
+            self._tables.published[row.index] = end
+            return
         if walk.num_units:
             self._follow(row, walk, are_new=are_new)
         middle = start + walk.num_units

@@ -34,8 +34,6 @@ _MANY_PIECES = 128
 _SETTLED_PER_PIECE = 8
 """Appended pieces, each with arrays of its own, become one when there are many for so few units."""
 
-_ID_BYTES = 4
-_HANDLE_BYTES = 8
 _Piece: TypeAlias = "tuple[bytes, Int32Array, HandleArray, bytes]"
 
 
@@ -54,17 +52,15 @@ class WaitingUnits:
 
     def piece(self, unit_bytes: int, num_ids: int, num_handles: int) -> _Piece:
         """Return them as arrays; a unit has so many bytes of tokens, so many ids and handles."""
-        handles_at = unit_bytes + _ID_BYTES * num_ids
-        digest_at = handles_at + _HANDLE_BYTES * num_handles
-        units = np.frombuffer(self.packed, np.uint8).reshape(-1, digest_at + len(self.last))
-        ids = np.frombuffer(units[:, unit_bytes:handles_at].tobytes(), np.int32)
-        handles = np.frombuffer(units[:, handles_at:digest_at].tobytes(), np.int64)
-        return (
-            units[:, :unit_bytes].tobytes(),
-            ids.reshape(len(units), num_ids).T,
-            handles.reshape(len(units), num_handles).T,
-            units[:, digest_at:].tobytes(),
-        )
+        ids_at = unit_bytes // 4  # all of it is made of words of 4 bytes
+        handles_at = ids_at + num_ids
+        digest_at = handles_at + 2 * num_handles
+        units = np.frombuffer(self.packed, np.int32).reshape(-1, digest_at + len(self.last) // 4)
+        handles: HandleArray = np.empty((0, len(units)), dtype=np.int64)
+        if num_handles:
+            handles = units[:, handles_at:digest_at].copy().view(np.int64).T
+        ids = units[:, ids_at:handles_at].T
+        return units[:, :ids_at].tobytes(), ids, handles, units[:, digest_at:].tobytes()
 
 
 class Run:

@@ -104,15 +104,17 @@ class RunTree:
         unit_bytes = self.shape.unit_bytes
         path: list[Run] = []
         matched = part = 0
-        while matched < max_units and (children := run.children):
-            child = children.get(tokens[offset : offset + unit_bytes])
+        while matched < max_units:
+            child = run.children.get(tokens[offset : offset + unit_bytes])
             if child is None:
                 break
             if child.is_unsettled:
                 child.settle()
             path.append(child)
             part = child.num_units
-            if matched + part > max_units or not tokens.startswith(child.tokens, offset):
+            if part > 1 and (
+                matched + part > max_units or not tokens.startswith(child.tokens, offset)
+            ):
                 part = self._common_units(child, tokens, offset, min(part, max_units - matched))
                 matched += part
                 break
@@ -157,7 +159,7 @@ class RunTree:
     def release(self, run: Run) -> None:
         """Hold a run no longer. What nobody holds now can be evicted, its tail first."""
         unheld: list[Run] = []
-        standing = run
+        standing, has_chain = run, False
         while True:
             standing.num_holders = left = standing.num_holders - 1
             if left:
@@ -167,9 +169,14 @@ class RunTree:
                 self.forget_root_if_empty(standing)
                 break
             unheld.append(standing)
+            has_chain |= len(standing.children) == 1
             standing = parent
+        if has_chain:
+            unheld = self._joined(unheld)
+        if not self._is_plain:
+            unheld = self._without_blockless(unheld)
         if unheld:
-            self._put_unheld(unheld)
+            self._store.policy.insert(self._give_entries(unheld))
 
     def num_unheld_above(self, run: Run) -> int:
         """Return how many blocks of ordered groups holding `run` would take from the policy."""
@@ -325,26 +332,21 @@ class RunTree:
         first = int(differs.argmax())
         return first // self.shape.unit_tokens if differs[first] else max_units
 
-    def _put_unheld(self, unheld: list[Run]) -> None:
-        """Let runs, each the parent of the one before, be evicted from now on. No root is there."""
+    def _joined(self, unheld: list[Run]) -> list[Run]:
+        """Let unheld runs, each the parent of the one before, grow together where none branches
+        off in between. Return those that are left."""
         runs: list[Run] = []
         first, num_runs = 0, len(unheld)
         while first < num_runs:
             end = first + 1
             while end < num_runs and len(unheld[end].children) == 1:
                 end += 1
-            if end - first == 1:
-                runs.append(unheld[first])
-            else:
-                for segment in self._worth_merging(unheld[first:end]):
-                    if len(segment) > 1:
-                        self._merge(segment)
-                    runs.append(segment[0])
+            for segment in self._worth_merging(unheld[first:end]):
+                if len(segment) > 1:
+                    self._merge(segment)
+                runs.append(segment[0])
             first = end
-        if not self._is_plain:
-            runs = self._without_blockless(runs)
-        if runs:
-            self._store.policy.insert(self._give_entries(runs))
+        return runs
 
     def _without_blockless(self, runs: list[Run]) -> list[Run]:
         """Return those of unheld runs that have a block to go by; of the others leaves go."""
