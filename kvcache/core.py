@@ -267,23 +267,15 @@ class RowBatch:
 
     def require_columns(self) -> None:
         """Raise RequestError if a column has not one entry per request."""
-        lengths: tuple[int, ...] = (
-            len(self.slots),
-            len(self.num_computed_tokens),
-            len(self.num_slot_tokens),
-            len(self.num_cached_tokens),
-        )
+        columns = [self.slots, self.num_computed_tokens, self.num_slot_tokens]
+        columns.append(self.num_cached_tokens)
         if (states := self.states) is not None:
-            lengths += (
-                len(states.num_own_tokens),
-                len(states.num_last_own_tokens),
-                len(states.num_accepted_drafts),
-            )
-        num_rows = len(self.requests)
+            columns += (states.num_own_tokens, states.num_last_own_tokens)
+            columns.append(states.num_accepted_drafts)
+        lengths, num_rows = list(map(len, columns)), len(self.requests)
         if lengths.count(num_rows) != len(lengths):
             raise RequestError(
-                f"a batch of {num_rows} rows has columns of {list(lengths)} entries: give one per "
-                "row"
+                f"a batch of {num_rows} rows has columns of {lengths} entries: give one per row"
             )
 
 
@@ -293,16 +285,13 @@ def patch_of(
     """Return `before`, followed by the changes of rows (slot, change), as one command."""
     if not changes:
         return before
-    num_before = len(before.slots)
-    columns = np.empty((4, num_before + len(changes)), dtype=np.int32)
-    if num_before:
+    rows = [(slot, each.group, each.first_index, len(each.block_ids)) for slot, each in changes]
+    columns = np.empty((4, len(before.slots) + len(rows)), dtype=np.int32)
+    columns[:, len(before.slots) :] = list(zip(*rows, strict=True))
+    if len(before.slots):
         known = before.slots, before.groups, before.first_indices, before.counts
         for column, values in zip(columns, known, strict=True):
-            column[:num_before] = values
-    columns[0, num_before:] = [slot for slot, _ in changes]
-    columns[1, num_before:] = [change.group for _, change in changes]
-    columns[2, num_before:] = [change.first_index for _, change in changes]
-    columns[3, num_before:] = [len(change.block_ids) for _, change in changes]
+            column[: len(values)] = values
     ids = np.concatenate((before.block_ids, *[change.block_ids for _, change in changes]))
     slots, groups, first_indices, counts = columns
     return BlockTablePatch(slots, groups, first_indices, counts, ids)
