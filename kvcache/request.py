@@ -41,6 +41,7 @@ __all__ = [
 
 _FEW_TOKENS = 16
 _SPARE_TOKENS = 64
+_TOKEN_BYTES = 4
 
 _PLAIN_NAMESPACE = Namespace(0, None, None, None)
 """Where most requests are: one object for all of them is compared by identity."""
@@ -91,6 +92,7 @@ class Request:
         "_block_hashes",
         "_num_computed_tokens",
         "_num_tokens",
+        "_prompt_bytes",
         "_tokens",
         "cache_salt",
         "lora",
@@ -156,9 +158,13 @@ class Request:
         self.num_preemptions = 0
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
-        # A copy that nobody else has is kept as it is.
+        # A copy that nobody else has is kept as it is. Another one is made as bytes: they are what
+        # prompts are matched by, and need no second copy until tokens are appended.
         is_own = tokens is not prompt_token_ids and tokens.base is None
-        self._tokens: NDArray[np.int32] = tokens if is_own else tokens.copy()
+        self._prompt_bytes: bytes | None = None if is_own else tokens.tobytes()
+        self._tokens: NDArray[np.int32] = (
+            tokens if self._prompt_bytes is None else np.frombuffer(self._prompt_bytes, np.int32)
+        )
         self._num_tokens: int = self.num_prompt_tokens
         self._num_computed_tokens = 0
         self._block_hasher = block_hasher
@@ -200,8 +206,17 @@ class Request:
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """Return tokens `[start, end)`, as far as there are any, as the bytes of int32."""
+        if self._prompt_bytes is not None:  # the whole of bytes is no copy
+            return self._prompt_bytes[start * _TOKEN_BYTES : end * _TOKEN_BYTES]
         tokens: bytes = self._tokens[start : min(end, self._num_tokens)].tobytes()
         return tokens
+
+    def leading_token_bytes(self, end: int) -> bytes:
+        """Return bytes that begin with tokens `[0, end)`, or with all there are; more may follow.
+
+        Quicker than `token_bytes` where nothing was appended.
+        """
+        return self.token_bytes(0, end) if self._prompt_bytes is None else self._prompt_bytes
 
     def append_output_token_ids(self, ids: TokenIds) -> None:
         """Append output tokens; none is appended when one of them is not a token id.
@@ -220,10 +235,12 @@ class Request:
     def append_checked_token_ids(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append output tokens that are known to be token ids: they are not looked at again."""
         end = self._num_tokens + len(ids)
+        if end == self._num_tokens:
+            return
         if end > len(self._tokens):
             grown = np.empty(end + end // 2 + _SPARE_TOKENS, np.int32)
             grown[: self._num_tokens] = self._tokens[: self._num_tokens]
-            self._tokens = grown
+            self._tokens, self._prompt_bytes = grown, None
         self._tokens[self._num_tokens : end] = ids
         self._num_tokens = end
 

@@ -87,7 +87,7 @@ class LookUp:
         root = self._tree.roots.get(request.namespace)
         num_units = hit.num_tokens // self._shape.unit_tokens
         if root is not None and hit.num_tokens <= request.num_tokens:
-            tokens = self._match_tokens.of(request, 0, num_units)
+            tokens = self._match_tokens.leading(request, num_units)
             walk = self._tree.walk(root, tokens, 0, num_units)
             if walk.num_units == num_units and self._leads_to(walk.path[-1], hit, num_units):
                 return Match(hit, walk.path[-1], num_units, num_units)
@@ -145,7 +145,7 @@ class LookUp:
             return None
         walk = Walk([], 0, 0)
         if root is not None:
-            tokens = self._match_tokens.of(request, 0, max_units)
+            tokens = self._match_tokens.leading(request, max_units)
             walk = self._tree.walk(root, tokens, 0, max_units)
         num_units = self._usable_units(walk) if self._shape.ordered else max_units
         if not num_units:

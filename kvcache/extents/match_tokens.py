@@ -50,6 +50,15 @@ class MatchTokens:
         matched: bytes = marked.tobytes()
         return matched
 
+    def leading(self, request: Request, end_unit: int) -> bytes:
+        """Return bytes that begin with the match tokens of units `[0, end_unit)`; more may follow.
+
+        A request has at least so many.
+        """
+        if request.mm_positions:
+            return self.of(request, 0, end_unit)
+        return request.leading_token_bytes(end_unit * self._unit_tokens)
+
     def numbered(self, first_token: int, keys: ExtraKeys) -> int:
         """Return what stands for a unit's first token where it has these extra keys."""
         items = tuple(key for key in keys if key[0] == "mm")

@@ -99,7 +99,7 @@ class RunTree:
     def walk(self, run: Run, tokens: bytes, offset: int, max_units: int) -> Walk:
         """Follow `tokens` from byte `offset` on downwards from the end of `run`. No mutation.
 
-        At most `max_units` units; the walk may end inside its last run.
+        At most `max_units` units, which the tokens have; the walk may end inside its last run.
         """
         unit_bytes = self.shape.unit_bytes
         path: list[Run] = []
