@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.step import EMPTY_RUNNING
+from kvcache.step import EMPTY_RUNNING, Fork
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.manager.steps import Engine, new, row
 
@@ -96,3 +98,35 @@ def test_rows_that_change_places_take_their_tokens_along() -> None:
         engine.step(*(rows if i % 2 else rows[::-1]))
     assert tokens_of(manager, "a") == [1] * 5 + [3] * 6
     assert tokens_of(manager, "b") == [2] * 5 + [4] * 6
+
+
+@pytest.mark.parametrize("core", ["blocks", "extents"])
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
+def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape, core: str) -> None:
+    """Nobody looks at the books in between: what rows have filled waits to be put together."""
+    manager = make_manager(Shape("long", shape.groups, 2000), num_blocks=400, core=core)
+    engine = Engine(manager)
+
+    def decode(num_steps: int, *slots: int, **rest: Any) -> None:
+        for i in range(num_steps):
+            rows = [row(slot, [10 * slot + i % 7]) for slot in slots]
+            manager.step(engine.request(*rows, completed_step=engine.next_step - 1 or -1, **rest))
+            engine.next_step += 1
+            rest = {}
+
+    manager.step(engine.request(new=(new("a", [1] * 6), new("b", [2] * 6))))
+    engine.next_step += 1
+    decode(30, 0, 1)
+    decode(1, 0, 1, forks=(Fork("a", "c"),))
+    decode(25, 0, 1, 2)
+    decode(1, 1, finished=("a", "c"))
+    for request_id in ("a", "c"):
+        assert manager.get_request(request_id) is None
+    shared = [1] * 6 + [i % 7 for i in range(30)]
+    of_parent, of_child = ([at + i % 7 for i in range(25)] for at in (0, 20))
+    for tokens in ([*shared, 0, *of_parent], [*shared, *of_child]):
+        result = manager.step(engine.request(new=(new("again", tokens),)))
+        engine.next_step += 1
+        assert result.num_hit_tokens.tolist() == [(len(tokens) - 1) // 4 * 4]
+        decode(1, finished=("again",))
+    manager.check()
