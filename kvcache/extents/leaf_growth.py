@@ -119,16 +119,21 @@ class LeafGrower:
         units = tables.published.take(rows)
         blocks = self._blocks(rows, units)
         members = [row for index in rows.tolist() if (row := by_index[index]) is not None]
-        others = self._others_of(members, self._odd(blocks, units, cached))
+        runs = [row.run for row in members]
+        others = self._others_of(members, runs, self._odd(blocks, units, cached))
         if others:
             chosen = np.delete(np.arange(len(rows)), others)
             members = [members[i] for i in chosen.tolist()]
+            runs = [row.run for row in members]
             rows, units, places = rows[chosen], units[chosen], places[chosen]
             blocks = blocks[:, chosen]
         if members:
             if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
                 tokens.sync(places)
-            self._grow_leaves(members, units, blocks, tokens.newest_units(places, units))
+            contents = tokens.newest_units(places, units)
+            digests, parents = self._grow_leaves(members, runs, blocks, contents)
+            grown = GrownSegments(members, runs, units, contents, digests, parents)
+            self._enter(grown, index_array(blocks))
             units = units + 1
             tables.published[rows] = units
             tables.note_full(rows, (units + 1) * self._shape.unit_tokens)
@@ -149,26 +154,25 @@ class LeafGrower:
         is_odd = np.logical_or.reduce(is_shared) | fills_more
         return frozenset(is_odd.nonzero()[0].tolist())
 
-    def _others_of(self, rows: list[Row], odd: frozenset[int]) -> list[int]:
+    def _others_of(self, rows: list[Row], runs: list[Run], odd: frozenset[int]) -> list[int]:
         """Return which rows have no leaf of their own that grows by one unit; others begin to."""
-        if not odd and None not in [row.run.waiting for row in rows]:
+        if not odd and None not in [run.waiting for run in runs]:
             return []
         others = []
-        for i, row in enumerate(rows):
+        for i, (row, run) in enumerate(zip(rows, runs, strict=True)):
             if i in odd:
                 others.append(i)
-            elif row.run.waiting is None:
-                if row.has_images or not self._tree.can_grow(row.run):
+            elif run.waiting is None:
+                if row.has_images or not self._tree.can_grow(run):
                     others.append(i)
                 else:
-                    row.run.begin_waiting()
+                    run.begin_waiting()
         return others
 
     def _grow_leaves(
-        self, rows: list[Row], units: Int64Array, blocks: Int32Array, contents: Int32Array
-    ) -> None:
-        """Append `units[i]` to the run of row `i`, with its blocks and its content."""
-        runs = [row.run for row in rows]
+        self, rows: list[Row], runs: list[Run], blocks: Int32Array, contents: Int32Array
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Append a unit to each run, with its blocks and content; return digests, and parents'."""
         hash_plain = self._hash_fn.hash_plain
         digests: list[bytes] = []
         parents: list[bytes] = []
@@ -185,8 +189,7 @@ class LeafGrower:
             waiting.last = digest
             waiting.packed += packed + digest
             run.num_units += 1
-        grown = GrownSegments(rows, runs, units, contents, digests, parents)
-        self._enter(grown, index_array(blocks))
+        return digests, parents
 
     def _packed(self, blocks: Int32Array, contents: Int32Array) -> list[bytes]:
         """Return what `WaitingUnits` hold of each row's unit before its digest."""

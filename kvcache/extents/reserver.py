@@ -141,8 +141,7 @@ class Reserver:
     def note_limits(self, row: Row) -> None:
         """Note how far the row can go on before anything must be done for it."""
         tables, index = self._tables, row.index
-        capacity = NEVER
-        skip = NEVER
+        capacity = skip = NEVER
         if self._lists.by_group:
             capacity = self._lists.capacity_tokens(row.request.request_id)
             skip = self._lists.next_skip_tokens(row.request.request_id)
