@@ -177,7 +177,7 @@ def _suggest_key(loc: tuple[int | str, ...], kind: str | None) -> str:
     """
     section: type[BaseModel] = ClusterConfig
     for part in loc[:-1]:
-        if isinstance(part, str):
+        if part in section.model_fields:  # else it is a name that the file chose, as of a tenant
             section = _section_of(section, part)
     section = LAYER_KINDS.get(kind or "", section)
     known = list(section.model_fields)

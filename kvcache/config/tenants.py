@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from kvcache.config.sections import MAX_COUNT, Section
 from kvcache.errors import ConfigurationError, shown
@@ -17,9 +17,20 @@ TIERS = ("device", "host", "disk")
 MAX_NAME_CHARACTERS = 256
 MAX_NAMED_TENANTS = 1024
 
-_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_Blocks = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Amount: TypeAlias = _Blocks | _Share
+
+def require_amount(value: object) -> int | float:
+    """Return `value`; raises ConfigurationError unless it is a share or a number of blocks."""
+    if type(value) is int and 0 <= value <= MAX_COUNT:
+        return value
+    if type(value) is float and 0.0 <= value <= 1.0:
+        return value
+    raise ConfigurationError(
+        f"{shown(value)} is no amount: write a share from 0.0 to 1.0, with a point, or a whole "
+        "number of blocks"
+    )
+
+
+Amount: TypeAlias = Annotated[int | float, BeforeValidator(require_amount)]
 """A share of what there is, written with a point (`0.25`, `1.0`), or a number of blocks (`400`)."""
 
 
@@ -29,6 +40,23 @@ class TierAmounts(Section):
     device: Amount | None = None
     host: Amount | None = None
     disk: Amount | None = None
+
+
+def require_amounts(value: object) -> int | float | TierAmounts:
+    """Return one amount, or one for each tier of a section; raises ConfigurationError."""
+    if isinstance(value, TierAmounts):
+        return value
+    if not isinstance(value, dict):
+        return require_amount(value)
+    unknown = [key for key in value if key not in TIERS]
+    if unknown:
+        raise ConfigurationError(f"there is no tier {shown(unknown[0])}: use {', '.join(TIERS)}")
+    amounts = {tier: value.get(tier) for tier in TIERS}
+    return TierAmounts(**{t: None if a is None else require_amount(a) for t, a in amounts.items()})
+
+
+Amounts: TypeAlias = Annotated[int | float | TierAmounts, BeforeValidator(require_amounts)]
+"""One amount, or one for each tier."""
 
 
 def _in_tier(amount: int | float | TierAmounts, tier: str, default: int | float) -> int | float:
@@ -50,8 +78,8 @@ class TenantConfig(Section):
     device.
     """
 
-    guaranteed: Amount | TierAmounts = 0
-    limit: Amount | TierAmounts = 1.0
+    guaranteed: Amounts = 0
+    limit: Amounts = 1.0
     max_pinned: Amount = 1.0
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
 

@@ -81,6 +81,8 @@ class ManagerRecipe:
     def from_dict(cls, data: object) -> ManagerRecipe:
         """Return what `to_dict` made `data` from; raises MalformedMessageError."""
         known = {field.name: field for field in fields(cls)}
+        if isinstance(data, dict):
+            data = {"tenants": None, **data}  # recordings from before there were tenants
         if not isinstance(data, dict) or set(data) != set(known):
             names = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
             raise MalformedMessageError(f"no settings of a manager: {names}")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from pydantic import ValidationError
 
+from kvcache.config import load_config, parse_config
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.recorder.recipe import ManagerRecipe
 from kvcache.tenants import TierShares
+from tests.recorder.recorded_life import recipe_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def tenants(**values: Any) -> TenantsConfig:
@@ -67,7 +75,7 @@ def test_a_share_is_of_every_tier_and_blocks_are_of_the_device() -> None:
         ({"by": "user"}, "Input should be 'tenant' or 'salt'"),
         (
             {"named": {"x" * 300: {}}},
-            f"tenant {'x' * 28!r}".replace("'", "'", 1)[:10],
+            "has a name of 300 characters: use 1 to 256",
         ),
         (
             {"named": {str(i): {} for i in range(1025)}},
@@ -124,3 +132,43 @@ def test_salts_are_not_shown() -> None:
     assert by_salt.shown_name("secret").startswith("salt-")
     assert "secret" not in by_salt.shown_name("secret")
     assert shares(10).shown_name("alice") == "alice"
+
+
+@pytest.mark.parametrize(
+    ("alice", "message"),
+    [
+        ({"guaranted": 0.1}, "guaranted: 0.1: there is no such key: did you mean guaranteed?"),
+        (
+            {"guaranteed": -0.1},
+            "guaranteed: -0.1 is no amount: write a share from 0.0 to 1.0, with a point, or a "
+            "whole number of blocks",
+        ),
+        (
+            {"limit": {"host": "half"}},
+            "limit: 'half' is no amount: write a share from 0.0 to 1.0, with a point, or a whole "
+            "number of blocks",
+        ),
+        ({"limit": {"gpu": 1}}, "limit: there is no tier 'gpu': use device, host, disk"),
+        ({"weight": -2}, "weight: -2: must be more than 0.0"),
+    ],
+)
+def test_a_file_is_refused_with_the_key_the_value_and_what_helps(
+    alice: dict[str, Any], message: str
+) -> None:
+    config = load_config(CONFIGS / "cpu_tenants.yaml").model_dump()
+    config["tenants"] = {"named": {"alice": alice}}
+    with pytest.raises(ConfigurationError) as raised:
+        parse_config(config, "file")
+    assert str(raised.value) == f"file: tenants.named.alice.{message}"
+
+
+def test_a_recording_keeps_the_tenants_of_its_manager() -> None:
+    config = load_config(CONFIGS / "cpu_tenants.yaml").tenants
+    recipe = replace(recipe_of("full", "extents"), tenants=config)
+    again = ManagerRecipe.from_dict(msgpack.unpackb(msgpack.packb(recipe.to_dict())))
+    assert again == recipe
+    old = {key: value for key, value in recipe.to_dict().items() if key != "tenants"}
+    assert ManagerRecipe.from_dict(old).tenants is None
+    broken = {**recipe.to_dict(), "tenants": {"named": {"a": {"weight": 0}}}}
+    with pytest.raises(MalformedMessageError, match="no plan or tenants of a manager"):
+        ManagerRecipe.from_dict(broken)
