@@ -32,7 +32,7 @@ def clear(name: str | None, *, drain: bool, yes: bool, timeout_s: float, as_json
         manager = _manager(cluster)
         num_used = manager.core.num_blocks - manager.core.num_free_blocks
         if not yes:
-            _confirm(cluster.name, manager, drain)
+            confirm(cluster.name, manager, drain=drain)
         with cluster.client(ADMIN_CLIENT) as client:
             if client.reset_prefix_cache(drain=drain):
                 pass
@@ -63,8 +63,9 @@ def _manager(cluster: KVCacheCluster) -> ManagerStatistics:
     return statistics.manager
 
 
-def _confirm(name: str, manager: ManagerStatistics, drain: bool) -> None:
-    """Ask on the terminal; anything but yes is no."""
+def confirm(name: str, manager: ManagerStatistics, *, drain: bool) -> None:
+    """Ask on the terminal; anything but yes is no. Raises ConfigurationError for no, and where
+    there is no terminal."""
     if not sys.stdin.isatty():
         raise ConfigurationError(
             f"clearing {name} forgets {manager.core.num_cached_blocks:,} blocks, and there is no "

@@ -71,7 +71,7 @@ STEPS = _counter(
 STEP_QUEUE = _histogram(
     "kvcache_step_queue_seconds",
     "From the arrival of a step at the coordinator until it is looked at: 0 unless ranks are slow. "
-    "Of one step in seven, as the next two.",
+    "Of one step in 31, as the next two.",
 )
 STEP_DECISION = _histogram(
     "kvcache_step_decision_seconds", "The coordinator's own time for a step, without transport."

@@ -16,7 +16,11 @@ from kvcache.step import StepRequest
 
 
 class MeteredCoordinator:
-    """What a message loop needs of a `Coordinator`, measured. One owner, one thread."""
+    """What a message loop needs of a `Coordinator`, measured. One owner, one thread.
+
+    Invariant: while no step is followed, `settle` is the coordinator's own, as `on_plain_applied`
+    is always: they are called for every step, as if nobody stood between.
+    """
 
     def __init__(
         self,
@@ -29,10 +33,10 @@ class MeteredCoordinator:
         self._meter = meter
         self._now = now
         self._ask = coordinator.on_client_message
-        self._settle = coordinator.settle
-        self._stride = meter.stride
-        # Not measured, and called for each rank in each step: as if nobody stood between.
+        self._num_left = meter.stride  # messages until a step is followed
+        self._is_open = False
         self.on_plain_applied = coordinator.on_plain_applied
+        self.settle = coordinator.settle
 
     @property
     def epoch(self) -> int:
@@ -41,38 +45,40 @@ class MeteredCoordinator:
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """See `Coordinator`; the time it takes is the decision's."""
-        kind, meter = type(message), self._meter
-        is_step = (kind is StepRequest or kind is Call) and not message.step % self._stride  # type: ignore[union-attr]
-        if not (is_step or meter.num_open):
+        self._num_left -= 1
+        if self._num_left > 0 and not self._is_open:
             return self._ask(message)
-        begun_s = self._now()
-        if is_step:
-            meter.arrived(message.client_id, message.step, begun_s)  # type: ignore[union-attr]
-        elif kind is Detach:
+        begun_s, meter = self._now(), self._meter
+        if isinstance(message, Detach):
             meter.forget(message.client_id)
-        outgoing = self._ask(message)
-        meter.left(outgoing, begun_s, self._now())
-        return outgoing
+        elif self._num_left <= 0 and isinstance(message, StepRequest | Call):
+            self._num_left = meter.stride
+            meter.arrived(message.client_id, message.step, begun_s)
+        return self._looked_at(self._ask(message), begun_s)
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """See `Coordinator`."""
-        return self._looked_at(lambda: self._coordinator.on_worker_message(rank, message))
-
-    def settle(self) -> list[Outgoing]:
-        """See `Coordinator`."""
-        if not self._meter.num_open:
-            return self._settle()
-        return self._looked_at(self._settle)
+        begun_s = self._now()
+        return self._looked_at(self._coordinator.on_worker_message(rank, message), begun_s)
 
     def on_tick(self) -> list[Outgoing]:
         """See `Coordinator`."""
-        if self._meter.num_open:
-            self._meter.forget_silent(self._now())
-        return self._looked_at(self._coordinator.on_tick)
-
-    def _looked_at(self, decide: Callable[[], list[Outgoing]]) -> list[Outgoing]:
         begun_s = self._now()
-        outgoing = decide()
-        if outgoing and self._meter.num_open:
-            self._meter.left(outgoing, begun_s, self._now())
+        if self._is_open:
+            self._meter.forget_silent(begun_s)
+        return self._looked_at(self._coordinator.on_tick(), begun_s)
+
+    def _settle(self) -> list[Outgoing]:
+        begun_s = self._now()
+        return self._looked_at(self._coordinator.settle(), begun_s)
+
+    def _looked_at(self, outgoing: list[Outgoing], begun_s: float) -> list[Outgoing]:
+        """Look at what is to be sent, while a step is followed; return it."""
+        meter = self._meter
+        if outgoing and meter.num_open:
+            meter.left(outgoing, begun_s, self._now())
+        is_open = meter.num_open > 0
+        if is_open != self._is_open:
+            self._is_open = is_open
+            self.settle = self._settle if is_open else self._coordinator.settle
         return outgoing

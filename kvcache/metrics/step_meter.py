@@ -17,10 +17,10 @@ from kvcache.messages import CallResult, Outgoing, Progress, Unattached
 from kvcache.metrics.histogram import Histogram
 from kvcache.step import StepResult
 
-STRIDE = 7
-"""One step in so many is followed, by its number, unless all are asked for: an empty step takes a
-coordinator some 30 us, and following it 5. A prime, so that what engines do every fourth or eighth
-step is neither always seen nor never."""
+STRIDE = 31
+"""One step in so many is followed, unless all are asked for: an empty step takes a
+coordinator some 30 us, and following it 5 to 10. A prime, so that what engines do every fourth or
+eighth step is neither always seen nor never."""
 
 LONGEST_S = 120.0
 """Whose steps are under way longer than that has gone without a word."""

@@ -109,6 +109,9 @@ def test_top_shows_one_look(engine: Engine) -> None:
     look = shown("top", "--once", "--interval", "0.2")
     assert look["state"] == "ready" and look["num_running_requests"] == 2
     assert "2 running" in run("top", "--once", "--interval", "0.2")
+    live = run("top", "--interval", "0.2", "--for", "0.5", "--json").splitlines()
+    assert len(live) >= 2 and all(json.loads(line)["epoch"] for line in live)
+    assert "hit rate" in run("top", "--interval", "0.2", "--for", "0.3")
 
 
 def test_what_is_in_use_is_cleared_by_a_drain_only(cluster: KVCacheCluster, engine: Engine) -> None:

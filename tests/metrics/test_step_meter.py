@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.clock import VirtualClock
-from kvcache.messages import Applied, Detach
+from kvcache.messages import Acknowledge, Applied, Detach
 from kvcache.metrics import (
     AgeMeter,
     CoordinatorMeters,
@@ -89,6 +89,8 @@ def test_without_spans_one_step_in_a_few_is_followed_and_nothing_stays_open() ->
         assert meter.num_open == (step % STRIDE == 0)
         for rank in (0, 1):
             bench.rank_applied(rank, step + 1)
+        bench.coordinator.on_client_message(Acknowledge("c", bench.coordinator.epoch, step))
+        assert bench.metered.settle == bench.coordinator.settle
     assert meter.num_open == 0
     for histogram in (meter.queue, meter.decision, meter.applied):
         assert counts(histogram)[-1] == 3

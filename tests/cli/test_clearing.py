@@ -1,0 +1,45 @@
+"""Who is asked before a cache is cleared, and what counts as yes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from actors.cli.clearing import confirm
+from kvcache.errors import ConfigurationError
+from tests.metrics.test_log_line import figures
+
+MANAGER = figures(1, asked=1, hit=0, evicted=0).manager
+assert MANAGER is not None
+
+
+class Terminal(io.StringIO):
+    """A terminal at which somebody types one answer."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("answer", ["y\n", "yes\n", " Y \n"])
+def test_yes_is_yes(
+    answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    confirm("chat", MANAGER, drain=True)
+    asked = capsys.readouterr().err
+    assert "forgets 500 cached blocks of chat, ends all pins, and advances the model epoch" in asked
+    assert asked.endswith("go on? [y/N] ")
+
+
+@pytest.mark.parametrize("answer", ["\n", "n\n", "", "yess\n"])
+def test_anything_else_is_no(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    with pytest.raises(ConfigurationError, match="left as it is"):
+        confirm("chat", MANAGER, drain=False)
+
+
+def test_where_nobody_can_be_asked_the_answer_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(ConfigurationError, match="no terminal to ask on: pass --yes"):
+        confirm("chat", MANAGER, drain=False)
