@@ -106,7 +106,8 @@ class SwappedTails:
         """Keep nothing yet. `cancel_job` ends jobs that no rank was told of."""
         self._rule = rule
         # With EAGLE a hit's last block is computed again for the draft model: a tail never helps.
-        self._is_off = rule.when is SwapWhen.NEVER or finder.use_eagle
+        # A state that is not at a block's end is written over in place: no tail has a copy of it.
+        self._is_off = rule.when is SwapWhen.NEVER or finder.use_eagle or finder.has_states
         self._finder = finder
         self._tiers = tiers
         self._loads = loads

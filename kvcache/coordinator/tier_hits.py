@@ -66,7 +66,8 @@ class TierHitFinder:
         self._hash_block_size = hash_block_size
         self.use_eagle = use_eagle
         self.alignment_tokens = math.lcm(*(group.spec.block_size for group in self._groups))
-        unserved = sorted({g.spec.kind for g in self._groups if not _is_by_content(g.spec)})
+        self.has_states = any(g.spec.num_state_blocks is not None for g in self._groups)
+        unserved = sorted({g.spec.kind for g in self._groups if not g.spec.can_prefix_cache})
         if unserved:
             raise ConfigurationError(
                 f"tiers below the device cannot serve KV cache groups of kind {unserved}: their "
@@ -180,8 +181,3 @@ def _streaks(present: BoolArray) -> npt.NDArray[np.int64]:
     last_gap = np.maximum.accumulate(np.where(present, 0, indices))
     streaks: npt.NDArray[np.int64] = indices - last_gap
     return streaks
-
-
-def _is_by_content(spec: KVCacheSpec) -> bool:
-    """Whether a block holds what its tokens and those before them say, and nothing else."""
-    return not (spec.num_state_blocks is not None or spec.keeps_encoder_tokens)

@@ -29,6 +29,7 @@ from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.slots import SlotTable
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
 from kvcache.request import BlockHasher, Request
+from kvcache.specs import ceil_div
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +156,7 @@ class PrefixLoads:
         ):
             ids = int32_array(table)
             ids[: hit.num_tokens // size] = NULL_BLOCK_ID
+            ids[ceil_div(num_tokens, size) :] = NULL_BLOCK_ID  # drafts' states
             kept = np.flatnonzero(ids)
             columns.append(int32_array(kept))
             block_ids.append(ids[kept])

@@ -66,7 +66,12 @@ MODELS_BY_CONTENT = frozenset(
     for name, specs in MODELS.items()
     if not any(s.num_state_blocks is not None or s.keeps_encoder_tokens for s in specs)
 )
-"""Models whose blocks hold what their tokens say, and can be found in tiers."""
+"""Models whose blocks hold what their own tokens say: their tails can be swapped."""
+
+MODELS_IN_TIERS = frozenset(
+    name for name, specs in MODELS.items() if all(s.can_prefix_cache for s in specs)
+)
+"""Models of which every sealed block can go down to tiers and come back."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def random_scenario(seed: int) -> Scenario:
     rng = random.Random(seed)
     model = random.Random(seed * 15485863 + 7).choice(list(MODELS))
     tiers = random.Random(seed * 32452843 + 11)
-    has_tiers = model in MODELS_BY_CONTENT and tiers.random() < 0.6
+    has_tiers = model in MODELS_IN_TIERS and tiers.random() < 0.6
     disks = random.Random(seed * 49979687 + 13)
     has_disk = has_tiers and disks.random() < 0.6
     num_blocks = rng.choice((22, 26, 40))

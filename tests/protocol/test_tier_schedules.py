@@ -18,7 +18,7 @@ from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_store import FileStore
 from kvcache.worker.transfers import TransferJobs
 from tests.protocol import virtual_disk
-from tests.protocol.scenario import MODELS, MODELS_BY_CONTENT, Scenario
+from tests.protocol.scenario import MODELS, MODELS_IN_TIERS, Scenario
 from tests.protocol.simulation import Cluster, simulate
 
 NUM_BLOCKS = {"mla": 8}
@@ -51,7 +51,7 @@ def num_loaded(clusters: list[Cluster]) -> int:
 
 
 @pytest.mark.parametrize("core", ["blocks", "extents"])
-@pytest.mark.parametrize("model", sorted(MODELS_BY_CONTENT))
+@pytest.mark.parametrize("model", sorted(MODELS_IN_TIERS))
 def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str, core: str) -> None:
     clusters: list[Cluster] = []
     while not num_loaded(clusters) and len(clusters) < 8:
