@@ -48,10 +48,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
 # The same rule inside the packages that are made of many parts.
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
-        ("entry_queue", "ranked_queue", "ghosts"),
-        ("policy",),
-        ("lru", "history_policy"),
-        ("arc", "fifo", "lfu", "lru2", "s3fifo", "slru", "twoq"),
+        ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "contest"),
+        ("policy", "cohorts"),
+        ("lru", "history_policy", "use_history"),
+        ("arc", "fifo", "hazard", "lfu", "lru2", "s3fifo", "slru", "twoq"),
         ("registry",),
     ),
     "tenants": (

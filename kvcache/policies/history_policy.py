@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 from kvcache.arrays import index_array
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.policy import EntryBook, EntryInfo, Victims
-from kvcache.policies.ranked_queue import Rank, RankedQueue
+from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
 
 Name: TypeAlias = "bytes | int"
 """What an entry is known by while it is in use: its content, or its number if that has no name."""
@@ -55,7 +55,7 @@ class _Victim(NamedTuple):
 
     def tail(self) -> list[bytes]:
         """Return the names of the contents that go, the last one first."""
-        names = _names(self.info)
+        names = names_of(self.info)
         count = -(-self.num_blocks * len(names) // self.info.weight_blocks)
         return names[len(names) - count :][::-1]
 
@@ -83,7 +83,7 @@ class HistoryPolicy(ABC):
         self._chosen: dict[int, _Victim] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
         self._parked: OrderedDict[int, None] = OrderedDict()
-        self._lines = [RankedQueue() for _ in range(self.num_lines)]
+        self._lines: list[Line] = [RankedQueue() for _ in range(self.num_lines)]
         self._line_blocks = [0] * self.num_lines
         self._room_blocks = 0
         self._last_stamp = 0
@@ -136,10 +136,10 @@ class HistoryPolicy(ABC):
         self._settle()
         for entry in index_array(entries).tolist():
             info = self._book.describe(entry)
-            used = self._in_use.pop(_name(entry, info), None) or self._part_of(info.cut_from)
+            used = self._past(entry, info)
             member = used or Member(entry, entry, 0, None)
             if used is None:
-                self._place_new(member, _names(info))
+                self._place_new(member, names_of(info))
             else:
                 self._place_used(member)
             self._lines[member.line].add(entry, member.rank)
@@ -225,6 +225,10 @@ class HistoryPolicy(ABC):
         self._due[entry] = None
         self._due.move_to_end(entry, last=False)
 
+    def _past(self, entry: int, info: EntryInfo) -> Member | None:
+        """Return the member that an entry was before it was used, which is in use no more."""
+        return self._in_use.pop(_name(entry, info), None) or self._part_of(info.cut_from)
+
     def _part_of(self, name: bytes | None) -> Member | None:
         """Return a member with the past of the one of this name, off which it was cut."""
         if name is None:
@@ -274,7 +278,7 @@ def _name(entry: int, info: EntryInfo) -> Name:
     return entry if info.content is None else info.content
 
 
-def _names(info: EntryInfo) -> list[bytes]:
+def names_of(info: EntryInfo) -> list[bytes]:
     """Return the names of an entry's contents, the first block's first."""
     last, packed = info.content, info.contents
     if last is None:

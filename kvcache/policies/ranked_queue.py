@@ -7,12 +7,34 @@ come up, or all together when they are many. Refuses nothing: its policy knows w
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 Rank: TypeAlias = "tuple[float, int]"
 """What an entry is worth, and of equal ones, when it came."""
 
 _SPARE_STALE = 64
+
+
+class Line(Protocol):
+    """Where `HistoryPolicy` keeps entries: a `RankedQueue`, or what orders them otherwise."""
+
+    def __len__(self) -> int:
+        """Return how many entries are here."""
+
+    def __contains__(self, entry: object) -> bool:
+        """Say whether an entry is here."""
+
+    def __copy__(self) -> Line:
+        """Return an equal line that changes alone."""
+
+    def add(self, entry: int, rank: Rank) -> None:
+        """Enter an entry that is not here."""
+
+    def remove(self, entry: int) -> None:
+        """Take out an entry that is here."""
+
+    def pop(self) -> int:
+        """Take out the next victim. There is one."""
 
 
 class RankedQueue:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from kvcache.errors import ConfigurationError, shown
 from kvcache.policies.arc import ARCPolicy
 from kvcache.policies.fifo import FIFOPolicy
+from kvcache.policies.hazard import HazardPolicy
 from kvcache.policies.lfu import AgeingLFUPolicy, LFUPolicy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.lru2 import LRU2Policy
@@ -28,6 +29,7 @@ EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
     {
         "arc": ARCPolicy,
         "fifo": FIFOPolicy,
+        "hazard": HazardPolicy,
         "lfu": LFUPolicy,
         "lfu_da": AgeingLFUPolicy,
         "lru": LRUPolicy,

@@ -31,8 +31,8 @@ def test_an_unknown_policy_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(ConfigurationError) as error:
         make_eviction_policy("random", 10, Book())
     assert str(error.value) == (
-        "unknown eviction policy 'random': choose one of arc, fifo, lfu, lfu_da, lru, lru2, "
-        "s3fifo, slru, twoq"
+        "unknown eviction policy 'random': choose one of arc, fifo, hazard, lfu, lfu_da, lru, "
+        "lru2, s3fifo, slru, twoq"
     )
 
 

@@ -7,8 +7,11 @@ import random
 import pytest
 
 from kvcache.policies import EVICTION_POLICIES
+from tests.policies import slow
 from tests.policies.cache import Cache
-from tests.policies.slow import SLOW_POLICIES
+from tests.policies.slow_hazard import SlowHazard
+
+SLOW_POLICIES = {**slow.SLOW_POLICIES, "hazard": SlowHazard}
 
 
 def make_cache(name: str, rng: random.Random, *, is_uniform: bool, has_names: bool = True) -> Cache:
