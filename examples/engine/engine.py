@@ -214,7 +214,7 @@ class Engine:
         """Take one step and return what it brought. Without requests it seals the last one.
 
         Raises what a forward raised that has failed several times, DeadlineError when the
-        coordinator gives no answer, WorkerLostError when a rank does not come back.
+        coordinator gives no answer, WorkerLostError when a rank is lost: launch another engine then.
         """
         with self._lock:
             self._require_running()

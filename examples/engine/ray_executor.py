@@ -150,7 +150,7 @@ class RayExecutor:
         return next(output for output in outputs if output is not None)
 
     def reset(self) -> None:
-        """See `Executor`. A rank that was replaced loads its weights."""
+        """See `Executor`. Raises WorkerLostError while a rank is lost."""
         while self._calls:
             for call in self._calls.popleft():
                 try:

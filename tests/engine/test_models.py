@@ -109,3 +109,31 @@ def test_drafts_change_nothing_that_is_said(name: str, is_pipelined: bool) -> No
                 assert told.token_ids == expected(name, prompt, wanted)
         assert engine.statistics().num_rejected_drafts > 0
         require_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_drafts_may_be_right_up_to_any_token(
+    name: str, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that knows what comes, and errs after 0, 1, 2, 3 tokens in turn."""
+    prompts = [tokens(seed, 21 + seed) for seed in range(3)]
+    params = SamplingParams(max_tokens=30, num_draft_tokens=3)
+    whole = [[*prompt, *expected(name, prompt, params)] for prompt in prompts]
+
+    def propose(sequence: list[int], most: int) -> tuple[int, ...]:
+        known = next(w for w in whole if w[: len(sequence)] == sequence)
+        coming = known[len(sequence) : len(sequence) + most]
+        num_right = len(sequence) % 4
+        return tuple(t if i < num_right else (t + 1) % 256 for i, t in enumerate(coming))
+
+    monkeypatch.setattr("examples.engine.scheduler.propose", propose)
+    with launch(name, max_draft_tokens=3, is_pipelined=is_pipelined) as engine:
+        for _ in range(2):
+            ids = [engine.add_request(prompt, params) for prompt in prompts]
+            told = run(engine)
+            said = [[*p, *told[i, 0].token_ids] for i, p in zip(ids, prompts, strict=True)]
+            assert said == whole
+        figures = engine.statistics()
+        assert min(figures.num_accepted_drafts, figures.num_rejected_drafts) > 10
+        require_nothing_is_held(engine)
