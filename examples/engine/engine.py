@@ -214,7 +214,8 @@ class Engine:
         """Take one step and return what it brought. Without requests it seals the last one.
 
         Raises what a forward raised that has failed several times, DeadlineError when the
-        coordinator gives no answer, WorkerLostError when a rank is lost: launch another engine then.
+        coordinator gives no answer, WorkerLostError when a rank is lost: launch another engine
+        then.
         """
         with self._lock:
             self._require_running()
