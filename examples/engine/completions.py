@@ -10,6 +10,7 @@ engine itself; fields that are not known are refused, too, for whoever sends the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,7 +91,10 @@ class CompletionRequest:
         prompt = fields["prompt"]
         if isinstance(prompt, list) and any(type(token) is not int for token in prompt):
             raise CompletionError("prompt is no list of tokens: send one prompt a time", "prompt")
-        given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        try:
+            given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        except UnicodeEncodeError as error:
+            raise CompletionError(f"prompt is no text: {error}", "prompt") from None
         if not given:
             raise CompletionError("prompt is empty: give at least one token", "prompt")
         tokens = _checked("prompt", lambda: checked_tokens(given, config.model))
@@ -142,14 +146,22 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
         raise CompletionError(f"stop is {shown(stop)}: give up to four texts", "stop")
     wanted: dict[str, Any] = {
         "max_tokens": fields.get("max_tokens", MAX_TOKENS),
-        "temperature": float(fields.get("temperature", 1.0)),
-        "top_p": float(fields.get("top_p", 1.0)),
+        "temperature": _as_float(fields.get("temperature", 1.0)),
+        "top_p": _as_float(fields.get("top_p", 1.0)),
         "n": fields.get("n", 1),
         "seed": fields.get("seed", 0),
     }
     for name, value in wanted.items():
         _checked(name, partial(SamplingParams, **{name: value}))
     return SamplingParams(**wanted, stop=tuple(texts))
+
+
+def _as_float(number: float) -> float:
+    """Return a number of JSON, which may be a whole one of any length."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _checked(param: str, check: Callable[[], Any]) -> Any:

@@ -32,7 +32,7 @@ from examples.engine.executor import Executor, LocalExecutor
 from examples.engine.model_config import DecoderConfig
 from examples.engine.outputs import EngineStatistics, Output
 from examples.engine.request_book import BuiltRow, RequestBook
-from examples.engine.request_checks import check_limits, checked_tokens
+from examples.engine.request_checks import check_limits, check_names, checked_tokens
 from examples.engine.sampling import SamplingParams
 from examples.engine.scheduler import ScheduledRow, Scheduler, SchedulerLimits, StepPlan
 from examples.engine.sequence import Sequence
@@ -54,6 +54,9 @@ MAX_FAILED_FORWARDS = 3
 
 LOADING_PAUSE_S = 0.001
 """Between two looks whether tiers have brought what everybody waits for."""
+
+LOST_PAUSE_S = 0.2
+"""Between two tries to go on after a loss."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class Engine:
         self._forward: _Forward | None = None
         self._completed_step = self._reported_step = NO_STEP
         self._num_failed = 0
+        self._is_adrift = False  # the epoch is over, and there is none yet to go on in
+        self._startup_s = config.cluster_config().deadlines.startup_s
         self._stuck_since_s: float | None = None
         self._tally = EngineTally()
         self._book = RequestBook(self._scheduler, tokenizer, self.model.max_model_len, self._tally)
@@ -162,6 +167,7 @@ class Engine:
         with self._lock:
             self._require_running()
             tokens = checked_tokens(prompt_token_ids, self.model)
+            check_names(request_id, cache_salt)
             if request_id is None:
                 request_id = self._book.new_id()
             if request_id in self._book.requests:
@@ -214,8 +220,8 @@ class Engine:
         """Take one step and return what it brought. Without requests it seals the last one.
 
         Raises what a forward raised that has failed several times, DeadlineError when the
-        coordinator gives no answer, WorkerLostError when a rank is lost: launch another engine
-        then.
+        coordinator gives no answer, WorkerLostError when a lost rank was not replaced in
+        `deadlines.startup_s`. Step again to go on waiting.
         """
         with self._lock:
             self._require_running()
@@ -223,9 +229,12 @@ class Engine:
             self._tally.num_steps += 1
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
-            try:
-                self._go_on()
-            except (StaleEpochError, WorkerLostError):
+            if not self._is_adrift:
+                try:
+                    self._go_on()
+                except (StaleEpochError, WorkerLostError):
+                    self._is_adrift = True
+            if self._is_adrift:
                 self._come_back()
             self._give_up_stuck()
             self._tally.step_s += self._now_s() - start_s
@@ -339,8 +348,18 @@ class Engine:
     def _come_back(self) -> None:
         """The epoch is over: go on in the next one with every request's tokens."""
         self._forward = None
-        self.executor.reset()
-        self.executor.attach()
+        give_up_s = time.monotonic() + self._startup_s
+        while True:
+            try:
+                # First attach, which waits for lost ranks to be replaced, then have ranks meet.
+                self.executor.attach()
+                self.executor.reset()
+                break
+            except (StaleEpochError, WorkerLostError):
+                if time.monotonic() >= give_up_s:
+                    raise
+                time.sleep(LOST_PAUSE_S)
+        self._is_adrift = False
         self._completed_step = self._reported_step = NO_STEP
         self._scheduler.start_over()
         self._tally.num_restarts += 1

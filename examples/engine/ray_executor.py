@@ -11,12 +11,13 @@ its coordinator has changed, none waits for it in a sum.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from actors import KVCacheClient, KVCacheCluster
 from actors.worker import WorkerActor
@@ -33,7 +34,13 @@ from examples.engine.parallel import (
 from examples.engine.runner import RankRunner
 from examples.engine.weights import RankPlace
 from examples.engine.work import StepOutput, StepWork
-from kvcache.errors import ClusterError, KVCacheError, RequestError, WorkerLostError
+from kvcache.errors import (
+    ClusterError,
+    DeadlineError,
+    KVCacheError,
+    RequestError,
+    WorkerLostError,
+)
 
 PATIENCE = 2
 """Ranks wait for each other so many times as long as one may wait for its coordinator."""
@@ -116,13 +123,14 @@ class RayExecutor:
         self._collect_s = 2 * PATIENCE * settings.deadlines.forward_s
         self._generation = 0
         self._calls: deque[list[Any]] = deque()
+        self._workers: tuple[Any, ...] = ()  # who has the weights, in order of ranks
+        self._needs_client = False
         # Held for as long as ranks may meet.
         self._store, self._port = open_store(LOOPBACK)
         self.cluster = KVCacheCluster.launch(settings, worker_class=EngineRank)
         try:
             self._client = self.cluster.client()
-            self._workers = self.cluster.workers
-            sizes = self._load()
+            sizes = self._meet(self.cluster.workers)
         except BaseException:
             self.cluster.stop()
             raise
@@ -150,28 +158,26 @@ class RayExecutor:
         return next(output for output in outputs if output is not None)
 
     def reset(self) -> None:
-        """See `Executor`. Raises WorkerLostError while a rank is lost."""
+        """See `Executor`. Ranks that were replaced load their weights. Raises WorkerLostError while
+        a rank is lost."""
         while self._calls:
             for call in self._calls.popleft():
-                try:
+                with contextlib.suppress(RayError, KVCacheError):
                     ray.get(call, timeout=self._collect_s)
-                except (RayActorError, RayTaskError, KVCacheError):
-                    continue
-        if self._config.num_ranks > 1:
+        workers = self.cluster.workers
+        # A rank that is gone is found here, not by the others, who would wait for it.
+        self._answers([worker.kvcache_statistics.remote() for worker in workers], self._timeout_s)
+        if self._config.num_ranks > 1 or workers != self._workers:
             self._generation += 1
-            workers, self._workers = self._workers, self.cluster.workers
-            if workers == self._workers:
-                address = (LOOPBACK, self._port, self._generation)
-                calls = [worker.connect.remote(*address) for worker in self._workers]
-                self._answers(calls, self._timeout_s)
-            else:
-                self._load()
+            self._meet(workers)
 
     def attach(self) -> None:
         """See `Executor`."""
-        if self._client.is_attached:
+        if self._needs_client or self._client.is_attached:
+            self._needs_client = True  # also where the next lines raise
             self._client.close()
             self._client = self.cluster.client()
+            self._needs_client = False
         else:
             self._client.attach()
 
@@ -180,10 +186,18 @@ class RayExecutor:
         self._client.close()
         self.cluster.stop()
 
-    def _load(self) -> list[int | None]:
+    def _meet(self, workers: tuple[Any, ...]) -> list[int | None]:
+        """Have all ranks meet, the new ones with their weights; return the boundaries of those."""
         address = (LOOPBACK, self._port, self._generation)
-        calls = [worker.load.remote(self._config, *address) for worker in self._workers]
-        return self._answers(calls, self._timeout_s)
+        calls = [
+            worker.connect.remote(*address)
+            if worker in self._workers
+            else worker.load.remote(self._config, *address)
+            for worker in workers
+        ]
+        answers: list[int | None] = self._answers(calls, self._timeout_s)
+        self._workers = workers
+        return answers
 
     def _answers(self, calls: list[Any], timeout_s: float) -> list[Any]:
         """Return the answers of all ranks; raise the most telling error once all have ended."""
@@ -195,6 +209,13 @@ class RayExecutor:
                 errors.append(error.cause if isinstance(error.cause, Exception) else error)
             except RayActorError as error:
                 errors.append(WorkerLostError(f"a rank of the engine is gone: {error}"))
+            except GetTimeoutError:
+                errors.append(
+                    DeadlineError(
+                        f"a rank of the engine gave no answer in {timeout_s:g} s: look at the "
+                        "cluster's status, or raise deadlines.forward_s"
+                    )
+                )
             except KVCacheError as error:
                 errors.append(error)
         if errors:

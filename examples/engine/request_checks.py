@@ -12,7 +12,7 @@ import numpy as np
 from examples.engine.config import EngineConfig
 from examples.engine.model_config import DecoderConfig
 from examples.engine.sampling import SamplingParams
-from kvcache.errors import RequestError
+from kvcache.errors import RequestError, shown
 
 
 def checked_tokens(prompt: Sequence[int], model: DecoderConfig) -> list[int]:
@@ -37,6 +37,19 @@ def checked_tokens(prompt: Sequence[int], model: DecoderConfig) -> list[int]:
         )
     tokens: list[int] = values.tolist()
     return tokens
+
+
+def check_names(request_id: object, cache_salt: object) -> None:
+    """Raise RequestError unless these are texts that can be sent, a salt not an empty one."""
+    for name, text in (("the request's id", request_id), ("cache_salt", cache_salt)):
+        if text is None:
+            continue
+        try:
+            is_text = isinstance(text, str) and bool(text.encode())
+        except UnicodeEncodeError:
+            is_text = False
+        if not is_text:
+            raise RequestError(f"{name} is {shown(text)}: give a text that UTF-8 can write")
 
 
 def check_limits(params: SamplingParams, lora_name: str | None, config: EngineConfig) -> None:

@@ -76,6 +76,8 @@ class SamplingParams:
                 f"beam_width is {self.beam_width} and num_draft_tokens {self.num_draft_tokens}: "
                 "beams have no drafts, set one of them to 0"
             )
+        if isinstance(self.stop, str):
+            raise RequestError(f"stop is the text {self.stop!r}: give a tuple of texts")
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty text, which every output contains: leave it out")
 
@@ -118,7 +120,8 @@ def choose(logits: torch.Tensor, choice: Choice, position: int) -> ChosenToken:
     if choice.temperature == 0:
         token_id = int(scores.argmax())
     else:
-        kept = _keep(scores / choice.temperature, choice)
+        # Differences to the largest, so that the coldest temperature leaves one, not all, infinite.
+        kept = _keep((scores - scores.max()) / choice.temperature, choice)
         # Every rank of a stage draws the same numbers, wherever its logits are.
         random = np.random.default_rng((choice.seed, choice.index, position))
         noise = torch.from_numpy(random.gumbel(size=len(kept))).to(kept.device)

@@ -69,6 +69,7 @@ def test_a_prompt_that_is_none_is_refused_and_others_go_on(prompt: Any, message:
         ({"temperature": float("nan")}, "temperature is nan: give 0 or more"),
         ({"top_p": 0.0}, "top_p is 0.0: give more than 0 and at most 1"),
         ({"seed": -1}, "seed is -1: give a whole number of at least 0"),
+        ({"stop": "end"}, "stop is the text 'end': give a tuple of texts"),
         ({"stop": ("",)}, "stop has an empty text, which every output contains: leave it out"),
         (
             {"n": 3, "beam_width": 2},
@@ -83,6 +84,24 @@ def test_a_prompt_that_is_none_is_refused_and_others_go_on(prompt: Any, message:
 def test_parameters_that_cannot_be_meant_are_refused(params: Any, message: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("bad", [5, "", "\ud800"])
+@pytest.mark.parametrize("name", ["cache_salt", "request_id"])
+def test_names_that_cannot_be_sent_are_refused_and_others_go_on(name: str, bad: Any) -> None:
+    with launch() as engine:
+        request_id = engine.add_request(PROMPT, GREEDY)
+        engine.step()
+        with pytest.raises(RequestError, match="give a text that UTF-8 can write"):
+            engine.add_request(PROMPT, GREEDY, **{name: bad})
+        assert run(engine)[request_id, 0].token_ids == expected("llama", PROMPT, GREEDY)
+        require_nothing_is_held(engine)
+
+
+def test_the_coldest_temperature_chooses_the_likeliest_token() -> None:
+    cold = SamplingParams(max_tokens=8, temperature=5e-324, top_p=0.9, seed=3)
+    with launch() as engine:
+        assert run_one(engine, PROMPT, cold).token_ids == expected("llama", PROMPT, GREEDY)
 
 
 def test_what_this_engine_cannot_do_is_refused() -> None:

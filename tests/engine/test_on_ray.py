@@ -62,3 +62,24 @@ def test_two_stages_of_two_ranks_survive_their_coordinator(ray_cluster: str) -> 
         figures = engine.statistics()
         assert figures.num_restarts == 1
         assert figures.num_cached_tokens >= 4 * 24, "what was sealed was found again"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_lost_ranks_are_replaced_and_nobody_who_reads_notices(
+    ray_cluster: str, tensor_size: int
+) -> None:
+    with launch_on_ray(
+        "llama", f"engine-lost-{tensor_size}", tensor_parallel_size=tensor_size
+    ) as engine:
+        executor = engine.executor
+        assert isinstance(executor, RayExecutor)
+        told: dict[tuple[str, int], Told] = defaultdict(lambda: Told([]))
+        for number in range(2):  # a process that took a lost one's place can be lost as well
+            ids = [engine.add_request(prompt, LONG) for prompt in PROMPTS]
+            for _ in range(8):
+                collect(engine.step(), told)
+            os.kill(executor.cluster.status().ranks[-1].process_id, signal.SIGKILL)
+            finish(engine, told)
+            require_the_same(told, ids, "llama")
+            assert engine.statistics().num_restarts > number
