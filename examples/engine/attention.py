@@ -125,15 +125,37 @@ def attend(
     is_used = is_seen.any(dim=1)[..., None, None]
     key, value = key.masked_fill(~is_used, 0), value.masked_fill(~is_used, 0)
     if query.is_cuda:
-        fused = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=is_seen[:, None],
-            scale=scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return fused.transpose(1, 2)
+        return fused_attention(query, key, value, is_seen, scale)
+    return plain_attention(query, key, value, is_seen, scale)
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_seen: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """As `attend`, where what no query sees is a number: PyTorch's fused kernels."""
+    fused = functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=is_seen[:, None],
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return fused.transpose(1, 2)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_seen: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """As `fused_attention`, by plain sums."""
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=2)

@@ -13,6 +13,7 @@ from tests.engine.support import (
     ALL_MODELS,
     GREEDY,
     TIGHT,
+    coordinator,
     expected,
     launch,
     model,
@@ -190,3 +191,29 @@ def test_ranks_together_hold_every_weight(name: str) -> None:
         shapes = [part[weight].shape for part in parts]
         assert shapes[0] == shapes[1]
         assert tensor.numel() in (shapes[0].numel(), 2 * shapes[0].numel())
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_equal_prompts_that_are_computed_at_once_end_in_the_same_blocks(merges: bool) -> None:
+    prompt = tokens(7, 90)
+    params = SamplingParams(max_tokens=12)
+    with launch(sections={"cache": {"merge_duplicates": merges}}) as engine:
+        ids = [engine.add_request(prompt, params) for _ in range(2)]
+        samples = [engine._book.requests[name].samples[0].sequence for name in ids]
+        manager = coordinator(engine).manager
+        assert manager is not None
+        while min(sequence.num_output for sequence in samples) < 8:
+            engine.step()
+        first, second = (manager.get_block_ids(sequence.key)[0] for sequence in samples)
+        shared = [mine == yours for mine, yours in zip(first, second, strict=False)]
+        # The first chunk is found; those behind it are computed by both at the same time.
+        assert shared[:3] == [True] * 3
+        assert shared[3:11] == [merges] * 8
+        assert not all(shared), "the last block is written by both"
+        told = run(engine)
+        assert all(
+            sequence.tokens[len(prompt) :] == expected("llama", prompt, params)
+            for sequence in samples
+        )
+        assert {t.reason for t in told.values()} == {"length"}
+        require_nothing_is_held(engine)
