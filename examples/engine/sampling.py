@@ -76,7 +76,8 @@ class SamplingParams:
                 f"beam_width is {self.beam_width} and num_draft_tokens {self.num_draft_tokens}: "
                 "beams have no drafts, set one of them to 0"
             )
-        if isinstance(self.stop, str):
+        stop: object = self.stop
+        if isinstance(stop, str):
             raise RequestError(f"stop is the text {self.stop!r}: give a tuple of texts")
         if any(not text for text in self.stop):
             raise RequestError("stop has an empty text, which every output contains: leave it out")
