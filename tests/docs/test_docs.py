@@ -126,6 +126,9 @@ def require_command(words: list[str], line: str) -> None:
     unknown = {word.partition("=")[0] for word in rest if word.startswith("--")} - known
     unknown -= {"--help", "--version"}
     assert not unknown, f"{line}: {command.name} has no {sorted(unknown)}"
+    takes_words = any(parameter.param_type_name == "argument" for parameter in command.params)
+    stray = rest and not rest[0].startswith("-") and not takes_words
+    assert not stray, f"{line}: {command.name} takes options only, not {rest[0]!r}"
 
 
 def test_the_configuration_page_is_what_the_models_say() -> None:

@@ -77,7 +77,7 @@ function drawSeries(id, samples, lines, title) {
     });
     draw.stroke();
     const last = samples.length ? samples[samples.length - 1][key] : 0;
-    draw.fillText(`${label} ${whole(last)}/s`, 120 + number * 150, 12);
+    draw.fillText(`${label} ${whole(last)}/s`, 200 + number * 130, 12);
   });
   draw.fillStyle = getComputedStyle(document.body).color;
   draw.fillText(`${title}, up to ${whole(top)}/s`, 0, 12);
