@@ -1,7 +1,7 @@
 """`kvcache simulate`: traces on the manager alone, by policy and capacity.
 
-Neither Ray nor torch is imported. Everything that can be wrong with what was typed, and with the
-traces, is found before the first simulation begins.
+Neither Ray nor torch is imported. What can be wrong with what was typed, and with the traces, is
+found before the first simulation begins, but whether requests fit where groups share the blocks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.errors import ConfigurationError
 from kvcache.simulate.block_trace import BlockTrace
@@ -25,10 +26,16 @@ class TraceChoices:
     block_size: int | None = None
 
     def read(self) -> list[BlockTrace]:
-        """Return all traces. Raises TraceError."""
-        return [
+        """Return all traces, each once, under names that tell them apart. Raises TraceError."""
+        names = list(dict.fromkeys(self.names))
+        traces = [
             open_block_trace(name, limit=self.limit, seed=self.seed, block_size=self.block_size)
-            for name in self.names
+            for name in names
+        ]
+        uses = Counter(trace.name for trace in traces)
+        return [
+            replace(trace, name=name) if uses[trace.name] > 1 else trace
+            for name, trace in zip(names, traces, strict=True)
         ]
 
 

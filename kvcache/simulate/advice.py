@@ -52,15 +52,22 @@ class Prices:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast tokens are computed and bytes are loaded, of all ranks together."""
+    """How fast tokens are computed and bytes are loaded, of all ranks together.
+
+    Raises ConfigurationError for what cannot be meant.
+    """
 
     prefill_tokens_per_s: float = 10_000.0
     host_bytes_per_s: float = 25.0 * GIB
     disk_bytes_per_s: float = 5.0 * GIB
 
     def __post_init__(self) -> None:
-        if min(self.prefill_tokens_per_s, self.host_bytes_per_s, self.disk_bytes_per_s) <= 0:
-            raise ConfigurationError(f"{self}: give speeds above 0")
+        speeds = (self.prefill_tokens_per_s, self.host_bytes_per_s, self.disk_bytes_per_s)
+        if not all(0 < speed < float("inf") for speed in speeds):
+            raise ConfigurationError(
+                f"speeds of {speeds[0]:g} tokens computed, {speeds[1]:g} bytes from host memory "
+                f"and {speeds[2]:g} from disk a second: give numbers above 0"
+            )
 
     def worth(self, bytes_per_token: float) -> tuple[float, float, float]:
         """Return the share of its prefill time that a hit saves on device, host and disk."""
@@ -161,7 +168,7 @@ def best_candidates(
     worth = speeds.worth(memory.block_bytes / tokens_per_block)
     estimates: dict[str, list[Candidate]] = {shape: [] for shape in SHAPES}
     for policy, curve in curves.items():
-        for shape, cache in _ways(policy, memory, least):
+        for shape, cache in _ways(policy, memory, least, curve.points[-1][0]):
             estimates[shape].append(_estimate(shape, cache, curve, memory, worth))
     chosen: list[Candidate] = []
     for ways in estimates.values():
@@ -203,29 +210,36 @@ def choose(candidates: Sequence[MeasuredCandidate]) -> MeasuredCandidate:
     )
 
 
-def _ways(policy: str, memory: Memory, least: int) -> Iterator[tuple[str, SimulatedCache]]:
-    """Yield ways to spend shares of the money, the least that a device needs aside."""
+def _ways(
+    policy: str, memory: Memory, least: int, most: int
+) -> Iterator[tuple[str, SimulatedCache]]:
+    """Yield ways to spend shares of the money, the least that a device needs aside.
+
+    A device of `most` blocks, where curves end, hits all that can be hit: nothing dearer is tried.
+    """
     prices = memory.prices
-    share = memory.budget / _NUM_SHARES
+    money = min(memory.budget, memory.gib(max(least, most)) * prices.device)
+    share = money / _NUM_SHARES
     for device_shares in range(_NUM_SHARES + 1):
         num_blocks = memory.most_blocks(prices.device, device_shares * share)
         if num_blocks < least:
-            if memory.most_blocks(prices.device, (device_shares + 1) * share) <= least:
+            following = memory.most_blocks(prices.device, (device_shares + 1) * share)
+            if following <= least and device_shares < _NUM_SHARES:
                 continue
             num_blocks = least
-        left = memory.budget - memory.gib(num_blocks) * prices.device
+        left = money - memory.gib(num_blocks) * prices.device
         yield SHAPES[0], SimulatedCache(policy, num_blocks)
         if prices.host is None:
             continue
         for host_shares in range(1, int(left / share) + 1):
-            host_blocks = memory.most_blocks(prices.host, host_shares * share)
+            host_blocks = min(most, memory.most_blocks(prices.host, host_shares * share))
             if not host_blocks:
                 continue
             yield SHAPES[1], SimulatedCache(policy, num_blocks, host_blocks)
             if prices.disk is None:
                 continue
             for disk_shares in range(1, int(left / share) - host_shares + 1):
-                disk_blocks = memory.most_blocks(prices.disk, disk_shares * share)
+                disk_blocks = min(most, memory.most_blocks(prices.disk, disk_shares * share))
                 if disk_blocks:
                     yield SHAPES[2], SimulatedCache(policy, num_blocks, host_blocks, disk_blocks)
 

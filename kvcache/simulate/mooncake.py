@@ -31,6 +31,9 @@ from kvcache.simulate.workload import WorkloadRequest
 MOONCAKE_BLOCK_SIZE = 512
 """Tokens that one hash id stands for."""
 
+TRACE_ENDS = (".jsonl", ".jsonl.gz")
+"""How names of trace files end: by these they are told from files of text."""
+
 _LARGEST_HASH_ID = 2**63 - 1
 _LARGEST_TIMESTAMP_MS = 2**53  # whole numbers up to here are exact as floats
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -12,14 +12,12 @@ from kvcache.errors import TraceError
 from kvcache.simulate.block_trace import BlockTrace, read_block_trace
 from kvcache.simulate.conversations import Conversations
 from kvcache.simulate.generators import DEFAULT_NUM_REQUESTS, GENERATORS, generate
-from kvcache.simulate.mooncake import MooncakeTrace
+from kvcache.simulate.mooncake import TRACE_ENDS, MooncakeTrace
 from kvcache.simulate.text import TextDocuments
 from kvcache.simulate.workload import LimitedWorkload, Workload
 
 CONVERSATIONS = "conversations"
 """Name of the workload that the package brings along."""
-
-_TRACE_ENDS = (".jsonl", ".jsonl.gz")
 
 
 def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Workload:
@@ -44,7 +42,7 @@ def open_block_trace(
     `block_size` is how many tokens a block has of a file that does not say, or of what is made.
     Raises TraceError for what cannot be read or contradicts itself.
     """
-    if name.endswith(_TRACE_ENDS):
+    if name.endswith(TRACE_ENDS):
         workload: Workload = MooncakeTrace(Path(name), block_size)
     else:
         workload = open_workload(name, limit=limit, seed=seed)
@@ -55,7 +53,7 @@ def _open(name: str, seed: int) -> Workload:
     if name == CONVERSATIONS:
         return Conversations(seed=seed)
     path = Path(name)
-    if name.endswith(_TRACE_ENDS):
+    if name.endswith(TRACE_ENDS):
         return MooncakeTrace(path)
     if path.exists():
         return TextDocuments(path)

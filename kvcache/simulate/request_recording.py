@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol
 
 from kvcache.errors import TraceError
-from kvcache.simulate.trace_writing import TraceLine
+from kvcache.simulate.trace_writing import TraceLine, require_trace_name
 
 
 class DigestedRequest(Protocol):
@@ -47,6 +47,7 @@ class RequestRecording:
 
     def __init__(self, path: Path, options: RecordingOptions) -> None:
         """Create the file. Raises TraceError if that cannot be done, or there is one already."""
+        require_trace_name(path)
         self.path = path
         self.num_requests = self.num_bytes = 0
         self._options = options

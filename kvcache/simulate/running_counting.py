@@ -35,10 +35,11 @@ class Pace:
     decode_tokens_per_s: float = 40.0
 
     def __post_init__(self) -> None:
-        if min(self.prefill_tokens_per_s, self.decode_tokens_per_s) <= 0:
+        speeds = (self.prefill_tokens_per_s, self.decode_tokens_per_s)
+        if not all(0 < speed < float("inf") for speed in speeds):
             raise ConfigurationError(
                 f"a pace of {self.prefill_tokens_per_s:g} tokens of prompts and "
-                f"{self.decode_tokens_per_s:g} of answers a second: give more than 0"
+                f"{self.decode_tokens_per_s:g} of answers a second: give numbers above 0"
             )
 
 
@@ -50,6 +51,17 @@ class Waits:
     num_waited: int
     mean_wait_s: float
     most_running: int
+
+
+def require_room_for_answers(trace: BlockTrace, num_blocks: int) -> None:
+    """Raise OutOfBlocksError, naming the line, if a request does not fit with its answer."""
+    needed = -(-(trace.input_lengths + trace.output_lengths) // trace.block_size)
+    if needed.max() > num_blocks:
+        index = int(needed.argmax())
+        raise OutOfBlocksError(
+            f"{trace.place_of(index)}: the request does not fit into {num_blocks} blocks with its "
+            f"answer of {trace.output_lengths[index]} tokens: simulate at least {needed.max()}"
+        )
 
 
 class RunningCounter:

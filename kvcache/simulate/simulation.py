@@ -12,12 +12,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from kvcache.clock import Clock
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, OutOfBlocksError
 from kvcache.policies.registry import EVICTION_POLICIES, require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.optimum import count_optimal_hits
-from kvcache.simulate.running_counting import Pace, RunningCounter, Waits
+from kvcache.simulate.running_counting import (
+    Pace,
+    RunningCounter,
+    Waits,
+    require_room_for_answers,
+)
 from kvcache.simulate.tier_counting import TierCounter, TierCountingOptions, TierPrefillCount
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -98,8 +103,13 @@ class SimulatedCache:
         return self.num_blocks + self.host_blocks + self.disk_blocks
 
     def require_room(self, trace: BlockTrace) -> None:
-        """Raise ConfigurationError, naming the line, if the longest request does not fit."""
-        if self.num_blocks is None or self.groups or trace.most_blocks <= self.num_blocks:
+        """Raise an error that names the line if a request does not fit: ConfigurationError for a
+        prompt, OutOfBlocksError for its answer beside it. Of `groups` only playing tells."""
+        if self.num_blocks is None or self.groups:
+            return
+        if trace.most_blocks <= self.num_blocks:
+            if self.pace is not None:
+                require_room_for_answers(trace, self.num_blocks)
             return
         raise ConfigurationError(
             f"{trace.place_of(trace.longest)}: the request needs {trace.most_blocks} blocks of "
@@ -275,11 +285,35 @@ def _count(
             counter.manager.statistics().core.num_evictions,
         )
     if cache.groups:
-        count = count_prefill_hits(TraceTokens(trace), device, clock, report)
+        count = _count_groups(trace, device, clock, report)
         return _Hits(count.num_hit_blocks, 0, 0, count.num_hit_tokens, count.num_evictions)
     count = count_prefill_hits(CompactTrace(trace), device, clock, report)
     num_hits = count.num_hit_blocks
     return _Hits(num_hits, 0, 0, num_hits * trace.block_size, count.num_evictions)
+
+
+def _count_groups(
+    trace: BlockTrace,
+    device: CountingOptions,
+    clock: Clock,
+    on_progress: Callable[[PrefillCount], None],
+) -> PrefillCount:
+    num_played = 0
+
+    def report(count: PrefillCount) -> None:
+        nonlocal num_played
+        num_played = count.num_requests
+        on_progress(count)
+
+    try:
+        return count_prefill_hits(TraceTokens(trace), device, clock, report)
+    except OutOfBlocksError as error:
+        sizes = ", ".join(str(group.kv_cache_spec.block_size) for group in device.groups)
+        raise OutOfBlocksError(
+            f"{trace.place_of(num_played)}: the request of {trace.input_lengths[num_played]} "
+            f"tokens does not fit into {device.num_blocks} blocks (their tokens, by group: "
+            f"{sizes}): simulate more"
+        ) from error
 
 
 def window_groups(block_size: int, window_tokens: int) -> tuple[KVCacheGroupSpec, ...]:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from kvcache.errors import TraceError
 from kvcache.simulate.generators import SyntheticWorkload
-from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE
+from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE, TRACE_ENDS
 from kvcache.simulate.passages import BlockNames
 
 
@@ -65,8 +65,18 @@ def trace_lines(
         )
 
 
+def require_trace_name(path: Path) -> None:
+    """Raise TraceError unless who reads the file will take it for a trace, by its name."""
+    if not path.name.endswith(TRACE_ENDS):
+        raise TraceError(
+            f"{path}: names of traces end with {' or '.join(TRACE_ENDS)}, others are read as text: "
+            "name it so"
+        )
+
+
 def write_trace(path: Path, lines: Iterable[TraceLine]) -> int:
     """Write a trace and return how many lines it has. Raises TraceError if that cannot be done."""
+    require_trace_name(path)
     try:
         with _created(path) as file:
             num_lines = 0

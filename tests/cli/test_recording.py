@@ -159,6 +159,12 @@ def test_a_file_that_exists_is_left_alone(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "mine"
 
 
+def test_a_name_by_which_nobody_would_know_a_trace_is_refused(path: Path) -> None:
+    with pytest.raises(TraceError, match=r"names of traces end with .jsonl or .jsonl.gz"):
+        FakeCluster([]).record(path.with_suffix(".json"))
+    assert not path.with_suffix(".json").exists()
+
+
 def test_signals_end_it_in_order() -> None:
     import signal
 

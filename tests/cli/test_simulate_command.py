@@ -99,13 +99,42 @@ def test_requests_run_side_by_side_without_an_optimum(trace: Path) -> None:
     assert "optimum" not in shown
     (result,) = json.loads(run(trace, "--running", "-b", "30", "-j", "1", "--json")[0])
     assert result["most_running"] >= 1
-    assert refused(trace, "--running", "-b", "30", "--decode-speed", "0").startswith("a pace of ")
+    for speed in ("0", "nan", "inf"):
+        message = refused(trace, "--running", "-b", "30", "--decode-speed", speed)
+        assert message.startswith("a pace of ")
+
+
+def test_a_request_that_does_not_fit_is_named_however_blocks_are_shared(trace: Path) -> None:
+    assert refused(
+        trace, "--window", "600", "-b", "12", "-b", "60", "--no-progress", "-j", "1"
+    ) == (
+        "trace.jsonl, line 10: the request of 4000 tokens does not fit into 12 blocks (their "
+        "tokens, by group: 512, 512): simulate more"
+    )
+    path = write_lines(trace.parent / "a.jsonl", {**trace_line(1024, [1, 2]), "output_length": 600})
+    # Both simulations are refused, the one that would do included: nothing is begun.
+    assert refused(path, "--running", "-b", "60", "-b", "3") == (
+        "a.jsonl, line 1: the request does not fit into 3 blocks with its answer of 600 tokens: "
+        "simulate at least 4"
+    )
 
 
 def test_several_traces_have_a_table_each(trace: Path) -> None:
     shown, _ = run(trace, "chat", "--requests", "9", "--seed", "3", "-b", "500", "-j", "1")
     assert "trace.jsonl: 9 requests" in shown
     assert "chat, 9 requests (seed 3): 9 requests" in shown
+
+
+def test_traces_of_one_name_are_told_apart(trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / trace.name
+    other.parent.mkdir()
+    write_lines(other, trace_line(1024, [7, 8]), trace_line(1024, [9, 10]))
+    shown, _ = run(trace, other, trace, "-b", "30", "-j", "1", "--no-optimum")
+    assert f"{trace}: 15 requests" in shown and f"{other}: 2 requests" in shown
+    (both, alone) = (run(*paths, "-b", "30", "-j", "1") for paths in ((trace, other), (trace,)))
+    assert both[0].count("│") == 2 * alone[0].count("│")
+    found = json.loads(run(trace, other, trace, "-b", "30", "-j", "1", "--no-optimum", "--json")[0])
+    assert [(r["trace"], r["num_requests"]) for r in found] == [(str(trace), 15), (str(other), 2)]
 
 
 @pytest.mark.parametrize("name", ["made.jsonl", "made.jsonl.gz"])
@@ -165,6 +194,11 @@ def test_what_is_typed_wrong_is_refused_with_a_remedy(trace: Path, tmp_path: Pat
     assert refused(trace, "chat", "--write-trace", tmp_path / "x.jsonl") == (
         "--write-trace writes one trace, 2 are named: name one"
     )
+    assert refused(trace, "--write-trace", tmp_path / "load") == (
+        f"{tmp_path / 'load'}: names of traces end with .jsonl or .jsonl.gz, others are read as "
+        "text: name it so"
+    )
+    assert not (tmp_path / "load").exists()
     assert refused("poetry").startswith("no workload 'poetry': give 'conversations', a generator")
     assert refused(tmp_path / "none.jsonl").endswith(
         "cannot be read (No such file or directory): name a Mooncake trace"

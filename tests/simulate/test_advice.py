@@ -61,6 +61,29 @@ def test_money_is_not_spent_on_what_helps_nobody() -> None:
     assert 950 <= cache.num_blocks <= 1_150  # the curve is level behind 1,000
 
 
+@pytest.mark.parametrize("budget", [5_000, 10**6, 10**12])
+def test_more_money_than_everything_costs_changes_nothing(budget: float) -> None:
+    """All that can be hit is hit by 1,000 blocks; how much money is left over does not matter."""
+    level = HitCurve([(10, 0.1), (100, 0.3), (1_000, 0.5)])
+    assert best(memory(budget), level) == best(memory(1_000), level)
+    tiers = best(memory(budget, host=1e-9, disk=1e-12), level)
+    assert all(cache.host_blocks <= 1_000 for cache in tiers.values())
+
+
+def test_a_trace_of_one_request_gets_what_it_needs() -> None:
+    for least in range(1, 60):
+        single = HitCurve([(least, 0.0)])
+        costly = Memory(BLOCK_BYTES, Prices(0.07), 10**6)
+        assert best(costly, single, least)["device"].num_blocks == least
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_speeds_that_cannot_be_meant_are_refused(speed: float) -> None:
+    for speeds in ((speed, 1.0, 1.0), (1.0, speed, 1.0), (1.0, 1.0, speed)):
+        with pytest.raises(ConfigurationError, match="a second: give numbers above 0"):
+            Speeds(*speeds)
+
+
 def test_cheap_tiers_are_used_where_they_are_worth_it() -> None:
     plain = best(memory(120))
     assert list(plain) == ["device"]

@@ -157,7 +157,7 @@ def test_an_answer_that_does_not_fit_is_named_with_its_line(tmp_path: Path) -> N
         play(trace, 3)
     assert str(caught.value) == (
         "trace.jsonl, line 1: the request does not fit into 3 blocks with its answer of 5 tokens: "
-        "simulate more"
+        "simulate at least 4"
     )
 
 

@@ -79,7 +79,9 @@ def test_a_capacity_below_the_longest_request_is_refused_with_its_line(trace: Bl
         f"device: simulate at least {least}"
     )
     groups = window_groups(trace.block_size, 6)
-    with pytest.raises(OutOfBlocksError, match=r"count with more blocks"):
+    with pytest.raises(
+        OutOfBlocksError, match=r"^trace.jsonl, line \d+: the request of .* simulate more$"
+    ):
         simulate(trace, SimulatedCache("lru", least, groups=groups), VirtualClock())
 
 
@@ -137,7 +139,7 @@ def test_nothing_begins_where_a_request_does_not_fit(trace: BlockTrace) -> None:
 def test_an_error_in_a_process_is_raised_here(trace: BlockTrace) -> None:
     groups = window_groups(trace.block_size, 6)
     tasks = [SimulationTask(0, SimulatedCache("lru", n, groups=groups)) for n in (400, 3)]
-    with pytest.raises(OutOfBlocksError, match="count with more blocks"):
+    with pytest.raises(OutOfBlocksError, match="does not fit into 3 blocks"):
         run_simulations([trace], tasks, 2)
 
 
