@@ -57,6 +57,26 @@ def main() -> None:
     app()
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        print(f"kvcache {version('kvcache')}")
+        raise typer.Exit
+
+
+@app.callback()
+def whole(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """KV-cache coordinator for distributed LLM inference on Ray."""
+
+
 @app.command()
 def plan(
     config: Annotated[
