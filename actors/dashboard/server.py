@@ -107,7 +107,7 @@ class DashboardServer:
                 line = f"data: {text}\n\n" if newer > number else ": still here\n\n"
                 number = newer
                 await response.write(line.encode())
-        except (ConnectionResetError, asyncio.CancelledError):
-            raise
+        except ConnectionResetError:  # the page was closed: no error of anybody's
+            return response
         finally:
             self._num_streams -= 1
