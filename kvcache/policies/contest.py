@@ -1,4 +1,4 @@
-"""Who leads, recency or the index of reuse: followed by their hits, with a bounded loss.
+"""Who leads, recency or the index of reuse: followed by the hits of two caches of names.
 
 Stands between the history of uses, where both are played, and the hazard policy, which follows the
 leader. Recency leads until the index has proven itself, and again when it falls behind.
@@ -15,7 +15,8 @@ _FALL_PER_ROOM = 0.02
 leads by comes in the long run, and what it lacks at times comes in bursts."""
 
 _FALL_PER_GAIN = 0.5
-"""Of what it has gained, how much it may lose again: so its leading never costs what it brought."""
+"""Of what it has gained by name, how much it may lose again. What a change of the leader costs the
+real cache is not in it."""
 
 _LEAST_BLOCKS = 32
 """A lead or lag of less is one request, not a habit."""

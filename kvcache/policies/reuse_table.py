@@ -49,6 +49,9 @@ _CLASS_PRIOR_BLOCKS = 100.0
 """How many of one class must have reached an age to count as much as all classes together. A few
 requests: what classes differ in is large, or else it does not matter."""
 
+_LEAST_LEFT = 1e-200
+"""Where nothing of a class is left at an age, so much is taken to be: no ratio is zero by zero."""
+
 
 class ReuseTable:
     """Counts by class and age, and an index made from them.
@@ -94,13 +97,16 @@ def reuse_index(chances: FloatArray) -> FloatArray:
     all ages to give it up at, of the chance of a hit to the time it stays until then (Gittins,
     "Bandit processes and dynamic allocation indices", 1979).
     """
+    # Left at an age, `left`; hits between two ages are what `left` falls by. Times are summed from
+    # the last age, where they are small, so that differences keep their digits.
     num_ages = chances.shape[1]
-    index = np.empty_like(chances)
-    for age in range(num_ages):
-        ahead = chances[:, age:]
-        left = np.cumprod(1 - ahead, axis=1)
-        left = np.concatenate((np.ones((len(left), 1)), left[:, :-1]), axis=1)
-        hits = np.cumsum(left * ahead, axis=1)
-        stays = np.cumsum(left * _WIDTHS_BLOCKS[age:num_ages] * (1 - ahead / 2), axis=1)
-        index[:, age] = (hits / stays).max(axis=1)
-    return index
+    left = np.maximum(np.cumprod(1 - chances, axis=1), _LEAST_LEFT)
+    left = np.concatenate((np.ones((len(left), 1)), left), axis=1)
+    stays = left[:, :-1] * _WIDTHS_BLOCKS[:num_ages] * (1 - chances / 2)
+    from_here = np.cumsum(stays[:, ::-1], axis=1)[:, ::-1]
+    from_here = np.concatenate((from_here, np.zeros((len(left), 1))), axis=1)
+    hits = left[:, :-1, None] - left[:, None, 1:]
+    times = from_here[:, :-1, None] - from_here[:, None, 1:]
+    is_ahead = np.triu(np.ones((num_ages, num_ages), np.bool_))
+    best: FloatArray = np.where(is_ahead, hits / np.where(is_ahead, times, 1.0), 0.0).max(axis=2)
+    return best
