@@ -165,7 +165,7 @@ def test_schedules_are_audited_all_the_time() -> None:
         simulate(random_scenario(seed)).coordinator.statistics().num_audits
         for seed in (0, 1, 3, 5, 9, 11, 13)
     )
-    assert num_audits > 70
+    assert num_audits > 40
 
 
 # --- one rank
