@@ -6,12 +6,16 @@ Ray itself finds a running cluster (a job's, `ray start`'s). What a command has 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 
 from kvcache.errors import NotRunningError
+
+PROBE_S = 3.0
 
 
 @contextmanager
@@ -25,6 +29,7 @@ def ray_session(*, may_start: bool) -> Iterator[bool]:
         yield False
         return
     has_started = False
+    _require_answer(os.environ.get("RAY_ADDRESS", ""))
     try:
         ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError as error:
@@ -38,3 +43,20 @@ def ray_session(*, may_start: bool) -> Iterator[bool]:
         yield has_started
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise NotRunningError where `address`, which Ray would try for minutes, does not answer.
+
+    Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise NotRunningError(
+            f"RAY_ADDRESS is {address}, and nothing answers there ({error}): start Ray there, "
+            "correct it, or unset it"
+        ) from error

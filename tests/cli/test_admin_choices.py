@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,3 +116,21 @@ def test_without_ray_a_command_says_what_to_do(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "ray start --head" in done.stderr
+
+
+def test_an_address_where_nothing_answers_is_an_error_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"  # closed by the time it is tried
+    done = subprocess.run(
+        [sys.executable, "-c", "from actors.cli import main; main()", "usage"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"RAY_ADDRESS is {address}, and nothing answers there" in done.stderr
+    assert "unset it" in done.stderr
