@@ -57,7 +57,7 @@ def test_ranks_may_outnumber_heads() -> None:
     assert said == [dense.generate(prompt, GREEDY) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_a_lost_coordinator_is_not_noticed_by_whoever_reads(name: str, is_pipelined: bool) -> None:
     soon = {"deadlines": {"reattach_s": 0.1}}  # the new coordinator waits for clients that are gone

@@ -472,7 +472,8 @@ class Cluster:
         self._check_books()
         for name, engine in self.engines.items():
             self._send(name, COORDINATOR, engine.session.detach())
-        for _ in range(60):
+        # What is written through goes on without steps, and a disk that hangs takes its time.
+        for _ in range(600 if self.scenario.num_disk_blocks else 60):
             if self._is_quiet():
                 break
             self._step_on()
