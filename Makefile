@@ -31,7 +31,7 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos and not interop'
-	$(BIN)/python -m pytest tests -m 'ray and not faults'
+	$(BIN)/python -m pytest tests -m 'ray and not faults and not launches'
 
 test-long: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m long --share $(SHARE)
@@ -41,8 +41,10 @@ test-interop: setup
 	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/interop/install.sh .venv-interop
 	$(BIN)/python -m pytest tests/interop -m interop
 
+# Configurations, the completions server and the page, as people start them.
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
+	$(BIN)/python -m pytest tests/engine tests/dashboard -m launches
 
 test-faults: setup
 	$(BIN)/python -m pytest tests -m 'faults and not chaos'

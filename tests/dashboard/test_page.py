@@ -22,7 +22,7 @@ from kvcache.arrays import int32_array
 from tests.actors.conftest import build_config
 from tests.cli.commands import KVCACHE
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.launches]
 
 DEADLINE_S = 90.0
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

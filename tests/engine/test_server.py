@@ -27,7 +27,11 @@ with warnings.catch_warnings():
 
     from examples.engine.server import APP_NAME, MODEL, build
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.launches,
+    pytest.mark.filterwarnings("default"),
+]
 
 PATIENCE_S = 120.0
 DOCUMENT = "A document that many ask about, of quite some length: " * 6
