@@ -12,7 +12,7 @@ WORKLOAD ?= conversations
 CONFIG ?= configs/cpu_tp2.yaml
 # Processes that share the tests; those that need Ray come afterwards, alone.
 JOBS ?= 2
-# Which part of the long tests: 1/3 is the first of three.
+# Which part of the tests that take long or end processes: 1/3 is the first of three.
 SHARE ?= 1/1
 
 export PYTHONUNBUFFERED := 1
@@ -47,7 +47,7 @@ test-launches: setup
 	$(BIN)/python -m pytest tests/engine tests/dashboard -m launches
 
 test-faults: setup
-	$(BIN)/python -m pytest tests -m 'faults and not chaos'
+	$(BIN)/python -m pytest tests -m 'faults and not chaos' --share $(SHARE)
 
 # Longer: python -m tests.chaos processes --seeds 0:200 (or ray, or simulated).
 test-chaos: setup
