@@ -74,7 +74,8 @@ class CoordinatorMetrics:
         lines = _LogLines(name, settings.log_interval_s)
 
         def collect() -> Sequence[AnySample]:
-            return call(read)  # type: ignore[no-any-return]
+            samples: Sequence[AnySample] = call(read)
+            return samples
 
         def read() -> Sequence[AnySample]:
             figures = coordinator.statistics()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from actors.cli.bars import progress_bar
 from kvcache.clock import Clock
 from kvcache.errors import TraceError
 from kvcache.replay.report import ReplayReport
@@ -63,18 +63,7 @@ class ReplayProgress:
         self._has_bar = is_shown and console.is_terminal
         self._has_lines = is_shown and not console.is_terminal
         self._start_s = self._line_s = clock.now()
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self._has_bar,
-            transient=True,
-        )
+        self._bar = progress_bar(console, "rate", is_shown=self._has_bar)
         self._task = self._bar.add_task(title, total=size.num_tokens, rate="")
 
     def __enter__(self) -> ReplayProgress:

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from actors.cli.bars import progress_bar
 from actors.cli.tables import bytes_text, print_facts, print_json
 from kvcache.clock import Clock, SystemClock
 from kvcache.recorder import Recording, RecordReplay, RecordReplayReport, open_recording
@@ -75,19 +75,8 @@ class _Progress:
         self._clock = clock
         self._has_lines = is_shown and not console.is_terminal
         self._line_s = clock.now()
-        self._bar = Progress(
-            TextColumn("replaying the recording", markup=False),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[done]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not is_shown or not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=self._total_bytes, done="")
+        self._bar = progress_bar(console, "done", is_shown=is_shown)
+        self._task = self._bar.add_task("replaying the recording", total=self._total_bytes, done="")
 
     def __enter__(self) -> _Progress:
         self._bar.start()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from actors.cli.bars import progress_bar
 from kvcache.clock import Clock
 
 _LINE_INTERVAL_S = 10.0
@@ -27,18 +27,7 @@ class SimulationProgress:
         self._played = [0] * len(num_requests)
         self._has_lines = is_shown and not console.is_terminal
         self._start_s = self._line_s = clock.now()
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not is_shown or not console.is_terminal,
-            transient=True,
-        )
+        self._bar = progress_bar(console, "rate", is_shown=is_shown)
         self._task = self._bar.add_task(title, total=self._total, rate="")
 
     def __enter__(self) -> SimulationProgress:

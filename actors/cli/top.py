@@ -215,10 +215,10 @@ def _ranks(look: Look) -> Table:
     last_seq = look.coordinator.last_seq
     for rank in () if look.status is None else look.status.ranks:
         worker = workers[rank.rank] if rank.rank < len(workers) else None
-        figures = ("-",) * 4
+        figures: tuple[str, ...] = ("-",) * 4
         if worker is not None:
             behind = max(0, last_seq - worker.applied_seq)
             counts = (worker.applied_seq, behind, worker.num_forwards, worker.num_failed_jobs)
-            figures = tuple(f"{count:,}" for count in counts)  # type: ignore[assignment]
+            figures = tuple(f"{count:,}" for count in counts)
         table.add_row(str(rank.rank), rank.describe(), *figures)
     return table

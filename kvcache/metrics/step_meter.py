@@ -106,13 +106,12 @@ class StepMeter:
         """Look at what a coordinator wants sent, after a decision from `begun_s` to `now_s`."""
         for item in outgoing:
             message = item.message
-            kind = type(message)
-            if kind is StepResult or kind is CallResult:
-                self._on_answer(message, begun_s, now_s)  # type: ignore[arg-type]
-            elif kind is Progress:
-                self._on_progress(message, now_s)  # type: ignore[arg-type]
-            elif kind is Unattached:
-                self.forget(message.client_id)  # type: ignore[union-attr]
+            if isinstance(message, StepResult | CallResult):
+                self._on_answer(message, begun_s, now_s)
+            elif isinstance(message, Progress):
+                self._on_progress(message, now_s)
+            elif isinstance(message, Unattached):
+                self.forget(message.client_id)
 
     def forget(self, client_id: str) -> None:
         """Follow nothing of a client any more."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from kvcache.errors import TraceError
 from kvcache.simulate.generators import SyntheticWorkload
@@ -98,4 +98,4 @@ def _created(path: Path) -> Iterator[BinaryIO]:
             yield plain
             return
         with gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0) as packed:
-            yield packed  # type: ignore[misc]  # typeshed's GzipFile is no BinaryIO
+            yield cast(BinaryIO, packed)  # it is one but for its type

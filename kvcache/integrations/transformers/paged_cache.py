@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcache.integrations.transformers.store import PagedCacheStore
 
 
-class PagedCache(Cache):  # type: ignore[misc]
+class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for it
     """Keys and values of one batch, in blocks of a `PagedCacheStore`, which makes them.
 
     Close it, or use it as a context manager: its blocks are held until then, and can be found by

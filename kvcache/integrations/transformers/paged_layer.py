@@ -31,7 +31,7 @@ class ForwardSource(Protocol):
         """
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types for it
     """Layer `name`, of which `pages` is the tensor `(blocks, 2, block size, heads, head size)`."""
 
     is_croppable = True
