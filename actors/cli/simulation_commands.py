@@ -1,7 +1,7 @@
 """Commands about loads: record one, and what a cache of some size would make of it.
 
-Imports nothing but typer, as app.py, to which these commands are added. The functions are long lists
-of options and little else: typer reads a command's options from its parameters.
+Imports nothing but typer, as app.py, to which these commands are added. The functions are long
+lists of options and little else: typer reads a command's options from its parameters.
 """
 
 from __future__ import annotations
