@@ -96,46 +96,57 @@ class Prompts:
             self.manager.look_up(request)
         return (now_s() - start) / times
 
-    def tokens_to_hit(self, as_list: bool) -> float:
-        tokens = self.manager.tokens(self.cached_prompt, as_list)
+    def tokens_to_hit(self, as_list: bool, times: int = 1) -> float:
+        """Return the seconds from tokens to hit of one prompt out of `times` in a row."""
+        prompts = [self.manager.tokens(self.cached_prompt, as_list) for _ in range(times)]
         start = now_s()
-        request = self.manager.new_request(tokens)
-        self.manager.prepare(request)
-        self.manager.look_up(request)
-        return now_s() - start
+        for tokens in prompts:
+            request = self.manager.new_request(tokens)
+            self.manager.prepare(request)
+            self.manager.look_up(request)
+        return (now_s() - start) / times
 
-    def allocate_hashed(self) -> float:
-        request = self.manager.new_request(self.prompt())
-        self.manager.hash(request)
+    def allocate_hashed(self, times: int = 1) -> float:
+        """Return the seconds of one prompt's blocks out of `times` in a row, hashed before."""
+        requests = [self.manager.new_request(self.prompt()) for _ in range(times)]
+        for request in requests:
+            self.manager.hash(request)
         start = now_s()
-        self.manager.allocate(request, self.prompt_tokens)
+        for request in requests:
+            self.manager.allocate(request, self.prompt_tokens)
         taken = now_s() - start
-        self.manager.free(request)
-        self._touch_cached()
-        return taken
+        self._free(requests)
+        return taken / times
 
-    def allocate_hashing(self) -> float:
-        request = self.manager.new_request(self.prompt())
+    def allocate_hashing(self, times: int = 1) -> float:
+        """Return the seconds of one prompt's digests and blocks out of `times` in a row."""
+        requests = [self.manager.new_request(self.prompt()) for _ in range(times)]
         start = now_s()
-        self.manager.hash(request)
-        self.manager.allocate(request, self.prompt_tokens)
+        for request in requests:
+            self.manager.hash(request)
+            self.manager.allocate(request, self.prompt_tokens)
         taken = now_s() - start
-        self.manager.free(request)
-        self._touch_cached()
-        return taken
+        self._free(requests)
+        return taken / times
 
-    def free_prompt(self) -> float:
-        request = self.manager.new_request(self.prompt())
-        self.manager.prepare(request)
-        self.manager.allocate(request, self.prompt_tokens)
+    def free_prompt(self, times: int = 1) -> float:
+        """Return the seconds of freeing one prompt out of `times` in a row."""
+        requests = [self.manager.new_request(self.prompt()) for _ in range(times)]
+        for request in requests:
+            self.manager.prepare(request)
+            self.manager.allocate(request, self.prompt_tokens)
+        return self._free(requests) / times
+
+    def _free(self, requests: list[Any]) -> float:
+        """Free the requests, which is timed, and use the cached prompt, so that others go."""
         start = now_s()
-        self.manager.free(request)
+        for request in requests:
+            self.manager.free(request)
         taken = now_s() - start
         self._touch_cached()
         return taken
 
     def _touch_cached(self) -> None:
-        """Keep the cached prompt recent, so that eviction takes other blocks."""
         request = self.manager.new_request(self.cached_prompt)
         self.manager.prepare(request)
         hit = self.manager.look_up(request)
