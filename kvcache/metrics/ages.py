@@ -23,6 +23,10 @@ from kvcache.metrics.histogram import Histogram
 from kvcache.policies import EntryBook, EvictionPolicy, PolicyFactory, Victims
 from kvcache.policies.entry_queue import Entries
 
+_FEW = 16
+"""As many victims, and fewer, are counted one by one: between steps numpy's code is out of the
+processor's caches, and a dozen calls of it cost as much as a hundred entries here."""
+
 
 class AgeMeter:
     """Ages in seconds at hit and at eviction, each counted once for every block.
@@ -91,17 +95,20 @@ class _Notes:
     def __init__(self, book: EntryBook, capacity: int) -> None:
         self.book = book
         self.policies: list[WatchedPolicy] = []
-        self.since_s = np.zeros(capacity)
-        self.left_s = np.zeros(capacity)
-        self.counted = np.zeros(capacity, np.int32)
-        self.weights = np.zeros(capacity, np.int32)
+        # What is read and written together lies together: most of the cost is memory that the
+        # processor has not seen since the entry's last time.
+        self.times_s = np.zeros((capacity, 2))
+        self.since_s, self.left_s = self.times_s.T
+        self.blocks = np.zeros((capacity, 2), np.int32)
+        self.weights, self.counted = self.blocks.T
 
 
 class WatchedPolicy:
     """A policy that notes when entries come out of use, and how old they are when they leave.
 
     Single entries, which are most, are noted one by one through views that cost less than numpy's
-    own indexing.
+    own indexing: `_times_s` has `since_s[e]` at `2 * e` and `left_s[e]` behind it, `_blocks` in the
+    same way `weights[e]` and `counted[e]`.
     """
 
     def __init__(self, policy: EvictionPolicy, notes: _Notes, meter: AgeMeter) -> None:
@@ -111,9 +118,11 @@ class WatchedPolicy:
         self._meter = meter
         self._notes = notes
         self._is_uniform = notes.book.is_uniform
-        self._since_s = cast("memoryview[float]", notes.since_s.data)
-        self._left_s = cast("memoryview[float]", notes.left_s.data)
-        self._counted, self._weights = notes.counted.data, notes.weights.data
+        self._times_s = cast("memoryview[float]", notes.times_s.reshape(-1).data)
+        self._blocks = notes.blocks.reshape(-1).data
+        self._insert, self._remove = policy.insert, policy.remove
+        self._now, self._weight = meter.now, notes.book.weight
+        self._at_hit, self._at_eviction = meter.at_hit, meter.at_eviction
         self._newest = -1  # the last entry of the newest choice
         self.discard = policy.discard
         self.order = policy.order
@@ -134,35 +143,30 @@ class WatchedPolicy:
         now_s, book = self._meter.now(), self._book
         if isinstance(book, BlockBook):
             for entry in self._policy.order():
-                idle_s[book.blocks_of(entry)] = now_s - self._since_s[entry]
+                idle_s[book.blocks_of(entry)] = now_s - self._times_s[2 * entry]
 
     def insert(self, entries: Entries) -> None:
         """See `EvictionPolicy`."""
-        self._policy.insert(entries)
-        now_s, is_uniform = self._meter.now(), self._is_uniform
+        self._insert(entries)
         if len(entries) == 1:
             entry = entries[0]
-            self._since_s[entry] = now_s
-            self._weights[entry] = (
-                1 if is_uniform else int(self._book.weights(index_array(entries))[0])
-            )
+            self._times_s[2 * entry] = self._now()
+            self._blocks[2 * entry] = 1 if self._is_uniform else self._weight(entry)
             return
         places = index_array(entries)
-        self._notes.since_s[places] = now_s
-        weights = 1 if is_uniform else self._book.weights(places)
-        self._notes.weights[places] = weights
+        self._notes.since_s[places] = self._now()
+        self._notes.weights[places] = 1 if self._is_uniform else self._book.weights(places)
 
     def remove(self, entries: Entries) -> None:
         """See `EvictionPolicy`; what is used again was hit."""
-        self._policy.remove(entries)
-        now_s, at_hit = self._meter.now(), self._meter.at_hit
+        self._remove(entries)
         if len(entries) == 1:
-            entry = entries[0]
-            at_hit.observe(now_s - self._since_s[entry], self._weights[entry])
+            place = 2 * entries[0]
+            self._at_hit.observe(self._now() - self._times_s[place], self._blocks[place])
             return
         places = index_array(entries)
-        weights = self._notes.weights[places]
-        at_hit.observe_many(now_s - self._notes.since_s[places], weights)
+        ages_s = self._now() - self._notes.since_s[places]
+        self._at_hit.observe_many(ages_s, self._notes.weights[places])
 
     def choose(self, num_blocks: int) -> Victims:
         """See `EvictionPolicy`; what is chosen counts as evicted, unless it is put back."""
@@ -171,23 +175,28 @@ class WatchedPolicy:
         if not len(entries):
             self._newest = -1
             return victims
-        now_s, at_eviction = self._meter.now(), self._meter.at_eviction
+        now_s, at_eviction = self._now(), self._at_eviction
         self._newest = last = int(entries[-1])
-        if len(entries) == 1:
-            self._left_s[last] = now_s
-            self._counted[last] = num_of_last
-            self._weights[last] -= num_of_last
-            at_eviction.observe(now_s - self._since_s[last], num_of_last)
+        if len(entries) <= _FEW:
+            times_s, blocks = self._times_s, self._blocks
+            for entry in entries.tolist() if isinstance(entries, np.ndarray) else entries:
+                # Anew, here and below: runs may have been cut meanwhile.
+                weight = 1 if self._is_uniform else self._weight(entry)
+                counted = num_of_last if entry == last else weight
+                place = 2 * entry
+                blocks[place] = weight - counted
+                blocks[place + 1] = counted
+                times_s[place + 1] = now_s
+                at_eviction.observe(now_s - times_s[place], counted)
             return victims
         places = index_array(entries)
-        # Anew: runs may have been cut meanwhile.
         weights = np.ones_like(places) if self._is_uniform else self._book.weights(places)
-        counted = weights.copy()
-        counted[-1] = num_of_last
+        all_counted = weights.copy()
+        all_counted[-1] = num_of_last
         self._notes.left_s[places] = now_s
-        self._notes.counted[places] = counted
-        self._notes.weights[places] = weights - counted
-        at_eviction.observe_many(now_s - self._notes.since_s[places], counted)
+        self._notes.counted[places] = all_counted
+        self._notes.weights[places] = weights - all_counted
+        at_eviction.observe_many(now_s - self._notes.since_s[places], all_counted)
         return victims
 
     def put_back(self, entries: Entries) -> None:
@@ -201,5 +210,5 @@ class WatchedPolicy:
         places = index_array(entries)
         counted = self._notes.counted[places]
         ages_s = self._notes.left_s[places] - self._notes.since_s[places]
-        self._meter.at_eviction.observe_many(ages_s, -counted)
+        self._at_eviction.observe_many(ages_s, -counted)
         self._notes.weights[places] += counted

@@ -1,11 +1,11 @@
 """Values counted by bucket: what a latency or an age comes to, at the cost of a few additions.
 
-Below everything that measures. One owner, one thread; refuses to forget.
+Below everything that measures. Single values wait in a list and are counted together: it is made
+for places where a microsecond matters. One owner, one thread; refuses to forget.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from itertools import accumulate
 
 import numpy as np
@@ -13,12 +13,15 @@ import numpy.typing as npt
 
 from kvcache.metrics.metric import HistogramSample, Metric
 
+_MANY = 256
+"""So many values wait at most."""
+
 
 class Histogram:
     """Counts of values by upper bound.
 
     Invariant: `_counts[i]` values were above `bounds[i - 1]` and at most `bounds[i]`; the last
-    count is of those above all bounds.
+    count is of those above all bounds. `_waiting[i]`, `_weights[i]` times, is not among them yet.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -27,11 +30,15 @@ class Histogram:
         self._array = np.array(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._waiting: list[float] = []
+        self._weights: list[int] = []
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Count a value `weight` times."""
-        self._counts[bisect_left(self.bounds, value)] += weight
-        self._sum += value * weight
+        self._waiting.append(value)
+        self._weights.append(weight)
+        if len(self._waiting) == _MANY:
+            self._count_waiting()
 
     def observe_many(
         self, values: npt.NDArray[np.float64], weights: npt.NDArray[np.integer] | None = None
@@ -44,5 +51,13 @@ class Histogram:
 
     def sample(self, metric: Metric, labels: tuple[str, ...] = ()) -> HistogramSample:
         """Return what was counted, frozen."""
+        self._count_waiting()
         counts = tuple(accumulate(self._counts))
         return HistogramSample(metric, self.bounds, counts, self._sum, labels)
+
+    def _count_waiting(self) -> None:
+        if self._waiting:
+            values, weights = np.array(self._waiting), np.array(self._weights)
+            self._waiting.clear()
+            self._weights.clear()
+            self.observe_many(values, weights)

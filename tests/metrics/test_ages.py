@@ -29,7 +29,7 @@ class Cache:
         self.meter = AgeMeter(BOUNDS_S, self.clock.now)
         self.manager = KVCacheManager(
             make_config(num_blocks, is_hybrid=False),
-            64,
+            256,
             core=core,
             eviction_policy=policy,
             clock=self.clock,
@@ -89,6 +89,18 @@ def test_a_victim_is_as_old_as_it_is_out_of_use_block_by_block(core: str) -> Non
     cache.clock.advance(200.0)
     cache.run("d", prompt(4, 7))
     assert cache.at_eviction() == (0, 0, 3, cache.manager.statistics().core.num_evictions)
+
+
+def test_many_victims_at_once_are_each_as_old_as_they_are(core: str) -> None:
+    cache = Cache(core, 41)
+    for number in range(40):
+        cache.run(f"old {number}", prompt(number, 1)[:BLOCK])
+        cache.clock.advance(3.0)  # in the end they are 120, 117, ... 3 s old
+    for number, num_victims, expected in ((50, 30, (0, 0, 23, 30)), (51, 10, (0, 3, 33, 40))):
+        request = Request(f"new {number}", prompt(number, num_victims)[:-1])
+        assert cache.manager.allocate_slots(request, request.num_tokens) is not None
+        assert cache.at_eviction() == expected
+    cache.manager.check()
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))

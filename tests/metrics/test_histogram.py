@@ -16,11 +16,12 @@ AGE = Metric("kvcache_age_seconds", Kind.HISTOGRAM, "Ages.", ("cluster",))
 def test_each_bucket_counts_the_values_up_to_its_bound() -> None:
     rng = random.Random(5)
     bounds = (0.1, 1.0, 5.0)
-    values = [rng.choice([*bounds, rng.uniform(0, 9)]) for _ in range(200)]
+    values = [rng.choice([*bounds, rng.uniform(0, 9)]) for _ in range(700)]
     weights = [rng.randrange(4) for _ in values]
     one_by_one, at_once = Histogram(bounds), Histogram(bounds)
     for value, weight in zip(values, weights, strict=True):
         one_by_one.observe(value, weight)
+    assert one_by_one.sample(AGE, ("c",)) == one_by_one.sample(AGE, ("c",))
     at_once.observe_many(np.array(values), np.array(weights))
     expected = [
         sum(w for v, w in zip(values, weights, strict=True) if v <= bound)
