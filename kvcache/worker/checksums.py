@@ -74,16 +74,27 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
     return int(state.intdigest()) & CHECKSUM_MASK
 
 
-def checksums_of_parts(parts: Sequence[Rows]) -> Int64Array:
-    """Return the checksum of each block, whose bytes are row `i` of every part, in order."""
-    views = [_views(rows) for rows in parts]
-    if len(views) == 1:
-        return as_checksums(list(map(xxhash.xxh3_64_intdigest, views[0])))
-    states = [xxhash.xxh3_64() for _ in views[0]]
-    for part in views:
-        for state, view in zip(states, part, strict=True):
-            state.update(view)
-    return as_checksums([state.intdigest() for state in states])
+class PieceHasher:
+    """Hashes blocks that come a piece at a time, each piece as rows of one or more parts.
+
+    Slices are made once, for all pieces: for short rows they cost as much as the hash.
+    """
+
+    def __init__(self, widths: Sequence[int], num_rows: int) -> None:
+        """Expect parts of these widths, of at most so many rows a piece."""
+        self._slices = [
+            [slice(i * width, (i + 1) * width) for i in range(num_rows)] for width in widths
+        ]
+
+    def digests(self, parts: Sequence[Rows]) -> Sequence[int]:
+        """Return 64 bits for each block, whose bytes are row `i` of every part, in order."""
+        if len(parts) == 1:
+            return list(map(xxhash.xxh3_64_intdigest, _views(parts[0], self._slices[0])))
+        states = [xxhash.xxh3_64() for _ in parts[0]]
+        for rows, cuts in zip(parts, self._slices, strict=True):
+            for state, view in zip(states, _views(rows, cuts), strict=True):
+                state.update(view)
+        return [state.intdigest() for state in states]
 
 
 def as_checksums(digests: Sequence[int]) -> Int64Array:
@@ -92,12 +103,11 @@ def as_checksums(digests: Sequence[int]) -> Int64Array:
     return masked
 
 
-def _views(rows: Rows) -> Sequence[memoryview]:
+def _views(rows: Rows, cuts: Sequence[slice]) -> Iterable[memoryview]:
     """Return the bytes of each row."""
     if not isinstance(rows, np.ndarray) or not rows.flags.c_contiguous:
         return [row.data for row in rows]
-    width, flat = rows.shape[1], rows.reshape(-1).data
-    return [flat[start : start + width] for start in range(0, len(flat), width)]
+    return map(rows.reshape(-1).data.__getitem__, cuts[: len(rows)])
 
 
 def checksums_of_rows(tensors: Sequence[npt.NDArray[np.uint8]], rows: Int32Array) -> Int64Array:

@@ -156,7 +156,7 @@ class CpuCopyEngine:
             source_ids,
             destination_rows,
             destination_ids,
-            step=rows_per_piece(row_bytes),
+            step=rows_per_piece(row_bytes, source_ids, destination_ids),
             gathers_below_bytes=self._gathers_below_bytes,
         )
         for piece in range(mover.num_pieces):

@@ -149,18 +149,12 @@ class CopyTask:
 
     def _copy_hot(self, give_way: Callable[[], None]) -> None:
         """Copy everything now, and hash each piece while it is in the processor's cache."""
-        hot, comparison = HotMove(self._move, give_way), self._comparison
-        for piece in range(hot.num_pieces):
-            places = hot.places(piece)
-            chosen = self._is_hashed[places].nonzero()[0]
-            if not len(chosen):
-                hot.copy(piece)
-                continue
-            found = hot.copy_and_hash(piece, chosen)
-            if comparison is None:
-                self._checksums[places] = found
-            else:
-                self._note_wrong(chosen + places.start, found, comparison)
+        found = HotMove(self._move, self._is_hashed, give_way).run()
+        hashed = self._is_hashed.nonzero()[0]
+        if self._comparison is None:
+            self._checksums[hashed] = found
+        else:
+            self._note_wrong(hashed, found, self._comparison)
         self._zero_wrong()
 
     def _zero_wrong(self) -> None:

@@ -30,27 +30,37 @@ Rows: TypeAlias = ByteRows | Sequence[ByteRows]
 
 PIECE_BYTES = 1 << 19
 """Copied at once, so that what was copied is hashed while the cache has it. Copied and hashed,
-against a plain copy: .74 with 64 KiB at once, .82 with 128, .87 with 256, .88 with 512, .84 with
+against a plain copy: .72 with 64 KiB at once, .79 with 128, .83 with 256, .86 with 512, .79 with
 1 MiB."""
 
 GATHERED_BYTES = 1 << 18
-"""The same where rows are indexed: what was gathered is scattered from the cache. A gather alone
+"""The same where rows go by a buffer: what was gathered is scattered from the cache. A gather alone
 reaches .77 with 256 KiB at once, .59 with 512 KiB."""
 
-ROW_BYTES = 1 << 15
+ROW_BYTES = 1 << 13
 """Rows of this length or more are read where they are, shorter ones gathered first: one numpy call
-for each costs more than copying them twice."""
+for each costs more than copying them twice. Both sides apart: .35 and .40 with rows of 4 KiB, .41
+and .39 with 8, .55 and .44 with 16."""
 
-TOUCHED_BYTES = 1 << 13
-"""Of rows up to this length a word each is read before a piece is indexed. The processor fetches
+REREAD_BYTES = 1 << 15
+"""Rows of this length or more are looked at where they were written, though it takes a view of
+each: the cache has that side. Loaded and compared: .61 and .62 of a copy with 64 KiB, .69 and .73
+with 256; .51 and .48 with 16."""
+
+TOUCHED_BYTES = 1 << 14
+"""Of rows up to this length a word each is read before a piece is copied. The processor fetches
 these words, and looks up their pages, at the same time; row after row it would wait for each.
-With 4 KiB on both sides this saves a fifth."""
+With 4 KiB on both sides this saves a quarter, with 16 KiB a twentieth."""
 
 
-def rows_per_piece(row_bytes: int) -> int:
+def rows_per_piece(row_bytes: int, source_ids: Int32Array, destination_ids: Int32Array) -> int:
     """Return how many rows of so many bytes, over all tensors, are copied at once."""
-    piece_bytes = GATHERED_BYTES if row_bytes < ROW_BYTES else PIECE_BYTES
-    return max(1, piece_bytes // max(1, row_bytes))
+    is_gathered = row_bytes < ROW_BYTES and not (_is_run(source_ids) or _is_run(destination_ids))
+    return max(1, (GATHERED_BYTES if is_gathered else PIECE_BYTES) // max(1, row_bytes))
+
+
+def _is_run(ids: Int32Array) -> bool:
+    return bool((ids[1:] - ids[:-1] == 1).all())
 
 
 class RowMover:
@@ -82,8 +92,8 @@ class RowMover:
         self._is_apart = not np.may_share_memory(sources, destinations)
 
     def move(self, piece: int) -> Rows:
-        """Copy a piece, and return its rows, in order, from where they can be read soonest: valid
-        until another piece is moved."""
+        """Copy a piece, and return its rows, in order, from where they can be read soonest: one
+        of the sides, or a buffer that is valid until another piece is moved."""
         to = self._to
         if to.is_run[piece] and (self._is_apart or self._from.is_run[piece]):
             rows = to.run(piece)
@@ -93,8 +103,7 @@ class RowMover:
                 self._from.gather(piece, rows)
             return rows
         read = self._read(piece)
-        self._write(piece, read)
-        return read
+        return self._write(piece, read)
 
     def move_parts(self, piece: int) -> Iterator[ByteRows]:
         """Copy the one row of a piece part after part, and yield each when it is copied."""
@@ -116,17 +125,20 @@ class RowMover:
         self._from.gather(piece, gathered)
         return gathered
 
-    def _write(self, piece: int, rows: Rows) -> None:
-        """Copy to the destinations of a piece what `_read` returned for it."""
-        if isinstance(rows, np.ndarray) and not self._to.is_run[piece]:
-            self._to.scatter(piece, rows)
-        elif isinstance(rows, np.ndarray):
-            self._to.run(piece)[:] = rows
-        elif self._to.is_run[piece] and self._is_apart:
-            self._from.gather(piece, self._to.run(piece))
-        else:
-            for destination, row in zip(self._to.each(piece), rows, strict=True):
+    def _write(self, piece: int, rows: Rows) -> Rows:
+        """Copy to the destinations of a piece what `_read` returned for it; see `move`."""
+        to = self._to
+        if not isinstance(rows, np.ndarray):
+            destinations = to.each(piece)
+            for destination, row in zip(destinations, rows, strict=True):
                 destination[:] = row
+            return destinations
+        if to.is_run[piece]:
+            run = to.run(piece)
+            run[:] = rows
+            return run
+        to.scatter(piece, rows)
+        return to.each(piece) if self._width >= REREAD_BYTES else rows
 
 
 class _Side:
@@ -160,7 +172,9 @@ class _Side:
 
     def each(self, piece: int) -> Sequence[ByteRows]:
         """Return the rows of a piece; views."""
-        return [self._rows[i] for i in self._places(piece).tolist()]
+        places = self._places(piece)
+        self._touch(places)
+        return [self._rows[i] for i in places.tolist()]
 
     def gather(self, piece: int, out: ByteRows) -> None:
         """Copy the rows of a piece to `out`, which is no part of the same memory."""
