@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import resource
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.cli.doctor_checks import Problem
@@ -26,13 +26,18 @@ _TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>[0-9]+)")
 @dataclass(frozen=True)
 class RayFigures:
     """The Ray cluster of this machine, as a command would find it. `problem` says why there is
-    none that can be used; `clusters` are ours that run there."""
+    none that can be used, `remedy` what helps, `is_wanted` that a launch cannot do without it;
+    `clusters` are ours that run there."""
 
     version: str
     is_running: bool = False
     num_nodes: int = 0
     clusters: tuple[str, ...] = ()
     problem: str = ""
+    is_wanted: bool = True
+    remedy: str = (
+        "run the same versions of Python and Ray everywhere, or `ray stop` and start again"
+    )
 
 
 def look_at_ray() -> RayFigures:
@@ -41,9 +46,15 @@ def look_at_ray() -> RayFigures:
         import ray
 
         from actors.cli.clusters import running_clusters
+        from actors.cli.ray_access import find_refusal
         from actors.cli.sessions import ray_session
     except ImportError as error:
         return RayFigures("not installed", problem=f"Ray cannot be imported: {error}")
+    refusal = None if ray.is_initialized() else find_refusal()
+    if refusal is not None:
+        own = "" if refusal.is_named else "; `kvcache launch` leaves it alone and starts its own"
+        found = RayFigures(ray.__version__, problem=refusal.what, remedy=refusal.remedy + own)
+        return replace(found, is_wanted=refusal.is_named)
     try:
         with ray_session(may_start=False):
             list_nodes: Any = ray.nodes
@@ -60,8 +71,7 @@ def ray_problems(found: RayFigures) -> list[Problem]:
     """Return what is wrong with Ray: that none runs is none, `kvcache launch` starts one."""
     if found.problem:
         what = f"the Ray cluster that should run here cannot be joined: {found.problem}"
-        remedy = "run the same versions of Python and Ray everywhere, or `ray stop` and start again"
-        return [Problem(what, remedy)]
+        return [Problem(what, found.remedy, prevents_launch=found.is_wanted)]
     return []
 
 

@@ -1,21 +1,21 @@
 """The Ray session of one command: the running Ray cluster if there is one, else one of its own.
 
-Ray itself finds a running cluster (a job's, `ray start`'s). What a command has started it stops.
+Ray itself finds a running cluster (a job's, `ray start`'s); ray_access.py says why one that is
+there cannot be joined. What a command has started it stops.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.exceptions import RayError
 
-from kvcache.errors import NotRunningError
-
-PROBE_S = 3.0
+from actors.cli.ray_access import Refusal, find_refusal, refusal_behind
+from kvcache.errors import ClusterError, NotRunningError
 
 
 @contextmanager
@@ -23,40 +23,47 @@ def ray_session(*, may_start: bool) -> Iterator[bool]:
     """Connect to Ray for the `with` block; yield whether this command has started it. In a process
     that is connected already, it stays so.
 
-    Raises NotRunningError when no Ray runs and `may_start` is false.
+    Raises NotRunningError when no Ray runs and `may_start` is false; ClusterError when the one that
+    runs, or the one that RAY_ADDRESS names, cannot be joined. One that nobody has named, perhaps
+    somebody else's, is left alone where `may_start`.
     """
     if ray.is_initialized():
         yield False
         return
-    has_started = False
-    _require_answer(os.environ.get("RAY_ADDRESS", ""))
-    try:
-        ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
-    except ConnectionError as error:
-        if not may_start:
-            raise NotRunningError(
-                "no Ray cluster is running here: start one with `ray start --head`"
-            ) from error
-        ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
-        has_started = True
+    has_started = not _has_joined(may_start)
+    if has_started:
+        ray.init(
+            address="local",
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            include_dashboard=False,
+        )
     try:
         yield has_started
     finally:
         ray.shutdown()
 
 
-def _require_answer(address: str) -> None:
-    """Raise NotRunningError where `address`, which Ray would try for minutes, does not answer.
+def _has_joined(may_start: bool) -> bool:
+    """Join the Ray that runs; False, which nobody gets unless `may_start`, if there is none."""
+    refusal = find_refusal()
+    if refusal is None:
+        try:
+            ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+        except ConnectionError as error:
+            refusal = refusal_behind(error)
+        except RayError as error:
+            raise ClusterError(f"Ray cannot be joined: {error}") from error
+        else:
+            return True
+    if refusal is not None:
+        _pass_over(refusal, may_start)
+    elif not may_start:
+        raise NotRunningError("no Ray cluster is running here: start one with `ray start --head`")
+    return False
 
-    Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-    except (OSError, OverflowError) as error:
-        raise NotRunningError(
-            f"RAY_ADDRESS is {address}, and nothing answers there ({error}): start Ray there, "
-            "correct it, or unset it"
-        ) from error
+
+def _pass_over(refusal: Refusal, may_start: bool) -> None:
+    if refusal.is_named or not may_start:
+        raise ClusterError(str(refusal))
+    print(f"a Ray of its own is started: {refusal.what}", file=sys.stderr, flush=True)

@@ -276,6 +276,9 @@ def test_ray_that_cannot_be_joined_prevents_a_launch() -> None:
     assert ray_problems(RayFigures("2.60.0", True, 2, ("chat",))) == []
     (problem,) = ray_problems(RayFigures("2.60.0", problem="Version mismatch"))
     assert problem.prevents_launch and "Version mismatch" in problem.what
+    somebodys = RayFigures("2.60.0", problem="another token", is_wanted=False)
+    (warning,) = ray_problems(somebodys)
+    assert not warning.prevents_launch and "another token" in warning.what
 
 
 def with_events(endpoint: str, replay_endpoint: str) -> ClusterConfig:

@@ -1,0 +1,110 @@
+"""Why the Ray cluster that a command would join cannot be joined: asked in a second, and in words.
+
+Ray itself tries for minutes where nothing listens, and for twenty seconds where its token is not
+the one that is expected, and then says in both cases that it could not connect. Below sessions.py,
+which joins, and doctor_network.py, which only says. Refuses to join, and to guess: what it cannot
+tell is Ray's to say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+PROBE_S = 3.0
+
+_ANY_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""Whoever has no token is refused before his question is looked at, whatever it is."""
+
+_TOKEN_PLACES = (
+    "the token file that it was started with (RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token unless that "
+    "is set), or the token itself (RAY_AUTH_TOKEN)"
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`what` is in the way, with values, and the `remedy`. `is_named`: RAY_ADDRESS asks for it."""
+
+    what: str
+    remedy: str
+    is_named: bool
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+def find_refusal() -> Refusal | None:
+    """Look at the Ray cluster that would be joined; None where nothing speaks against it, or
+    nobody can tell, as where there is none or there are several."""
+    # Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
+    named = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = named.rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        return _unanswered(named, host.strip("[]"), int(port)) or token_refusal(named)
+    if named not in ("", "auto"):
+        return None
+    addresses = _local_addresses()
+    return token_refusal(addresses[0]) if len(addresses) == 1 else None
+
+
+def refusal_behind(error: ConnectionError) -> Refusal | None:
+    """Say why Ray could not connect, where its words name a place and the token is why."""
+    match = re.search(r" at (\S+:[0-9]+)$", str(error))
+    return None if match is None else token_refusal(match[1])
+
+
+def token_refusal(address: str) -> Refusal | None:
+    """Ask whoever serves at `address` anything, as Ray would; None unless the token is refused."""
+    is_named = bool(os.environ.get("RAY_ADDRESS"))
+    try:
+        import grpc
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray.exceptions import AuthenticationError
+    except ImportError:  # a Ray of another time, or without grpc
+        return None
+    try:
+        channel = init_grpc_channel(address)
+        try:
+            channel.unary_unary(_ANY_METHOD)(b"", timeout=PROBE_S)
+        finally:
+            channel.close()
+    except AuthenticationError as error:
+        what = f"Ray's token cannot be read: {str(error).partition('. ')[0]}"
+        return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
+    except grpc.RpcError as error:
+        if getattr(error, "code", lambda: None)() is not grpc.StatusCode.UNAUTHENTICATED:
+            return None
+    else:
+        return None
+    if not is_token_auth_enabled():
+        return Refusal(
+            f"the Ray at {address} expects a token, and none is sent with this RAY_AUTH_MODE",
+            f"set RAY_AUTH_MODE=token and point to {_TOKEN_PLACES}",
+            is_named,
+        )
+    what = f"the Ray at {address} runs with another token than this command has"
+    return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
+
+
+def _unanswered(address: str, host: str, port: int) -> Refusal | None:
+    try:
+        socket.create_connection((host, port), PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        what = f"RAY_ADDRESS is {address}, and nothing answers there ({error})"
+        return Refusal(what, "start Ray there, correct it, or unset it", is_named=True)
+    return None
+
+
+def _local_addresses() -> list[str]:
+    """Return where Ray clusters of this machine are served, as Ray finds them."""
+    try:
+        from ray._private.services import find_gcs_addresses
+    except ImportError:
+        return []
+    find: Any = find_gcs_addresses
+    return sorted(map(str, find()))
