@@ -17,6 +17,7 @@ from kvcache.config import (
     parse_bytes,
     parse_config,
 )
+from kvcache.config.prepared import prepared_names
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn
 from kvcache.planner import plan_cluster
@@ -492,6 +493,22 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     message = f"{path}: cannot be read (No such file or directory): check the path"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         load_config(path)
+
+
+def test_a_bare_name_is_a_configuration_that_comes_with_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prepared_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    assert load_config("cpu_tp2") == load_config(CONFIGS / "cpu_tp2.yaml")
+    (tmp_path / "cpu_tp2").write_text("name: 7", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"^cpu_tp2: "):
+        load_config("cpu_tp2")  # a file goes first
+    named = ": check the path, or name what comes with the package: "
+    with pytest.raises(ConfigurationError, match=f"{named}cpu_chunked_local, cpu_cross_attention"):
+        load_config("cpu_tp3")
+    with pytest.raises(ConfigurationError, match=f"{named}cpu_mla$"):
+        load_config("configs/cpu_mla.yaml")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,11 @@ app = typer.Typer(
 events_app = typer.Typer(no_args_is_help=True, help="Cache events, as routers read them.")
 app.add_typer(events_app, name="events")
 
-ConfigOption = Annotated[
-    Path, typer.Option("--config", "-c", help="The cluster's configuration, a YAML file.")
-]
+CONFIG_HELP = (
+    "The cluster's configuration: a YAML file, or one that comes with the package by its name, "
+    "such as cpu_tp2."
+)
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help=CONFIG_HELP)]
 NameOption = Annotated[
     str | None,
     typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
@@ -81,7 +83,7 @@ def whole(
 def plan(
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="The cluster's configuration, a YAML file."),
+        typer.Option("--config", "-c", help=CONFIG_HELP),
     ] = None,
     *,
     hf_config: Annotated[
@@ -226,9 +228,7 @@ def replay(
         ),
     ] = "conversations",
     *,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="The cluster's configuration.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help=CONFIG_HELP)] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", "-l", help="Play the first N requests only.", min=1)
     ] = None,

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from kvcache.config.layer_kinds import LAYER_KINDS
 from kvcache.config.models import ClusterConfig
+from kvcache.config.prepared import prepared_names, prepared_path
 from kvcache.errors import ConfigurationError, shown
 
 _TAG_POSITION = 3
@@ -24,17 +25,21 @@ _TAG_POSITION = 3
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """Return the configuration in the YAML file at `path`.
+    """Return the configuration in the YAML file at `path`. Where there is none a bare name, such as
+    `cpu_tp2`, is that of a configuration that comes with the package.
 
     Raises ConfigurationError for a file that cannot be read or does not say what is meant.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _found(Path(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
         reason = error.strerror if isinstance(error, OSError) else str(error)
         if isinstance(error, UnicodeDecodeError):
             reason = "not UTF-8 text"
-        raise ConfigurationError(f"{path}: cannot be read ({reason}): check the path") from error
+        remedy = _other_names(Path(path)) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(
+            f"{path}: cannot be read ({reason}): check the path{remedy}"
+        ) from error
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
@@ -50,6 +55,21 @@ def load_config(path: str | Path) -> ClusterConfig:
             f"{path}: holds a value that cannot be read ({error}): put it in quotes if it is text"
         ) from error
     return parse_config(data, str(path))
+
+
+def _found(path: Path) -> Path:
+    """Return where to read: `path`, or what comes with the package under a name without a file."""
+    is_name = path.name == str(path) and not path.exists()
+    return (prepared_path(path.name) if is_name else None) or path
+
+
+def _other_names(path: Path) -> str:
+    """Say which name comes with the package, for a path that may have meant it."""
+    if prepared_path(path.stem) is not None:
+        return f", or name what comes with the package: {path.stem}"
+    if path.suffix or path.name != str(path):
+        return ""
+    return f", or name what comes with the package: {', '.join(prepared_names())}"
 
 
 def parse_config(data: object, source: str = "configuration") -> ClusterConfig:
