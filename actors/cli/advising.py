@@ -31,7 +31,8 @@ from kvcache.simulate.advice import (
     measured,
 )
 from kvcache.simulate.block_trace import BlockTrace
-from kvcache.simulate.simulation import OPTIMUM, SimulatedCache, SimulationResult
+from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+from kvcache.simulate.simulation import SimulationResult
 from kvcache.simulate.simulation_processes import SimulationTask
 
 _FEW_REQUESTS = 2_000

@@ -22,13 +22,13 @@ from kvcache.errors import ConfigurationError
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.running_counting import Pace
-from kvcache.simulate.simulation import (
+from kvcache.simulate.simulated_cache import (
     OPTIMUM,
     SimulatedCache,
-    SimulationResult,
     all_policies,
     window_groups,
 )
+from kvcache.simulate.simulation import SimulationResult
 from kvcache.simulate.simulation_processes import SimulationTask, run_simulations
 from kvcache.simulate.trace_writing import write_trace
 from kvcache.specs import KVCacheGroupSpec
@@ -64,7 +64,7 @@ def simulate_traces(choices: SimulationChoices) -> None:
     traces = choices.traces.read()
     model = _Model.of(choices, traces)
     capacities = _capacities(choices, model, traces)
-    if choices.has_optimum and not model.groups and choices.pace is None:
+    if choices.has_optimum and choices.pace is None:
         policies = (*policies, OPTIMUM)
     tasks = [
         SimulationTask(
@@ -211,18 +211,21 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
     if cache.groups:
         kinds = ", ".join(group.kv_cache_spec.kind for group in cache.groups)
         note = f"hit tokens of prompt tokens; blocks are shared by groups: {kinds}"
+        if OPTIMUM in cells:
+            note += f"; {OPTIMUM}: a bound that may be out of reach"
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(result: SimulationResult) -> str:
     text = f"{result.hit_rate:.2%}"
-    if result.waits is not None:
-        return f"{text} ({result.waits.mean_wait_s:,.1f} s)"
-    if not result.cache.host_blocks or result.cache.policy == OPTIMUM:
+    if result.cache.policy == OPTIMUM:
         return text
-    parts = (result.num_device_hits, result.num_host_hits, result.num_disk_hits)
-    shares = " + ".join(f"{100 * part / result.num_references:.1f}" for part in parts)
-    return f"{text} ({shares})"
+    more = []
+    if result.cache.host_blocks:
+        more.append(" + ".join(f"{100 * rate:.1f}" for rate in result.hit_rates_by_tier))
+    if result.waits is not None:
+        more.append(f"{result.waits.mean_wait_s:,.1f} s")
+    return f"{text} ({'; '.join(more)})" if more else text
 
 
 def _draw(path: Path, traces: list[BlockTrace], results: list[SimulationResult]) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from math import log
 
 from kvcache.errors import ConfigurationError
-from kvcache.simulate.simulation import SimulatedCache, SimulationResult
+from kvcache.simulate.simulated_cache import SimulatedCache
+from kvcache.simulate.simulation import SimulationResult
 
 GIB = 2**30
 _NUM_SHARES = 40

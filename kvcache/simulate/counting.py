@@ -123,18 +123,22 @@ def count_prefill_hits(
     return replace(count, num_evictions=manager.statistics().core.num_evictions)
 
 
-def make_counted_manager(
-    options: CountingOptions, block_size: int, num_blocks: int
-) -> KVCacheManager:
-    """Make the manager of a model with the groups asked for and no bytes to speak of."""
+def counted_config(options: CountingOptions, block_size: int, num_blocks: int) -> KVCacheConfig:
+    """Return the plan of a model with the groups asked for and no bytes to speak of."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
-    config = KVCacheConfig(
+    return KVCacheConfig(
         num_blocks=num_blocks + _NUM_NULL_BLOCKS,
         kv_cache_tensors=(),
         kv_cache_groups=options.groups or (KVCacheGroupSpec(("layer.0",), spec),),
     )
+
+
+def make_counted_manager(
+    options: CountingOptions, block_size: int, num_blocks: int
+) -> KVCacheManager:
+    """Make the manager of such a model."""
     return KVCacheManager(
-        config,
+        counted_config(options, block_size, num_blocks),
         _NO_LIMIT_TOKENS,
         caching_hash_algo=options.hash_algorithm,
         eviction_policy=options.eviction_policy,

@@ -1,12 +1,15 @@
 """Counting with requests that run side by side, by the timestamps of a trace, answers included.
 
     arrival ──▶ waits, first come first served ──▶ admitted ──▶ prefill ──▶ decoding ──▶ freed
-                until its prompt and its answer fit    hits counted
+                until its prompt and its answer fit    hits counted    └─▶ its blocks go to tiers
 
 Where `counting.py` has one request after another, here all that run hold their blocks, and those of
 their answers, for as long as computing takes at a given pace: so less is left for what is cached,
 and under load requests wait. Room for a whole answer is taken at once, so nobody is preempted. What
-an answer says is not in a trace: its blocks are never hit.
+an answer says is not in a trace: its blocks are never hit, and no tier keeps them.
+
+With tiers below, whoever is first in line has its prefix brought up, as far as there is room, and
+holds that while it waits.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from kvcache.errors import ConfigurationError, OutOfBlocksError
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
-from kvcache.simulate.counting import CountingOptions, PrefillCount, make_counted_manager
+from kvcache.simulate.counting import (
+    CountingOptions,
+    PrefillCount,
+    counted_config,
+    make_counted_manager,
+)
+from kvcache.simulate.tier_traffic import NOTHING_BROUGHT, Brought, TierSizes, TierTraffic
 from kvcache.simulate.workload import WorkloadRequest
 
 
@@ -67,13 +76,22 @@ def require_room_for_answers(trace: BlockTrace, num_blocks: int) -> None:
 class RunningCounter:
     """Plays a trace by its timestamps, a request at a time.
 
-    Invariant: time only goes forward, and everything in `_running` ends at or after it.
+    Invariant: time only goes forward, and everything in `_events` comes at or after it. An event
+    is the end of a request, or of its prefill where tiers want to know.
     """
 
     def __init__(
-        self, trace: BlockTrace, options: CountingOptions, pace: Pace, clock: Clock
+        self,
+        trace: BlockTrace,
+        options: CountingOptions,
+        pace: Pace,
+        clock: Clock,
+        tiers: TierSizes | None = None,
     ) -> None:
-        """Start with an empty cache of `options.num_blocks`, which has to be a number."""
+        """Start with an empty cache of `options.num_blocks`, which has to be a number.
+
+        Raises ConfigurationError for tiers that cannot be meant.
+        """
         if options.num_blocks is None:
             raise ConfigurationError(
                 "requests that run side by side without a limit of blocks: give their number"
@@ -86,17 +104,28 @@ class RunningCounter:
         self._workload = TraceTokens(trace) if options.groups else CompactTrace(trace)
         size = self._workload.block_size
         self.manager: KVCacheManager = make_counted_manager(options, size, options.num_blocks)
-        self._running: list[tuple[float, int, Request]] = []
+        self.traffic: TierTraffic | None = None
+        if tiers is not None:
+            config = counted_config(options, size, options.num_blocks)
+            self.traffic = TierTraffic(self.manager, config, tiers, clock)
+        self._events: list[tuple[float, int, bool, Request]] = []
         self._now_s = 0.0
-        self._num_waited = self._most_running = 0
+        self._num_running = self._num_waited = self._most_running = 0
         self._waited_s = 0.0
         self._num_hit_tokens = self._num_hit_blocks = self._num_references = 0
+        self._brought = NOTHING_BROUGHT
 
     @property
     def waits(self) -> Waits:
         """How requests got along so far."""
         mean_s = self._waited_s / self._trace.num_requests
         return Waits(self._num_waited, mean_s, self._most_running)
+
+    @property
+    def brought(self) -> Brought:
+        """Hits in tiers, in tokens of the trace; those of `count` are of all tiers."""
+        host, disk = self._brought.num_host_tokens, self._brought.num_disk_tokens
+        return Brought(self._of_trace(host), self._of_trace(disk))
 
     def count(
         self, on_progress: Callable[[PrefillCount], None] = lambda figures: None
@@ -136,31 +165,38 @@ class RunningCounter:
     def _play(self, index: int, arrived: WorkloadRequest) -> None:
         """Let time go on until the request arrives and has room, and admit it."""
         self._now_s = max(self._now_s, arrived.arrival_s)
-        self._free_until(self._now_s)
+        self._go_on_until(self._now_s)
         request = Request(arrived.request_id, arrived.token_ids, tenant=arrived.tenant)
         num_answer_tokens = self._num_answer_tokens(index, request.num_tokens)
         while True:
-            hit, num_hit_tokens = self.manager.get_computed_blocks(request)
-            allocated = self.manager.allocate_slots(
-                request,
-                request.num_tokens - num_hit_tokens,
-                num_hit_tokens,
-                hit,
-                num_lookahead_tokens=num_answer_tokens,
-            )
-            if allocated is not None:
+            if self.traffic is not None:
+                self._brought += self.traffic.bring(request)
+            num_hit_tokens = self._admit(request, num_answer_tokens)
+            if num_hit_tokens is not None:
                 break
-            if not self._running:
+            if not self._num_running:
                 raise OutOfBlocksError(
                     f"{self._trace.place_of(index)}: the request does not fit into "
                     f"{self._num_blocks} blocks with its answer of "
                     f"{arrived.num_output_tokens} tokens: simulate more"
                 )
-            self._now_s = self._running[0][0]
-            self._free_until(self._now_s)
+            self._wait_for_an_end()
+        if self.traffic is not None:
+            self.traffic.let_go()
         self._take_note(index, arrived, num_hit_tokens)
-        heapq.heappush(self._running, (self._end_s(index, num_hit_tokens), index, request))
-        self._most_running = max(self._most_running, len(self._running))
+        self._run(index, request, num_hit_tokens)
+
+    def _admit(self, request: Request, num_answer_tokens: int) -> int | None:
+        """Allocate a prompt and its answer; return how much was hit, None without room."""
+        hit, num_hit_tokens = self.manager.get_computed_blocks(request)
+        allocated = self.manager.allocate_slots(
+            request,
+            request.num_tokens - num_hit_tokens,
+            num_hit_tokens,
+            hit,
+            num_lookahead_tokens=num_answer_tokens,
+        )
+        return None if allocated is None else num_hit_tokens
 
     def _take_note(self, index: int, arrived: WorkloadRequest, num_hit_tokens: int) -> None:
         wait_s = self._now_s - arrived.arrival_s
@@ -169,9 +205,13 @@ class RunningCounter:
         num_blocks = num_hit_tokens // self._workload.block_size
         self._num_hit_blocks += num_blocks
         self._num_references += self._trace.num_blocks_of(index)
-        self._num_hit_tokens += (
-            num_hit_tokens if self._is_whole else num_blocks * self._trace.block_size
-        )
+        self._num_hit_tokens += self._of_trace(num_hit_tokens)
+
+    def _of_trace(self, num_tokens: int) -> int:
+        """Return how many tokens of the trace so many of the workload stand for."""
+        if self._is_whole:
+            return num_tokens
+        return num_tokens // self._workload.block_size * self._trace.block_size
 
     def _num_answer_tokens(self, index: int, num_prompt_tokens: int) -> int:
         """Return how many slots an answer takes, in tokens of the workload."""
@@ -183,13 +223,36 @@ class RunningCounter:
         num_blocks = -(-num_tokens // trace.block_size)
         return num_blocks * self._workload.block_size - num_prompt_tokens
 
-    def _end_s(self, index: int, num_hit_tokens: int) -> float:
+    def _run(self, index: int, request: Request, num_hit_tokens: int) -> None:
+        """Note when the request will have been prefilled, and when it ends."""
         trace, pace = self._trace, self._pace
         scale = 1 if self._is_whole else trace.block_size / self._workload.block_size
         num_computed = int(trace.input_lengths[index]) - num_hit_tokens * scale
-        prefill_s = num_computed / pace.prefill_tokens_per_s
-        return self._now_s + prefill_s + int(trace.output_lengths[index]) / pace.decode_tokens_per_s
+        prefilled_s = self._now_s + num_computed / pace.prefill_tokens_per_s
+        end_s = prefilled_s + int(trace.output_lengths[index]) / pace.decode_tokens_per_s
+        if self.traffic is not None:
+            heapq.heappush(self._events, (prefilled_s, index, False, request))
+        heapq.heappush(self._events, (end_s, index, True, request))
+        self._num_running += 1
+        self._most_running = max(self._most_running, self._num_running)
 
-    def _free_until(self, now_s: float) -> None:
-        while self._running and self._running[0][0] <= now_s:
-            self.manager.free(heapq.heappop(self._running)[2])
+    def _go_on_until(self, now_s: float) -> None:
+        while self._events and self._events[0][0] <= now_s:
+            self._go_on()
+
+    def _wait_for_an_end(self) -> None:
+        """Let time go on until a request ends, and all that end with it."""
+        num_running = self._num_running
+        while self._num_running == num_running:
+            self._now_s = self._events[0][0]
+            self._go_on()
+        self._go_on_until(self._now_s)
+
+    def _go_on(self) -> None:
+        """Let the next event happen."""
+        _, _, is_end, request = heapq.heappop(self._events)
+        if is_end:
+            self.manager.free(request)
+            self._num_running -= 1
+        elif self.traffic is not None:
+            self.traffic.store(request)

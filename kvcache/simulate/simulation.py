@@ -1,33 +1,28 @@
 """One simulation: a trace, a cache, and what the cache would have made of it.
 
 Stands above the ways of counting and picks one: `counting.py` for the device alone,
-`tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat. These follow one
-rule, so that their figures can stand beside each other; `running_counting.py` has requests run side
-by side instead.
+`tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat, `hybrid_bound.py`
+where groups share the blocks. These follow one rule, so that their figures can stand beside each
+other; `running_counting.py` has requests run side by side instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from kvcache.clock import Clock
-from kvcache.errors import ConfigurationError, OutOfBlocksError
-from kvcache.policies.registry import EVICTION_POLICIES, require_eviction_policy
+from kvcache.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
+from kvcache.simulate.hybrid_bound import bound_hybrid_hits
 from kvcache.simulate.optimum import count_optimal_hits
-from kvcache.simulate.running_counting import (
-    Pace,
-    RunningCounter,
-    Waits,
-    require_room_for_answers,
-)
-from kvcache.simulate.tier_counting import TierCounter, TierCountingOptions, TierPrefillCount
-from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-
-OPTIMUM = "optimum"
-"""Stands where a policy's name would, for what no policy can beat."""
+from kvcache.simulate.running_counting import RunningCounter, Waits
+from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+from kvcache.simulate.tier_counting import TierCounter, TierPrefillCount
+from kvcache.simulate.tier_traffic import TierSizes
+from kvcache.simulate.workload import Workload
 
 _HASH_ALGORITHM = "xxh3_128"  # nobody attacks a simulation
 _REPORT_EVERY = 128
@@ -35,92 +30,12 @@ _NUM_PARTS = 10
 
 
 @dataclass(frozen=True)
-class SimulatedCache:
-    """A cache to simulate: sizes in blocks, `num_blocks` None for as many as are ever needed.
-
-    With `groups`, the groups of a model, blocks are theirs, and hits are counted in tokens. With a
-    `pace`, requests run side by side, answers included.
-
-    Raises ConfigurationError for what cannot be meant.
-    """
-
-    policy: str
-    num_blocks: int | None
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    groups: tuple[KVCacheGroupSpec, ...] = ()
-    pace: Pace | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy != OPTIMUM:
-            require_eviction_policy(self.policy)
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigurationError(
-                f"a cache of {self.num_blocks} blocks cannot serve anything: give at least 1"
-            )
-        if min(self.host_blocks, self.disk_blocks) < 0:
-            raise ConfigurationError(
-                f"tiers of {self.host_blocks} and {self.disk_blocks} blocks: give at least 0"
-            )
-        if self.disk_blocks and not self.host_blocks:
-            raise ConfigurationError(
-                f"{self.disk_blocks} blocks on disk, none in host memory: what goes to disk comes "
-                "from there, so give host blocks too"
-            )
-        if self.host_blocks and self.num_blocks is None:
-            raise ConfigurationError(
-                "a device without a limit needs no tiers: give its number of blocks"
-            )
-        if self.groups and (self.host_blocks or self.policy == OPTIMUM):
-            what = "the optimum" if self.policy == OPTIMUM else "tiers"
-            raise ConfigurationError(
-                f"{what} of several groups, or of blocks that are not the trace's, are not "
-                "simulated: leave them out, or the groups"
-            )
-        if self.pace is not None:
-            self._require_plain_device()
-
-    def _require_plain_device(self) -> None:
-        if self.policy == OPTIMUM:
-            raise ConfigurationError(
-                "the optimum of requests that run side by side is not known: leave one of them out"
-            )
-        if self.host_blocks:
-            raise ConfigurationError(
-                "tiers below requests that run side by side are not simulated: leave one of them "
-                "out"
-            )
-        if self.num_blocks is None:
-            raise ConfigurationError(
-                "requests that run side by side without a limit of blocks: give their number"
-            )
-
-    @property
-    def total_blocks(self) -> int | None:
-        """Blocks of all tiers together; None for no limit."""
-        if self.num_blocks is None:
-            return None
-        return self.num_blocks + self.host_blocks + self.disk_blocks
-
-    def require_room(self, trace: BlockTrace) -> None:
-        """Raise an error that names the line if a request does not fit: ConfigurationError for a
-        prompt, OutOfBlocksError for its answer beside it. Of `groups` only playing tells."""
-        if self.num_blocks is None or self.groups:
-            return
-        if trace.most_blocks <= self.num_blocks:
-            if self.pace is not None:
-                require_room_for_answers(trace, self.num_blocks)
-            return
-        raise ConfigurationError(
-            f"{trace.place_of(trace.longest)}: the request needs {trace.most_blocks} blocks of "
-            f"{trace.block_size} tokens, more than the {self.num_blocks} of the device: simulate "
-            f"at least {trace.most_blocks}"
-        )
-
-
-@dataclass(frozen=True)
 class SimulationResult:
-    """What was counted, in blocks of the trace; hits where the block was when it was asked for."""
+    """What was counted, in blocks of the trace; hits where the block was when it was asked for.
+
+    With groups of its own a cache is hit by tokens, `num_hit_tokens` in all tiers: hits in blocks
+    are these, divided.
+    """
 
     trace: str
     cache: SimulatedCache
@@ -136,8 +51,15 @@ class SimulationResult:
     wall_time_s: float
     hit_rates_over_time: tuple[float, ...] = ()
     """Of each tenth of the requests; none of the optimum, and of traces with fewer than ten."""
+    num_host_hit_tokens: int = 0
+    num_disk_hit_tokens: int = 0
     waits: Waits | None = None
     """How requests that ran side by side got along."""
+
+    @property
+    def num_device_hit_tokens(self) -> int:
+        """Tokens hit on the device."""
+        return self.num_hit_tokens - self.num_host_hit_tokens - self.num_disk_hit_tokens
 
     @property
     def num_hits(self) -> int:
@@ -151,9 +73,22 @@ class SimulationResult:
             return self.num_hit_tokens / self.num_input_tokens
         return self.num_hits / self.num_references
 
+    @property
+    def hit_rates_by_tier(self) -> tuple[float, float, float]:
+        """What `hit_rate` is the sum of: hits on the device, in host memory, on disk."""
+        if self.cache.groups:
+            hits = self.num_device_hit_tokens, self.num_host_hit_tokens, self.num_disk_hit_tokens
+            num_all = self.num_input_tokens
+        else:
+            hits = self.num_device_hits, self.num_host_hits, self.num_disk_hits
+            num_all = self.num_references
+        device, host, disk = (count / num_all for count in hits)
+        return device, host, disk
+
     def to_dict(self) -> dict[str, object]:
         """Return the figures by name, and the cache by its policy and sizes."""
         figures = asdict(self)
+        figures["num_device_hit_tokens"] = self.num_device_hit_tokens
         del figures["cache"]
         waits = figures.pop("waits") or {}
         return {
@@ -183,6 +118,8 @@ def simulate(
     start_s = clock.now()
     tenths = _Tenths(trace, cache)
     hits = _count(trace, cache, clock, tenths, on_progress)
+    size = trace.block_size
+    num_below = hits.host_tokens + hits.disk_tokens
     on_progress(trace.num_requests)
     return SimulationResult(
         trace=trace.name,
@@ -191,13 +128,15 @@ def simulate(
         num_requests=trace.num_requests,
         num_references=trace.num_references,
         num_input_tokens=trace.num_input_tokens,
-        num_device_hits=hits.device,
-        num_host_hits=hits.host,
-        num_disk_hits=hits.disk,
+        num_device_hits=(hits.tokens - num_below) // size,
+        num_host_hits=hits.host_tokens // size,
+        num_disk_hits=hits.disk_tokens // size,
         num_hit_tokens=hits.tokens,
         num_evictions=hits.num_evictions,
         wall_time_s=clock.now() - start_s,
         hit_rates_over_time=tuple(tenths.rates),
+        num_host_hit_tokens=hits.host_tokens,
+        num_disk_hit_tokens=hits.disk_tokens,
         waits=hits.waits,
     )
 
@@ -209,17 +148,19 @@ class _Tenths:
         self._num_requests = trace.num_requests
         self._is_of_tokens = bool(cache.groups)
         self._last = (0, 0)
+        self.num_played = 0
         self.rates: list[float] = []
 
     def hear(self, count: PrefillCount | TierPrefillCount) -> None:
         """Take the figures after a request."""
+        self.num_played = count.num_requests
         num_parts = _NUM_PARTS if self._num_requests >= _NUM_PARTS else 0
         if count.num_requests * num_parts < self._num_requests * (len(self.rates) + 1):
             return
-        if isinstance(count, TierPrefillCount):
-            now = (count.num_hits, count.num_block_references)
-        elif self._is_of_tokens:
+        if self._is_of_tokens:
             now = (count.num_hit_tokens, count.num_input_tokens)
+        elif isinstance(count, TierPrefillCount):
+            now = (count.num_hits, count.num_block_references)
         else:
             now = (count.num_hit_blocks, count.num_block_references)
         self.rates.append((now[0] - self._last[0]) / (now[1] - self._last[1]))
@@ -228,13 +169,12 @@ class _Tenths:
 
 @dataclass(frozen=True)
 class _Hits:
-    """What one way of counting found; blocks but for `tokens`."""
+    """What one way of counting found, in tokens of the trace."""
 
-    device: int
-    host: int
-    disk: int
     tokens: int
     num_evictions: int
+    host_tokens: int = 0
+    disk_tokens: int = 0
     waits: Waits | None = None
 
 
@@ -246,10 +186,7 @@ def _count(
     on_progress: Callable[[int], None],
 ) -> _Hits:
     if cache.policy == OPTIMUM:
-        # Tiers are one pool here, as large as all of them: better than any way to use them.
-        best = count_optimal_hits(trace, cache.total_blocks, on_progress)
-        num_hits = best.num_hit_blocks
-        return _Hits(num_hits, 0, 0, num_hits * trace.block_size, best.num_evictions)
+        return _best(trace, cache, on_progress)
 
     def report(count: PrefillCount | TierPrefillCount) -> None:
         tenths.hear(count)
@@ -262,72 +199,77 @@ def _count(
         hash_algorithm=_HASH_ALGORITHM,
         groups=cache.groups,
     )
-    if cache.pace is not None:
-        running = RunningCounter(trace, device, cache.pace, clock)
-        count = running.count(report)
-        hits = count.num_hit_blocks, 0, 0, count.num_hit_tokens, count.num_evictions
-        return _Hits(*hits, running.waits)
+    tiers = None
     if cache.host_blocks:
-        options = TierCountingOptions(
-            device,
-            cache.host_blocks,
-            cache.disk_blocks,
-            host_policy=cache.policy,
-            disk_policy=cache.policy,
+        tiers = TierSizes(
+            cache.host_blocks, cache.disk_blocks, host_policy=cache.policy, disk_policy=cache.policy
         )
-        counter = TierCounter(CompactTrace(trace), options, clock)
-        tiers = counter.count(report)
+    if cache.pace is not None:
+        running = RunningCounter(trace, device, cache.pace, clock, tiers)
+        count = running.count(report)
+        brought = running.brought
         return _Hits(
-            tiers.num_device_hits,
-            tiers.num_host_hits,
-            tiers.num_disk_hits,
-            tiers.num_hits * trace.block_size,
-            counter.manager.statistics().core.num_evictions,
+            count.num_hit_tokens,
+            count.num_evictions,
+            brought.num_host_tokens,
+            brought.num_disk_tokens,
+            running.waits,
         )
-    if cache.groups:
-        count = _count_groups(trace, device, clock, report)
-        return _Hits(count.num_hit_blocks, 0, 0, count.num_hit_tokens, count.num_evictions)
-    count = count_prefill_hits(CompactTrace(trace), device, clock, report)
-    num_hits = count.num_hit_blocks
-    return _Hits(num_hits, 0, 0, num_hits * trace.block_size, count.num_evictions)
+    with _naming_lines(trace, cache, tenths):
+        return _count_apart(trace, device, tiers, clock, report)
 
 
-def _count_groups(
+def _count_apart(
     trace: BlockTrace,
     device: CountingOptions,
+    tiers: TierSizes | None,
     clock: Clock,
-    on_progress: Callable[[PrefillCount], None],
-) -> PrefillCount:
-    num_played = 0
+    report: Callable[[PrefillCount | TierPrefillCount], None],
+) -> _Hits:
+    """Play one request after another."""
+    # Where blocks are the trace's, two tokens for each say all that hits depend on.
+    workload: Workload = TraceTokens(trace) if device.groups else CompactTrace(trace)
 
-    def report(count: PrefillCount) -> None:
-        nonlocal num_played
-        num_played = count.num_requests
-        on_progress(count)
+    def tokens(num_tokens: int) -> int:
+        if device.groups:
+            return num_tokens
+        return num_tokens // workload.block_size * trace.block_size
 
-    try:
-        return count_prefill_hits(TraceTokens(trace), device, clock, report)
-    except OutOfBlocksError as error:
-        sizes = ", ".join(str(group.kv_cache_spec.block_size) for group in device.groups)
-        raise OutOfBlocksError(
-            f"{trace.place_of(num_played)}: the request of {trace.input_lengths[num_played]} "
-            f"tokens does not fit into {device.num_blocks} blocks (their tokens, by group: "
-            f"{sizes}): simulate more"
-        ) from error
-
-
-def window_groups(block_size: int, window_tokens: int) -> tuple[KVCacheGroupSpec, ...]:
-    """Return the groups of a model with full attention and a sliding window, in equal shares.
-
-    Raises ConfigurationError for a window that cannot be meant.
-    """
-    full = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
-    window = SlidingWindowSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, sliding_window=window_tokens
+    if tiers is None:
+        count = count_prefill_hits(workload, device, clock, report)
+        return _Hits(tokens(count.num_hit_tokens), count.num_evictions)
+    counter = TierCounter(workload, device, tiers, clock)
+    found = counter.count(report)
+    return _Hits(
+        tokens(found.num_hit_tokens),
+        counter.manager.statistics().core.num_evictions,
+        tokens(found.num_host_hit_tokens),
+        tokens(found.num_disk_hit_tokens),
     )
-    return KVCacheGroupSpec(("layer.0",), full), KVCacheGroupSpec(("layer.1",), window)
 
 
-def all_policies() -> tuple[str, ...]:
-    """Return the names of all policies, sorted, without the optimum."""
-    return tuple(sorted(EVICTION_POLICIES))
+def _best(trace: BlockTrace, cache: SimulatedCache, on_progress: Callable[[int], None]) -> _Hits:
+    """Return what no policy can beat.
+
+    Tiers are one pool here, as large as all of them: better than any way to use them.
+    """
+    if cache.groups:
+        bound = bound_hybrid_hits(trace, cache.groups, cache.total_blocks, on_progress)
+        return _Hits(bound.num_hit_tokens, bound.num_evictions)
+    best = count_optimal_hits(trace, cache.total_blocks, on_progress)
+    return _Hits(best.num_hit_blocks * trace.block_size, best.num_evictions)
+
+
+@contextmanager
+def _naming_lines(trace: BlockTrace, cache: SimulatedCache, tenths: _Tenths) -> Iterator[None]:
+    """Say of a request that does not fit beside its groups which line of the trace it is."""
+    try:
+        yield
+    except OutOfBlocksError as error:
+        index = tenths.num_played
+        specs = [group.kv_cache_spec for group in cache.groups]
+        sizes = ", ".join(str(spec.block_size) for spec in specs) or trace.block_size
+        raise OutOfBlocksError(
+            f"{trace.place_of(index)}: the request of {trace.input_lengths[index]} tokens does not "
+            f"fit into {cache.num_blocks} blocks (their tokens, by group: {sizes}): simulate more"
+        ) from error

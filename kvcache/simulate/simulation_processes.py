@@ -24,7 +24,8 @@ from typing import TypeAlias
 from kvcache.clock import Clock, SystemClock
 from kvcache.errors import ConfigurationError, InvariantError, KVCacheError
 from kvcache.simulate.block_trace import BlockTrace
-from kvcache.simulate.simulation import SimulatedCache, SimulationResult, simulate
+from kvcache.simulate.simulated_cache import SimulatedCache
+from kvcache.simulate.simulation import SimulationResult, simulate
 
 _END_S = 5.0
 

@@ -25,7 +25,8 @@ from kvcache.replay.engine import ReplayEngine
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.passages import Passage, passage_tokens
 from kvcache.simulate.request_recording import RecordingOptions
-from kvcache.simulate.simulation import SimulatedCache, simulate
+from kvcache.simulate.simulated_cache import SimulatedCache
+from kvcache.simulate.simulation import simulate
 from kvcache.simulate.workload import WorkloadRequest
 from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import Launch, MakeConfig

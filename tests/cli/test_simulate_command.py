@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,15 +83,28 @@ def test_tiers_and_where_hits_were_found(trace: Path) -> None:
     assert lru["num_host_hits"] + lru["num_disk_hits"] > 0
 
 
-def test_a_window_and_a_configuration_are_hybrids_without_an_optimum(trace: Path) -> None:
+def test_a_window_and_a_configuration_are_hybrids_with_a_bound(trace: Path) -> None:
     shown, _ = run(trace, "--window", "600", "-b", "60", "-j", "1")
-    assert "hit tokens of prompt tokens; blocks are shared by groups: full, sliding_window" in shown
-    assert "optimum" not in shown
+    assert (
+        "hit tokens of prompt tokens; blocks are shared by groups: full, sliding_window; optimum: "
+        "a bound that may be out of reach" in shown
+    )
     config = ROOT / "configs" / "cpu_tp2.yaml"
-    (result,) = json.loads(run(trace, "--config", config, "--json", "-j", "1")[0])
-    assert result["num_blocks"] == 131_071
-    assert result["hit_rate_of"] == "tokens"
-    assert result["num_hit_tokens"] > 0
+    lru, best = json.loads(run(trace, "--config", config, "--json", "-j", "1")[0])
+    assert (lru["policy"], best["policy"]) == ("lru", "optimum")
+    assert lru["num_blocks"] == 131_071
+    assert lru["hit_rate_of"] == best["hit_rate_of"] == "tokens"
+    assert best["num_hit_tokens"] == lru["num_hit_tokens"] > 0  # there is room for all
+
+
+def test_a_window_has_tiers_too(trace: Path) -> None:
+    arguments = (trace, "--window", "600", "-b", "30", "--host-blocks", "30", "-j", "1")
+    lru, best = json.loads(run(*arguments, "--json")[0])
+    tiers = [lru[f"num_{tier}_hit_tokens"] for tier in ("device", "host", "disk")]
+    assert sum(tiers) == lru["num_hit_tokens"] <= best["num_hit_tokens"]
+    assert tiers[1] > 0
+    shares = " + ".join(f"{100 * tokens / lru['num_input_tokens']:.1f}" for tokens in tiers)
+    assert f"{lru['hit_rate']:.2%} ({shares})" in run(*arguments)[0]
 
 
 def test_requests_run_side_by_side_without_an_optimum(trace: Path) -> None:
@@ -99,6 +113,9 @@ def test_requests_run_side_by_side_without_an_optimum(trace: Path) -> None:
     assert "optimum" not in shown
     (result,) = json.loads(run(trace, "--running", "-b", "30", "-j", "1", "--json")[0])
     assert result["most_running"] >= 1
+    tiers = ("--host-blocks", "30", "--disk-blocks", "60")
+    shown, _ = run(trace, "--running", "-b", "12", *tiers, "-j", "1", "--decode-speed", "0.5")
+    assert re.search(r"% \(\d+\.\d \+ \d+\.\d \+ \d+\.\d; [\d,.]+ s\)", shown)
     for speed in ("0", "nan", "inf"):
         message = refused(trace, "--running", "-b", "30", "--decode-speed", speed)
         assert message.startswith("a pace of ")

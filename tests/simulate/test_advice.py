@@ -20,7 +20,8 @@ from kvcache.simulate.advice import (
     measured,
 )
 from kvcache.simulate.opening import open_block_trace
-from kvcache.simulate.simulation import SimulatedCache, simulate
+from kvcache.simulate.simulated_cache import SimulatedCache
+from kvcache.simulate.simulation import simulate
 
 RISING = HitCurve([(10, 0.1), (100, 0.3), (1_000, 0.5), (10_000, 0.5)])
 BYTES_PER_TOKEN = 128 * 2**10

@@ -14,7 +14,8 @@ from kvcache.errors import OutOfBlocksError
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.block_trace import BlockTrace, read_block_trace
 from kvcache.simulate.optimum import count_optimal_hits
-from kvcache.simulate.simulation import SimulatedCache, all_policies, simulate
+from kvcache.simulate.simulated_cache import SimulatedCache, all_policies
+from kvcache.simulate.simulation import simulate
 from tests.simulate.traces import CONVERSATION, SIZE, block_trace, random_requests
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,16 @@ import pytest
 from kvcache.clock import VirtualClock
 from kvcache.errors import ConfigurationError, OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
+from kvcache.simulate.counting import CountingOptions, PrefillCount
 from kvcache.simulate.opening import open_block_trace
-from kvcache.simulate.running_counting import Pace
-from kvcache.simulate.simulation import (
+from kvcache.simulate.running_counting import Pace, RunningCounter
+from kvcache.simulate.simulated_cache import (
     OPTIMUM,
     SimulatedCache,
-    SimulationResult,
-    simulate,
     window_groups,
 )
+from kvcache.simulate.simulation import SimulationResult, simulate
+from kvcache.simulate.tier_traffic import TierSizes
 from tests.simulate.traces import SIZE, random_requests, trace_line, write_lines
 
 PACE = Pace(prefill_tokens_per_s=8.0, decode_tokens_per_s=2.0)
@@ -149,6 +151,64 @@ def test_a_window_runs_side_by_side_too(tmp_path: Path) -> None:
     assert 0 < result.num_hit_tokens < play(trace, 120).num_hit_tokens
 
 
+@pytest.mark.parametrize("window_tokens", [None, 6])
+@pytest.mark.parametrize("pause_s", [0.5, 5.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_with_room_below_everything_ever_seen_is_a_hit(
+    tmp_path: Path, seed: int, pause_s: float, window_tokens: int | None
+) -> None:
+    """However many run: what is no longer on the device was brought down when it was computed."""
+    trace = timed_trace(tmp_path / "trace.jsonl", seed, pause_s)
+    groups = () if window_tokens is None else window_groups(SIZE, window_tokens)
+    num_blocks = 120 if groups else 60
+    cache = SimulatedCache("lru", num_blocks, num_blocks, 20_000, groups=groups, pace=PACE)
+    result = simulate(trace, cache, VirtualClock())
+    unlimited = simulate(trace, SimulatedCache("lru", None, groups=groups), VirtualClock())
+    alone = simulate(trace, replace(cache, host_blocks=0, disk_blocks=0), VirtualClock())
+    assert result.num_hit_tokens == unlimited.num_hit_tokens > alone.num_hit_tokens
+    assert result.num_device_hits > 0 and result.num_host_hits + result.num_disk_hits > 0
+    assert result.waits is not None and alone.waits is not None
+    assert result.waits.mean_wait_s <= alone.waits.mean_wait_s
+
+
+def test_requests_far_apart_find_in_tiers_what_they_find_one_after_another(
+    tmp_path: Path,
+) -> None:
+    trace = timed_trace(tmp_path / "trace.jsonl", 8, pause_s=1e6)
+    for groups in ((), window_groups(SIZE, 6)):
+        num_blocks = 100 if groups else 50
+        serial = SimulatedCache("lru", num_blocks, 2 * num_blocks, num_blocks, groups=groups)
+        results = [
+            simulate(trace, cache, VirtualClock()) for cache in (serial, replace(serial, pace=PACE))
+        ]
+        one, two = [
+            (each.num_device_hits, each.num_host_hit_tokens, each.num_disk_hit_tokens)
+            for each in results
+        ]
+        # Room for answers is taken from what is cached.
+        assert one == pytest.approx(two, rel=0.1)
+        assert min(two) > 0
+
+
+def test_books_add_up_while_requests_run_above_tiers(tmp_path: Path) -> None:
+    trace = timed_trace(tmp_path / "trace.jsonl", 9, pause_s=2.0)
+    counter = RunningCounter(
+        trace,
+        CountingOptions(120, groups=window_groups(SIZE, 6)),
+        PACE,
+        VirtualClock(),
+        TierSizes(60, 90),
+    )
+
+    def check(count: PrefillCount) -> None:
+        counter.manager.check()
+        assert counter.traffic is not None
+        counter.traffic.check()
+
+    count = counter.count(check)
+    assert 0 < counter.brought.num_tokens < count.num_hit_tokens
+
+
 def test_an_answer_that_does_not_fit_is_named_with_its_line(tmp_path: Path) -> None:
     line = {**trace_line(8, [1, 2], block_size=SIZE), "output_length": 5}
     trace = open_block_trace(str(write_lines(tmp_path / "trace.jsonl", line)))
@@ -164,8 +224,6 @@ def test_an_answer_that_does_not_fit_is_named_with_its_line(tmp_path: Path) -> N
 def test_what_cannot_be_simulated_side_by_side_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="the optimum of requests that run side by side"):
         SimulatedCache(OPTIMUM, 10, pace=PACE)
-    with pytest.raises(ConfigurationError, match="tiers below requests that run side by side"):
-        SimulatedCache("lru", 10, 10, pace=PACE)
     with pytest.raises(ConfigurationError, match="without a limit of blocks: give their number"):
         SimulatedCache("lru", None, pace=PACE)
     with pytest.raises(ConfigurationError, match="a pace of 0 tokens of prompts and 1 of answers"):

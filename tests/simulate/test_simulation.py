@@ -17,7 +17,8 @@ from kvcache.clock import VirtualClock
 from kvcache.errors import ConfigurationError, OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.opening import open_block_trace
-from kvcache.simulate.simulation import OPTIMUM, SimulatedCache, simulate, window_groups
+from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, window_groups
+from kvcache.simulate.simulation import simulate
 from kvcache.simulate.simulation_processes import SimulationTask, run_simulations
 from tests.simulate.traces import CONVERSATION, block_trace, random_requests
 
@@ -93,8 +94,6 @@ def test_a_capacity_below_the_longest_request_is_refused_with_its_line(trace: Bl
         (lambda: SimulatedCache("lru", 9, -1), "tiers of -1 and 0 blocks: give at least 0"),
         (lambda: SimulatedCache("lru", 9, 0, 5), "5 blocks on disk, none in host memory: what"),
         (lambda: SimulatedCache("lru", None, 5), "a device without a limit needs no tiers"),
-        (lambda: SimulatedCache("lru", 9, 5, 0, window_groups(4, 6)), "tiers of several groups"),
-        (lambda: SimulatedCache(OPTIMUM, 9, groups=window_groups(4, 6)), "the optimum of several"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(make: Callable[[], object], message: str) -> None:

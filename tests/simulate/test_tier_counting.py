@@ -12,7 +12,8 @@ from kvcache.errors import OutOfBlocksError
 from kvcache.offload import HierarchyOptions
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
-from kvcache.simulate.tier_counting import TierCounter, TierCountingOptions, TierPrefillCount
+from kvcache.simulate.tier_counting import TierCounter, TierPrefillCount
+from kvcache.simulate.tier_traffic import TierSizes
 from tests.simulate.test_counting import TRACE, random_requests, write_trace
 
 LRU_RATE_OF_30000_BLOCKS = 0.3305
@@ -25,16 +26,15 @@ def test_with_room_below_everything_ever_seen_is_a_hit(
 ) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
     unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
-    options = TierCountingOptions(CountingOptions(30, core=core), host_blocks=40, disk_blocks=2000)
-    counter = TierCounter(trace, options, VirtualClock())
+    sizes = TierSizes(host_blocks=40, disk_blocks=2000)
+    counter = TierCounter(trace, CountingOptions(30, core=core), sizes, VirtualClock())
     count = counter.count()
     assert count.num_hits == unlimited.num_hit_blocks
     assert count.num_block_references == unlimited.num_block_references
     assert min(count.num_device_hits, count.num_host_hits, count.num_disk_hits) > 0
     assert count.hit_rate == unlimited.hit_rate
     counter.manager.check()
-    counter.hierarchy.check()
-    assert counter.hierarchy.num_open_jobs == 0
+    counter.traffic.check()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -46,19 +46,19 @@ def test_small_tiers_hit_more_than_the_device_alone(
     trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
     device = CountingOptions(30)
     movement = HierarchyOptions("on_store" if disk_write == "on_store" else "on_evict")
-    options = TierCountingOptions(device, 48, 80, blocks_per_slot, movement=movement)
-    counter = TierCounter(trace, options, VirtualClock())
+    sizes = TierSizes(48, 80, blocks_per_slot, movement=movement)
+    counter = TierCounter(trace, device, sizes, VirtualClock())
     count = counter.count()
     alone = count_prefill_hits(trace, device, VirtualClock())
     unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
     assert alone.num_hit_blocks < count.num_hits <= unlimited.num_hit_blocks
     assert count.num_blocks_spilled > 0
-    counter.hierarchy.check()
+    counter.traffic.check()
 
 
 def test_tiers_that_are_not_needed_are_not_asked(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", [(8, [0, 1]), (8, [0, 1]), (9, [0, 1, 2])])
-    counter = TierCounter(trace, TierCountingOptions(CountingOptions(10), 4), VirtualClock())
+    counter = TierCounter(trace, CountingOptions(10), TierSizes(4), VirtualClock())
     figures: list[TierPrefillCount] = []
     count = counter.count(figures.append)
     assert (count.num_device_hits, count.num_host_hits, count.num_disk_hits) == (3, 0, 0)
@@ -68,7 +68,7 @@ def test_tiers_that_are_not_needed_are_not_asked(tmp_path: Path) -> None:
 
 def test_a_request_larger_than_the_device_is_named(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", [(11, [0, 1, 2])])
-    counter = TierCounter(trace, TierCountingOptions(CountingOptions(2), 4), VirtualClock())
+    counter = TierCounter(trace, CountingOptions(2), TierSizes(4), VirtualClock())
     with pytest.raises(OutOfBlocksError) as caught:
         counter.count()
     assert str(caught.value) == (
@@ -80,10 +80,10 @@ def test_a_request_larger_than_the_device_is_named(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
 def test_tiers_hit_as_often_on_the_conversation_trace_as_one_pool_of_the_disks_size() -> None:
-    options = TierCountingOptions(CountingOptions(2_000), host_blocks=10_000, disk_blocks=30_000)
-    counter = TierCounter(MooncakeTrace(TRACE), options, SystemClock())
+    sizes = TierSizes(host_blocks=10_000, disk_blocks=30_000)
+    counter = TierCounter(MooncakeTrace(TRACE), CountingOptions(2_000), sizes, SystemClock())
     count = counter.count()
     assert count.num_block_references == 288_500
     assert count.hit_rate >= LRU_RATE_OF_30000_BLOCKS
     counter.manager.check()
-    counter.hierarchy.check()
+    counter.traffic.check()

@@ -1,0 +1,257 @@
+"""A bound for hybrids: no policy, and no choice of victims in any group, has more hits.
+
+What a group with a window should keep beside the blocks of full attention, so that hits are longest
+over time, is a knapsack over all requests to come: nobody knows the optimum of a real trace. This
+is the optimum of an easier problem, and so at least as good:
+
+- A hit needs the blocks of those groups that read the whole prefix. Those of windows, chunks and
+  states are taken to be there whenever they are wanted.
+- But a request that runs holds the blocks of windows and chunks that even its longest possible hit
+  leaves to compute or to read: so much less room is left to everybody's prefixes meanwhile.
+
+A *column* is what the groups that read all of a prefix keep of as many tokens as all groups' blocks
+agree on (their least common multiple): hits have whole columns, and all of a column goes or stays.
+Which columns go is Belady's choice, as in `optimum.py`, with room that changes from request to
+request. A column that is computed anew takes the place of the cached one.
+
+    blocks of the trace   |      0      |      1      |   2   |      a prompt of 2.6 blocks
+    columns               | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |          of whichever size
+    pieces                |      0      |      1      |  2  | 3 |    cut where some prompt ends
+
+Columns that lie in one block of the trace, and between the same ends of prompts, are always asked
+for together: a piece of them is one entry, of which the last columns go first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvcache.errors import OutOfBlocksError
+from kvcache.simulate.block_trace import BlockTrace
+from kvcache.specs import KVCacheGroupSpec, KVCacheSpec, ceil_div
+
+_REPORT_EVERY = 256
+
+
+@dataclass(frozen=True)
+class HybridBound:
+    """At least as many hit tokens as any way to use the blocks could have."""
+
+    num_hit_tokens: int
+    num_evictions: int
+
+
+def bound_hybrid_hits(
+    trace: BlockTrace,
+    groups: Sequence[KVCacheGroupSpec],
+    num_blocks: int | None,
+    on_progress: Callable[[int], None] = lambda num_requests: None,
+) -> HybridBound:
+    """Return the bound with `num_blocks` blocks of any group, None for as many as ever needed.
+
+    Where no group reads the whole prefix the room plays no part: all that came before is hit. Where
+    a group cannot cache at all, nothing is. `on_progress` is told now and then how many requests
+    have been played. O(r log r) for r references. Raises OutOfBlocksError where a request cannot
+    fit whatever it hits.
+    """
+    specs = [group.kv_cache_spec for group in groups]
+    if not all(spec.can_prefix_cache for spec in specs):
+        on_progress(trace.num_requests)
+        return HybridBound(0, 0)
+    pieces = _Pieces(trace, math.lcm(*(spec.block_size for spec in specs)))
+    room = _Room(trace, specs, pieces.column_tokens, num_blocks)
+    pool = _Pool(pieces, room)
+    for request in range(trace.num_requests):
+        pool.play(request)
+        if request % _REPORT_EVERY == 0:
+            on_progress(request)
+    on_progress(trace.num_requests)
+    return HybridBound(
+        pool.num_hits * pieces.column_tokens, pool.num_evicted * room.blocks_per_column
+    )
+
+
+class _Pieces:
+    """Every request as a list of pieces: numbers, each with so many columns.
+
+    `of[i]` are those of request `i`, of which the first `num_hittable[i]` end before its last
+    token; `next_uses[i]` says of each which request can hit it next, `num_requests` for none.
+    """
+
+    def __init__(self, trace: BlockTrace, column_tokens: int) -> None:
+        self.column_tokens = column_tokens
+        self._size = trace.block_size
+        self.trace = trace
+        ends = self._ends()
+        self.weights: list[int] = []
+        self.of: list[list[int]] = []
+        self.num_hittable: list[int] = []
+        numbers: dict[tuple[int, int], int] = {}
+        for request in range(trace.num_requests):
+            num_tokens = int(trace.input_lengths[request])
+            num_full = num_tokens // column_tokens
+            num_hittable = (num_tokens - 1) // column_tokens
+            found, hittable = [], 0
+            for depth, block in enumerate(trace.blocks_of(request).tolist()):
+                start = self._first_column(depth)
+                for end in ends[block]:
+                    if end > num_full:
+                        break
+                    number = numbers.setdefault((block, end), len(self.weights))
+                    if number == len(self.weights):
+                        self.weights.append(end - start)
+                    start = end
+                    found.append(number)
+                    hittable += end <= num_hittable
+            self.of.append(found)
+            self.num_hittable.append(hittable)
+        self.next_uses = self._next_uses()
+
+    def _first_column(self, depth: int) -> int:
+        """Return the first column that ends behind the start of the trace's block at `depth`."""
+        return depth * self._size // self.column_tokens
+
+    def _ends(self) -> dict[int, list[int]]:
+        """Return, for each block, where its pieces end: behind which columns, in rising order."""
+        trace, ends = self.trace, defaultdict[int, set[int]](set)
+        for request in range(trace.num_requests):
+            blocks = trace.blocks_of(request).tolist()
+            num_tokens = int(trace.input_lengths[request])
+            for depth, block in enumerate(blocks):
+                first, end = self._first_column(depth), self._first_column(depth + 1)
+                whole = [num_tokens // self.column_tokens, (num_tokens - 1) // self.column_tokens]
+                ends[block].update(each for each in (*whole, end) if first < each <= end)
+        return {block: sorted(found) for block, found in ends.items()}
+
+    def _next_uses(self) -> list[list[int]]:
+        """A piece that is computed anew is of no use before, whoever wants it later."""
+        never = self.trace.num_requests
+        next_of = [never] * len(self.weights)
+        uses: list[list[int]] = [[]] * never
+        for request in range(never - 1, -1, -1):
+            pieces, num_hittable = self.of[request], self.num_hittable[request]
+            uses[request] = [next_of[piece] for piece in pieces]
+            for i, piece in enumerate(pieces):
+                next_of[piece] = request if i < num_hittable else never
+        return uses
+
+
+class _Room:
+    """For how many columns there is room while a request runs."""
+
+    def __init__(
+        self,
+        trace: BlockTrace,
+        specs: Sequence[KVCacheSpec],
+        column_tokens: int,
+        num_blocks: int | None,
+    ) -> None:
+        self._trace = trace
+        self._column_tokens = column_tokens
+        self._num_blocks = num_blocks
+        self._ordered = [spec for spec in specs if spec.reads_whole_prefix]
+        self._others = [
+            spec for spec in specs if not spec.reads_whole_prefix and spec.num_state_blocks is None
+        ]
+        self.blocks_per_column = sum(column_tokens // spec.block_size for spec in self._ordered)
+
+    def columns(self, request: int, num_seen: int) -> int | None:
+        """Return how many; None for any number. `num_seen` columns of the request came before.
+
+        Raises OutOfBlocksError where not even the request itself fits.
+        """
+        if self._num_blocks is None:
+            return None
+        num_tokens = int(self._trace.input_lengths[request])
+        num_whole = num_tokens // self._column_tokens
+        most_hit_tokens = num_seen * self._column_tokens
+        beside = sum(
+            ceil_div(num_tokens, spec.block_size)
+            - spec.num_skipped_tokens(most_hit_tokens) // spec.block_size
+            for spec in self._others
+        )
+        beside += sum(ceil_div(num_tokens, spec.block_size) for spec in self._ordered)
+        needed = beside
+        beside -= num_whole * self.blocks_per_column
+        if needed > self._num_blocks:
+            raise OutOfBlocksError(
+                f"{self._trace.place_of(request)}: the request of {num_tokens} tokens needs at "
+                f"least {needed} blocks of all groups, more than {self._num_blocks}: simulate more"
+            )
+        if not self.blocks_per_column:
+            return None
+        return (self._num_blocks - beside) // self.blocks_per_column
+
+
+class _Pool:
+    """How many leading columns of each piece are cached, and a heap of what could go.
+
+    Invariant: `_due[piece]` is the next use of a piece that is cached in part or whole, `_IN_USE`
+    while its request runs, `_ABSENT` of others; an entry of the heap counts while it says the same.
+    """
+
+    _ABSENT = -1
+    _IN_USE = -2
+
+    def __init__(self, pieces: _Pieces, room: _Room) -> None:
+        self._pieces = pieces
+        self._room = room
+        self._there = [0] * len(pieces.weights)
+        self._due = [self._ABSENT] * len(pieces.weights)
+        self._was_seen = [False] * len(pieces.weights)
+        self._heap: list[tuple[int, int, int]] = []
+        self._num_there = 0
+        self.num_hits = 0
+        self.num_evicted = 0
+
+    def play(self, request: int) -> None:
+        """Count the leading columns that are there, bring the others, and leave all cached."""
+        pieces, weights, there, due = (
+            self._pieces.of[request],
+            self._pieces.weights,
+            self._there,
+            self._due,
+        )
+        num_seen, is_hit = 0, True
+        for piece in pieces[: self._pieces.num_hittable[request]]:
+            if not self._was_seen[piece]:
+                break
+            num_seen += weights[piece]
+            if is_hit:
+                self.num_hits += there[piece]
+                is_hit = there[piece] == weights[piece]
+        num_missing = 0
+        for piece in pieces:
+            num_missing += weights[piece] - there[piece]
+            due[piece] = self._IN_USE
+            self._was_seen[piece] = True
+        columns = self._room.columns(request, num_seen)
+        if columns is not None:
+            self._make_room(columns - num_missing)
+        self._num_there += num_missing
+        for depth, (piece, use) in enumerate(
+            zip(pieces, self._pieces.next_uses[request], strict=True)
+        ):
+            there[piece] = weights[piece]
+            due[piece] = use
+            heapq.heappush(self._heap, (-use, -depth, piece))
+
+    def _make_room(self, num_columns: int) -> None:
+        """Evict until at most `num_columns` are there."""
+        heap, due, there = self._heap, self._due, self._there
+        while self._num_there > num_columns:
+            minus_use, minus_depth, piece = heapq.heappop(heap)
+            if due[piece] != -minus_use:
+                continue
+            num_evicted = min(there[piece], self._num_there - num_columns)
+            there[piece] -= num_evicted
+            self._num_there -= num_evicted
+            self.num_evicted += num_evicted
+            if there[piece]:
+                heapq.heappush(heap, (minus_use, minus_depth, piece))
+            else:
+                due[piece] = self._ABSENT

@@ -1,0 +1,214 @@
+"""What moves between a simulated device and the tiers below it, for one request after another.
+
+    bring ──▶ fetch from disk, load into blocks of the device, held ──▶ let_go, once it is let in
+    store ──▶ what its tables hold goes down; what has to go for it is spilled, then forgotten
+
+Between the ways of counting and the books that serve real requests: hits are found over all groups
+by the coordinator's `TierHitFinder`, blocks are taken by the manager's `PrefixLoads`, contents are
+kept by a `TierHierarchy`. Every transfer ends at once and well. Refuses to admit requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.clock import Clock
+from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
+from kvcache.manager import KVCacheManager
+from kvcache.offload import HierarchyOptions, OffloadKey, TierHierarchy, TierOptions, make_tier
+from kvcache.offload.hits import Place
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.request import Request
+from kvcache.specs import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class TierSizes:
+    """Tiers below a device, in blocks, and how they are kept; no disk without blocks for it."""
+
+    host_blocks: int
+    disk_blocks: int = 0
+    blocks_per_host_slot: int = 1
+    host_policy: str = "lru"
+    disk_policy: str = "lru"
+    movement: HierarchyOptions = field(default_factory=HierarchyOptions)
+
+    def make(self) -> TierHierarchy:
+        """Return empty tiers. Raises ConfigurationError for sizes or policies that cannot be."""
+        per_slot = self.blocks_per_host_slot
+        host = TierOptions(
+            HOST_MEDIUM,
+            self.host_blocks // per_slot,
+            blocks_per_slot=per_slot,
+            policy=self.host_policy,
+        )
+        disk = TierOptions(FILE_MEDIUM, self.disk_blocks, policy=self.disk_policy)
+        return TierHierarchy(
+            make_tier(host),
+            make_tier(disk) if self.disk_blocks else None,
+            count(1).__next__,
+            self.movement,
+        )
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Tokens of a request that came to the device from each tier: hits, where they were found."""
+
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both."""
+        return self.num_host_tokens + self.num_disk_tokens
+
+    def __add__(self, other: Brought) -> Brought:
+        """Return the sums."""
+        return Brought(
+            self.num_host_tokens + other.num_host_tokens,
+            self.num_disk_tokens + other.num_disk_tokens,
+        )
+
+
+NOTHING_BROUGHT = Brought()
+
+
+class TierTraffic:
+    """The tiers of one simulation. Between calls no job is open.
+
+    Of the blocks of a hit that the tiers complete those count for the disk that were not in host
+    memory; with several groups, which may differ, its tokens are divided as its blocks are.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, config: KVCacheConfig, sizes: TierSizes, clock: Clock
+    ) -> None:
+        """Begin with nothing below `manager`, whose plan is `config`.
+
+        Raises ConfigurationError for sizes or policies that cannot be meant, and for a kind of
+        attention whose blocks cannot be loaded by content.
+        """
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._finder = TierHitFinder(config, math.gcd(*(spec.block_size for spec in specs)))
+        self._specs = specs
+        self._manager = manager
+        self._loads = manager.tiers.loads
+        self._clock = clock
+        self._held: int | None = None
+        self.hierarchy: TierHierarchy = sizes.make()
+        self.num_stored = 0
+        self.num_spilled = 0
+
+    def bring(self, request: Request) -> Brought:
+        """Load all that the tiers add to what the device has of a request, as far as there is room.
+
+        What was loaded is hittable, and held until `let_go`: no block that the request will not
+        need itself. What cannot be fetched from disk at a time comes piece by piece; of several
+        groups, only as far as host memory has what all of them need.
+        """
+        tiers, brought = self.hierarchy, NOTHING_BROUGHT
+        num_tokens = self._loads.num_device_tokens(request)
+        from_disk: set[OffloadKey] = set()
+        while (hit := self._finder.find(request, num_tokens, tiers.locate, _is_ready)) is not None:
+            fetch = tiers.plan_fetch(hit.keys, self._clock.now())
+            if fetch is not None:
+                tiers.fetched(fetch.job_id, ok=True)
+                from_disk.update(fetch.keys)
+            reached = self._load(request, num_tokens, from_disk)
+            if reached is not None:
+                num_tokens, piece = reached
+                brought += piece
+            elif not self._spill():
+                break
+        return brought
+
+    def let_go(self) -> None:
+        """Hold nothing any more of what was brought."""
+        if self._held is not None:
+            self._loads.release(self._held)
+        self._held = None
+
+    def store(self, request: Request) -> None:
+        """Bring down what a request holds, computed or hit, and spill what has to go for it."""
+        for keys in self._held_keys(request):
+            self.hierarchy.see(keys)
+            self.hierarchy.touch(keys)
+            self._store(keys)
+        self.hierarchy.take_discards()
+
+    def check(self) -> None:
+        """Raise InvariantError if books do not add up, or a job is open."""
+        self.hierarchy.check()
+        assert not self.hierarchy.num_open_jobs
+
+    def _load(
+        self, request: Request, num_device_tokens: int, from_disk: set[OffloadKey]
+    ) -> tuple[int, Brought] | None:
+        """Load what host memory has; return how far that reaches. None: nothing, or no room."""
+        tiers = self.hierarchy
+        there = self._finder.find(request, num_device_tokens, tiers.locate, _is_in_host)
+        if there is None:
+            return None
+        load = self._loads.begin(request, there.num_tokens)
+        if load is None:
+            return None
+        keys = [
+            key
+            for group, columns in enumerate(load.columns)
+            for key in self._finder.keys_of(request, group, columns.tolist())
+        ]
+        job = tiers.plan_load(keys, self._clock.now())
+        assert job is not None and len(job.keys) == len(keys), "found in host memory just now"
+        tiers.loaded(job.job_id, ok=True)
+        self._loads.finish(load.load_id)
+        self.let_go()  # of the piece before: this one holds it too, as far as it is needed
+        self._held = load.load_id
+        num_loaded = load.num_tokens - load.num_device_tokens
+        num_fetched = num_loaded * sum(key in from_disk for key in keys) // len(keys)
+        return load.num_tokens, Brought(num_loaded - num_fetched, num_fetched)
+
+    def _held_keys(self, request: Request) -> list[list[OffloadKey]]:
+        """Return, for each group, the keys of the full blocks in the request's table."""
+        found = []
+        tables = self._manager.get_block_ids(request.request_id)
+        for group, (spec, table) in enumerate(zip(self._specs, tables, strict=True)):
+            columns: Sequence[int] = range(request.num_tokens // spec.block_size)
+            if not spec.reads_whole_prefix:
+                columns = np.flatnonzero(table[: len(columns)]).tolist()
+            found.append(self._finder.keys_of(request, group, columns))
+        return found
+
+    def _store(self, keys: list[OffloadKey]) -> None:
+        tiers = self.hierarchy
+        while True:
+            job = tiers.plan_store(keys, self._clock.now())
+            if job is not None:
+                tiers.stored(job.job_id, ok=True)
+                self.num_stored += len(job.keys)
+            if not self._spill() and job is None:
+                return
+
+    def _spill(self) -> bool:
+        """Spill what is due; return whether there was something."""
+        before = self.num_spilled
+        while (job := self.hierarchy.plan_spills(self._clock.now())) is not None:
+            self.hierarchy.spilled(job.job_id, ok=True)
+            self.num_spilled += len(job.keys)
+        return self.num_spilled > before
+
+
+def _is_ready(places: npt.NDArray[np.uint8]) -> BoolArray:
+    found: BoolArray = (places == Place.HOST) | (places == Place.DISK)
+    return found
+
+
+def _is_in_host(places: npt.NDArray[np.uint8]) -> BoolArray:
+    found: BoolArray = places == Place.HOST
+    return found
