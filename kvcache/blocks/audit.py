@@ -138,8 +138,16 @@ def _check_contents(pool: BlockPool) -> None:
         )
     for block_id in range(pool.num_blocks):
         fields = (contents.digests[block_id], contents.parents[block_id])
-        if (None in fields) != (contents.table_of(block_id) is None) or fields.count(None) == 1:
+        holder = contents.table_of(block_id)
+        if (None in fields) != (holder is None) or fields.count(None) == 1:
             raise InvariantError(f"block {block_id} is half cached: {fields}")
+        if bool(contents.is_copied[block_id]) != (
+            holder is not None and fields[0] in holder.copies
+        ):
+            raise InvariantError(
+                f"block {block_id} is {'' if contents.is_copied[block_id] else 'not '}noted as one "
+                "of several with its content"
+            )
 
 
 def _check_order(pool: BlockPool) -> None:

@@ -63,7 +63,8 @@ class ContentIndex:
     table, which then has `digests[b]` in block `b`; `unsealed` has only such blocks. In ordered
     tables `parent_blocks[b]` is the block in which look-ups find `parents[b]` (0: in none, it is a
     none hash), and `num_children[b]` counts the digests that are found in blocks whose parent
-    block is `b`. Both are 0 elsewhere.
+    block is `b`. Both are 0 elsewhere. `is_copied[b]` says that another block of the table holds
+    `digests[b]` as well.
     """
 
     def __init__(self, num_blocks: int, ordered_groups: frozenset[int], outbox: Outbox) -> None:
@@ -73,6 +74,7 @@ class ContentIndex:
         self.table_numbers: Int32Array = np.full(num_blocks, NO_TABLE, dtype=np.int32)
         self.parent_blocks: Int32Array = np.zeros(num_blocks, dtype=np.int32)
         self.num_children: Int32Array = np.zeros(num_blocks, dtype=np.int32)
+        self.is_copied: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         self.unsealed: dict[int, CachedRun] = {}
         self.num_cached = 0
         self.client_id: str | None = None
@@ -157,9 +159,9 @@ class ContentIndex:
         `block_ids` are the blocks of all runs together. `is_labelled`: the workers know already,
         no label is sent.
         """
-        digests: list[BlockHash] = []
-        parents: list[BlockHash] = []
-        for run in runs:
+        digests = list(runs[0].digests)
+        parents = [runs[0].parent, *digests[:-1]]
+        for run in runs[1:]:
             digests += run.digests
             parents.append(run.parent)
             parents += run.digests[:-1]
@@ -200,13 +202,16 @@ class ContentIndex:
         Returns what was forgotten, and what must stay for now, both in the order given.
         """
         ids = index_array(candidates)
-        if (self.table_numbers[ids] == NO_TABLE).any():
-            empty = ids[self.table_numbers[ids] == NO_TABLE].tolist()
+        numbers = self.table_numbers[ids]
+        if np.count_nonzero(numbers) < len(ids):
+            empty = ids[numbers == NO_TABLE].tolist()
             raise BlockError(f"blocks {empty[:5]} hold nothing that could be forgotten")
         going = _Eviction()
-        for chain in self._chains(ids):
-            if len(chain) < _FEW_BLOCKS or not self._forget_chain(chain, going):
-                self._forget_singly(chain.tolist(), going)
+        if len(ids) and (np.count_nonzero(numbers != numbers[0]) or not self._forget(ids, going)):
+            # Beside branches that go too, or copies, or what must stay: in smaller parts.
+            for chain in self._chains(ids):
+                if len(chain) < _FEW_BLOCKS or not self._forget(chain, going):
+                    self._forget_singly(chain.tolist(), going)
         forgotten = ids if not going.kept else ids[~np.isin(ids, going.kept)]
         self.num_cached -= len(forgotten)
         if self.unsealed or self._outbox.has_workers:
@@ -266,28 +271,35 @@ class ContentIndex:
         self.num_cached = 0
         return block_ids
 
-    def _erase(self, block_ids: IndexArray) -> None:
+    def _erase(self, block_ids: IndexArray | int) -> None:
         self.digests[block_ids] = None
         self.parents[block_ids] = None
         self.table_numbers[block_ids] = NO_TABLE
         self.parent_blocks[block_ids] = NULL_BLOCK_ID
         self.num_children[block_ids] = 0
+        self.is_copied[block_ids] = False
 
     def _enter(self, table: PrefixTable, runs: list[CachedRun], block_ids: IndexArray) -> None:
         """Enter runs into their table, and count blocks as children of their parents."""
-        starts: list[int] = []
-        before_runs: list[int] = []
-        firsts: list[int] = []
-        has_copies = False
-        for run in runs:
-            starts.append(len(firsts))
-            before_runs.append(table.ids.get(run.parent, NULL_BLOCK_ID))
-            found = table.add(run.block_ids, run.digests)
-            has_copies |= found != run.block_ids
-            firsts += found
+        if len(runs) == 1:
+            starts = [0]
+            before_runs = [table.ids.get(runs[0].parent, NULL_BLOCK_ID)]
+            firsts = table.add(runs[0].block_ids, runs[0].digests)
+            has_copies = firsts is not runs[0].block_ids
+        else:
+            starts, before_runs, firsts, has_copies = [], [], [], False
+            for run in runs:
+                starts.append(len(firsts))
+                before_runs.append(table.ids.get(run.parent, NULL_BLOCK_ID))
+                found = table.add(run.block_ids, run.digests)
+                has_copies |= found is not run.block_ids
+                firsts += found
         self.table_numbers[block_ids] = table.number
+        first_blocks = index_array(firsts) if has_copies else block_ids
+        if has_copies:
+            is_second = first_blocks != block_ids
+            self.is_copied[block_ids[is_second]] = self.is_copied[first_blocks[is_second]] = True
         if table.is_ordered:
-            first_blocks = index_array(firsts) if has_copies else block_ids
             parent_blocks = np.empty_like(block_ids)
             parent_blocks[1:] = first_blocks[:-1]
             parent_blocks[starts] = before_runs
@@ -321,20 +333,29 @@ class ContentIndex:
             else:
                 yield run
 
-    def _forget_chain(self, chain: IndexArray, going: _Eviction) -> bool:
-        """Forget a whole chain; False, unchanged, if something else continues it or has copies."""
-        table = self._tables_by_number[int(self.table_numbers[chain[0]])]
+    def _forget(self, block_ids: IndexArray, going: _Eviction) -> bool:
+        """Forget blocks of one table together; False, unchanged, if that cannot be done.
+
+        In an ordered table they are chains, one behind the other, children first. It cannot be
+        done if something else continues one of them, or if there are copies.
+        """
+        table = self._tables_by_number[int(self.table_numbers[block_ids[0]])]
         if table.is_ordered:
-            num_children = self.num_children[chain]
-            if num_children[0] or (num_children[1:] != 1).any():
+            above = self.parent_blocks[block_ids]
+            is_continued = above[:-1] == block_ids[1:]
+            num_children = self.num_children[block_ids]
+            if num_children[0] or np.count_nonzero(num_children[1:] != is_continued):
                 return False
-        digests = self.digests[chain].tolist()
-        if table.has_copies(digests):
+        if np.count_nonzero(self.is_copied[block_ids]):
             return False
+        digests = self.digests[block_ids].tolist()
         table.discard_all(digests)
         if table.is_ordered:
-            self._count_children(self.parent_blocks[chain[-1:]], -1)
-        self._erase(chain)
+            for last in np.flatnonzero(~is_continued).tolist():
+                self.num_children[above[last]] -= 1
+            self.num_children[above[-1]] -= 1
+            self.num_children[NULL_BLOCK_ID] = 0
+        self._erase(block_ids)
         going.note(table, digests)
         self._drop_if_empty(table)
         return True
@@ -347,15 +368,17 @@ class ContentIndex:
             if num_children and digest not in table.copies:
                 going.kept.append(block_id)
                 continue
-            block = index_array([block_id])
             first = table.discard(block_id, digest)
             if first is None:
                 if table.is_ordered:
-                    self._count_children(self.parent_blocks[block], -1)
+                    self.num_children[self.parent_blocks[block_id]] -= 1
+                    self.num_children[NULL_BLOCK_ID] = 0
                 going.note(table, [digest])
-            elif num_children:
-                self._hand_on_children(block_id, first)
-            self._erase(block)
+            else:
+                self.is_copied[first] = digest in table.copies
+                if num_children:
+                    self._hand_on_children(block_id, first)
+            self._erase(block_id)
             self._drop_if_empty(table)
 
     def _hand_on_children(self, block_id: int, first: int) -> None:

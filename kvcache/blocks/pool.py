@@ -236,15 +236,14 @@ class BlockPool(ReferencedBlocks):
         """Do `cache_full_blocks` for several runs of one step; no block is in two of them."""
         if not runs:
             return
-        parts = [run.block_ids for run in runs]
-        ids = index_array(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)))
-        if int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks:
-            self._require_known(ids.tolist())
-        can_be_cached = self._num_references[ids] > 0
+        ids = runs[0].ids
+        if ids is None or len(runs) > 1:
+            ids = index_array(list(chain.from_iterable([run.block_ids for run in runs])))
+        can_be_cached = self._num_references[self._known(ids)] > 0
         can_be_cached &= self.contents.table_numbers[ids] == NO_TABLE
         if self._quarantined:
             can_be_cached[self.find_quarantined(ids.tolist())] = False
-        if not can_be_cached.all():
+        if np.count_nonzero(can_be_cached) < len(ids):
             raise BlockError(
                 f"blocks {ids[~can_be_cached][:5].tolist()} cannot be cached: only a held block "
                 "without a digest can"

@@ -37,21 +37,18 @@ class PrefixTable:
         self.copies: dict[BlockHash, list[int]] = {}
         self.published: set[BlockHash] = set()
 
-    def add(self, block_ids: Sequence[int], digests: Sequence[BlockHash]) -> list[int]:
+    def add(self, block_ids: list[int], digests: Sequence[BlockHash]) -> list[int]:
         """Enter blocks; return, for each, the block that look-ups find for its digest now.
 
-        That is another one where the digest was here already.
+        That is another one where the digest was here already; where none was, it is `block_ids`.
         """
         firsts = list(map(self.ids.setdefault, digests, block_ids))
-        if firsts != block_ids:
-            for first, block_id, digest in zip(firsts, block_ids, digests, strict=True):
-                if first != block_id:
-                    self.copies.setdefault(digest, []).append(block_id)
+        if firsts == block_ids:
+            return block_ids
+        for first, block_id, digest in zip(firsts, block_ids, digests, strict=True):
+            if first != block_id:
+                self.copies.setdefault(digest, []).append(block_id)
         return firsts
-
-    def has_copies(self, digests: Sequence[BlockHash]) -> bool:
-        """Whether one of the digests is in several blocks."""
-        return bool(self.copies) and not self.copies.keys().isdisjoint(digests)
 
     def discard(self, block_id: int, digest: BlockHash) -> int | None:
         """Remove one block; return the block that look-ups find now, None where none is left."""

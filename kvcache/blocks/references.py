@@ -88,10 +88,12 @@ class ReferencedBlocks:
         """Return the references of all kinds to all blocks. O(n)."""
         return int(self._num_references.sum())
 
-    def num_unheld(self, block_ids: Sequence[int]) -> int:
+    def num_unheld(self, block_ids: Sequence[int] | IndexArray) -> int:
         """Return how many of these distinct blocks have no reference, null blocks left out."""
         ids = index_array(block_ids)
-        return int(np.count_nonzero((self._num_references[ids] == 0) & (ids != NULL_ID)))
+        # The null block never has a reference.
+        num_without = len(ids) - int(np.count_nonzero(self._num_references[ids]))
+        return num_without - (len(ids) - int(np.count_nonzero(ids)))
 
     def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
         """Return a copy of the counts of a kind other than REQUEST: block id to references."""
@@ -112,31 +114,31 @@ class ReferencedBlocks:
         is_empty = block_id != NULL_ID and self.contents.table_numbers[block_id] == NO_TABLE
         return bool(is_empty) and block_id not in self._quarantined
 
-    def touch(self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
+    def touch(
+        self, block_ids: Sequence[int] | IndexArray, kind: ReferenceKind = ReferenceKind.REQUEST
+    ) -> None:
         """Take one reference more of each block, and save it from eviction.
 
         Raises:
             BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
         """
-        self._require_known(block_ids)
-        if self._quarantined and not self._quarantined.isdisjoint(block_ids):
-            bad = sorted(self._quarantined.intersection(block_ids))
+        ids = self._known(block_ids)
+        if self._quarantined and not self._quarantined.isdisjoint(ids.tolist()):
+            bad = sorted(self._quarantined.intersection(ids.tolist()))
             raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
-        ids = index_array(block_ids)
-        free = ids[self._num_references[ids] == 0]
+        counts = self._num_references[ids]
+        is_distinct = len(set(ids.tolist())) == len(ids)
+        free = ids[counts == 0]
         if len(free):
-            if not free.all():
-                raise BlockError("the null block cannot be held: leave it out")
-            empty = free[self.contents.table_numbers[free] == NO_TABLE]
-            if len(empty):
-                raise BlockError(
-                    f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
-                )
-            self._policy.remove(list(dict.fromkeys(free.tolist())))
-        np.add.at(self._num_references, ids, 1)
+            self._require_cached(free)
+            self._policy.remove(free if is_distinct else list(dict.fromkeys(free.tolist())))
+        if is_distinct:
+            self._num_references[ids] = counts + 1
+        else:
+            np.add.at(self._num_references, ids, 1)
         if kind is not ReferenceKind.REQUEST:
             held = self._references[kind]
-            for block_id in block_ids:
+            for block_id in ids.tolist():
                 held[block_id] = held.get(block_id, 0) + 1
 
     def free_blocks(
@@ -161,16 +163,20 @@ class ReferencedBlocks:
                     del held[block_id]
         self.give_back(block_ids)
 
-    def give_back(self, block_ids: Sequence[int]) -> None:
+    def give_back(self, block_ids: Sequence[int] | IndexArray) -> None:
         """Do what `free_blocks` does for request references, on the caller's word that he has them.
 
         For managers, whose tables are their word; `check` compares the two.
         """
         references = self._num_references
         ids = index_array(block_ids)
-        if (references[ids] == 1).all():
+        counts = references[ids]
+        if not np.count_nonzero(counts != 1):
             references[ids] = 0
             unheld = ids
+        elif len(set(ids.tolist())) == len(ids):
+            references[ids] = counts - 1
+            unheld = ids[counts == 1]
         else:
             # Shared blocks may be given back several times in one call: at the last time they go.
             np.subtract.at(references, ids, 1)
@@ -195,11 +201,31 @@ class ReferencedBlocks:
             block_ids = index_array([b for b in block_ids.tolist() if b not in self._quarantined])
         # Distinct, and nowhere queued: their references have just become zero.
         has_content = self.contents.table_numbers[block_ids] != NO_TABLE
-        if has_content.all():
+        num_cached = int(np.count_nonzero(has_content))
+        if num_cached == len(block_ids):
             self._policy.insert(block_ids)
         else:
             self._blank.prepend_many(block_ids[~has_content])
-            self._policy.insert(block_ids[has_content])
+            if num_cached:
+                self._policy.insert(block_ids[has_content])
+
+    def _known(self, block_ids: Sequence[int] | IndexArray) -> IndexArray:
+        """Return ids as an array; raises BlockError if one is none of a block."""
+        ids = index_array(block_ids)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_blocks:
+            self._require_known(ids.tolist())
+        return ids
+
+    def _require_cached(self, free: IndexArray) -> None:
+        """Raise BlockError unless these unheld blocks can be held: they have contents."""
+        if np.count_nonzero(self.contents.table_numbers[free]) == len(free):
+            return  # the null block has none
+        if np.count_nonzero(free) < len(free):
+            raise BlockError("the null block cannot be held: leave it out")
+        empty = free[self.contents.table_numbers[free] == NO_TABLE]
+        raise BlockError(
+            f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
+        )
 
     def _require_known(self, block_ids: Sequence[int]) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:

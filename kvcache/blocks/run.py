@@ -6,9 +6,10 @@ Stands between a step that schedules their last tokens and the report that confi
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcache.arrays import Int32Array
+from kvcache.arrays import IndexArray, Int32Array
 from kvcache.blocks.prefix_table import PrefixTable
 from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash, ExtraKeys
@@ -23,12 +24,13 @@ class CachedRun:
     `parent` is the digest before the first block; `token_ids` are the tokens of all blocks, a
     copy, or empty where nobody is told of them; `extra_keys` holds one entry per block, or nothing
     where no block has any. `first_index` is the first block's index in the request's table.
-    `client_id` is empty outside any step.
+    `client_id` is empty outside any step. `ids` are the block ids once more where somebody has
+    made an array of them.
     """
 
     table: PrefixTable
     block_ids: list[int]
-    digests: list[BlockHash]
+    digests: Sequence[BlockHash]
     parent: BlockHash
     token_ids: Int32Array
     block_size: int
@@ -37,6 +39,7 @@ class CachedRun:
     first_index: int
     client_id: str = ""
     step: int = NO_STEP
+    ids: IndexArray | None = None
 
     def parent_of(self, index: int) -> BlockHash:
         """Digest before block `index` of the run."""

@@ -20,7 +20,7 @@ from kvcache.blocks.run import CachedRun
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.managers.block_tables import BlockTables
-from kvcache.managers.run_maker import RunMaker
+from kvcache.managers.run_maker import Part, RunMaker
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheSpec
 
@@ -225,12 +225,12 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
                 return []
         self._num_cached[request.request_id] = end
         return [
-            self._runs.run(request, table, first, stop)
-            for first, stop in self._uncached_parts(request.request_id, table, start, end)
+            self._runs.run(request, table, part)
+            for part in self._uncached_parts(request.request_id, table, start, end)
         ]
 
     def _uncached_parts(
         self, request_id: str, table: Sequence[int], start: int, end: int
-    ) -> Sequence[tuple[int, int]]:
+    ) -> Sequence[Part]:
         """Return the unbroken ranges in `[start, end)` of blocks that can be made hittable."""
         return self._runs.uncached_parts(table, start, end)

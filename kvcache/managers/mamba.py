@@ -13,6 +13,7 @@ from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
+from kvcache.managers.run_maker import Part
 from kvcache.managers.state_tables import StateColumns
 from kvcache.specs import KVCacheSpec
 
@@ -60,5 +61,5 @@ class MambaManager(StateColumns, SingleTypeKVCacheManager):
 
     def _uncached_parts(
         self, request_id: str, table: Sequence[int], start: int, end: int
-    ) -> Sequence[tuple[int, int]]:
-        return [(column, column + 1) for column in self.boundaries(request_id, start, end)]
+    ) -> Sequence[Part]:
+        return [Part(column, column + 1) for column in self.boundaries(request_id, start, end)]

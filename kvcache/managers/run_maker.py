@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, index_array
+from kvcache.arrays import EMPTY_INT32, IndexArray, index_array
 from kvcache.blocks.contents import NO_TABLE
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
@@ -20,6 +21,14 @@ from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash, ExtraKeys, generate_block_hash_extra_keys, need_extra_keys
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
+
+
+class Part(NamedTuple):
+    """Columns `[start, end)` of a table; `ids` are their blocks where an array of them is there."""
+
+    start: int
+    end: int
+    ids: IndexArray | None = None
 
 
 class RunMaker:
@@ -34,12 +43,10 @@ class RunMaker:
         self._group = group
         self._hashes_per_block = hashes_per_block
 
-    def uncached_parts(
-        self, table: Sequence[int], start: int, end: int
-    ) -> Sequence[tuple[int, int]]:
+    def uncached_parts(self, table: Sequence[int], start: int, end: int) -> Sequence[Part]:
         """Return the unbroken ranges in `[start, end)` of blocks that hold nothing yet."""
         if end - start == 1:
-            return [(start, end)] if self._pool.can_be_cached(table[start]) else []
+            return [Part(start, end)] if self._pool.can_be_cached(table[start]) else []
         ids = index_array(table[start:end])
         is_new = self._pool.contents.table_numbers[ids] == NO_TABLE
         is_new &= ids != NULL_ID
@@ -48,18 +55,19 @@ class RunMaker:
                 # What follows would be a content without its prefix.
                 is_new[index:] = False
             is_new[index] = False
-        if is_new.all():
-            return [(start, end)]
+        if np.count_nonzero(is_new) == len(ids):
+            return [Part(start, end, ids)]
         flags = is_new.tolist()
         parts = []
         for wanted, positions in groupby(range(start, end), key=lambda i: flags[i - start]):
             if wanted:
                 indices = list(positions)
-                parts.append((indices[0], indices[-1] + 1))
+                parts.append(Part(indices[0], indices[-1] + 1))
         return parts
 
-    def run(self, request: Request, table: list[int], start: int, end: int) -> CachedRun:
-        """Return the blocks `[start, end)` of the request's table as a run of the open step."""
+    def run(self, request: Request, table: list[int], part: Part) -> CachedRun:
+        """Return the blocks of a part of the request's table as a run of the open step."""
+        start, end, ids = part
         pool, size, per_block = self._pool, self._spec.block_size, self._hashes_per_block
         hashes = request.block_hashes
         extra_keys: tuple[ExtraKeys | None, ...] = ()
@@ -78,7 +86,7 @@ class RunMaker:
         return CachedRun(
             table=prefix_table or pool.contents.table(request.namespace, self._group),
             block_ids=table[start:end],
-            digests=list(hashes[(start + 1) * per_block - 1 : end * per_block : per_block]),
+            digests=hashes[(start + 1) * per_block - 1 : end * per_block : per_block],
             parent=hashes[start * per_block - 1] if start else _none_hash(request),
             token_ids=token_ids,
             block_size=size,
@@ -87,6 +95,7 @@ class RunMaker:
             first_index=start,
             client_id=pool.ledger.client_id,
             step=pool.ledger.step,
+            ids=ids,
         )
 
 
