@@ -68,6 +68,10 @@ class RequestBlockHasher:
         parent = known[-1] if known else self.none_hash
         return self.digests(request, len(known), request.num_tokens // self.block_size, parent)
 
+    def hash_plain(self, parent: BlockHash, token_bytes: bytes) -> BlockHash:
+        """Digest of one block of these tokens, without extra keys."""
+        return BlockHash(self.hash_fn.hash_plain(parent, token_bytes))
+
     def digests(
         self, request: Request, first: int, last: int, parent: BlockHash
     ) -> list[BlockHash]:

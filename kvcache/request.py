@@ -66,6 +66,9 @@ class BlockHasher(Protocol):
     ) -> list[BlockHash]:
         """Digests of the full blocks `[first, last)`; `parent` is the one before. No mutation."""
 
+    def hash_plain(self, parent: BlockHash, token_bytes: bytes) -> BlockHash:
+        """Digest of one block of these tokens, int32, without extra keys. No mutation."""
+
 
 class Request:
     """One sequence: prompt tokens, output tokens as they come, and its progress.
@@ -313,14 +316,32 @@ class Request:
         """
         hasher = self._block_hasher
         if hasher is None:
-            raise RequestError(
-                f"request {self.request_id} has no block hasher: create it with "
-                "block_hasher=get_request_block_hasher(block_size, hash_fn)"
-            )
+            raise self._without_hasher()
         hashes = self._block_hashes
         if (len(hashes) + 1) * hasher.block_size <= self._num_tokens:
             hashes.extend(hasher(self, hashes))
         return hashes
+
+    def _without_hasher(self) -> RequestError:
+        return RequestError(
+            f"request {self.request_id} has no block hasher: create it with "
+            "block_hasher=get_request_block_hasher(block_size, hash_fn)"
+        )
+
+    def digest_next_block(self, token_bytes: bytes) -> None:
+        """Keep the digest of the next full block, computed from its tokens.
+
+        They are what `token_bytes` says, as little-endian int32: of a running request the object
+        itself may lack them. The block has no extra keys.
+
+        Raises:
+            RequestError: no block hasher is attached.
+        """
+        hasher, hashes = self._block_hasher, self._block_hashes
+        if hasher is None:
+            raise self._without_hasher()
+        parent = hashes[-1] if hashes else hasher.none_hash
+        hashes.append(hasher.hash_plain(parent, token_bytes))
 
 
 def _is_nothing(given: object) -> bool:

@@ -48,6 +48,9 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
     hits_open_step: ClassVar[bool] = True
     """Whether a request can start from what the step that admits it only just writes."""
 
+    caches_every_block: ClassVar[bool] = True
+    """Whether each full block that the request has becomes hittable."""
+
     def __init__(
         self, spec: KVCacheSpec, pool: BlockPool, group: int, hash_block_size: int
     ) -> None:
@@ -167,7 +170,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         self._num_cached.pop(request_id, None)
         return super().forget_request(request_id)
 
-    def _note_cached(self, request_id: str, num_blocks: int) -> None:
+    def note_cached(self, request_id: str, num_blocks: int) -> None:
         self._num_cached[request_id] = num_blocks
 
     def rewind(self, request_id: str, num_cached_blocks: int) -> None:

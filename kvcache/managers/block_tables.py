@@ -129,7 +129,7 @@ class BlockTables:
         first_kept = next((i for i, block_id in enumerate(table) if block_id), len(table))
         self._blocks.touch(table[first_kept:])
         self._tables[request_id] = table
-        self._note_cached(request_id, len(table))
+        self.note_cached(request_id, len(table))
         self._first_kept[request_id] = first_kept
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
@@ -200,7 +200,7 @@ class BlockTables:
         end = ceil_div(origin.num_tokens, self.block_size)
         self._share(parent_id, child_id, self._tables.get(parent_id, [])[:end])
         num_full = origin.num_tokens // self.block_size
-        self._note_cached(child_id, min(self.num_cached_blocks(parent_id), num_full))
+        self.note_cached(child_id, min(self.num_cached_blocks(parent_id), num_full))
         return SharedColumn(num_full, num_full) if num_full < end else None
 
     def writes_column(self, column: int, reservation: Reservation) -> bool:
@@ -226,5 +226,5 @@ class BlockTables:
         """Return up to where the request's blocks need not be made hittable any more."""
         return 0
 
-    def _note_cached(self, request_id: str, num_blocks: int) -> None:
+    def note_cached(self, request_id: str, num_blocks: int) -> None:
         """The first blocks of a new table need not be made hittable any more."""

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from kvcache.arrays import EMPTY_INT32, int32_array
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
-from kvcache.blocks.run import CachedRun
 from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
@@ -115,27 +114,6 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.cache_blocks(request, num_tokens)
 
-    def cache_many(self, wanted: Sequence[tuple[Request, int]]) -> None:
-        """Do `cache_blocks` for many requests in order; contents enter the pool together."""
-        runs: list[CachedRun] = []
-        entering: set[int] = set()
-        late: list[tuple[SingleTypeKVCacheManager, Request, int]] = []
-        for manager in self.managers:
-            for request, num_tokens in wanted:
-                taken = manager.take_uncached_runs(request, num_tokens)
-                ids = [block_id for run in taken for block_id in run.block_ids]
-                if not ids or not entering.isdisjoint(ids):
-                    # It may share a block that an earlier one of these caches: look again then.
-                    if taken:
-                        manager.rewind(request.request_id, taken[0].first_index)
-                    late.append((manager, request, num_tokens))
-                    continue
-                runs += taken
-                entering.update(ids)
-        self.pool.cache_runs(runs)
-        for manager, request, num_tokens in late:
-            manager.cache_blocks(request, num_tokens)
-
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free what no group reads any more."""
         for manager in self.managers:
@@ -225,9 +203,6 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         return CacheHit((EMPTY_INT32,) * len(self.managers), 0)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Cache nothing."""
-
-    def cache_many(self, wanted: Sequence[tuple[Request, int]]) -> None:
         """Cache nothing."""
 
 

@@ -29,6 +29,9 @@ class MambaManager(StateColumns, SingleTypeKVCacheManager):
     hits_open_step: ClassVar[bool] = False
     """No: a forward reads the states it begins with before any row of it writes one."""
 
+    caches_every_block: ClassVar[bool] = False
+    """No: only columns whose last token ended a forward hold a state."""
+
     def __init__(
         self, spec: KVCacheSpec, pool: BlockPool, group: int, hash_block_size: int
     ) -> None:

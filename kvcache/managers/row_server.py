@@ -37,6 +37,7 @@ from kvcache.errors import RequestError
 from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.row_board import Int64Array, RowBoard
+from kvcache.managers.row_cacher import RowCacher
 from kvcache.request import Request
 from kvcache.tenants import TenantAccount, TenantLedger
 
@@ -80,6 +81,7 @@ class RowServer:
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._board = board
+        self._cacher = RowCacher(coordinator)
         self._reserve_one = reserve_one
         self._may_cache = may_cache
         self._is_sharing = is_sharing
@@ -98,8 +100,6 @@ class RowServer:
         if not len(busy):
             return RowsReserved(is_reserved, EMPTY_PATCH)
         batch = _select(rows, busy)
-        # A row that the board does not know counts as one that fills blocks.
-        batch.tokens.sync(self._board.fills(batch.slots, batch.num_cached_tokens).nonzero()[0])
         self._require_possible(batch)
         self._recall(batch)
         self._free_skipped(batch)
@@ -133,7 +133,11 @@ class RowServer:
                 f"request {batch.requests[row].request_id}: {cached[row]} tokens to cache, "
                 f"but slots for {wanted[row]}: reserve slots for all of them"
             )
-        for row in np.flatnonzero(self._board.fills(batch.slots, cached)).tolist():
+        num_tokens = batch.tokens.num_tokens(np.arange(len(cached)))
+        # Only where more is to be cached than there are tokens it matters where blocks end.
+        lacking = np.flatnonzero(cached > num_tokens)
+        batch.tokens.sync(lacking)
+        for row in lacking.tolist():
             if self._may_cache(batch.requests[row]):
                 for manager in self._coordinator.managers:
                     manager.require_cacheable(batch.requests[row], int(cached[row]))
@@ -234,14 +238,12 @@ class RowServer:
     def _cache(self, batch: RowBatch) -> None:
         filled = np.flatnonzero(self._board.fills(batch.slots, batch.num_cached_tokens))
         if len(filled):
-            requests = [batch.requests[row] for row in filled.tolist()]
-            cached = batch.num_cached_tokens[filled]
             if batch.states is not None:
                 own_ends = batch.states.num_own_tokens[filled].tolist()
-                for request, own_end in zip(requests, own_ends, strict=True):
-                    self._coordinator.note_own_end(request.request_id, own_end)
-            self._coordinator.cache_many(list(zip(requests, cached.tolist(), strict=True)))
-            self._board.note_cached(batch.slots[filled], cached)
+                for row, own_end in zip(filled.tolist(), own_ends, strict=True):
+                    self._coordinator.note_own_end(batch.requests[row].request_id, own_end)
+            self._cacher.cache(batch, filled)
+            self._board.note_cached(batch.slots[filled], batch.num_cached_tokens[filled])
 
     def _serve_singly(self, batch: RowBatch) -> tuple[Int32Array, BlockTablePatch]:
         is_reserved: list[int] = []

@@ -87,7 +87,7 @@ class RunMaker:
             table=prefix_table or pool.contents.table(request.namespace, self._group),
             block_ids=table[start:end],
             digests=hashes[(start + 1) * per_block - 1 : end * per_block : per_block],
-            parent=hashes[start * per_block - 1] if start else _none_hash(request),
+            parent=hashes[start * per_block - 1] if start else none_hash_of(request),
             token_ids=token_ids,
             block_size=size,
             extra_keys=extra_keys,
@@ -99,7 +99,8 @@ class RunMaker:
         )
 
 
-def _none_hash(request: Request) -> BlockHash:
+def none_hash_of(request: Request) -> BlockHash:
+    """Return the parent of the request's first block; raises RequestError without a hasher."""
     hasher = request.block_hasher
     if hasher is None:
         raise RequestError(

@@ -121,7 +121,7 @@ class StateColumns(BlockTables):
         of_child = self._column(origin.num_tokens)
         self._share(parent_id, child_id, [NULL_ID] * of_child + [table[of_parent]])
         self._first_kept[child_id] = of_child
-        self._note_cached(child_id, origin.num_tokens // self.block_size)
+        self.note_cached(child_id, origin.num_tokens // self.block_size)
         return SharedColumn(of_parent, of_child)
 
     def writes_column(self, column: int, reservation: Reservation) -> bool:
