@@ -191,9 +191,9 @@ def _check_unsealed(pool: BlockPool) -> None:
             raise InvariantError(f"block {block_id} waits for a step that nobody will settle")
         if pool.contents.table_of(block_id) is not run.table:
             raise InvariantError(f"unsealed block {block_id} is not cached")
-    counted = pool.contents.num_unsealed_by_client()
+    counted = pool.contents.unsealed.num_by_client()
     actual: dict[str, int] = {}
-    for run in pool.contents.unsealed.values():
+    for _, run in pool.contents.unsealed.items():
         actual[run.client_id] = actual.get(run.client_id, 0) + 1
     if counted != actual:
         raise InvariantError(f"unsealed blocks by client: counted {counted}, there are {actual}")

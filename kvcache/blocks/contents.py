@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
 from kvcache.blocks.run import NO_STEP, CachedRun
+from kvcache.blocks.unsealed import UnsealedBlocks
 from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
 from kvcache.ids import NULL_BLOCK_ID
@@ -75,13 +76,12 @@ class ContentIndex:
         self.parent_blocks: Int32Array = np.zeros(num_blocks, dtype=np.int32)
         self.num_children: Int32Array = np.zeros(num_blocks, dtype=np.int32)
         self.is_copied: npt.NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
-        self.unsealed: dict[int, CachedRun] = {}
+        self.unsealed = UnsealedBlocks()
         self.num_cached = 0
         self.client_id: str | None = None
         self.step = NO_STEP
         self._ordered_groups = ordered_groups
         self._outbox = outbox
-        self._num_unsealed: dict[str, int] = {}
         self._tables_by_key: dict[tuple[Namespace, int], PrefixTable] = {}
         self._tables_by_number: dict[int, PrefixTable] = {}
         self._last_number = NO_TABLE
@@ -98,10 +98,6 @@ class ContentIndex:
     def is_ordered(self, group: int) -> bool:
         """Whether blocks of a group are of no use without all blocks before them."""
         return group in self._ordered_groups
-
-    def num_unsealed_by_client(self) -> dict[str, int]:
-        """Return a copy of the counts of unsealed blocks."""
-        return dict(self._num_unsealed)
 
     def table(self, namespace: Namespace, group: int) -> PrefixTable:
         """Return the table of a namespace and group, a new one where there is none."""
@@ -127,8 +123,9 @@ class ContentIndex:
         table = self._tables_by_key.get((namespace, group))
         if table is None:
             return find_nothing
-        is_ours = self.client_id in self._num_unsealed
-        if len(self._num_unsealed) == is_ours and (finds_open_step or not is_ours):
+        if self.unsealed.are_of(self.client_id) and (
+            finds_open_step or not self.unsealed.has_any_of(self.client_id)
+        ):
             return table.ids.get
         barred_step = NO_STEP if finds_open_step else self.step
 
@@ -156,44 +153,36 @@ class ContentIndex:
     ) -> None:
         """Make the blocks of `runs` hittable; none of them has a content. Unsealed if in a step.
 
-        `block_ids` are the blocks of all runs together. `is_labelled`: the workers know already,
-        no label is sent.
+        All runs belong to the open step, or to none. `block_ids` are the blocks of all runs
+        together. `is_labelled`: the workers know already, no label is sent.
         """
-        digests = list(runs[0].digests)
-        parents = [runs[0].parent, *digests[:-1]]
-        for run in runs[1:]:
-            digests += run.digests
-            parents.append(run.parent)
-            parents += run.digests[:-1]
+        digests = list(chain.from_iterable([run.digests for run in runs]))
         self.digests[block_ids] = digests
-        self.parents[block_ids] = parents
+        self.parents[block_ids] = list(
+            chain.from_iterable([(run.parent, *run.digests[:-1]) for run in runs])
+        )
         self.num_cached += len(block_ids)
-        end = 0
-        for table, entering in groupby(runs, key=lambda run: run.table):
-            same = list(entering)
-            start, end = end, end + sum(len(run.block_ids) for run in same)
-            self._enter(table, same, block_ids[start:end])
-        unsealed = self.unsealed
-        for run in runs:
-            if run.client_id:
-                for block_id in run.block_ids:
-                    unsealed[block_id] = run
-                count = self._num_unsealed.get(run.client_id, 0)
-                self._num_unsealed[run.client_id] = count + len(run.block_ids)
-            else:
+        table = runs[0].table
+        if all(run.table is table for run in runs):
+            self._enter(table, runs, block_ids, digests)
+        else:
+            end = 0
+            for table, entering in groupby(runs, key=lambda run: run.table):
+                same = list(entering)
+                start, end = end, end + sum(len(run.block_ids) for run in same)
+                self._enter(table, same, block_ids[start:end], digests[start:end])
+        if runs[0].client_id:
+            self.unsealed.add(runs)
+        else:
+            for run in runs:
                 self._outbox.sealed(run, range(len(run.block_ids)), is_labelled=is_labelled)
 
-    def seal(self, runs: Sequence[CachedRun]) -> list[tuple[CachedRun, list[int]]]:
-        """Seal what is left of `runs`; return those of which something is, and these blocks."""
-        unsealed = self.unsealed
-        sealed = []
-        for run in runs:
-            live = [i for i, block_id in enumerate(run.block_ids) if unsealed.get(block_id) is run]
-            if live:
-                block_ids = [run.block_ids[i] for i in live]
-                self._no_longer_unsealed(block_ids)
-                self._outbox.sealed(run, live)
-                sealed.append((run, block_ids))
+    def seal(self, runs: Sequence[CachedRun]) -> list[tuple[CachedRun, Sequence[int]]]:
+        """Seal what is left of `runs`; return those of which something is, and these places."""
+        sealed = self.unsealed.take(runs)
+        if self._outbox.tells_tokens:
+            for run, places in sealed:
+                self._outbox.sealed(run, places)
         return sealed
 
     def evict(self, candidates: Sequence[int] | IndexArray) -> tuple[IndexArray, list[int]]:
@@ -267,7 +256,6 @@ class ContentIndex:
         self._tables_by_key.clear()
         self._tables_by_number.clear()
         self.unsealed.clear()
-        self._num_unsealed.clear()
         self.num_cached = 0
         return block_ids
 
@@ -279,21 +267,17 @@ class ContentIndex:
         self.num_children[block_ids] = 0
         self.is_copied[block_ids] = False
 
-    def _enter(self, table: PrefixTable, runs: list[CachedRun], block_ids: IndexArray) -> None:
+    def _enter(
+        self,
+        table: PrefixTable,
+        runs: Sequence[CachedRun],
+        block_ids: IndexArray,
+        digests: Sequence[BlockHash],
+    ) -> None:
         """Enter runs into their table, and count blocks as children of their parents."""
-        if len(runs) == 1:
-            starts = [0]
-            before_runs = [table.ids.get(runs[0].parent, NULL_BLOCK_ID)]
-            firsts = table.add(runs[0].block_ids, runs[0].digests)
-            has_copies = firsts is not runs[0].block_ids
-        else:
-            starts, before_runs, firsts, has_copies = [], [], [], False
-            for run in runs:
-                starts.append(len(firsts))
-                before_runs.append(table.ids.get(run.parent, NULL_BLOCK_ID))
-                found = table.add(run.block_ids, run.digests)
-                has_copies |= found is not run.block_ids
-                firsts += found
+        entered: list[int] = block_ids.tolist()
+        firsts = table.add(entered, digests)
+        has_copies = firsts is not entered
         self.table_numbers[block_ids] = table.number
         first_blocks = index_array(firsts) if has_copies else block_ids
         if has_copies:
@@ -302,7 +286,8 @@ class ContentIndex:
         if table.is_ordered:
             parent_blocks = np.empty_like(block_ids)
             parent_blocks[1:] = first_blocks[:-1]
-            parent_blocks[starts] = before_runs
+            starts = list(accumulate([len(run.block_ids) for run in runs[:-1]], initial=0))
+            parent_blocks[starts] = [table.ids.get(run.parent, NULL_BLOCK_ID) for run in runs]
             self.parent_blocks[block_ids] = parent_blocks
             if has_copies:
                 parent_blocks = parent_blocks[first_blocks == block_ids]
@@ -389,9 +374,8 @@ class ContentIndex:
     def _drop_unsealed(self, block_ids: IndexArray) -> list[int]:
         """Let blocks wait for no step any more; return those that waited for none."""
         ids: list[int] = block_ids.tolist()
-        waiting = self.unsealed.keys() & ids if self.unsealed else ()
-        if waiting:
-            self._no_longer_unsealed(waiting)
+        if waiting := self.unsealed.among(ids):
+            self.unsealed.remove(waiting)
             return [block_id for block_id in ids if block_id not in waiting]
         return ids
 
@@ -417,15 +401,6 @@ class ContentIndex:
                 depth += 1
                 depths[step] = depth
         return sorted(block_ids, key=lambda b: -depths[keys[b]])
-
-    def _no_longer_unsealed(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            client_id = self.unsealed.pop(block_id).client_id
-            left = self._num_unsealed[client_id] - 1
-            if left:
-                self._num_unsealed[client_id] = left
-            else:
-                del self._num_unsealed[client_id]
 
 
 def _split(block_ids: IndexArray, is_cut: npt.NDArray[np.bool_]) -> Iterator[IndexArray]:

@@ -79,7 +79,7 @@ class Outbox:
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether anything is said of contents' tokens: labels, or stored events."""
+        """Whether anything is said of contents and their tokens: labels, or stored events."""
         return self.has_workers or bool(self._published_groups)
 
     def sealed(self, run: CachedRun, indices: Sequence[int], *, is_labelled: bool = False) -> None:

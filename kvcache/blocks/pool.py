@@ -233,7 +233,7 @@ class BlockPool(ReferencedBlocks):
         self.cache_runs([run])
 
     def cache_runs(self, runs: Sequence[CachedRun]) -> None:
-        """Do `cache_full_blocks` for several runs of one step; no block is in two of them."""
+        """Do `cache_full_blocks` for runs of the open step, or of none; no block is in two."""
         if not runs:
             return
         ids = runs[0].ids
@@ -249,10 +249,10 @@ class BlockPool(ReferencedBlocks):
                 "without a digest can"
             )
         self.contents.add(runs, ids)
-        for run in runs:
-            if run.client_id:
-                self.ledger.add(run)
-            elif self._offload is not None:
+        if runs[0].client_id:
+            self.ledger.add(runs)
+        elif self._offload is not None:
+            for run in runs:
                 self._offload.on_sealed(run.table.group, int32_array(run.block_ids))
 
     # --- contents ------------------------------------------------------------------------------
@@ -289,9 +289,11 @@ class BlockPool(ReferencedBlocks):
 
     def seal(self, runs: Sequence[CachedRun]) -> None:
         """The bytes of what is left of unsealed runs are there."""
-        for run, sealed in self.contents.seal(runs):
-            if self._offload is not None:
-                self._offload.on_sealed(run.table.group, int32_array(sealed))
+        sealed_runs = self.contents.seal(runs)
+        if self._offload is not None:
+            for run, places in sealed_runs:
+                sealed = int32_array([run.block_ids[place] for place in places])
+                self._offload.on_sealed(run.table.group, sealed)
 
     def withdraw(self, run: CachedRun) -> bool:
         """Forget what is left of an unsealed run; return whether anything was."""

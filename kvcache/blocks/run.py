@@ -74,9 +74,9 @@ class StepLedger:
         """End the open step, if any."""
         self.client_id, self.step = "", NO_STEP
 
-    def add(self, run: CachedRun) -> None:
-        """Remember a run of the latest step of its client."""
-        self._runs.setdefault(run.client_id, deque()).append(run)
+    def add(self, runs: Sequence[CachedRun]) -> None:
+        """Remember runs of the open step."""
+        self._runs.setdefault(self.client_id, deque()).extend(runs)
 
     def take_through(self, client_id: str, step: int) -> list[CachedRun]:
         """Remove and return the client's runs of steps up to `step`, first ones first."""

@@ -126,7 +126,7 @@ class BlockCore:
             self._board,
             reserve_one=self._reserve,
             may_cache=self._may_cache,
-            is_sharing=self._forks.is_sharing,
+            forks=self._forks,
         )
         self._hashless: set[str] = set()
         self._hits_stopped = False

@@ -66,6 +66,11 @@ class TableForks:
             self._shared[parent_id], self._shared[child_id] = of_parent, of_child
         return changes
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any request shares what it may write."""
+        return bool(self._shared)
+
     def is_sharing(self, request_id: str) -> bool:
         """Say whether a write of the request may need a copy."""
         return request_id in self._shared

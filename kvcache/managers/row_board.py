@@ -18,6 +18,7 @@ from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowBatch
 from kvcache.errors import InvariantError, RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.request import Request
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 """Token counts: sums of int32 figures and block sizes do not overflow."""
@@ -26,7 +27,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 class RowBoard:
     """Limits of rows by slot.
 
-    Invariants: where `_owners[s]` is a request, `_slots[owner] == s`, `num_blocks[g, s]` is the
+    Invariants: where `_owners[s]` is a request, `_slots[its id] == s`, `num_blocks[g, s]` is the
     length of its table in group `g`, and it needs nothing before its slots reach
     `_capacity_tokens[s]`, its cached tokens `_full_tokens[s]` or its computed tokens
     `_skip_tokens[s]`. A slot without owner has zeros: every row in it needs something.
@@ -37,7 +38,7 @@ class RowBoard:
         self._block_sizes = _column([manager.block_size for manager in managers])
         self._column_tokens = _column([manager.tokens_per_column for manager in managers])
         self._extra_columns = _column([manager.num_extra_columns for manager in managers])
-        self._owners: list[str | None] = []
+        self._owners: npt.NDArray[np.object_] = np.full(0, None, dtype=object)
         self._slots: dict[str, int] = {}
         self._num_blocks: Int64Array = np.zeros((len(managers), 0), dtype=np.int64)
         self._capacity_tokens: Int64Array = np.zeros(0, dtype=np.int64)
@@ -84,17 +85,20 @@ class RowBoard:
         skips: npt.NDArray[np.bool_] = num_computed_tokens >= self._skip_tokens[slots]
         return skips
 
-    def is_known(self, slot: int, request_id: str) -> bool:
-        """Say whether the slot's figures are those of this request."""
-        return self._owners[slot] == request_id
+    def unknown_rows(self, rows: RowBatch) -> IndexArray:
+        """Return the rows whose slots' figures are not those of their requests."""
+        is_unknown: npt.NDArray[np.bool_] = self._owners[rows.slots] != rows.requests
+        return is_unknown.nonzero()[0]
 
-    def note(self, slot: int, request_id: str, num_blocks: Sequence[int], full_tokens: int) -> None:
+    def note(
+        self, slot: int, request: Request, num_blocks: Sequence[int], full_tokens: int
+    ) -> None:
         """Note a row anew; what it skips next is noted apart."""
-        self.forget(request_id)
-        owner = self._owners[slot]
+        self.forget(request.request_id)
+        owner: Request | None = self._owners[slot]
         if owner is not None:
-            del self._slots[owner]
-        self._owners[slot], self._slots[request_id] = request_id, slot
+            del self._slots[owner.request_id]
+        self._owners[slot], self._slots[request.request_id] = request, slot
         self._num_blocks[:, slot] = num_blocks
         self._full_tokens[slot] = full_tokens
         self._skip_tokens[slot] = 0
@@ -132,7 +136,12 @@ class RowBoard:
         lengths = dict(tables)
         for request_id, slot in self._slots.items():
             noted = self._num_blocks[:, slot].tolist()
-            if self._owners[slot] != request_id or noted != list(lengths.get(request_id, ())):
+            owner: Request | None = self._owners[slot]
+            if (
+                owner is None
+                or owner.request_id != request_id
+                or noted != list(lengths.get(request_id, ()))
+            ):
                 raise InvariantError(
                     f"slot {slot} is noted with {noted} blocks for request {request_id}, which has "
                     f"{lengths.get(request_id)}"
@@ -151,7 +160,7 @@ class RowBoard:
             raise RequestError(f"a row in slot {lowest}: number slots from 0 on")
         spare = highest + 1 - len(self._owners)
         if spare > 0:
-            self._owners += [None] * spare
+            self._owners = np.append(self._owners, np.full(spare, None, dtype=object))
             self._num_blocks = np.pad(self._num_blocks, ((0, 0), (0, spare)))
             self._capacity_tokens = np.pad(self._capacity_tokens, (0, spare))
             self._full_tokens = np.pad(self._full_tokens, (0, spare))

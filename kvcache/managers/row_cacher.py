@@ -24,6 +24,9 @@ from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.run_maker import none_hash_of
 from kvcache.request import Request
 
+_NOTHING = (NULL_ID, None)
+"""Before a block that can be found whatever is before it."""
+
 
 class _Filled(NamedTuple):
     """A row whose next block, in column `column` of its table, is full.
@@ -39,6 +42,8 @@ class _Filled(NamedTuple):
     block_id: int
     before: int
     above: BlockHash | None
+    parent: BlockHash
+    digest: BlockHash
 
 
 class RowCacher:
@@ -99,6 +104,7 @@ class RowCacher:
     ) -> tuple[list[_Filled], list[tuple[int, int]]]:
         """Return the rows that have filled one block of the group, and those with several."""
         size, per_block = manager.block_size, manager.block_size // self._unit_tokens
+        is_ordered = manager.spec.reads_whole_prefix
         filled: list[_Filled] = []
         several: list[tuple[int, int]] = []
         for row, num_tokens in wanted:
@@ -107,12 +113,14 @@ class RowCacher:
             num_new = num_tokens // size - column
             table = manager.table(request.request_id)
             if num_new == 1 and column < len(table) and manager.caches_every_block:
-                before, above = NULL_ID, None
-                if column and manager.spec.reads_whole_prefix:
-                    before = table[column - 1]
-                    above = request.known_block_hashes[column * per_block - 1]
+                hashes, end = request.known_block_hashes, (column + 1) * per_block
+                parent = hashes[end - per_block - 1] if column else none_hash_of(request)
+                before, above = (table[column - 1], parent) if column and is_ordered else _NOTHING
+                block_id, digest = table[column], hashes[end - 1]
                 filled.append(
-                    _Filled(row, num_tokens, request, column, table[column], before, above)
+                    _Filled(
+                        row, num_tokens, request, column, block_id, before, above, parent, digest
+                    )
                 )
             elif num_new > 0:
                 several.append((row, num_tokens))
@@ -159,22 +167,19 @@ class RowCacher:
         self, manager: SingleTypeKVCacheManager, filled: _Filled, tokens: dict[int, Int32Array]
     ) -> CachedRun:
         """Return the row's block as a run of the open step."""
-        request, column, contents = filled.request, filled.column, self._pool.contents
-        per_block = manager.block_size // self._unit_tokens
-        hashes, end = request.known_block_hashes, (column + 1) * per_block
-        parent = hashes[end - per_block - 1] if column else none_hash_of(request)
+        contents, ledger = self._pool.contents, self._pool.ledger
         # Quicker than a look-up, where the block before is known to be cached.
         table = contents.table_of(filled.before) if filled.before else None
         return CachedRun(
-            table or contents.table(request.namespace, manager.group),
+            table or contents.table(filled.request.namespace, manager.group),
             [filled.block_id],
-            [hashes[end - 1]],
-            parent,
+            [filled.digest],
+            filled.parent,
             tokens.get(filled.row, EMPTY_INT32),
             manager.block_size,
             (),
-            request.request_id,
-            column,
-            self._pool.ledger.client_id,
-            self._pool.ledger.step,
+            filled.request.request_id,
+            filled.column,
+            ledger.client_id,
+            ledger.step,
         )

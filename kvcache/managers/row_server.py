@@ -36,6 +36,7 @@ from kvcache.core import (
 from kvcache.errors import RequestError
 from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
+from kvcache.managers.forks import TableForks
 from kvcache.managers.row_board import Int64Array, RowBoard
 from kvcache.managers.row_cacher import RowCacher
 from kvcache.request import Request
@@ -74,17 +75,17 @@ class RowServer:
         *,
         reserve_one: ReserveOne,
         may_cache: Callable[[Request], bool],
-        is_sharing: Callable[[str], bool],
+        forks: TableForks,
     ) -> None:
-        """Serve rows of `coordinator`; `may_cache` says whose blocks become hittable, `is_sharing`
-        whose writes may need copies: those come singly."""
+        """Serve rows of `coordinator`; `may_cache` says whose blocks become hittable, `forks` whose
+        writes may need copies: those come singly."""
         self._coordinator = coordinator
         self._pool = coordinator.pool
         self._board = board
         self._cacher = RowCacher(coordinator)
         self._reserve_one = reserve_one
         self._may_cache = may_cache
-        self._is_sharing = is_sharing
+        self._forks = forks
 
     def serve(self, rows: RowBatch) -> RowsReserved:
         """Give every row its slots, or none of them; see `Core.reserve_rows`.
@@ -145,12 +146,13 @@ class RowServer:
     def _recall(self, batch: RowBatch) -> None:
         """Note the rows that the board does not know (any more)."""
         board, coordinator = self._board, self._coordinator
-        for request, slot in zip(batch.requests, batch.slots.tolist(), strict=True):
+        for row in board.unknown_rows(batch).tolist():
+            request: Request = batch.requests[row]
             request_id = request.request_id
-            if not board.is_known(slot, request_id):
-                full = coordinator.next_full_tokens(request_id)
-                lengths = [len(manager.table(request_id)) for manager in coordinator.managers]
-                board.note(slot, request_id, lengths, full if self._may_cache(request) else NEVER)
+            full = coordinator.next_full_tokens(request_id)
+            lengths = [len(manager.table(request_id)) for manager in coordinator.managers]
+            slot = int(batch.slots[row])
+            board.note(slot, request, lengths, full if self._may_cache(request) else NEVER)
 
     def _free_skipped(self, batch: RowBatch) -> None:
         board, coordinator = self._board, self._coordinator
@@ -188,7 +190,9 @@ class RowServer:
     def _is_plain(self, batch: RowBatch, missing: Int64Array, jumping: IndexArray) -> bool:
         """Say whether there is room for all, and no row begins behind its last block or shares."""
         num_null = 0
-        if any(self._is_sharing(request.request_id) for request in batch.requests):
+        if self._forks.has_any and any(
+            self._forks.is_sharing(request.request_id) for request in batch.requests
+        ):
             return False
         if batch.states is not None and len(jumping):
             own = batch.states.num_own_tokens[jumping]
