@@ -271,9 +271,10 @@ def _print(console: Console, advice: _Advice, choices: AdviceChoices) -> None:
 
 def _candidate_table(advice: _Advice) -> Table:
     table = Table()
-    table.add_column("")
-    for name in ("device", "host", "disk", "cost", "policy", "hit rate", "prefill saved"):
-        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for name in ("device GiB", "host GiB", "disk GiB", "cost", "policy", "hit rate", "saved"):
+        # The parts of a hit rate may go to a second line; no figure loses its end.
+        table.add_column(name, justify="right", no_wrap=" " not in name, overflow="fold")
     memory = advice.memory
     for one in advice.candidates:
         cache, result = one.result.cache, one.result
@@ -282,7 +283,7 @@ def _candidate_table(advice: _Advice) -> Table:
         sizes = (cache.num_blocks or 0, cache.host_blocks, cache.disk_blocks)
         table.add_row(
             "advised" if one is advice.best else "",
-            *(f"{memory.gib(n):,.1f} GiB" if n else "-" for n in sizes),
+            *(f"{memory.gib(n):,.1f}" if n else "-" for n in sizes),
             f"{one.candidate.cost:,.2f}",
             cache.policy,
             f"{result.hit_rate:.1%} ({parts})",

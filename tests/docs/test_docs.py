@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,20 @@ from typer.main import get_command
 from actors.cli.app import app
 from kvcache.config import ClusterConfig, parse_config
 from tests.docs.configuration_page import PAGE, configuration_page
+from tests.docs.pages import FENCE, PAGES, ROOT, fences, name_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    path
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
-    if path.name != "PLAN.md"
-)
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FOREIGN = {("docs/routers.md", "type:")}
+"""Blocks that configure something else: llm-d's scorer. By page and first word."""
 LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def blocks(language: str) -> list[Any]:
     """Return the code blocks of a language in all pages, as parameters."""
     return [
-        pytest.param(page, match[2], id=f"{name_of(page)}-{number}")
+        pytest.param(page, text, id=f"{name_of(page)}-{number}")
         for page in PAGES
-        for number, match in enumerate(FENCE.finditer(page.read_text("utf-8")))
-        if match[1] == language
+        for number, (fenced, text) in enumerate(fences(page))
+        if fenced == language
     ]
 
 
@@ -76,7 +69,8 @@ def test_python_in_pages_is_python_and_imports_what_exists(page: Path, code: str
 def test_configurations_in_pages_are_read(page: Path, text: str) -> None:
     data = yaml.safe_load(text)
     if not isinstance(data, dict) or not set(data) <= set(ClusterConfig.model_fields):
-        pytest.skip("no configuration of a cluster")
+        assert (name_of(page), str(text).split()[1]) in FOREIGN
+        return
     model = {
         "name": "m",
         "max_model_len": 64,
@@ -97,7 +91,10 @@ def test_commands_in_pages_exist_with_their_options(page: Path, text: str) -> No
         words = shlex.split(line, comments=True)
         names = [Path(word).name for word in words]
         if "kvcache" in names and not line.lstrip().startswith(("pip", "#")):
-            require_command(words[names.index("kvcache") + 1 :], line)
+            own = words[names.index("kvcache") + 1 :]
+            own = own[: min((own.index(word) for word in ("&", "&&") if word in own), default=None)]
+            require_command(own, line)
+            parse_command(own, line)
         for word in words:
             if word.startswith(("examples/", "configs/", "docs/")) and "*" not in word:
                 assert (ROOT / word).exists(), f"{name_of(page)}: {line}: there is no {word}"
@@ -106,12 +103,55 @@ def test_commands_in_pages_exist_with_their_options(page: Path, text: str) -> No
                 assert words[1] in targets, f"{name_of(page)}: {line}"
 
 
+def test_modules_in_pages_take_their_arguments() -> None:
+    lines = []
+    for page in PAGES:
+        for language, text in fences(page):
+            for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
+                words = shlex.split(line, comments=True)
+                if "-m" in words and words[words.index("-m") + 1].startswith(("tests", "examples")):
+                    lines.append(shlex.join(words[words.index("-m") + 1 :]))
+    assert len(lines) > 5
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.docs.parse_modules"],
+        input="\n".join(lines),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(("page", "text"), [*blocks("bash"), *blocks("sh")])
+def test_what_is_sent_by_curl_is_json(page: Path, text: str) -> None:
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    for before, word in pairwise(words):
+        if before == "-d":
+            assert isinstance(json.loads(word), dict)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_named_in_sentences_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text("utf-8"))
     for command in re.findall(r"`kvcache ([a-z][^`]*)`", text):
         words = re.sub(r"\\?\||\[|\]|\.\.\.", " ", command).split()
         require_command(words, f"{name_of(page)}: kvcache {command}")
+
+
+def parse_command(words: list[str], line: str) -> None:
+    """Fail unless the command line itself takes the words, values and all. Nothing is done."""
+    command: Any = get_command(app)
+    rest = list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    try:
+        command.make_context(command.name, rest)
+    except SystemExit as ended:  # --help, --version
+        assert not ended.code, line
+    except Exception as error:
+        pytest.fail(f"{line}: {error}")
 
 
 def require_command(words: list[str], line: str) -> None:

@@ -1,0 +1,112 @@
+"""Python in pages runs as it stands there, all of it; what it leaves open is given to it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, fences, name_of
+
+BLOCKS = {
+    ("README.md", "manager.get_computed_blocks("): "tests/test_readme.py",
+    ("README.md", "manager.fork("): "tests/test_readme.py",
+    ("README.md", "PrefixCachingBlockAllocator("): "tests/test_readme.py",
+    ("README.md", "KVCacheCluster.launch("): "here",
+    ("README.md", "KVEventSubscriber("): "here",
+    ("README.md", "PagedCacheStore("): "here",
+    ("docs/index.md", "StepRequest(new="): "here",
+    ("examples/engine/README.md", "Engine.launch("): "here",
+}
+"""What a block is known by, and where it is run."""
+
+
+def block(page: str, mark: str) -> Any:
+    """Return a block, compiled."""
+    (code,) = [code for code in python_of(ROOT / page) if mark in code]
+    return compile(code, page, "exec")
+
+
+def python_of(page: Path) -> list[str]:
+    return [text for language, text in fences(page) if language == "python"]
+
+
+def test_no_block_is_left_out() -> None:
+    missing = [
+        (name_of(page), code)
+        for page in PAGES
+        for code in python_of(page)
+        if sum(name_of(page) == name and mark in code for name, mark in BLOCKS) != 1
+    ]
+    assert not missing
+    for name, mark in BLOCKS:
+        assert block(name, mark)
+
+
+def test_the_step_of_the_first_page_can_be_made() -> None:
+    names: dict[str, Any] = {}
+    exec(block("docs/index.md", "StepRequest(new="), names)
+    assert len(names["step"].new[0].token_ids) == 40
+
+
+def test_the_engine_streams(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block("examples/engine/README.md", "Engine.launch("), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("length")
+    assert sum(len(re.findall(r"\d+", line)) for line in lines) == 8
+
+
+def test_a_stock_model_generates_on_paged_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="TRANSFORMERS IS NOT INSTALLED")
+    import torch
+
+    from tests.integrations.stock_models import make_model
+
+    ids = torch.arange(12)[None] + 1
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names: dict[str, Any] = {"model": make_model("llama"), "inputs": inputs}
+    exec(block("README.md", "PagedCacheStore("), names)
+    assert names["output"].shape == (1, 62)
+    assert "num_hit_tokens" in capsys.readouterr().out
+
+
+def test_a_follower_ranks_prefixes() -> None:
+    from tests.interop.published_cluster import Prompt, PublishedCluster, fixed_places
+
+    class Enough(Exception):
+        """The loop of the page has no end."""
+
+    told: list[Any] = []
+
+    def say(matches: Any) -> None:
+        told.append(matches)
+        assert len(told) < 1000  # a beat is a tenth of a second
+        if matches:
+            raise Enough
+
+    prompt = np.arange(65, dtype=np.int32)
+    places = fixed_places()
+    (text,) = [code for code in python_of(ROOT / "README.md") if "KVEventSubscriber(" in code]
+    for said, place in (("5557", "endpoint"), ("5657", "replay_endpoint")):
+        assert f'"tcp://127.0.0.1:{said}"' in text
+        text = text.replace(f"tcp://127.0.0.1:{said}", places[place])
+    with PublishedCluster(11, **places) as published:
+        published.play(Prompt(prompt))
+        published.settle()
+        with pytest.raises(Enough):
+            exec(compile(text, "README.md", "exec"), {"print": say, "prompt_token_ids": prompt})
+    (match,) = told[-1]
+    assert match.source == "replica 0" and match.device_blocks == 4
+
+
+@pytest.mark.ray
+def test_a_cluster_takes_the_steps_of_an_engine(
+    ray_cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {"token_ids": np.arange(40, dtype=np.int32), "sampled": 7}
+    exec(block("README.md", "KVCacheCluster.launch("), names)
+    assert names["result"].admitted_slots[0] >= 0
