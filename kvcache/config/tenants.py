@@ -76,6 +76,9 @@ class TenantConfig(Section):
     running and cached together. `max_pinned`: nor more pinned ones on the device. What nobody is
     guaranteed is shared by `weight`. A share alone is meant for every tier, blocks alone for the
     device.
+
+    A limit is above 0, and not below what is guaranteed in the same tier. A guarantee that is a
+    share too small for one block is refused, too, when the size of the pool is known.
     """
 
     guaranteed: Amounts = 0
@@ -114,6 +117,11 @@ class TenantsConfig(Section):
     `by` says what tells requests of different tenants apart: their `tenant`, or their `cache_salt`.
     `named` are those that are promised something; every other one, and whoever comes without, gets
     `default` for himself.
+
+    `named` has at most 1024 entries, of 1 to 256 characters. Guaranteed shares add up to 1.0 at
+    most in each tier, and all guarantees, shares and blocks together, to no more than the tier has:
+    that is checked when its size is known. `default` guarantees nothing, as nobody knows how many
+    tenants there will be.
     """
 
     by: Literal["tenant", "salt"] = "tenant"

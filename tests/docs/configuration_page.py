@@ -43,6 +43,17 @@ This page is made from the models in `kvcache/config/` (`python -m tests.docs`).
 """
 
 
+AMOUNT = "a share from `0.0` to `1.0`, written with a point, or a whole number of blocks"
+CHECKED = {
+    "parse_bytes": "an amount of memory",
+    "require_policy": ", ".join(f"`{policy}`" for policy in EVICTION_POLICIES),
+    "require_amount": AMOUNT,
+    "require_amounts": f"{AMOUNT}; or a section with one for each tier",
+    "require_model_len": "a number of tokens, at least 1, or `auto`",
+}
+"""What a value is, by the name of the function that checks it."""
+
+
 def configuration_page() -> str:
     """Return the page as Markdown."""
     parts = [_HEAD, _section("The file", "", ClusterConfig)]
@@ -91,14 +102,17 @@ def _section(title: str, prefix: str, model: type[BaseModel], level: int = 2) ->
 
 
 def _type_text(field: FieldInfo) -> str:
-    for item in field.metadata:
-        name = getattr(getattr(item, "func", None), "__name__", "")
-        if name == "parse_bytes":
-            return "an amount of memory"
-        if name == "require_policy":
-            return ", ".join(f"`{policy}`" for policy in EVICTION_POLICIES)
-    limits = _limits_text(field.metadata)
-    text = _plain_type(field.annotation)
+    return _described(field.annotation, field.metadata)
+
+
+def _described(annotation: Any, metadata: list[Any]) -> str:
+    """Return what may be written for a type with such metadata."""
+    for item in metadata:
+        text = CHECKED.get(getattr(getattr(item, "func", None), "__name__", ""))
+        if text is not None:
+            return text
+    text = _plain_type(annotation)
+    limits = _limits_text(metadata, "entries" if text == "a list" else "characters")
     return f"{text}{', ' + limits if limits else ''}"
 
 
@@ -112,9 +126,9 @@ def _plain_type(annotation: Any) -> str:
     if origin is tuple:
         return "a list"
     if hasattr(annotation, "__metadata__"):
-        base = _plain_type(get_args(annotation)[0])
-        limits = _limits_text(_flat(annotation.__metadata__))
-        return f"{base}{', ' + limits if limits else ''}"
+        return _described(get_args(annotation)[0], _flat(annotation.__metadata__))
+    if origin is dict:
+        return "names, each with a section like `default`"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a section"
     return {int: "a whole number", float: "a number", str: "text", bool: "`true`, `false`"}.get(
@@ -126,22 +140,26 @@ def _flat(metadata: tuple[Any, ...]) -> list[Any]:
     return [inner for item in metadata for inner in getattr(item, "metadata", [item])]
 
 
-def _limits_text(metadata: list[Any]) -> str:
+def _limits_text(metadata: list[Any], unit: str) -> str:
     parts: list[str] = []
     for item in metadata:
         if isinstance(item, Ge):
-            parts.append(f"at least {item.ge}")
+            parts.append(f"at least {_number(item.ge)}")
         elif isinstance(item, Gt):
-            parts.append(f"above {item.gt}")
+            parts.append(f"above {_number(item.gt)}")
         elif isinstance(item, Le) and int(float(str(item.le))) < MAX_COUNT:
-            parts.append(f"at most {item.le}")
+            parts.append(f"at most {_number(item.le)}")
         elif isinstance(item, Lt):
-            parts.append(f"below {item.lt}")
+            parts.append(f"below {_number(item.lt)}")
         elif isinstance(item, MaxLen):
-            parts.append(f"at most {item.max_length} characters")
+            parts.append(f"at most {item.max_length} {unit}")
         elif isinstance(item, MinLen) and item.min_length > 1:
-            parts.append(f"at least {item.min_length} characters")
+            parts.append(f"at least {item.min_length} {unit}")
     return ", ".join(parts)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.0f}" if value >= 10_000 else str(value)
 
 
 def _default_text(field: FieldInfo) -> str:
@@ -149,14 +167,15 @@ def _default_text(field: FieldInfo) -> str:
         return "**must be set**"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return ""
+        return "not set"
     if isinstance(value, BaseModel):
         return "its defaults"
-    is_memory = any(
-        getattr(getattr(item, "func", None), "__name__", "") == "parse_bytes"
-        for item in field.metadata
-    )
-    return f"`{_memory_text(value) if is_memory else _value_text(value)}`"
+    checks = {getattr(getattr(item, "func", None), "__name__", "") for item in field.metadata}
+    if "parse_bytes" in checks:
+        return f"`{_memory_text(value)}`"
+    if checks & {"require_amount", "require_amounts"}:
+        return f"`{value}`"  # 1.0 is all, 1 a single block
+    return f"`{_value_text(value)}`"
 
 
 def _value_text(value: Any) -> str:

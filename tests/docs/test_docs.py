@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from actors.cli.app import app
 from kvcache.config import ClusterConfig, parse_config
+from kvcache.config.tenants import MAX_NAME_CHARACTERS, MAX_NAMED_TENANTS
 from tests.docs.configuration_page import PAGE, configuration_page
 from tests.docs.pages import FENCE, PAGES, ROOT, fences, name_of
 
@@ -173,6 +174,14 @@ def require_command(words: list[str], line: str) -> None:
 
 def test_the_configuration_page_is_what_the_models_say() -> None:
     assert PAGE.read_text("utf-8") == configuration_page(), "run: python -m tests.docs"
+
+
+def test_the_configuration_page_has_the_bounds_of_tenants() -> None:
+    text = PAGE.read_text("utf-8").partition("## `tenants`")[2].partition("## Kinds")[0]
+    assert f"at most {MAX_NAMED_TENANTS} entries, of 1 to {MAX_NAME_CHARACTERS} char" in text
+    for said in ("a share from `0.0` to `1.0`", "above 0, at most 1,000,000", "add up to 1.0"):
+        assert said in text
+    assert "kvcache.config" not in PAGE.read_text("utf-8")  # no name of a type
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
