@@ -83,11 +83,11 @@ bench-peer: setup
 docs: setup
 	$(BIN)/python -m mkdocs build --strict
 
-# Known weaknesses of what constraints.txt pins; asks the index for them, which not every mirror knows.
+# Known weaknesses of what constraints.txt pins; asks PyPI, which not every mirror can stand in for, and says so.
 audit: setup
 	$(BIN)/python -m pip check
-	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install $(PIP_ARGS) pip-audit; }
-	.venv-audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
+	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install -q $(PIP_ARGS) pip-audit; } || true
+	$(BIN)/python .ci/audit .venv-audit/bin/pip-audit
 
 clean:
 	rm -rf $(VENV) .venv-peer .venv-interop .venv-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
