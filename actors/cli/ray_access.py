@@ -62,33 +62,49 @@ def token_refusal(address: str) -> Refusal | None:
     is_named = bool(os.environ.get("RAY_ADDRESS"))
     try:
         import grpc
-        from ray._private.authentication.authentication_utils import is_token_auth_enabled
-        from ray._private.grpc_utils import init_grpc_channel
         from ray.exceptions import AuthenticationError
-    except ImportError:  # a Ray of another time, or without grpc
+    except ImportError:  # a Ray without tokens, or without its dashboard's packages
+        return None
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return None
     try:
-        channel = init_grpc_channel(address)
-        try:
-            channel.unary_unary(_ANY_METHOD)(b"", timeout=PROBE_S)
-        finally:
-            channel.close()
+        token = _token()
     except AuthenticationError as error:
         what = f"Ray's token cannot be read: {str(error).partition('. ')[0]}"
         return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
-    except grpc.RpcError as error:
-        if getattr(error, "code", lambda: None)() is not grpc.StatusCode.UNAUTHENTICATED:
-            return None
-    else:
+    except (ImportError, AttributeError, TypeError):  # a Ray of another time
         return None
-    if not is_token_auth_enabled():
-        return Refusal(
-            f"the Ray at {address} expects a token, and none is sent with this RAY_AUTH_MODE",
-            f"set RAY_AUTH_MODE=token and point to {_TOKEN_PLACES}",
-            is_named,
-        )
-    what = f"the Ray at {address} runs with another token than this command has"
-    return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_ANY_METHOD)(b"", timeout=PROBE_S, metadata=token)
+        except grpc.RpcError as error:
+            if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNAUTHENTICATED:
+                return _refused(address, bool(token), is_named)
+    return None
+
+
+def _token() -> tuple[tuple[str, str], ...]:
+    """Return the headers that Ray would send with this environment: none where its mode is off, or
+    where the mode is left to Ray and there is no token."""
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode is not None and mode.lower() != "token":
+        return ()
+    from ray import _raylet
+
+    internals: Any = _raylet
+    loader = internals.AuthenticationTokenLoader.instance()
+    if not loader.has_token(ignore_auth_mode=True):
+        return ()
+    return tuple(loader.get_token_for_http_header().items())
+
+
+def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
+    if has_token:
+        what = f"the Ray at {address} runs with another token than this command has"
+        return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
+    what = f"the Ray at {address} expects a token, and this command sends none"
+    remedy = f"point to {_TOKEN_PLACES}; RAY_AUTH_MODE has to be token, or not set"
+    return Refusal(what, remedy, is_named)
 
 
 def _unanswered(address: str, host: str, port: int) -> Refusal | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.cli.commands import KVCACHE
+from tests.conftest import TOKEN_FILE
 
 pytestmark = pytest.mark.ray
 
@@ -19,7 +21,10 @@ pytestmark = pytest.mark.ray
     [
         ({"RAY_AUTH_TOKEN_PATH": "other"}, "the Ray at {0} runs with another token than this"),
         ({"RAY_AUTH_TOKEN": "f" * 64}, "the Ray at {0} runs with another token than this"),
-        ({"RAY_AUTH_MODE": "disabled"}, "the Ray at {0} expects a token, and none is sent with"),
+        (
+            {"RAY_AUTH_MODE": "disabled"},
+            "the Ray at {0} expects a token, and this command sends none",
+        ),
         ({"RAY_AUTH_TOKEN_PATH": "missing"}, "Ray's token cannot be read: RAY_AUTH_TOKEN_PATH is"),
     ],
 )
@@ -34,6 +39,24 @@ def test_a_ray_with_another_token_is_told_from_none(
     assert "point to the token file" in said[0] and "RAY_AUTH_TOKEN_PATH" in said[0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"RAY_AUTH_MODE": None},  # left to Ray: on where there is a token
+        {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": None, "HOME": "home"},  # `ray start`'s file
+    ],
+)
+def test_a_ray_whose_token_is_here_is_joined(
+    ray_cluster: str, tmp_path: Path, settings: dict[str, str | None]
+) -> None:
+    (tmp_path / "home" / ".ray").mkdir(parents=True)
+    (tmp_path / "home" / ".ray" / "auth_token").write_text(TOKEN_FILE.read_text())
+    done = run(ray_cluster, tmp_path, settings, "usage", "--name", "none")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvcache: no cluster named 'none' is running"), done.stderr
+
+
 def test_doctor_says_that_a_launch_would_not_find_its_ray(ray_cluster: str, tmp_path: Path) -> None:
     done = run(ray_cluster, tmp_path, {"RAY_AUTH_TOKEN_PATH": "other"}, "doctor", "--json")
     assert done.returncode == 1, done.stderr
@@ -44,18 +67,24 @@ def test_doctor_says_that_a_launch_would_not_find_its_ray(ray_cluster: str, tmp_
 
 
 def run(
-    address: str, directory: Path, settings: dict[str, str], *arguments: str
+    address: str, directory: Path, settings: Mapping[str, str | None], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command where RAY_ADDRESS is `address`; paths in `settings` are below `directory`."""
+    """Run a command where RAY_ADDRESS is `address` and the environment else as `settings` say
+    (None: not set); paths are below `directory`."""
     other = directory / "other"
     other.touch(mode=0o600)
     other.write_text("e" * 64)
-    paths = {k: str(directory / v) if k.endswith("_PATH") else v for k, v in settings.items()}
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    for name, value in settings.items():
+        environment.pop(name, None)
+        if value is not None:
+            is_path = name in ("RAY_AUTH_TOKEN_PATH", "HOME")
+            environment[name] = str(directory / value) if is_path else value
     return subprocess.run(
         [*KVCACHE, *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
-        env={**os.environ, "RAY_ADDRESS": address, **paths},
+        env=environment,
     )
