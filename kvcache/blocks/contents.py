@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, groupby
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
@@ -142,6 +142,39 @@ class ContentIndex:
 
         return find_usable
 
+    def leading_blocks(
+        self, namespace: Namespace, group: int, digests: Sequence[BlockHash], max_blocks: int
+    ) -> list[int] | None:
+        """Return the blocks of the first digests, `max_blocks` at most, up to the first miss.
+
+        None where the group is not ordered, or some blocks are to be found by others alone: then
+        they have to be looked for one after the other. Changes nothing.
+        """
+        table = self._tables_by_key.get((namespace, group))
+        if table is None:
+            return []
+        if not (table.is_ordered and self.unsealed.are_of(self.client_id)):
+            return None
+        # What is before a cached block is cached too: so halving finds the first miss, and the way
+        # up from the last hit all others.
+        found, missed = 0, min(max_blocks, len(digests)) + 1
+        middle = missed - 1
+        while found + 1 < missed:
+            if digests[middle - 1] in table.ids:
+                found = middle
+            else:
+                missed = middle
+            middle = (found + missed) // 2
+        if not found:
+            return []
+        block_id = table.ids[digests[found - 1]]
+        block_ids, block_above = [block_id], self.parent_blocks.item
+        for _ in range(found - 1):
+            block_id = block_above(block_id)
+            block_ids.append(block_id)
+        block_ids.reverse()
+        return block_ids
+
     def find_sealed(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return a sealed block that holds a digest, for whoever asks; None if there is none."""
         table = self._tables_by_key.get((namespace, group))
@@ -156,14 +189,17 @@ class ContentIndex:
         All runs belong to the open step, or to none. `block_ids` are the blocks of all runs
         together. `is_labelled`: the workers know already, no label is sent.
         """
-        digests = list(chain.from_iterable([run.digests for run in runs]))
+        digests: list[BlockHash] = []
+        parents: list[BlockHash] = []
+        for run in runs:
+            digests += run.digests
+            parents.append(run.parent)
+            parents += run.digests[:-1]
         self.digests[block_ids] = digests
-        self.parents[block_ids] = list(
-            chain.from_iterable([(run.parent, *run.digests[:-1]) for run in runs])
-        )
+        self.parents[block_ids] = parents
         self.num_cached += len(block_ids)
         table = runs[0].table
-        if all(run.table is table for run in runs):
+        if len(runs) == 1 or all(run.table is table for run in runs):
             self._enter(table, runs, block_ids, digests)
         else:
             end = 0
@@ -179,7 +215,7 @@ class ContentIndex:
 
     def seal(self, runs: Sequence[CachedRun]) -> list[tuple[CachedRun, Sequence[int]]]:
         """Seal what is left of `runs`; return those of which something is, and these places."""
-        sealed = self.unsealed.take(runs)
+        sealed = self.unsealed.take(runs) if runs else []
         if self._outbox.tells_tokens:
             for run, places in sealed:
                 self._outbox.sealed(run, places)
@@ -286,8 +322,10 @@ class ContentIndex:
         if table.is_ordered:
             parent_blocks = np.empty_like(block_ids)
             parent_blocks[1:] = first_blocks[:-1]
-            starts = list(accumulate([len(run.block_ids) for run in runs[:-1]], initial=0))
-            parent_blocks[starts] = [table.ids.get(run.parent, NULL_BLOCK_ID) for run in runs]
+            start = 0
+            for run in runs:
+                parent_blocks[start] = table.ids.get(run.parent, NULL_BLOCK_ID)
+                start += len(run.block_ids)
             self.parent_blocks[block_ids] = parent_blocks
             if has_copies:
                 parent_blocks = parent_blocks[first_blocks == block_ids]

@@ -212,7 +212,8 @@ class ReferencedBlocks:
     def _known(self, block_ids: Sequence[int] | IndexArray) -> IndexArray:
         """Return ids as an array; raises BlockError if one is none of a block."""
         ids = index_array(block_ids)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_blocks:
+        # Read as unsigned an id below 0 is beyond all others.
+        if len(ids) and int(ids.view(np.uintp).max()) >= self.num_blocks:
             self._require_known(ids.tolist())
         return ids
 

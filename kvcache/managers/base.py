@@ -112,9 +112,8 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         the last matched block is dropped. Null blocks for skipped positions. Changes nothing.
         """
         max_blocks = min(len(block_hashes), max_length // spec.block_size)
-        finders = [cls.finder(pool, namespace, group) for group in group_ids]
         limits = MatchLimits(max_blocks, num_extra_blocks=int(use_eagle))
-        matches = cls.match_all(finders, block_hashes, spec, limits)
+        matches = cls.match_groups(pool, namespace, group_ids, block_hashes, spec, limits)
         if use_eagle:
             for match in matches:
                 del match[-1:]
@@ -124,6 +123,20 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
     def finder(cls, pool: BlockPool, namespace: Namespace, group: int) -> Finder:
         """Return what finds the blocks from which a request may start now."""
         return pool.contents.finder(namespace, group, finds_open_step=cls.hits_open_step)
+
+    @classmethod
+    def match_groups(  # noqa: PLR0917 - what identifies contents, then what is wanted of them
+        cls,
+        pool: BlockPool,
+        namespace: Namespace,
+        group_ids: Sequence[int],
+        digests: Sequence[BlockHash],
+        spec: KVCacheSpec,
+        limits: MatchLimits,
+    ) -> tuple[list[int], ...]:
+        """Do `longest_match` in some groups of a pool that have one spec."""
+        finders = [cls.finder(pool, namespace, group) for group in group_ids]
+        return cls.match_all(finders, digests, spec, limits)
 
     @classmethod
     def match_all(

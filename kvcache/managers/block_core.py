@@ -35,7 +35,6 @@ from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.managers.audit import check_tables, dump_tables
-from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import (
     KVCacheCoordinator,
     RowLimits,
@@ -430,19 +429,16 @@ class BlockCore:
             if len(table) > first:
                 changes.append(TableChange(group, first, int32_array(table[first:])))
         self._cache(request, reservation)
+        if hit is None and computed:  # it may go on by single calls, as it did now
+            self._limits[request_id] = coordinator.row_limits(request_id)
         return changes
 
     def _cache(self, request: Request, reservation: Reservation) -> None:
-        """Cache what may be cached, and note how far the request can go on."""
-        may_cache = self._may_cache(request)
-        if may_cache:
+        """Cache what may be cached."""
+        if self._may_cache(request):
             self.coordinator.note_own_end(request.request_id, reservation.own_end)
             if reservation.num_cached_tokens:
                 self.coordinator.cache_blocks(request, reservation.num_cached_tokens)
-        limits = self.coordinator.row_limits(request.request_id)
-        self._limits[request.request_id] = (
-            limits if may_cache else limits._replace(next_full_tokens=NEVER)
-        )
 
     def _forget_limits(self, request_id: str) -> None:
         self._limits.pop(request_id, None)

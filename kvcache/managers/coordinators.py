@@ -32,12 +32,11 @@ logger = logging.getLogger(__name__)
 class RowLimits(NamedTuple):
     """How far a request can go on before anything must be done for it, in tokens.
 
-    Nothing is to be done while its slots end at or before `capacity_tokens`, what is cached before
-    `next_full_tokens`, and what is computed before `next_skip_tokens`.
+    Its tables do for slots that end at or before `capacity_tokens`, and for all that is computed
+    before `next_skip_tokens`.
     """
 
     capacity_tokens: int
-    next_full_tokens: int
     next_skip_tokens: int
 
 
@@ -84,12 +83,11 @@ class KVCacheCoordinator(ABC):
         self, request_id: str, reservation: Reservation, hit: CacheHit | None = None
     ) -> int:
         """Return how many free blocks the request takes in all groups. Changes nothing."""
-        return sum(
-            manager.get_num_blocks_to_allocate(
-                request_id, reservation, hit.block_ids[manager.group].tolist() if hit else ()
-            )
-            for manager in self.managers
-        )
+        needed = 0
+        for manager in self.managers:
+            found = () if hit is None else hit.block_ids[manager.group].tolist()
+            needed += manager.get_num_blocks_to_allocate(request_id, reservation, found)
+        return needed
 
     def save_new_computed_blocks(
         self, request_id: str, hit: CacheHit, num_computed_tokens: int = 0
@@ -174,7 +172,6 @@ class KVCacheCoordinator(ABC):
         """Return how far a request can go on before anything must be done for it."""
         return RowLimits(
             min((m.capacity_tokens(request_id) for m in self.managers), default=NEVER),
-            self.next_full_tokens(request_id),
             self.next_skip_tokens(request_id),
         )
 
@@ -281,8 +278,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     ) -> tuple[list[int], ...]:
         manager = self.managers[groups[0]]
         step_blocks = self._step_tokens // spec.block_size
-        return manager.match_all(
-            [manager.finder(self.pool, namespace, group) for group in groups],
+        return manager.match_groups(
+            self.pool,
+            namespace,
+            groups,
             manager.group_hashes(block_hashes),
             spec,
             MatchLimits(

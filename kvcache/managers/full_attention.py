@@ -6,14 +6,34 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvcache.blocks.contents import Finder
+from kvcache.blocks.pool import BlockPool
 from kvcache.core import ReferenceKind
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
+from kvcache.request import Namespace
 from kvcache.specs import KVCacheSpec
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
     """Hits are the blocks from the left until the first miss."""
+
+    @classmethod
+    def match_groups(  # noqa: PLR0917 - see the base
+        cls,
+        pool: BlockPool,
+        namespace: Namespace,
+        group_ids: Sequence[int],
+        digests: Sequence[BlockHash],
+        spec: KVCacheSpec,
+        limits: MatchLimits,
+    ) -> tuple[list[int], ...]:
+        if len(group_ids) == 1:
+            contents = pool.contents
+            match = contents.leading_blocks(namespace, group_ids[0], digests, limits.max_blocks)
+            if match is not None:
+                del match[len(match) - len(match) % limits.alignment_blocks :]
+                return (match,)
+        return super().match_groups(pool, namespace, group_ids, digests, spec, limits)
 
     @classmethod
     def longest_match(
