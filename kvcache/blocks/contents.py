@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.blocks.descendants import with_descendants
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
 from kvcache.blocks.run import NO_STEP, CachedRun
@@ -232,11 +233,14 @@ class ContentIndex:
             empty = ids[numbers == NO_TABLE].tolist()
             raise BlockError(f"blocks {empty[:5]} hold nothing that could be forgotten")
         going = _Eviction()
-        if len(ids) and (np.count_nonzero(numbers != numbers[0]) or not self._forget(ids, going)):
-            # Beside branches that go too, or copies, or what must stay: in smaller parts.
-            for chain in self._chains(ids):
-                if len(chain) < _FEW_BLOCKS or not self._forget(chain, going):
-                    self._forget_singly(chain.tolist(), going)
+        for part in self._parts(ids, numbers):
+            if len(part) < _FEW_BLOCKS:
+                self._forget_singly(part.tolist(), going)
+            elif not self._forget(part, going):
+                # Beside branches that go too, or what must stay: in smaller parts.
+                for chain in self._chains(part):
+                    if len(chain) < _FEW_BLOCKS or not self._forget(chain, going):
+                        self._forget_singly(chain.tolist(), going)
         forgotten = ids if not going.kept else ids[~np.isin(ids, going.kept)]
         self.num_cached -= len(forgotten)
         if self.unsealed or self._outbox.has_workers:
@@ -256,31 +260,8 @@ class ContentIndex:
         doomed = [b for b in dict.fromkeys(block_ids) if self.table_numbers[b] != NO_TABLE]
         if not doomed:
             return []
-        forgotten: list[int] = self.evict(self.with_descendants(doomed))[0].tolist()
+        forgotten: list[int] = self.evict(with_descendants(self, doomed))[0].tolist()
         return forgotten
-
-    def with_descendants(self, block_ids: Sequence[int]) -> list[int]:
-        """Return these cached blocks and all blocks whose digests would lose their ancestors.
-
-        Descendants come first. A digest that stays in another block keeps its children. O(cached).
-        """
-        children: dict[tuple[int, BlockHash], list[int]] = {}
-        cached = np.flatnonzero(self.table_numbers)
-        keys = zip(self.table_numbers[cached].tolist(), self.parents[cached].tolist(), strict=True)
-        for block_id, key in zip(cached.tolist(), keys, strict=True):
-            children.setdefault(key, []).append(block_id)
-        doomed = dict.fromkeys(block_ids)
-        pending = list(block_ids)
-        while pending:
-            block_id = pending.pop()
-            table, digest = self.table_of(block_id), self.digests[block_id]
-            if table is None or any(copy not in doomed for copy in table.blocks(digest)):
-                continue
-            for child in children.get((table.number, digest), ()):
-                if child not in doomed:
-                    doomed[child] = None
-                    pending.append(child)
-        return self._descendants_first(list(doomed))
 
     def clear(self) -> list[int]:
         """Forget everything; return the blocks that held something."""
@@ -311,7 +292,7 @@ class ContentIndex:
         digests: Sequence[BlockHash],
     ) -> None:
         """Enter runs into their table, and count blocks as children of their parents."""
-        entered: list[int] = block_ids.tolist()
+        entered: list[int] = runs[0].block_ids if len(runs) == 1 else block_ids.tolist()
         firsts = table.add(entered, digests)
         has_copies = firsts is not entered
         self.table_numbers[block_ids] = table.number
@@ -340,21 +321,27 @@ class ContentIndex:
         np.add.at(self.num_children, parent_blocks, change)
         self.num_children[NULL_BLOCK_ID] = 0
 
-    def _chains(self, block_ids: IndexArray) -> Iterator[IndexArray]:
-        """Cut blocks into runs of one table; in an ordered one each block continues the next.
+    def _parts(self, block_ids: IndexArray, numbers: Int32Array) -> Iterator[IndexArray]:
+        """Cut blocks into those of one table each, and blocks with copies from all others.
 
         Tables do not concern each other, and requests with several groups are freed group beside
         group: so the blocks are sorted by table first.
         """
-        numbers = self.table_numbers[block_ids]
-        if (numbers[1:] != numbers[:-1]).any():
+        is_cut = numbers[1:] != numbers[:-1]
+        if np.count_nonzero(is_cut):
             order = numbers.argsort(kind="stable")
             block_ids, numbers = block_ids[order], numbers[order]
-        for run in _split(block_ids, numbers[1:] != numbers[:-1]):
-            if self._tables_by_number[int(self.table_numbers[run[0]])].is_ordered:
-                yield from _split(run, self.parent_blocks[run[:-1]] != run[1:])
-            else:
-                yield run
+            is_cut = numbers[1:] != numbers[:-1]
+        is_copied = self.is_copied[block_ids]
+        if np.count_nonzero(is_copied):
+            is_cut |= is_copied[1:] | is_copied[:-1]
+        return _split(block_ids, is_cut)
+
+    def _chains(self, block_ids: IndexArray) -> Iterator[IndexArray]:
+        """Cut blocks of one table; in an ordered one each block continues the next."""
+        if self._tables_by_number[int(self.table_numbers[block_ids[0]])].is_ordered:
+            return _split(block_ids, self.parent_blocks[block_ids[:-1]] != block_ids[1:])
+        return iter((block_ids,))
 
     def _forget(self, block_ids: IndexArray, going: _Eviction) -> bool:
         """Forget blocks of one table together; False, unchanged, if that cannot be done.
@@ -421,24 +408,6 @@ class ContentIndex:
         if not table.ids:
             del self._tables_by_number[table.number]
             del self._tables_by_key[table.namespace, table.group]
-
-    def _descendants_first(self, block_ids: list[int]) -> list[int]:
-        """Order blocks so that every block comes before its ancestors."""
-        numbers, digests, parents = self.table_numbers, self.digests, self.parents
-        keys = {b: (int(numbers[b]), digests[b]) for b in block_ids}
-        above = {key: parents[b] for b, key in keys.items()}
-        depths: dict[tuple[int, BlockHash], int] = {}
-        for start in above:
-            path = []
-            key = start
-            while key in above and key not in depths:
-                path.append(key)
-                key = (key[0], above[key])
-            depth = depths.get(key, 0)
-            for step in reversed(path):
-                depth += 1
-                depths[step] = depth
-        return sorted(block_ids, key=lambda b: -depths[keys[b]])
 
 
 def _split(block_ids: IndexArray, is_cut: npt.NDArray[np.bool_]) -> Iterator[IndexArray]:

@@ -160,6 +160,11 @@ class BlockPool(ReferencedBlocks):
         Raises:
             OutOfBlocksError: fewer are free; nothing was changed.
         """
+        block_ids: list[int] = self.take(num_blocks).tolist()
+        return block_ids
+
+    def take(self, num_blocks: int) -> IndexArray:
+        """Do `get_new_blocks`; return the blocks as an array."""
         num_blank, num_free = self._blank.num_free_blocks, self.get_num_free_blocks()
         if not 0 <= num_blocks <= num_free:
             raise OutOfBlocksError(
@@ -175,10 +180,9 @@ class BlockPool(ReferencedBlocks):
         self._num_references[taken] = 1
         if self.tenants is not None:
             self.tenants.took(taken, self.tenants.served)
-        block_ids: list[int] = taken.tolist()
         if self._zero_new_blocks:
-            self._outbox.zero(block_ids)
-        return block_ids
+            self._outbox.zero(taken.tolist())
+        return taken
 
     def get_new_blocks_for(self, accounts: Sequence[TenantAccount]) -> list[int]:
         """Do `get_new_blocks` for several tenants: a block for each of `accounts`, in that order.
@@ -242,7 +246,7 @@ class BlockPool(ReferencedBlocks):
         can_be_cached = self._num_references[self._known(ids)] > 0
         can_be_cached &= self.contents.table_numbers[ids] == NO_TABLE
         if self._quarantined:
-            can_be_cached[self.find_quarantined(ids.tolist())] = False
+            can_be_cached[self.find_quarantined(ids)] = False
         if np.count_nonzero(can_be_cached) < len(ids):
             raise BlockError(
                 f"blocks {ids[~can_be_cached][:5].tolist()} cannot be cached: only a held block "

@@ -103,11 +103,12 @@ class ReferencedBlocks:
         """Return a copy of the quarantined ids."""
         return set(self._quarantined)
 
-    def find_quarantined(self, block_ids: Sequence[int]) -> list[int]:
+    def find_quarantined(self, block_ids: IndexArray) -> list[int]:
         """Return the places in `block_ids` where quarantined blocks stand."""
-        if not self._quarantined or self._quarantined.isdisjoint(block_ids):
+        if not self._quarantined:
             return []
-        return [i for i, block_id in enumerate(block_ids) if block_id in self._quarantined]
+        ids = block_ids.tolist()
+        return [i for i, block_id in enumerate(ids) if block_id in self._quarantined]
 
     def can_be_cached(self, block_id: int) -> bool:
         """Say whether a block that somebody holds can take a content: it has none, and may."""

@@ -12,17 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
+from kvcache.arrays import IndexArray, index_array
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
+from kvcache.core import Reservation
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.managers.block_tables import BlockTables
 from kvcache.managers.run_maker import Part, RunMaker
 from kvcache.request import Namespace, Request
-from kvcache.specs import KVCacheSpec
+from kvcache.specs import KVCacheSpec, ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,9 @@ class MatchLimits:
 class SingleTypeKVCacheManager(BlockTables, ABC):
     """Block tables of one group, and what of them is cached.
 
-    Invariant: the first `num_cached_blocks` blocks of a table were made hittable, are null or were
-    adopted as hits, unless they were withdrawn since.
+    Invariants: the first `num_cached_blocks` blocks of a table were made hittable, are null or were
+    adopted as hits, unless they were withdrawn since. `_leading` holds the first columns of some
+    tables once more, as the arrays that they came in.
     """
 
     supports_eagle: ClassVar[bool] = True
@@ -69,9 +74,42 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         self._hashes_per_block = spec.block_size // hash_block_size
         self._runs = RunMaker(spec, pool, group, self._hashes_per_block)
         self._num_cached: dict[str, int] = {}
+        self._leading: dict[str, IndexArray] = {}
 
     def free(self, request_id: str) -> None:
         self._pool.free_blocks([b for b in reversed(self.forget_request(request_id)) if b])
+
+    # --- tables --------------------------------------------------------------------------------
+
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        if self._tables.get(request_id):
+            return super().allocate_new_blocks(request_id, reservation)
+        # A whole prompt: what follows for its blocks is done to arrays.
+        total = ceil_div(reservation.num_slot_tokens, self.block_size)
+        num_null = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
+        ids = self._pool.take(total - num_null)
+        if num_null:
+            ids = np.concatenate((np.zeros(num_null, dtype=np.intp), ids))
+        table: list[int] = ids.tolist()
+        self._tables[request_id], self._leading[request_id] = table, ids
+        return table[:]
+
+    def columns(self, request_id: str, start: int, end: int) -> IndexArray:
+        """Return the blocks in columns `[start, end)` of a table. Not to be changed."""
+        leading = self._leading.get(request_id)
+        if leading is not None and end <= len(leading):
+            return leading[start:end]
+        return index_array(self._tables.get(request_id, [])[start:end])
+
+    def replace_block(self, request_id: str, column: int, block_id: int) -> int:
+        self._leading.pop(request_id, None)
+        return super().replace_block(request_id, column, block_id)
+
+    def take_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[int]:
+        skipped = super().take_skipped_blocks(request_id, num_computed_tokens)
+        if skipped:
+            self._leading.pop(request_id, None)
+        return skipped
 
     # --- what a kind answers -------------------------------------------------------------------
 
@@ -181,6 +219,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
 
     def forget_request(self, request_id: str) -> list[int]:
         self._num_cached.pop(request_id, None)
+        self._leading.pop(request_id, None)
         return super().forget_request(request_id)
 
     def note_cached(self, request_id: str, num_blocks: int) -> None:
@@ -249,4 +288,6 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         self, request_id: str, table: Sequence[int], start: int, end: int
     ) -> Sequence[Part]:
         """Return the unbroken ranges in `[start, end)` of blocks that can be made hittable."""
-        return self._runs.uncached_parts(table, start, end)
+        if end - start == 1:
+            return self._runs.uncached_part(table, start)
+        return self._runs.uncached_parts(self.columns(request_id, start, end), start)

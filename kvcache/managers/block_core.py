@@ -424,10 +424,12 @@ class BlockCore:
             changes = self._forks.copy(request_id, reservation, due)
         new = coordinator.allocate_new_blocks(request_id, reservation)
         for group, entered in enumerate(new):
-            table = coordinator.managers[group].table(request_id)
-            first = 0 if hit is not None else len(table) - len(entered)
-            if len(table) > first:
-                changes.append(TableChange(group, first, int32_array(table[first:])))
+            manager = coordinator.managers[group]
+            end = len(manager.table(request_id))
+            first = 0 if hit is not None else end - len(entered)
+            if end > first:
+                ids = int32_array(manager.columns(request_id, first, end))
+                changes.append(TableChange(group, first, ids))
         self._cache(request, reservation)
         if hit is None and computed:  # it may go on by single calls, as it did now
             self._limits[request_id] = coordinator.row_limits(request_id)

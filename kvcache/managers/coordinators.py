@@ -127,6 +127,13 @@ class KVCacheCoordinator(ABC):
 
     def free(self, request_id: str) -> None:
         """Give all blocks back, the last tokens' first, groups side by side."""
+        if len(self.managers) == 1 and self._num_ordered:
+            # One table without nulls: what `tail_first` makes of it, as an array.
+            (manager,) = self.managers
+            ids = manager.columns(request_id, 0, len(manager.table(request_id)))
+            manager.forget_request(request_id)
+            self.pool.give_back(ids[::-1])
+            return
         self.pool.give_back(
             self.tail_first([manager.forget_request(request_id) for manager in self.managers])
         )

@@ -145,7 +145,7 @@ class RowCacher:
         if self._pool.tells_tokens:
             is_one_unit = manager.block_size == self._unit_tokens
             fits &= [is_one_unit and each.row in tokens for each in filled]
-        fits[self._pool.find_quarantined(ids.tolist())] = False
+        fits[self._pool.find_quarantined(ids)] = False
         if len(set(ids.tolist())) < len(ids):
             is_first = np.zeros_like(fits)
             is_first[np.unique(ids, return_index=True)[1]] = True

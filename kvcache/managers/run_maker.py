@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, index_array
+from kvcache.arrays import EMPTY_INT32, IndexArray
 from kvcache.blocks.contents import NO_TABLE
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
@@ -43,18 +43,21 @@ class RunMaker:
         self._group = group
         self._hashes_per_block = hashes_per_block
 
-    def uncached_parts(self, table: Sequence[int], start: int, end: int) -> Sequence[Part]:
-        """Return the unbroken ranges in `[start, end)` of blocks that hold nothing yet."""
-        if end - start == 1:
-            return [Part(start, end)] if self._pool.can_be_cached(table[start]) else []
-        ids = index_array(table[start:end])
+    def uncached_part(self, table: Sequence[int], column: int) -> Sequence[Part]:
+        """Return one column, if its block holds nothing yet."""
+        return [Part(column, column + 1)] if self._pool.can_be_cached(table[column]) else []
+
+    def uncached_parts(self, ids: IndexArray, start: int) -> Sequence[Part]:
+        """Return the unbroken ranges of blocks that hold nothing yet; `ids` are those from column
+        `start` on."""
         is_new = self._pool.contents.table_numbers[ids] == NO_TABLE
         is_new &= ids != NULL_ID
-        for index in self._pool.find_quarantined(table[start:end]):
+        for index in self._pool.find_quarantined(ids):
             if self._spec.reads_whole_prefix:
                 # What follows would be a content without its prefix.
                 is_new[index:] = False
             is_new[index] = False
+        end = start + len(ids)
         if np.count_nonzero(is_new) == len(ids):
             return [Part(start, end, ids)]
         flags = is_new.tolist()
