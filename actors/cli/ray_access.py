@@ -68,7 +68,7 @@ def token_refusal(address: str) -> Refusal | None:
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return None
     try:
-        token = _token()
+        token = _token(is_named)
     except AuthenticationError as error:
         what = f"Ray's token cannot be read: {str(error).partition('. ')[0]}"
         return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
@@ -83,11 +83,12 @@ def token_refusal(address: str) -> Refusal | None:
     return None
 
 
-def _token() -> tuple[tuple[str, str], ...]:
-    """Return the headers that Ray would send with this environment: none where its mode is off, or
-    where the mode is left to Ray and there is no token."""
+def _token(is_named: bool) -> tuple[tuple[str, str], ...]:
+    """Return the headers that Ray would send with this environment: none where its mode is off.
+    Where the mode is left open Ray turns it on if there is a token, for a cluster that it finds
+    itself; never for one that it is told of."""
     mode = os.environ.get("RAY_AUTH_MODE")
-    if mode is not None and mode.lower() != "token":
+    if is_named if mode is None else mode.lower() != "token":
         return ()
     from ray import _raylet
 
@@ -103,7 +104,7 @@ def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
         what = f"the Ray at {address} runs with another token than this command has"
         return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
     what = f"the Ray at {address} expects a token, and this command sends none"
-    remedy = f"point to {_TOKEN_PLACES}; RAY_AUTH_MODE has to be token, or not set"
+    remedy = f"set RAY_AUTH_MODE=token, and point to {_TOKEN_PLACES}"
     return Refusal(what, remedy, is_named)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.cli.commands import KVCACHE
-from tests.conftest import TOKEN_FILE
 
 pytestmark = pytest.mark.ray
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ray
     ],
 )
 def test_a_ray_with_another_token_is_told_from_none(
-    ray_cluster: str, tmp_path: Path, settings: dict[str, str], what: str
+    ray_cluster: str, tmp_path: Path, settings: dict[str, str | None], what: str
 ) -> None:
     done = run(ray_cluster, tmp_path, settings, "status")
     assert done.returncode == 2, done.stderr
@@ -47,14 +47,20 @@ def test_a_ray_with_another_token_is_told_from_none(
         {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": None, "HOME": "home"},  # `ray start`'s file
     ],
 )
-def test_a_ray_whose_token_is_here_is_joined(
+def test_a_ray_whose_token_is_here_is_not_refused(
     ray_cluster: str, tmp_path: Path, settings: dict[str, str | None]
 ) -> None:
     (tmp_path / "home" / ".ray").mkdir(parents=True)
-    (tmp_path / "home" / ".ray" / "auth_token").write_text(TOKEN_FILE.read_text())
-    done = run(ray_cluster, tmp_path, settings, "usage", "--name", "none")
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvcache: no cluster named 'none' is running"), done.stderr
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+    (tmp_path / "home" / ".ray" / "auth_token").write_text(token)
+    script = f"from actors.cli.ray_access import *; print(token_refusal({ray_cluster!r}))"
+    found = process("", tmp_path, settings, [sys.executable, "-c", script])
+    assert (found.stdout, found.stderr) == ("None\n", "")
+
+
+def test_a_ray_that_is_named_is_joined(ray_cluster: str, tmp_path: Path) -> None:
+    done = run(ray_cluster, tmp_path, {}, "usage", "--name", "none")
+    assert done.stderr.startswith("kvcache: no cluster")
 
 
 def test_doctor_says_that_a_launch_would_not_find_its_ray(ray_cluster: str, tmp_path: Path) -> None:
@@ -69,8 +75,15 @@ def test_doctor_says_that_a_launch_would_not_find_its_ray(ray_cluster: str, tmp_
 def run(
     address: str, directory: Path, settings: Mapping[str, str | None], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command where RAY_ADDRESS is `address` and the environment else as `settings` say
-    (None: not set); paths are below `directory`."""
+    """Do `process` with a command."""
+    return process(address, directory, settings, [*KVCACHE, *arguments])
+
+
+def process(
+    address: str, directory: Path, settings: Mapping[str, str | None], command: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run where RAY_ADDRESS is `address` and the environment else as `settings` say (None: not
+    set); paths are below `directory`."""
     other = directory / "other"
     other.touch(mode=0o600)
     other.write_text("e" * 64)
@@ -81,10 +94,5 @@ def run(
             is_path = name in ("RAY_AUTH_TOKEN_PATH", "HOME")
             environment[name] = str(directory / value) if is_path else value
     return subprocess.run(
-        [*KVCACHE, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
     )
