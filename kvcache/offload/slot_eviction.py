@@ -16,7 +16,7 @@ import numpy as np
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.errors import InvariantError
 from kvcache.offload.slot_table import BoolArray, SlotTable
-from kvcache.policies import EntryInfo, PolicyFactory, make_eviction_policy
+from kvcache.policies import EntryInfo, LooksAhead, PolicyFactory, make_eviction_policy
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
 
@@ -157,18 +157,26 @@ class SlotEviction:
     def dirty_ahead(self, num_slots: int) -> IndexArray:
         """Return which of the next `num_slots` slots owe a copy that nobody makes yet, in order.
 
-        Changes nothing.
+        Of a policy with several lines, so many of each: which gives how many shows later. Changes
+        nothing.
         """
         if num_slots < 1 or not len(self._policy):
             return index_array(())
+        slots, table = self._next(num_slots), self._table
+        is_owed = (table.slot_dirty[slots] > 0) & (table.slot_spills[slots] == 0)
+        ahead: IndexArray = slots[is_owed]
+        return ahead
+
+    def _next(self, num_slots: int) -> IndexArray:
+        """Return the next `num_slots` slots, as `LooksAhead` means it. Changes nothing."""
+        policy = self._policy
+        if isinstance(policy, LooksAhead):
+            return index_array(policy.look_ahead(num_slots))
         if self._tenants is not None:
             self._tenants.demand(num_slots)
-        chosen = index_array(self._policy.choose(num_slots).entries)
-        self._policy.put_back(chosen)
-        table = self._table
-        is_owed = (table.slot_dirty[chosen] > 0) & (table.slot_spills[chosen] == 0)
-        ahead: IndexArray = chosen[is_owed]
-        return ahead
+        chosen = index_array(policy.choose(num_slots).entries)
+        policy.put_back(chosen)
+        return chosen
 
     def order(self) -> list[int]:
         """Return all idle slots, the next to go first. For audits; changes nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, Victims
+from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, LooksAhead, Victims
 from kvcache.policies.registry import (
     EVICTION_POLICIES,
     PolicyFactory,
@@ -17,6 +17,7 @@ __all__ = [
     "EntryInfo",
     "EvictionPolicy",
     "LRUPolicy",
+    "LooksAhead",
     "PolicyFactory",
     "Victims",
     "make_eviction_policy",

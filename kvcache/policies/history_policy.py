@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from kvcache.arrays import index_array
 from kvcache.policies.entry_queue import Entries
+from kvcache.policies.look_ahead import LookAhead
 from kvcache.policies.policy import EntryBook, EntryInfo, Victims
 from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
 
@@ -87,6 +88,7 @@ class HistoryPolicy(ABC):
         self._line_blocks = [0] * self.num_lines
         self._room_blocks = 0
         self._last_stamp = 0
+        self._look_ahead: LookAhead | None = None  # until somebody asks
 
     # --- what a policy is made of --------------------------------------------------------------
 
@@ -109,6 +111,9 @@ class HistoryPolicy(ABC):
     def _move(self, entry: int, line: int, rank: Rank) -> None:
         """Let an entry that was popped stand in a line."""
         member = self._members[entry]
+        if self._look_ahead is not None:
+            self._look_ahead.remove(entry, member.line, member.rank)
+            self._look_ahead.add(entry, line, rank)
         self._line_blocks[member.line] -= member.weight_blocks
         self._line_blocks[line] += member.weight_blocks
         self._members[entry] = replace(member, line=line, rank=rank)
@@ -174,8 +179,16 @@ class HistoryPolicy(ABC):
             self._enter(victim.member, entry, self._book.describe(entry))
             self._make_next(entry)
 
+    def look_ahead(self, num_entries: int) -> list[int]:
+        if self._look_ahead is None:
+            self._look_ahead = LookAhead(self.num_lines)
+            for entry, member in self._members.items():
+                self._look_ahead.add(entry, member.line, member.rank)
+        return self._look_ahead.first(num_entries)
+
     def order(self) -> list[int]:
         twin = copy(self)
+        twin._look_ahead = None
         twin._members = self._members.copy()
         twin._entries_by_name = self._entries_by_name.copy()
         twin._due, twin._parked = self._due.copy(), self._parked.copy()
@@ -254,6 +267,8 @@ class HistoryPolicy(ABC):
         self._members[entry] = member
         self._entries_by_name[member.name] = member.entry
         self._line_blocks[member.line] += member.weight_blocks
+        if self._look_ahead is not None:
+            self._look_ahead.add(entry, member.line, member.rank)
 
     def _leave(self, entry: int) -> Member:
         """Take a member out from wherever it stands."""
@@ -271,6 +286,8 @@ class HistoryPolicy(ABC):
         if self._entries_by_name.get(member.name) == entry:
             del self._entries_by_name[member.name]
         self._line_blocks[member.line] -= member.weight_blocks
+        if self._look_ahead is not None:
+            self._look_ahead.remove(entry, member.line, member.rank)
         return member
 
 

@@ -8,7 +8,7 @@ evict: it proposes, the owner of the bytes decides, and gives back what must sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvcache.arrays import IndexArray
 from kvcache.policies.entry_queue import Entries
@@ -112,3 +112,15 @@ class EvictionPolicy(Protocol):
 
     def order(self) -> list[int]:
         """Return all inserted entries, the next victim first. For audits; changes nothing."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A policy that knows who may go next without choosing, which is dear where there is a past."""
+
+    def look_ahead(self, num_entries: int) -> list[int]:
+        """Return the first `num_entries` of each line that the policy has, the next first: unless
+        lines are more than queues, the next victims are among them. Nobody is chosen, the order is
+        the same afterwards. An entry costs O(log n) amortised when it comes so near the end of its
+        line, and next to nothing when it is returned again.
+        """

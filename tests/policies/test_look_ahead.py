@@ -1,0 +1,83 @@
+"""Who may go next, known without choosing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvcache.policies import EntryInfo, EvictionPolicy, LooksAhead
+from tests.policies.books import WrittenBook, evict, make_policy, use
+from tests.policies.test_protocol import WITH_MEMORY
+
+QUEUES = sorted({*WITH_MEMORY} - {"hazard", "s3fifo"})
+"""Policies that take the first of one of their lines. `s3fifo` lets some of the first stay, what
+`hazard` takes depends on the time."""
+
+NUM_ENTRIES = 60
+
+
+def looking_ahead(policy: EvictionPolicy) -> Callable[[int], list[int]]:
+    assert isinstance(policy, LooksAhead)
+    return policy.look_ahead
+
+
+def walk(policy: EvictionPolicy, book: WrittenBook, rng: random.Random) -> None:
+    """Change something: entries come, are used, go, go and come back, or are forgotten."""
+    inside = policy.order()
+    match rng.randrange(5):
+        case 0:
+            entries = [e for e in range(NUM_ENTRIES) if e not in policy]
+            for entry in rng.sample(entries, min(len(entries), 5)):
+                book.hold(entry, rng.randrange(200))
+                policy.insert([entry])
+        case 1:
+            use(policy, *rng.sample(inside, min(len(inside), 4)))
+        case 2:
+            evict(policy, rng.randrange(4))
+        case 3:
+            chosen = evict(policy, 4)
+            policy.put_back(chosen[rng.randrange(2) :])
+        case _:
+            policy.discard(rng.sample(inside, min(len(inside), 1)))
+
+
+@pytest.mark.parametrize("name", QUEUES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_next_victims_are_among_those_ahead(name: str, seed: int) -> None:
+    policy, book = make_policy(name, NUM_ENTRIES)
+    look_ahead, rng = looking_ahead(policy), random.Random(seed)
+    num_lines = 2 if name in ("arc", "slru", "twoq") else 1
+    for _ in range(300):
+        walk(policy, book, rng)
+        count = rng.choice([1, 3, 3, 3, 10])
+        ahead = look_ahead(count)
+        assert set(policy.order()[:count]) <= set(ahead)
+        assert len(set(ahead)) == len(ahead) <= num_lines * count
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_to_look_ahead_changes_no_order(name: str) -> None:
+    policies = [make_policy(name, NUM_ENTRIES) for _ in range(2)]
+    looked_at = looking_ahead(policies[0][0])
+    chances = [random.Random(7), random.Random(7)]
+    for _ in range(300):
+        for (policy, book), rng in zip(policies, chances, strict=True):
+            walk(policy, book, rng)
+        assert set(looked_at(5)) <= set(policies[0][0].order())
+        assert policies[0][0].order() == policies[1][0].order()
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_to_look_ahead_again_reads_no_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = make_policy(name, NUM_ENTRIES)
+    policy.insert(range(NUM_ENTRIES))
+    look_ahead = looking_ahead(policy)
+    before = look_ahead(20)
+
+    def refuse(book: WrittenBook, entry: int) -> EntryInfo:
+        raise AssertionError(f"entry {entry} is read")
+
+    monkeypatch.setattr(WrittenBook, "describe", refuse)
+    assert look_ahead(20) == before
