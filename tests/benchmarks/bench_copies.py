@@ -45,6 +45,9 @@ RARE = 10
 """Steps between two starts of transfers, where these are not all the time: 16 MiB are moved, a
 fifth of the time that so many steps take here."""
 
+CADENCES_S = (0.005, 0.010)
+"""From one step to the next, as an engine makes them: a forward of the model is in between."""
+
 
 @dataclass(frozen=True)
 class CopySizes:
@@ -209,6 +212,25 @@ def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
     return rows
 
 
+def cadence_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
+    """Measure steps at an engine's pace, beside transfers that never end and without, in turns."""
+    rows: list[Row] = []
+    for block_bytes in (16 << 10, 256 << 10, 2 << 20):
+        size = f"blocks of {block_bytes >> 10} KiB"
+        with StepBesideCopies(block_bytes, sizes.copied_bytes) as bench:
+            for pause_s in CADENCES_S:
+                what = f"a step every {pause_s * 1e3:g} ms while {size} are stored and loaded"
+                on_row(what)
+                quiet: list[list[float]] = []
+                busy: list[list[float]] = []
+                for _ in range(sizes.repetitions):
+                    count = sizes.num_steps // 5
+                    quiet.append(bench.steps(count, pause_s=pause_s))
+                    busy.append(bench.steps(count, pause_s=pause_s, copies_every=1, is_busy=True))
+                rows.append(_step_row(what, quiet, busy, statistics.median))
+    return rows
+
+
 def _step_row(
     what: str,
     quiet: list[list[float]],
@@ -225,7 +247,7 @@ def _step_row(
 def measure_copies(is_small: bool, on_row: Callable[[str], None]) -> list[Row]:
     """Return all rows of C3."""
     sizes = SMOKE if is_small else FULL
-    return copy_rows(sizes, on_row) + step_rows(sizes, on_row)
+    return copy_rows(sizes, on_row) + step_rows(sizes, on_row) + cadence_rows(sizes, on_row)
 
 
 def measure_copies_shown(is_small: bool, progress: Progress) -> list[Row]:

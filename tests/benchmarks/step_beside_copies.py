@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ JOB_BLOCKS_BYTES = 8 << 20
 """What one store or load moves at most."""
 
 PAUSE_S = 0.001
-"""Between two steps, as if a forward ran on a device: the worker's process is idle meanwhile."""
+"""Between two steps, as if a forward ran on a device: the worker's own thread is idle meanwhile."""
 
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 24
@@ -117,8 +118,6 @@ class Wire:
 
 def serve(connection: socket.socket, config: KVCacheConfig) -> None:
     """Be the worker, until the other end is gone. Steps' forwards are begun and ended at once."""
-    import select
-
     import torch
 
     from kvcache.worker import KVCacheWorker, WorkerSettings
@@ -187,25 +186,44 @@ class StepBesideCopies:
         self._wire.close()
         self._process.join(timeout=60)
 
-    def steps(self, count: int, *, copies_every: int = 0) -> list[float]:
-        """Return how long steps took, in seconds. Before every so many of them a store and a load
-        are started, unless two are under way; 0: never."""
+    def steps(
+        self, count: int, *, copies_every: int = 0, pause_s: float = PAUSE_S, is_busy: bool = False
+    ) -> list[float]:
+        """Return how long steps took, in seconds, with a pause before each.
+
+        Before every so many of them a store and a load are started, unless two are under way; 0:
+        never. `is_busy`: there are always two, also in the pauses.
+        """
         took: list[float] = []
         for number in range(count):
-            is_turn = copies_every > 0 and number % copies_every == 0
-            if is_turn and len(self._open_jobs) < 2:
-                commands = [self._job_command(is_store=bool(i)) for i in range(2)]
-                self._await(self._send("", *commands))
+            if copies_every > 0 and number % copies_every == 0:
+                self._start_copies()
             # Blocks that no job uses: a forward would wait for those that are being loaded.
             block_ids = int32_array([self._num_blocks - 1 - number % NUM_ROWS] * NUM_ROWS)
             rows = int32_array(range(NUM_ROWS))
             patch = BlockTablePatch(rows, rows * 0, rows * 0, rows * 0 + 1, block_ids)
-            time.sleep(PAUSE_S)
+            self._pause(pause_s, is_busy=is_busy)
             start_s = time.perf_counter()
             self._await(self._send("bench", patch))
             took.append(time.perf_counter() - start_s)
         self._settle()
         return took
+
+    def _start_copies(self) -> None:
+        """Start what is missing of a store and a load."""
+        if len(self._open_jobs) < 2:
+            commands = [self._job_command(is_store=bool(i)) for i in range(2)]
+            self._await(self._send("", *commands))
+
+    def _pause(self, pause_s: float, *, is_busy: bool) -> None:
+        """Let time go by; start copies whenever some have ended, if it `is_busy`."""
+        end_s = time.perf_counter() + pause_s
+        if not is_busy:
+            time.sleep(pause_s)
+        while (left_s := end_s - time.perf_counter()) > 0:
+            self._start_copies()
+            if select.select([self._wire], [], [], left_s)[0]:
+                self._take(self._wire.receive())
 
     def _job_command(self, *, is_store: bool) -> Command:
         """Load from the first slots into the first blocks, or store the next blocks to slots that
