@@ -162,6 +162,7 @@ class EmbeddedWorker:
             host_keeper=self._keeper(),
             file_tier=self._file_tier(),
             verify=config.offload.verify,
+            copy_priority=config.offload.copy_priority,
         )
         poll = None if self._is_threaded else self._poll_for_forward
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll, on_news=self.wake)

@@ -56,7 +56,10 @@ class OffloadConfig(Section):
     stays for it for `hold_s`. Jobs that take longer than `job_s` are given up. With
     `keeps_memory`, a process of each node holds the memory, so that it survives its worker.
     `verify`: a checksum is taken of each block that is stored, and compared before it is loaded; or
-    of one block in 16; or `never`, and then none is taken.
+    of one block in 16; or `never`, and then none is taken. `copy_priority`: who stores and loads
+    goes behind steps and everything else on the node (`low`), gets only what processors have to
+    spare (`idle`: steps are disturbed least, and on a node whose processors are all busy a load
+    may take seconds), or is everybody's equal (`normal`).
 
     `swap` says what becomes of the unsealed tokens of a request that is preempted by swap: they go
     to host memory and come back (`always`), are computed again (`never`), or (`auto`) whatever
@@ -75,6 +78,7 @@ class OffloadConfig(Section):
     job_s: Seconds = 30.0
     keeps_memory: bool = True
     verify: Literal["always", "sample", "never"] = "always"
+    copy_priority: Literal["normal", "low", "idle"] = "low"
     swap: Literal["never", "auto", "always"] = "auto"
     prefill_tokens_per_s: Count = 10_000
     swap_bandwidth_per_rank: Bytes = 10_000_000_000

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from kvcache.worker.copy_engine import PendingCopy
+from kvcache.worker.copy_priority import CopyPriority, take_priority
 from kvcache.worker.copy_task import CopyResult, CopyTask
 
 logger = logging.getLogger(__name__)
@@ -154,9 +155,15 @@ class CopyThread:
     `submit`, `has_finished`, `take_finished` and `close` are for one other thread.
     """
 
-    def __init__(self, on_finished: Callable[[], None], name: str = "kvcache-copies") -> None:
+    def __init__(
+        self,
+        on_finished: Callable[[], None],
+        name: str = "kvcache-copies",
+        priority: CopyPriority = "normal",
+    ) -> None:
         """Start a thread with the first task; `on_finished` is called in it when one has ended."""
         self._on_finished = on_finished
+        self._priority: CopyPriority = priority
         self._submitted: SimpleQueue[_RunningTask | None] = SimpleQueue()
         self._finished: deque[FinishedCopy] = deque()
         self._is_closing = False
@@ -206,6 +213,7 @@ class CopyThread:
     def _run(self) -> None:
         tasks: list[_RunningTask] = []
         try:
+            take_priority(self._priority)
             while tasks or not self._is_closing:
                 is_copying = any(running.has_begun for running in tasks)
                 tasks += self._take_submitted(POLL_S if is_copying else None)

@@ -111,7 +111,11 @@ class CommandExecutor:
             config.num_blocks, settings.digest_bytes, max(settings.block_sizes, default=1)
         )
         self.gate = ForwardGate(settings.rank)
-        runner = InlineCopies() if on_news is None else CopyThread(on_news)
+        runner = (
+            InlineCopies()
+            if on_news is None
+            else CopyThread(on_news, priority=settings.copy_priority)
+        )
         self.transfers = TransferJobs(
             self.pool, self.tiers, Copying(engine, runner, rule), self.labels
         )

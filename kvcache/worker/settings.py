@@ -12,6 +12,7 @@ from kvcache.errors import ConfigurationError
 from kvcache.keeper.client import KeeperAddress
 from kvcache.specs import KVCacheConfig, require_count
 from kvcache.worker.checksums import VerifyMode
+from kvcache.worker.copy_priority import CopyPriority
 from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.tier_statistics import TransferStatistics
 
@@ -25,6 +26,7 @@ class WorkerSettings:
     A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
     `host_keeper` host slots end with the process; without `file_tier` there are no files.
     `verify` says which blocks' checksums are compared before they are loaded (`ChecksumRule`).
+    `copy_priority` is that of the thread that carries stores and loads out.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class WorkerSettings:
     host_keeper: KeeperAddress | None = None
     file_tier: FileTierSettings | None = None
     verify: VerifyMode = "always"
+    copy_priority: CopyPriority = "low"
 
     def __post_init__(self) -> None:
         require_count("rank", self.rank, at_least=0)
