@@ -49,7 +49,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
         ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "contest"),
-        ("policy", "cohorts"),
+        ("policy", "cohorts", "look_ahead"),
         ("lru", "history_policy", "use_history"),
         ("arc", "fifo", "hazard", "lfu", "lru2", "s3fifo", "slru", "twoq"),
         ("registry",),
