@@ -162,6 +162,22 @@ class StepRequest:
     forks: tuple[Fork, ...] = ()
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A request that asking again will not help, because of its tenant's limit.
+
+    `tenant` is as in statistics: empty for requests that name none, a hash where tenants are told
+    by salt. The request needs `num_blocks` blocks of the device at least, of all groups, and the
+    tenant never has more than `limit_blocks`. `reason` says so, and what would help.
+    """
+
+    request_id: str
+    tenant: str
+    num_blocks: int
+    limit_blocks: int
+    reason: str
+
+
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """The answer to one `StepRequest`.
@@ -173,7 +189,9 @@ class StepResult:
     blocks, 0 where there was no room (its tokens were appended, nothing of it runs).
     `forked_slots[i]` is the slot of fork `i`'s child, `NO_SLOT` where none was free.
     `no_room` names requests without room, children of forks too, `waiting_for_load` those whose
-    hit is being loaded, `retry_later` those whose look-up has no answer yet. `withdrawn` are
+    hit is being loaded, `retry_later` those whose look-up has no answer yet. `refused` says which
+    of those without room, running rows included, never will have any: end them, the others of the
+    step are served as if they had not been there. `withdrawn` are
     requests admitted in a step that failed: new ones and children of forks are forgotten, resumed
     ones are preempted as before. So are those that ran on in it where a KV cache group keeps
     states, which the step wrote over: they are preempted, and wait to be resumed. Tokens
@@ -196,6 +214,7 @@ class StepResult:
     no_room: tuple[str, ...] = ()
     waiting_for_load: tuple[str, ...] = ()
     retry_later: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()
     withdrawn: tuple[str, ...] = ()
     rolled_back_slots: Int32Array = field(default_factory=lambda: EMPTY_INT32)
     rolled_back_computed: Int32Array = field(default_factory=lambda: EMPTY_INT32)

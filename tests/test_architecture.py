@@ -101,6 +101,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
             "forward_plan",
             "remote_calls",
             "tier_hits",
+            "tier_tenants",
         ),
         ("client_ledger", "clients", "label_collection", "swapped_tails"),
         ("prefix_loading",),

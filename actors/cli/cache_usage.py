@@ -13,12 +13,14 @@ from rich.table import Table
 from actors.cli.clusters import open_cluster
 from actors.cli.prefix_tree import blocks_by_group, blocks_by_namespace
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from actors.cli.tenant_facts import tenant_usage_table, tenants_of
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import NotRunningError
 from kvcache.labels import LabelSet
 from kvcache.metrics.inspection import CacheInspection
 from kvcache.offload.statistics import TierStatistics
 from kvcache.request import Namespace
+from kvcache.tenants import TenantStatistics
 
 MAX_NAMESPACES = 20
 
@@ -40,6 +42,7 @@ class Usage:
     groups: dict[int, int]
     namespaces: tuple[NamespaceUse, ...]
     tiers: dict[str, TierStatistics]
+    tenants: tuple[TenantStatistics, ...] = ()
 
 
 def show_usage(name: str | None, as_json: bool) -> None:
@@ -59,6 +62,8 @@ def show_usage(name: str | None, as_json: bool) -> None:
     print_table(console, "sealed blocks by namespace", _namespaces(usage))
     if usage.tiers:
         print_table(console, "tiers below the device", _tiers(usage))
+    if usage.tenants:
+        print_table(console, "tenants", tenant_usage_table(usage.tenants))
 
 
 def usage_of(
@@ -90,7 +95,8 @@ def usage_of(
     tiers = {} if offload is None else {"host": offload.tiers.host}
     if offload is not None and offload.tiers.disk is not None:
         tiers["disk"] = offload.tiers.disk
-    return Usage(states, blocks_by_group(labels), namespaces, tiers)
+    tenants = tenants_of(statistics)
+    return Usage(states, blocks_by_group(labels), namespaces, tiers, tenants)
 
 
 def namespace_text(namespace: Namespace) -> str:
@@ -158,4 +164,5 @@ def _plain(usage: Usage) -> dict[str, Any]:
             for use in usage.namespaces
         ],
         "tiers": {name: asdict(tier) for name, tier in usage.tiers.items()},
+        "tenants": [asdict(tenant) for tenant in usage.tenants],
     }

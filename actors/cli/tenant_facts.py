@@ -1,4 +1,4 @@
-"""Tenants in `kvcache status`: what each has in every tier, and what happened to it."""
+"""Tenants in `kvcache status` and `kvcache usage`: what each has in every tier, asked and hit."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def tenant_table(tenants: Sequence[TenantStatistics]) -> Table:
             f"{each.num_hit_tokens / asked:.1%}" if asked else "-",
             f"{each.num_evicted_blocks:,}, {each.num_evicted_for_blocks:,}",
             f"{each.num_refusals:,}",
+        )
+    return table
+
+
+def tenant_usage_table(tenants: Sequence[TenantStatistics]) -> Table:
+    """Return a table of what tenants have of each tier, asked of it in tokens, and hit."""
+    table = Table("tenant", "tier", "held", "of at most", "tokens asked", "hit")
+    for each in tenants:
+        counts = (each.num_held_blocks, each.limit_blocks, each.num_asked_tokens)
+        rate = each.num_hit_tokens / max(1, each.num_asked_tokens)
+        table.add_row(
+            each.name or _UNNAMED,
+            each.tier,
+            *(f"{count:,}" for count in counts),
+            f"{each.num_hit_tokens:,} ({rate:.1%})",
         )
     return table
 

@@ -165,7 +165,7 @@ class Offloading:
 
     def on_request_finished(self, request_id: str) -> None:
         """Wish for nothing more on its behalf."""
-        self._loading.on_admitted(request_id)
+        self._loading.on_gone(request_id)
 
     # --- what every rank has to do
 
@@ -372,12 +372,12 @@ class Offloading:
     ) -> None:
         """What admitted requests found on the device is in use; what was loaded for them, too."""
         names = [r.request_id for r in step.resumed] + [r.request_id for r in step.new]
-        for i, request_id in enumerate(names):
-            if i >= len(result.admitted_slots) or result.admitted_slots[i] == NO_SLOT:
-                continue
-            self._loading.on_admitted(request_id)
-            if result.num_hit_tokens[i]:
-                self._restore(request_id, int(result.num_hit_tokens[i]), told, now_s)
+        slots, hits = result.admitted_slots.tolist(), result.num_hit_tokens.tolist()
+        for request_id, slot, num_hit_tokens in zip(names, slots, hits, strict=False):
+            if slot != NO_SLOT:
+                self._loading.on_admitted(self._manager.get_request(request_id), num_hit_tokens)
+                if num_hit_tokens:
+                    self._restore(request_id, num_hit_tokens, told, now_s)
 
     def _restore(
         self, request_id: str, num_hit_tokens: int, told: list[Command], now_s: float

@@ -26,6 +26,7 @@ from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Fetch, Load
 from kvcache.coordinator.swapped_tails import SwappedTail, SwappedTails
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
+from kvcache.coordinator.tier_tenants import NOTHING_LOADED, LoadedTokens, count_for_tenant
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.errors import InvariantError
 from kvcache.manager.loads import PrefixLoad, PrefixLoads
@@ -69,6 +70,7 @@ class _Wish:
     job_id: int = 0
     num_fetches: int = 0
     num_fetched: int = 0
+    loaded: LoadedTokens = NOTHING_LOADED
     load: PrefixLoad | None = None
     tail: SwappedTail | None = None
 
@@ -244,8 +246,9 @@ class PrefixLoading:
         self._loads.finish(load.load_id)
         num_tokens = load.num_tokens - load.num_device_tokens
         self.num_loaded_tokens += num_tokens
-        num_fetched = min(wish.num_fetched, len(wish.keys))
-        self.num_fetched_tokens += num_tokens * num_fetched // len(wish.keys)
+        num_fetched = num_tokens * min(wish.num_fetched, len(wish.keys)) // len(wish.keys)
+        self.num_fetched_tokens += num_fetched
+        wish.loaded = LoadedTokens(num_tokens, num_fetched)
         wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
 
     def on_overdue(self, job_id: int, now_s: float) -> None:
@@ -257,7 +260,15 @@ class PrefixLoading:
             self._desert(wish, wish.load)
         self._give_up(wish, now_s)
 
-    def on_admitted(self, request_id: str) -> None:
+    def on_admitted(self, request: Request | None, num_hit_tokens: int) -> None:
+        """The request runs: forget what it wished for, and count what it asked for and hit."""
+        if request is not None:
+            wish = self._wishes.get(request.request_id)
+            loaded = NOTHING_LOADED if wish is None else wish.loaded
+            count_for_tenant(self._tiers, request, num_hit_tokens, loaded)
+            self.on_gone(request.request_id)
+
+    def on_gone(self, request_id: str) -> None:
         """The request runs, or will never come: forget what it wished for, and its tail."""
         self._tails.forget(request_id)
         self._forget(request_id)

@@ -13,10 +13,13 @@ from typing import NamedTuple
 from kvcache.arrays import EMPTY_INT32
 from kvcache.core import CacheHit, Core, NewestState, Reservation, TableChange
 from kvcache.errors import RequestError
+from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
-from kvcache.tenants import TenantLedger, TenantStatistics
+from kvcache.step import Refusal
+from kvcache.tenants import TenantAccount, TenantLedger, TenantStatistics
+from kvcache.tenants.ledger import required
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Admission:
         book: RequestBook,
         core: Core,
         limits: AdmissionLimits,
+        model: ModelLimits,
         *,
         log_stats: bool,
         tenants: TenantLedger | None = None,
@@ -70,6 +74,7 @@ class Admission:
         self._book = book
         self._core = core
         self._limits = limits
+        self._model = model
         self._no_hit = CacheHit((EMPTY_INT32,) * len(core.block_ids("")), 0)
         self._stats = PrefixCacheStats() if log_stats else None
         self.num_asked_tokens = 0
@@ -100,13 +105,57 @@ class Admission:
         """Return the figures of all tenants; none where there are none."""
         return () if self._tenants is None else self._tenants.statistics()
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether tenants are configured."""
+        return self._tenants is not None
+
     def require_hope(self, request: Request) -> None:
         """Raise RequestError if a request that has just found no room never will."""
         if self._tenants is None or not self._book.slots.num_free:
             return
         account = self._tenants.account(request.namespace)
-        if account.is_hopeless:
+        if account.hopeless_blocks:
             raise RequestError(f"request {request.request_id}: {account.last_refusal}")
+
+    def refusal(
+        self, request: Request, num_tokens: int, *, is_counted: bool = False
+    ) -> Refusal | None:
+        """Say why its tenant will never have room for so many tokens of a request, if that is so.
+
+        Then it is noted with the tenant, as other refusals are, and counted if it is not yet.
+        """
+        if self._tenants is None:
+            return None
+        account = self._tenants.account(request.namespace)
+        needed, limit = self._model.least_blocks(num_tokens), account.share.limit_blocks
+        if needed <= limit:
+            return None
+        reason = (
+            f"{num_tokens} tokens need at least {needed} blocks, which is more than all that this "
+            f"tenant may have ({limit}): shorten the request, or raise the tenant's limit"
+        )
+        account.num_refusals -= is_counted
+        account.refuse(reason)
+        return self._refusal(request, account, needed, reason)
+
+    def refusal_at_once(self, request: Request) -> Refusal | None:
+        """Say why so much of a request, which has just found no room, will never fit in one step,
+        if that is so."""
+        if self._tenants is None or not self._book.slots.num_free:
+            return None
+        account = self._tenants.account(request.namespace)
+        if not account.hopeless_blocks:
+            return None
+        reason = f"{account.last_refusal}; or schedule fewer of its tokens at once"
+        return self._refusal(request, account, account.hopeless_blocks, reason)
+
+    def _refusal(
+        self, request: Request, account: TenantAccount, num_blocks: int, reason: str
+    ) -> Refusal:
+        tenant = required(self._tenants).shares.shown_name(account.name)
+        limit = account.share.limit_blocks
+        return Refusal(request.request_id, tenant, num_blocks, limit, reason)
 
     def record_reset(self) -> None:
         """Note in the statistics that the cache was emptied."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.errors import RequestError
-from kvcache.specs import KVCacheConfig
+from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class ModelLimits:
     state_groups: frozenset[int] = frozenset()
     max_draft_tokens: int | None = None
     max_encoder_tokens: int = 0
+    specs: tuple[KVCacheSpec, ...] = ()
 
     @classmethod
     def of(cls, kv_cache_config: KVCacheConfig, max_model_len: int) -> ModelLimits:
@@ -37,6 +38,17 @@ class ModelLimits:
             frozenset(i for i, spec in enumerate(specs) if spec.num_state_blocks is not None),
             min((num for num in drafts if num is not None), default=None),
             min(encoder_tokens, default=0),
+            tuple(specs),
+        )
+
+    def least_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks, of all groups, a request has when the last of so many tokens is
+        computed, in however many steps it was: blocks that only some schedules need left out."""
+        return sum(
+            ceil_div(num_tokens, spec.block_size)
+            - spec.num_skipped_tokens(num_tokens - 1) // spec.block_size
+            for spec in self.specs
+            if spec.num_state_blocks is None and not spec.keeps_encoder_tokens
         )
 
     @property

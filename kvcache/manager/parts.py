@@ -32,6 +32,7 @@ from kvcache.manager.step_plan import StepPlanner
 from kvcache.manager.tiers import TierLink
 from kvcache.specs import KVCacheConfig, require_count
 from kvcache.tenants import TenantLedger, TierShares
+from kvcache.tenants.shares import DEVICE_TIER
 
 MAX_UNFINISHED_STEPS = 256
 """Steps of one client that may be neither complete nor failed at the same time."""
@@ -94,7 +95,7 @@ class ManagerSettings:
         if self.tenants is None:
             return None
         num_blocks = self.kv_cache_config.num_blocks
-        shares = TierShares.of(self.tenants, "device", max(0, num_blocks - 1))
+        shares = TierShares.of(self.tenants, DEVICE_TIER, max(0, num_blocks - 1))
         return TenantLedger(shares, num_blocks)
 
 
@@ -130,6 +131,7 @@ class ManagerParts:
             self.book,
             self.core,
             AdmissionLimits(max_model_len, int(settings.watermark * config.num_blocks)),
+            limits,
             log_stats=settings.log_stats,
             tenants=self.tenants,
         )

@@ -36,7 +36,7 @@ from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepReco
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
-from kvcache.step import NO_SLOT, StepResult
+from kvcache.step import NO_SLOT, Refusal, StepResult
 
 
 @dataclass(slots=True)
@@ -49,6 +49,7 @@ class _Answer:
     no_room: list[str] = field(default_factory=list)
     waiting_for_load: list[str] = field(default_factory=list)
     retry_later: list[str] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
     forked_slots: list[int] = field(default_factory=list)
     changes: list[tuple[int, TableChange]] = field(default_factory=list)
 
@@ -109,6 +110,7 @@ class StepExecutor:
         self._note_merges(answer)
         self._fork_all(plan, record, answer)
         is_reserved, patch = self._run_rows(plan, record)
+        self._refuse_rows(plan.rows, is_reserved, answer)
         self._admit_all(plan, record, answer)
         self._core.close_step()
         if not record.is_empty:
@@ -225,6 +227,16 @@ class StepExecutor:
         table.num_computed[indices] = computed
         return reserved.is_reserved, reserved.patches
 
+    def _refuse_rows(self, rows: RowPlan, is_reserved: Int32Array, answer: _Answer) -> None:
+        """Say which rows without room have outgrown what their tenant may have."""
+        if not self._admission.has_tenants:
+            return
+        for i in np.flatnonzero(is_reserved == 0).tolist():
+            request, num_tokens = rows.seated.requests[i], int(rows.own_ends[i])
+            refusal = self._admission.refusal(request, num_tokens, is_counted=True)
+            if refusal is not None:
+                answer.refused.append(refusal)
+
     def _row_states(self, rows: RowPlan) -> RowStates:
         """Say where each row's forward ends, if it has one, and where its last one did."""
         last = self._slots.num_own[rows.seated.indices]
@@ -267,6 +279,11 @@ class StepExecutor:
 
     def _admit(self, applicant: _Applicant, index: int, answer: _Answer) -> Seating | None:
         request = applicant.request
+        refusal = self._admission.refusal(request, request.num_tokens)
+        if refusal is not None:
+            answer.refused.append(refusal)
+            answer.refuse(request.request_id, answer.no_room)
+            return None
         hit = self._admission.look_up(request)
         if not self._is_ready(request, hit, answer):
             return None
@@ -283,6 +300,9 @@ class StepExecutor:
         demand = Demand(start, slot_tokens, cached_tokens, end, applicant.num_encoder_tokens)
         admitted = self._admission.seat(request, index, demand, hit, reserve)
         if admitted is None:
+            refusal = self._admission.refusal_at_once(request)
+            if refusal is not None:
+                answer.refused.append(refusal)
             answer.refuse(request.request_id, answer.no_room)
             return None
         self._admission.record(request, num_hit)
@@ -331,6 +351,7 @@ class StepExecutor:
             no_room=tuple(answer.no_room),
             waiting_for_load=tuple(answer.waiting_for_load),
             retry_later=tuple(answer.retry_later),
+            refused=tuple(answer.refused),
             withdrawn=withdrawn,
             rolled_back_slots=_column([row.slot for row in rolled_back]),
             rolled_back_computed=_column([row.num_computed for row in rolled_back]),

@@ -145,6 +145,18 @@ TENANT_HIT_TOKENS = _counter(
     "Tokens of a tenant that were found on the device, what was loaded there included.",
     "tenant",
 )
+TENANT_TIER_QUERIED_TOKENS = _counter(
+    "kvcache_tenant_tier_query_tokens_total",
+    "Tokens of a tenant's admitted requests that no tier above had.",
+    "tenant",
+    "tier",
+)
+TENANT_TIER_HIT_TOKENS = _counter(
+    "kvcache_tenant_tier_hit_tokens_total",
+    "Tokens of a tenant that were loaded from a tier below the device.",
+    "tenant",
+    "tier",
+)
 TENANT_EVICTIONS = _counter(
     "kvcache_tenant_evicted_blocks_total", "Blocks of a tenant that made room.", "tenant", "tier"
 )
@@ -203,7 +215,8 @@ COORDINATOR_METRICS: tuple[Metric, ...] = (
     *(REQUESTS, CLIENTS, PINS, PREEMPTIONS, STEPS, STEP_QUEUE, STEP_DECISION, STEP_APPLIED),
     *(UNACKNOWLEDGED, RESENT, ERRORS, EPOCH, IS_RUNNING),
     *(TIER_BLOCKS, TIER_LOOKUPS, TIER_OPERATIONS, TIER_BYTES, TIER_JOBS, LOAD_WAITERS),
-    *(TENANT_BLOCKS, TENANT_QUERIED_TOKENS, TENANT_HIT_TOKENS, TENANT_EVICTIONS, TENANT_REFUSALS),
+    *(TENANT_BLOCKS, TENANT_QUERIED_TOKENS, TENANT_HIT_TOKENS, TENANT_TIER_QUERIED_TOKENS),
+    *(TENANT_TIER_HIT_TOKENS, TENANT_EVICTIONS, TENANT_REFUSALS),
 )
 WORKER_METRICS: tuple[Metric, ...] = (
     *(WORKER_APPLIED, WORKER_FORWARDS, WORKER_LABELS, WORKER_POOL, WORKER_BLOCKS),

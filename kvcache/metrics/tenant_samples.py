@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from kvcache.metrics import declarations as known
 from kvcache.metrics.metric import Metric, Sample
 from kvcache.tenants import TenantStatistics
+from kvcache.tenants.shares import DEVICE_TIER
 
 OTHER = "other"
 
@@ -48,8 +49,13 @@ def tenant_samples(
             "limit": tenant.limit_blocks,
         }.items():
             sums[known.TENANT_BLOCKS, (own, tier, state)] += count
-        sums[known.TENANT_QUERIED_TOKENS, (own,)] += tenant.num_asked_tokens
-        sums[known.TENANT_HIT_TOKENS, (own,)] += tenant.num_hit_tokens
+        asked, hit = tenant.num_asked_tokens, tenant.num_hit_tokens
+        if tier == DEVICE_TIER:
+            sums[known.TENANT_QUERIED_TOKENS, (own,)] += asked
+            sums[known.TENANT_HIT_TOKENS, (own,)] += hit
+        else:
+            sums[known.TENANT_TIER_QUERIED_TOKENS, (own, tier)] += asked
+            sums[known.TENANT_TIER_HIT_TOKENS, (own, tier)] += hit
         sums[known.TENANT_EVICTIONS, (own, tier)] += tenant.num_evicted_blocks
         sums[known.TENANT_REFUSALS, (own, tier)] += tenant.num_refusals
     for (metric, values), count in sums.items():

@@ -352,10 +352,16 @@ class ReplayEngine:
     def _require_hope(self, result: StepResult) -> None:
         """Called when a step got nowhere: raise unless another one might get further.
 
-        Raises OutOfBlocksError when whoever wants to run has the pool to itself, and
+        Raises OutOfBlocksError when whoever wants to run has the pool to itself, or is more than
+        its tenant may ever have, and
         DeadlineError when nothing has advanced for `stall_s`.
         """
         self._num_fruitless += 1
+        if result.refused:
+            refusal = result.refused[0]
+            raise OutOfBlocksError(
+                f"request {refusal.request_id} of {self._workload.name}: {refusal.reason}"
+            )
         if len(self._rows) <= 1 and (self._must_preempt or self._is_refused):
             # What finished steps still hold comes free when they are reported: ask once more.
             self._await_pipeline(0)

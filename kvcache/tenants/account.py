@@ -16,9 +16,11 @@ class TenantStatistics:
     """Figures of one tenant in one tier. Counters since it was last heard of anew.
 
     Of its `num_held_blocks`, `num_cached_blocks` are in use by nobody and can be evicted. Of
-    `num_asked_tokens` of its requests `num_hit_tokens` were cached (counted on the device, with
-    `log_stats`). `num_evicted_blocks` of it went, `num_evicted_for_blocks` went for what it asked.
-    It was refused `num_refusals` times; `last_refusal` says the numbers and the remedy.
+    `num_asked_tokens` of its requests `num_hit_tokens` were cached: on the device all tokens of its
+    look-ups, and what was loaded is hit there (with `log_stats`); in a tier below those tokens of
+    admitted requests that no tier above had, and what was loaded from there. `num_evicted_blocks`
+    of it went, `num_evicted_for_blocks` went for what it asked. It was refused `num_refusals`
+    times; `last_refusal` says the numbers and the remedy.
     """
 
     name: str
@@ -42,11 +44,12 @@ class TenantAccount:
 
     Invariants: `num_blocks` are all blocks that it has, `num_unheld` those of them that an eviction
     policy has; `policy` orders these. `num_ties` counts who else knows the account, which is
-    remembered until nobody does. `is_hopeless`: what it was refused last will never fit.
+    remembered until nobody does. `hopeless_blocks`: how many it was refused last, if so many will
+    never fit, otherwise 0.
     """
 
     __slots__ = (
-        "is_hopeless",
+        "hopeless_blocks",
         "last_refusal",
         "name",
         "num_asked_tokens",
@@ -79,7 +82,7 @@ class TenantAccount:
         self.num_evicted_for = 0
         self.num_refusals = 0
         self.last_refusal = ""
-        self.is_hopeless = False
+        self.hopeless_blocks = 0
 
     @property
     def num_in_use(self) -> int:

@@ -160,8 +160,8 @@ class TenantLedger:
     def refuse(self, account: TenantAccount, num_blocks: int, num_free: int) -> None:
         """Note that the tenant found no room for so many blocks more, and what would help."""
         share, used = account.share, account.num_in_use
-        account.is_hopeless = num_blocks > share.limit_blocks
-        if account.is_hopeless:
+        account.hopeless_blocks = num_blocks if num_blocks > share.limit_blocks else 0
+        if account.hopeless_blocks:
             reason = (
                 f"{num_blocks} blocks are wanted by one request, which is more than all that this "
                 f"tenant may have ({share.limit_blocks}): shorten it, or raise the tenant's limit"

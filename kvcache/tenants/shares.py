@@ -15,6 +15,9 @@ from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.errors import ConfigurationError, shown
 from kvcache.request_content import Namespace
 
+DEVICE_TIER = "device"
+"""Name of the tier that requests run on."""
+
 NOBODY_IN_PARTICULAR = ""
 """Name of the tenant of requests that name none."""
 

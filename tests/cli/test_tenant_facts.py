@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rich.console import Console
+from rich.table import Table
 
-from actors.cli.tenant_facts import refusal_lines, tenant_table, tenants_of
+from actors.cli.tenant_facts import (
+    refusal_lines,
+    tenant_table,
+    tenant_usage_table,
+    tenants_of,
+)
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.manager import KVCacheManager
@@ -25,6 +31,14 @@ def served() -> KVCacheManager:
     return manager
 
 
+def cells(table: Table) -> list[str]:
+    """Return what stands in the row of alice."""
+    console = Console(width=120, record=True, force_terminal=False)
+    console.print(table)
+    row = next(line for line in console.export_text().splitlines() if "alice" in line)
+    return [cell.strip() for cell in row.replace("│", "|").split("|")][1:-1]
+
+
 def test_a_row_for_each_tenant_and_the_reason_of_the_last_refusal() -> None:
     manager = served()
     big = Request("big", [9] * 28, tenant="alice")
@@ -32,11 +46,9 @@ def test_a_row_for_each_tenant_and_the_reason_of_the_last_refusal() -> None:
     statistics = CoordinatorStatistics(manager=manager.statistics())
     tenants = tenants_of(statistics)
     assert [(each.name, each.tier) for each in tenants] == [("alice", "device")]
-    console = Console(width=120, record=True, force_terminal=False)
-    console.print(tenant_table(tenants))
-    row = next(line for line in console.export_text().splitlines() if "alice" in line)
-    cells = [cell.strip() for cell in row.replace("│", "|").split("|")]
-    assert cells[1:7] == ["alice", "device", "7", "0", "0", "10 to 12"]
+    assert cells(tenant_table(tenants))[:6] == ["alice", "device", "7", "0", "0", "10 to 12"]
+    used = ["alice", "device", "7", "12", "60", "32 (53.3%)"]
+    assert cells(tenant_usage_table(tenants)) == used
     assert refusal_lines(tenants) == [f"alice (device): {tenants[0].last_refusal}"]
     assert "raise its limit" in tenants[0].last_refusal
 

@@ -1,0 +1,176 @@
+"""What tenants hit in tiers: counted for each, and told to nobody else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kvcache.arrays import int32_array
+from kvcache.clock import VirtualClock
+from kvcache.config.tenants import TenantConfig, TenantsConfig
+from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.offloading import Offloading, OffloadParts, OffloadSettings
+from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.messages import JobReport
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.hits import Place
+from kvcache.offload.keys import make_offload_keys
+from kvcache.offload.options import TierOptions
+from kvcache.offload.registry import make_tier
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.request import Request
+from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
+from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
+
+CORES = ("blocks", "extents")
+SIZE = 4
+SALTS = TenantsConfig(
+    by="salt", named={name: TenantConfig(guaranteed=0.4, limit=0.4) for name in ("alice", "bob")}
+)
+
+
+class Site:
+    """A manager and tiers at work, with one rank that does everything at once."""
+
+    def __init__(
+        self, core: str, shape: Shape, tenants: TenantsConfig, sizes: tuple[int, int, int]
+    ) -> None:
+        device, host, disk = sizes
+        self.manager = make_manager(shape, device + 1, core=core, tenants=tenants, log_stats=True)
+        self._jobs = JobBook(1)
+        tiers = [
+            TierOptions(medium, num_slots, tenants=tenants)
+            for medium, num_slots in ((HOST_MEDIUM, host), (FILE_MEDIUM, disk))
+        ]
+        parts = OffloadParts(
+            OffloadSettings(),
+            TierHitFinder(make_config(shape, device + 1), SIZE),
+            lambda new_job_id: TierHierarchy(*map(make_tier, tiers), new_job_id),
+        )
+        self.offloading = Offloading(parts, self.manager, self._jobs, VirtualClock())
+        self._steps = count(1)
+
+    def step(self, **parts: Any) -> StepResult:
+        """Take a step, and let all that follows from it happen."""
+        number = next(self._steps)
+        step = StepRequest("c", number, 0, completed_step=number - 1, **parts)
+        result = self.manager.step(step)
+        assert not result.error
+        told = self.offloading.commands(self.manager.take_commands(), step, result)
+        while told or self.offloading.has_work:
+            for command in told:
+                job_id = getattr(command, "job_id", None)
+                ended = None if job_id is None else self._jobs.report(0, JobReport(job_id, True))
+                if ended is not None:
+                    assert self.offloading.on_ended(ended)
+            told = self.offloading.commands([])
+        return result
+
+    def serve(self, new: NewRequest) -> list[tuple[int, int, bool]]:
+        """Ask until the request is let in, and end it; return what its tenant was told."""
+        told = []
+        while True:
+            result = self.step(new=(new,))
+            waits = result.waiting_for_load == (new.request_id,)
+            slot = int(result.admitted_slots[0])
+            told.append((int(result.num_hit_tokens[0]), len(result.patches.block_ids), waits))
+            if slot != NO_SLOT:
+                self.step(finished=(new.request_id,))
+                self.manager.check()
+                self.offloading.check()
+                return told
+            assert waits, result
+
+    def figures(self, name: str) -> dict[str, tuple[int, int]]:
+        """Return what a tenant asked for and hit, by tier."""
+        tiers = self.offloading.tiers.statistics()
+        assert tiers.disk is not None
+        everything = (*self.manager.statistics().tenants, *tiers.host.tenants, *tiers.disk.tenants)
+        return {
+            each.tier: (each.num_asked_tokens, each.num_hit_tokens)
+            for each in everything
+            if each.name == name
+        }
+
+    def where(self, new: NewRequest) -> Counter[str]:
+        """Return how many tokens of a request could be hit where, read off the books."""
+        request = Request("probe", new.token_ids, tenant=new.tenant, cache_salt=new.cache_salt)
+        num_on_device = self.manager.tiers.loads.num_device_tokens(request)
+        last = (request.num_tokens - 1) // SIZE
+        keys = make_offload_keys(request.block_hashes, 0, request.namespace)
+        found = Counter(device=num_on_device)
+        for place in self.offloading.tiers.locate(keys[num_on_device // SIZE : last]).tolist():
+            if place not in (Place.HOST, Place.DISK):
+                break
+            found["host" if place == Place.HOST else "disk"] += SIZE
+        return found
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("seed", range(2))
+def test_each_tenant_is_counted_in_each_tier_what_the_books_had_for_it(
+    core: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    names = ("a", "b", "c")
+    site = Site(core, FULL, TenantsConfig(named={"a": TenantConfig(weight=2)}), (30, 40, 120))
+    asked: Counter[tuple[str, str]] = Counter()
+    hit: Counter[tuple[str, str]] = Counter()
+    for number in range(90):
+        tenant = rng.choice(names)
+        prefix = [rng.randrange(4)] * rng.randrange(0, 60)
+        tokens = int32_array([*prefix, 1000 + number])
+        new = NewRequest(f"r{number}", tokens, len(tokens), tenant=tenant)
+        found = site.where(new)
+        site.serve(new)
+        asked[tenant, "device"] += len(tokens)
+        hit[tenant, "device"] += found.total()
+        rest = len(tokens) - found["device"]
+        for tier in ("host", "disk"):
+            asked[tenant, tier] += rest
+            hit[tenant, tier] += found[tier]
+            rest -= found[tier]
+    for name in names:
+        wanted = {tier: (asked[name, tier], hit[name, tier]) for tier in ("device", "host", "disk")}
+        assert site.figures(name) == wanted
+    assert all(sum(hit[name, tier] for name in names) for tier in ("host", "disk"))
+
+
+def conversation(salt: str, number: int) -> NewRequest:
+    """The same tokens whoever asks: four prompts, again and again."""
+    tokens = int32_array([number % 4] * 33)
+    return NewRequest(f"{salt} {number}", tokens, len(tokens), cache_salt=salt)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
+def test_what_tiers_have_of_another_salt_changes_no_answer(core: str, shape: Shape) -> None:
+    """Equal tokens, another salt: the device has room for one prompt of each, tiers for all."""
+    sizes = 50 * len(shape.groups), 100 * len(shape.groups), 200 * len(shape.groups)
+    alone, beside = (Site(core, shape, SALTS, sizes) for _ in range(2))
+    for number in range(12):
+        told = alone.serve(conversation("alice", number))
+        beside.serve(conversation("bob", number))
+        assert beside.serve(conversation("alice", number)) == told
+        beside.serve(conversation("bob", number))
+    shown = {each.name for each in beside.manager.statistics().tenants}
+    assert not {"alice", "bob"} & shown
+    for name in shown:
+        if any(each for each in alone.figures(name).values() if each[0]):
+            assert beside.figures(name) == alone.figures(name)
+            assert alone.figures(name)["host"][1] + alone.figures(name)["disk"][1] > 0
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_prompt_that_only_another_salt_has_in_tiers_is_not_waited_for(core: str) -> None:
+    site = Site(core, FULL, SALTS, (60, 100, 200))
+    for number in range(8):
+        site.serve(conversation("alice", number))
+    mine = site.where(conversation("alice", 0))
+    assert mine["host"] + mine["disk"] > 0
+    assert site.where(conversation("bob", 0)).total() == 0
+    assert site.serve(conversation("bob", 0))[0][0::2] == (0, False)
