@@ -18,8 +18,13 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 IndexArray: TypeAlias = npt.NDArray[np.intp]
 """One-dimensional indices into other arrays, in the width numpy indexes with: never on the wire."""
 
+Ids: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
+"""Ids in either form."""
+
 EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 EMPTY_INT32.flags.writeable = False
+EMPTY_INDEX: IndexArray = np.empty(0, dtype=np.intp)
+EMPTY_INDEX.flags.writeable = False
 
 
 def int32_array(values: Sequence[int] | Iterable[int] | npt.NDArray[np.integer]) -> Int32Array:

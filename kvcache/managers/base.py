@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array
+from kvcache.arrays import EMPTY_INDEX, Ids, IndexArray, index_array
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
@@ -81,18 +81,40 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
 
     # --- tables --------------------------------------------------------------------------------
 
-    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+    def save_new_computed_blocks(
+        self,
+        request_id: str,
+        block_ids: Ids,
+        num_computed_tokens: int = 0,
+    ) -> None:
         if self._tables.get(request_id):
+            raise self._has_blocks(request_id)
+        ids = np.array(block_ids, dtype=np.intp)
+        ids[: self.num_skipped_blocks(num_computed_tokens)] = NULL_ID
+        first_kept = len(ids)
+        if np.count_nonzero(ids):
+            first_kept = int((ids != NULL_ID).argmax())
+        self._pool.touch(ids[first_kept:])
+        self._tables[request_id], self._leading[request_id] = ids.tolist(), ids
+        self.note_cached(request_id, len(ids))
+        self._first_kept[request_id] = first_kept
+
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        table = self._tables.get(request_id, [])
+        leading = self._leading.get(request_id, EMPTY_INDEX)
+        if len(leading) != len(table):
             return super().allocate_new_blocks(request_id, reservation)
-        # A whole prompt: what follows for its blocks is done to arrays.
+        # A whole prompt, or what a hit leaves of it: its blocks stay the array that they come in.
         total = ceil_div(reservation.num_slot_tokens, self.block_size)
-        num_null = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
-        ids = self._pool.take(total - num_null)
+        skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
+        num_null = max(0, skipped - len(table))
+        ids = self._pool.take(max(0, total - len(table) - num_null))
+        new: list[int] = [NULL_ID] * num_null + ids.tolist()
         if num_null:
-            ids = np.concatenate((np.zeros(num_null, dtype=np.intp), ids))
-        table: list[int] = ids.tolist()
-        self._tables[request_id], self._leading[request_id] = table, ids
-        return table[:]
+            ids = index_array(new)
+        self._tables[request_id] = table + new
+        self._leading[request_id] = np.concatenate((leading, ids)) if len(leading) else ids
+        return new
 
     def columns(self, request_id: str, start: int, end: int) -> IndexArray:
         """Return the blocks in columns `[start, end)` of a table. Not to be changed."""

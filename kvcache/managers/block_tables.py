@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcache.arrays import Ids, index_array
 from kvcache.core import ForkOrigin, Reservation
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID as NULL_ID
@@ -107,12 +108,12 @@ class BlockTables:
         held = len(self._tables.get(request_id, ())) + len(new_computed_blocks)
         skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
         needed = max(0, total - max(held, skipped))
-        if new_computed_blocks:
+        if len(new_computed_blocks):
             needed += self._blocks.num_unheld(new_computed_blocks[skipped:])
         return needed
 
     def save_new_computed_blocks(
-        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int = 0
+        self, request_id: str, block_ids: Ids, num_computed_tokens: int = 0
     ) -> None:
         """Adopt a hit as the start of a request's table; raises RequestError if it has one.
 
@@ -120,17 +121,20 @@ class BlockTables:
         `num_computed_tokens` stay null.
         """
         if self._tables.get(request_id):
-            raise RequestError(
-                f"request {request_id} holds {len(self._tables[request_id])} blocks of group "
-                f"{self.group} already: only a request without blocks adopts a hit"
-            )
+            raise self._has_blocks(request_id)
         skipped = min(self.num_skipped_blocks(num_computed_tokens), len(block_ids))
-        table = [NULL_ID] * skipped + list(block_ids[skipped:])
+        table = [NULL_ID] * skipped + index_array(block_ids[skipped:]).tolist()
         first_kept = next((i for i, block_id in enumerate(table) if block_id), len(table))
         self._blocks.touch(table[first_kept:])
         self._tables[request_id] = table
         self.note_cached(request_id, len(table))
         self._first_kept[request_id] = first_kept
+
+    def _has_blocks(self, request_id: str) -> RequestError:
+        return RequestError(
+            f"request {request_id} holds {len(self._tables[request_id])} blocks of group "
+            f"{self.group} already: only a request without blocks adopts a hit"
+        )
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
         """Extend a request's table as reserved; return what entered it, nulls included.

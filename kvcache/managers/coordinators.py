@@ -94,7 +94,7 @@ class KVCacheCoordinator(ABC):
     ) -> None:
         """Adopt a hit in every group; raises RequestError if the request has blocks."""
         for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
-            manager.save_new_computed_blocks(request_id, block_ids.tolist(), num_computed_tokens)
+            manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[list[int]]:
         """Extend all tables as reserved; return what entered each. There is room."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.arrays import Ids
 from kvcache.core import ForkOrigin, Reservation
 from kvcache.managers.block_tables import UNBOUNDED_TOKENS, BlockTables, SharedColumn, TablePool
 from kvcache.specs import KVCacheSpec, ceil_div
@@ -34,7 +35,7 @@ class EncoderColumns(BlockTables):
         return ceil_div(reservation.num_encoder_tokens, self.block_size)
 
     def save_new_computed_blocks(
-        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int = 0
+        self, request_id: str, block_ids: Ids, num_computed_tokens: int = 0
     ) -> None:
         """Adopt nothing: there is no hit."""
 

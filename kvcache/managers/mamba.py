@@ -11,6 +11,7 @@ from typing import ClassVar
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
+from kvcache.core import Reservation
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
 from kvcache.managers.run_maker import Part
@@ -57,6 +58,10 @@ class MambaManager(StateColumns, SingleTypeKVCacheManager):
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Return 0: a state is its request's own."""
         return 0
+
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        self._leading.pop(request_id, None)  # states move from column to column
+        return super().allocate_new_blocks(request_id, reservation)
 
     def take_back(self, request_id: str, num_cached_blocks: int) -> None:
         super().take_back(request_id, num_cached_blocks)

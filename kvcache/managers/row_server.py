@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.arrays import EMPTY_INDEX, IndexArray, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import (
     NewestState,
@@ -41,8 +41,6 @@ from kvcache.managers.row_board import Int64Array, RowBoard
 from kvcache.managers.row_cacher import RowCacher
 from kvcache.request import Request
 from kvcache.tenants import TenantAccount, TenantLedger
-
-EMPTY_INDEX: IndexArray = index_array(())
 
 ReserveOne: TypeAlias = Callable[[Request, Reservation], "list[TableChange] | None"]
 """Reserves for one request that has been checked; None where there is no room."""

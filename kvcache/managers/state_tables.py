@@ -80,7 +80,7 @@ class StateColumns(BlockTables):
         table = self._tables.get(request_id, new_computed_blocks)
         columns = self._columns(table, reservation)
         needed = max(0, len(columns.kept) - len(columns.spare))
-        if new_computed_blocks:
+        if len(new_computed_blocks):
             skipped = self.num_skipped_blocks(reservation.num_computed_tokens)
             needed += self._blocks.num_unheld(new_computed_blocks[skipped:])
         return needed

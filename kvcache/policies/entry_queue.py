@@ -107,10 +107,16 @@ class EntryQueue:
         while segments and missing > 0:
             segment = segments[0]
             end = segment.start + missing
-            chunk = index_array(segment.members[segment.start : end])
-            live = chunk[stamps[chunk] == segment.stamp]
-            self._num_stale -= len(chunk) - len(live)
-            stamps[live] = _OUT
+            members = segment.members[segment.start : end]
+            if isinstance(members, list):  # few: quicker one by one
+                few = [entry for entry in members if stamps[entry] == segment.stamp]
+                for entry in few:
+                    stamps[entry] = _OUT
+                live = index_array(few)
+            else:
+                live = members[stamps[members] == segment.stamp]
+                stamps[live] = _OUT
+            self._num_stale -= len(members) - len(live)
             taken.append(live)
             missing -= len(live)
             if end >= len(segment.members):
