@@ -35,8 +35,9 @@ from kvcache.planner import (
     rank_layout_fingerprint,
     rank_memory,
 )
-from kvcache.specs import KVCacheSpec
+from kvcache.specs import KVCacheConfig, KVCacheSpec
 from kvcache.wire import decode, encode
+from kvcache.worker.file_format import files_bound
 from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.worker import KVCacheWorker
@@ -160,7 +161,7 @@ class EmbeddedWorker:
             max_buffered=4 * config.transport.window,
             max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
             host_keeper=self._keeper(),
-            file_tier=self._file_tier(),
+            file_tier=self._file_tier(plan.configs[rank]),
             verify=config.offload.verify,
             copy_priority=config.offload.copy_priority,
         )
@@ -177,7 +178,7 @@ class EmbeddedWorker:
         node_id = "" if self._report is None else self._report.node.node_id
         return KeeperAddress(keeper_address(self._config.name, node_id), self._config.name)
 
-    def _file_tier(self) -> FileTierSettings | None:
+    def _file_tier(self, plan: KVCacheConfig) -> FileTierSettings | None:
         disk = self._config.offload.disk
         if disk is None:
             return None
@@ -186,7 +187,11 @@ class EmbeddedWorker:
             self._config.name,
             threads=disk.num_threads,
             max_queued_blocks=MAX_QUEUED_BLOCKS,
-            max_bytes=disk.capacity_per_rank + disk.capacity_per_rank // 8,
+            max_bytes=files_bound(
+                disk.capacity_per_rank,
+                plan.disk_blocks,
+                max(group.kv_cache_spec.block_size for group in plan.kv_cache_groups),
+            ),
             sync=disk.sync,
             must_work=self.must_have_files,
         )

@@ -99,6 +99,7 @@ def pin(
 def unpin(
     pin_id: Annotated[int, typer.Argument(help="Number of the pin; `kvcache pins` shows them.")],
     name: NameOption = None,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """End a pin before its time."""
@@ -106,7 +107,7 @@ def unpin(
     def work() -> None:
         from actors.cli.pinning import unpin as unpin_prefix
 
-        unpin_prefix(name, pin_id)
+        unpin_prefix(name, pin_id, as_json)
 
     run_command(work, verbose)
 

@@ -77,7 +77,10 @@ def _line(node: PrefixNode) -> str:
 
 
 def _table(nodes: Sequence[PrefixNode]) -> Table:
-    table = Table("digest", "blocks", "tokens", "used by", "ends below", "last use", "namespace")
+    table = Table()
+    table.add_column("digest", no_wrap=True)
+    for name in ("blocks", "tokens", "used by", "ends below", "last use", "namespace"):
+        table.add_column(name)
     for node in nodes:
         table.add_row(
             _digest(node),

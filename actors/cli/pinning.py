@@ -17,7 +17,7 @@ from actors.cli.launching import say
 from actors.cli.tables import print_json, print_table
 from kvcache.arrays import Int32Array
 from kvcache.config.sections import MAX_COUNT
-from kvcache.errors import ConfigurationError, RequestError
+from kvcache.errors import ConfigurationError, RequestError, shown
 from kvcache.manager.pins import Pin
 from kvcache.metrics.inspection import PinStatus
 from kvcache.request import LoRARequest
@@ -69,12 +69,15 @@ def pin(name: str | None, choice: PrefixChoice, ttl_s: float, as_json: bool) -> 
     )
 
 
-def unpin(name: str | None, pin_id: int) -> None:
+def unpin(name: str | None, pin_id: int, as_json: bool) -> None:
     """End a pin. Raises RequestError, naming those that hold, if there is no such pin."""
     with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
         if not client.unpin_prefix(Pin(pin_id, 0, 0, 0.0)):
             held = ", ".join(str(each.pin_id) for each in cluster.inspect().pins)
             raise RequestError(f"no pin {pin_id} in {cluster.name}: those that hold: {held or '-'}")
+    if as_json:
+        print_json(json.dumps({"name": cluster.name, "unpinned": pin_id}))
+        return
     say(f"pin {pin_id} has ended")
 
 
@@ -85,6 +88,9 @@ def show_pins(name: str | None, as_json: bool) -> None:
     if as_json:
         rows = [asdict(each) for each in pins]
         print_json(json.dumps({"name": cluster.name, "pins": rows}, indent=2))
+        return
+    if not pins:
+        print(f"nothing is pinned in {cluster.name}")
         return
     print_table(Console(file=sys.stdout), f"{cluster.name}: pins", _table(pins))
 
@@ -108,13 +114,19 @@ def read_tokens(choice: PrefixChoice) -> Int32Array:
 
 def _numbers(text: str, where: str) -> list[int]:
     """Return integers separated by commas or white space, or a JSON list of them."""
-    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip(" ,\n"))
-    try:
-        return [int(word) for word in words if word]
-    except ValueError as error:
+    text = text.strip()
+    if text.startswith("[") != text.endswith("]"):
         raise ConfigurationError(
-            f"{where}: {error}: write token ids, separated by commas or spaces"
-        ) from error
+            f"{where}: a list begins or ends there, and not both: is the file whole?"
+        )
+    words = re.split(r"[\s,]+", text.removeprefix("[").removesuffix("]").strip(" ,\n"))
+    wrong = [word for word in words if word and not re.fullmatch(r"[+-]?[0-9]{1,18}", word)]
+    if wrong:
+        raise ConfigurationError(
+            f"{where}: {shown(wrong[0])} is no token id: write token ids, separated by commas or "
+            "spaces"
+        )
+    return [int(word) for word in words if word]
 
 
 def _checked(numbers: list[int], where: str) -> Int32Array:
@@ -150,7 +162,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}: pass a text file") from error
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigurationError(f"{path} cannot be read ({why}): pass a text file") from error
 
 
 def _table(pins: tuple[PinStatus, ...]) -> Table:

@@ -23,7 +23,11 @@ def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
-    """Print a table below its title, which may be wider than the table."""
+    """Print a table below its title, which may be wider than the table. Where the terminal is too
+    narrow cells go on in the next line: no figure loses its end."""
+    for column in table.columns:
+        if not column.no_wrap:
+            column.overflow = "fold"
     console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
 

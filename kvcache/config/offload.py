@@ -26,6 +26,7 @@ class DiskConfig(Section):
     """Files of offloaded blocks, which outlive the cluster.
 
     `directory`: below which every cluster, plan and rank has one of its own, on each rank's node.
+    `capacity_per_rank`: of blocks; a file's head, some 250 bytes and its tokens, comes on top.
     `write`: files are written for what leaves host memory (`on_evict`), or for all that is stored
     there (`on_store`). `sync`: what has reached the disk before a file counts as written.
     """

@@ -29,6 +29,8 @@ FILE_MAGIC = b"kvcb"
 FORMAT_VERSION = 1
 START_BYTES = 24
 MAX_HEAD_BYTES = 1 << 20
+_FIXED_HEAD_BYTES = 512
+"""More than a head takes without tokens: three digests, two fingerprints, a namespace, numbers."""
 
 _START = struct.Struct("<4sIIQI")
 
@@ -57,6 +59,16 @@ class FileHead:
 
 
 _FIELD_TYPES = [{"bytes": bytes, "int": int, "str": str}[str(f.type)] for f in fields(FileHead)]
+
+
+def files_bound(payload_bytes: int, num_files: int, block_size: int) -> int:
+    """Return how long `num_files` files of `payload_bytes` together may become, heads included.
+
+    A head has fixed parts, the block's tokens and what tells contents apart; of small blocks it is
+    a quarter and more. On top an eighth, for files that were set aside and for extra keys.
+    """
+    head_bytes = _FIXED_HEAD_BYTES + 4 * block_size
+    return payload_bytes + payload_bytes // 8 + num_files * head_bytes
 
 
 def pack_head(head: FileHead) -> bytes:

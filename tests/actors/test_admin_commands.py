@@ -100,8 +100,10 @@ def test_a_pin_holds_until_it_is_ended(engine: Engine, tmp_path: Path) -> None:
     assert longer["num_blocks"] == 4
     run("unpin", str(made["pin_id"]))
     assert "those that hold" in run("unpin", str(made["pin_id"]), exit_code=2)
-    run("unpin", str(longer["pin_id"]))
+    unpinned = shown("unpin", str(longer["pin_id"]))
+    assert unpinned == {"name": "test-admin", "unpinned": longer["pin_id"]}
     assert shown("pins")["pins"] == []
+    assert run("pins") == "nothing is pinned in test-admin\n"
     assert "nothing of these 3 tokens" in run("pin", "--tokens", "7,8,9", exit_code=2)
 
 

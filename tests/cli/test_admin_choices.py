@@ -37,10 +37,14 @@ def test_token_ids_are_read_however_they_are_separated(tmp_path: Path, text: str
     [
         (PrefixChoice(), "0 prefixes were given"),
         (PrefixChoice(tokens="1", text=Path("x")), "2 prefixes were given"),
-        (PrefixChoice(tokens="1,x"), "write token ids"),
+        (PrefixChoice(tokens="1,x"), "'x' is no token id: write token ids"),
+        (PrefixChoice(tokens="[1, 2"), "a list begins or ends there, and not both"),
+        (PrefixChoice(tokens="1 2]"), "is the file whole"),
+        (PrefixChoice(tokens="[1,, 2.5]"), "'2.5' is no token id"),
         (PrefixChoice(tokens=""), "there are no token ids"),
         (PrefixChoice(tokens="1,-5"), "-5 is no token id"),
-        (PrefixChoice(token_file=Path("/nowhere/tokens")), "cannot be read"),
+        (PrefixChoice(token_file=Path("/nowhere/tokens")), r"read \(No such file or directory\): "),
+        (PrefixChoice(token_file=Path("/")), r"/ cannot be read \(Is a directory\): pass a text"),
         (PrefixChoice(text=Path("/nowhere/text")), "pass --tokenizer"),
     ],
 )

@@ -88,6 +88,7 @@ class PublishedCluster:
         num_blocks: int = 64,
         num_host_blocks: int = 0,
         directory: str | None = None,
+        num_disk_blocks: int = 400,
         hash_algorithm: str = "sha256",
         block_size: int = BLOCK,
         salts: Sequence[str | None] = SALTS,
@@ -124,7 +125,7 @@ class PublishedCluster:
         if num_host_blocks:
             plain["offload"] = {"host_memory_per_rank": num_host_blocks * block}
         if directory is not None:
-            disk = {"directory": directory, "capacity_per_rank": 400 * block}
+            disk = {"directory": directory, "capacity_per_rank": num_disk_blocks * block}
             plain["offload"]["disk"] = disk
         self.block_size = block_size
         self.cluster = LocalCluster(parse_config(plain, "interop"))
