@@ -3,8 +3,10 @@
     python -m tests.agreement "full, window" exact_pressure 7
     python -m tests.agreement "full, window" exact 0 --seeds 50 --operations 300 --second extents
     python -m tests.agreement full all --second extents --without FORKS EVICTIONS
+    python -m tests.agreement latent duplicates 3 --audit-one-in 1
 
-A walk that fails prints its log and is the last one.
+A walk that fails prints its log and is the last one. The same seed walks the same way however often
+it audits; what an audit finds has happened since the one before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import replace
 
 from tests.agreement.configurations import CONFIGURATIONS, Family, Operation, configuration_named
 from tests.agreement.walk import NUM_OPERATIONS, replay
+from tests.audits import ONE_IN
 
 
 def main() -> None:
@@ -25,6 +28,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="how many, from the first on")
     parser.add_argument("--operations", type=int, default=NUM_OPERATIONS)
     parser.add_argument("--second", default=None, help="core beside the reference core")
+    parser.add_argument("--audit-one-in", type=int, default=ONE_IN, help="operations on average")
     operations = [operation.name for operation in Operation]
     parser.add_argument("--without", nargs="*", choices=operations, default=())
     given = parser.parse_args()
@@ -42,7 +46,13 @@ def main() -> None:
             families = (Family[given.family.upper()],)
         for family in families:
             for seed in range(given.seed, given.seed + given.seeds):
-                replay(configuration, family, seed, given.operations)
+                replay(
+                    configuration,
+                    family,
+                    seed,
+                    given.operations,
+                    audit_one_in=given.audit_one_in,
+                )
             print(f"{name}, {family.value}: {given.seeds} agree")
 
 

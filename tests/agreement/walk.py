@@ -20,6 +20,7 @@ from tests.agreement.engine import CALLER, Engine, Live, Newcomer
 from tests.agreement.prompts import Prompts
 from tests.agreement.side import Action, Facts, Side, Sizes
 from tests.agreement.step_choice import StepChoice
+from tests.audits import ONE_IN, Audits
 
 LARGE_POOL = 640
 RESERVE = 200
@@ -31,13 +32,14 @@ NUM_OPERATIONS = 90
 class Walk:
     """One walk. `cores` are compared with the first of them; one core walks alone."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - what a walk is
         self,
         configuration: Configuration,
         family: Family,
         seed: int,
         cores: Sequence[str],
         factories: Mapping[str, CoreFactory] = CORES,
+        audit_one_in: int = ONE_IN,
     ) -> None:
         self.rng = random.Random(f"{configuration.name} {family.name} {seed}")
         self.configuration = configuration
@@ -45,6 +47,7 @@ class Walk:
         self.title = f"{configuration.name!r} {family.name} {seed} {' '.join(cores)}"
         sizes = self._sizes()
         self.sides = [Side(configuration, core, sizes, factories) for core in cores]
+        self.audits = Audits(self.title, self._audit, audit_one_in)
         self.engine = Engine(keeps_states=configuration.keeps_states)
         self.prompts = Prompts(configuration, family, self.rng)
         self.steps = StepChoice(self)
@@ -77,6 +80,7 @@ class Walk:
                 if not self.family.has_pressure and self._is_used_up():
                     self.start_over()
             self.start_over()
+            self.audits.make()
         except BaseException:
             print(f"walk {self.title}, the log of its {len(self.log)} operations:")
             print("\n".join(self.log))
@@ -162,14 +166,17 @@ class Walk:
         for side in self.sides:
             side.settle(forwards)
             seen.append(side.observe(names))
-            if self.family.has_pressure or len(self.log) % 6 == 0:
-                side.manager.check()
         self._compare(seen)
+        self.audits.perhaps()
         if self.family.is_unique:
             known = self.held_blocks() | {*self.sides[0].truth.labels.blocks()}
             surplus = self.sides[0].truth.num_surplus(known)
             assert not surplus, f"the walk lets {surplus} contents be computed again"
         self.num_compared += 1
+
+    def _audit(self) -> None:
+        for side in self.sides:
+            side.manager.check()
 
     def _compare(self, facts: Sequence[Facts]) -> None:
         if len(facts) < 2:
@@ -274,17 +281,25 @@ class Walk:
         return self.rng.choice([self.rng.randint(1, 40), largest * self.rng.randint(1, 4), 80])
 
 
-def walk_both(configuration: Configuration, family: Family, seed: int) -> list[Walk]:
+def walk_both(
+    configuration: Configuration, family: Family, seed: int, audit_one_in: int = ONE_IN
+) -> list[Walk]:
     """Make the walks of a configuration: both cores in lock step, or each alone."""
-    cores = ("blocks", configuration.second_core)
-    if family is not Family.DUPLICATES_PRESSURE:
-        return [Walk(configuration, family, seed, cores)]
-    return [Walk(configuration, family, seed, [core]) for core in dict.fromkeys(cores)]
+    together: tuple[str, ...] = ("blocks", configuration.second_core)
+    each = [together]
+    if family is Family.DUPLICATES_PRESSURE:
+        each = [(core,) for core in dict.fromkeys(together)]
+    return [Walk(configuration, family, seed, c, audit_one_in=audit_one_in) for c in each]
 
 
 def replay(
-    configuration: Configuration, family: Family, seed: int, num_operations: int = NUM_OPERATIONS
+    configuration: Configuration,
+    family: Family,
+    seed: int,
+    num_operations: int = NUM_OPERATIONS,
+    *,
+    audit_one_in: int = ONE_IN,
 ) -> None:
     """Do the walks of one seed again; prints the log of one that fails."""
-    for walk in walk_both(configuration, family, seed):
+    for walk in walk_both(configuration, family, seed, audit_one_in):
         walk.go(num_operations)

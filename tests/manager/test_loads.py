@@ -13,6 +13,7 @@ from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import HeldPrefix
 from kvcache.request import Request
+from tests.audits import Audits
 from tests.manager.managers_under_test import (
     CHUNKED,
     CHUNKED_HYBRID,
@@ -224,6 +225,7 @@ def test_loads_among_running_requests_keep_the_books(shape: Shape, core: str, se
     engine = Engine(manager)
     size = max(group.block_size for group in shape.groups)
     families = [[dice.randrange(50) for _ in range(60)] for _ in range(3)]
+    audits = Audits(f"{shape.name} {seed}", manager.check)
     loading: dict[int, tuple[list[int], int]] = {}
     held: list[int] = []
     running: list[str] = []
@@ -254,7 +256,7 @@ def test_loads_among_running_requests_keep_the_books(shape: Shape, core: str, se
             manager.tiers.loads.release(load_id)
         elif action == "release" and held:
             manager.tiers.loads.release(held.pop(dice.randrange(len(held))))
-        manager.check()
+        audits.perhaps()
     for load_id in [*loading, *held]:
         manager.tiers.loads.release(load_id)
     engine.step(finished=tuple(running))

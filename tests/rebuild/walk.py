@@ -70,6 +70,7 @@ class RebuildWalk:
             self.seen.update(dict.fromkeys(self.walk.prompts.library))
             if number % REST == REST - 1:
                 self.rebuild()
+        self.walk.audits.make()
 
     def rebuild(self) -> None:
         """Rebuild both cores, from what ranks agree on wholly, and from what they do not."""

@@ -23,6 +23,7 @@ from kvcache.step import (
     StepRequest,
     StepResult,
 )
+from tests.audits import Audits
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -68,6 +69,7 @@ class ForkEngine:
         self.cluster = cluster
         self.client = client
         self.random = random.Random(seed)
+        self.audits = Audits(seed, self._audit)
         self.longest, self.longest_kept = longest, 2 * longest
         self.max_drafts = max_drafts
         self.num_encoder_tokens = num_encoder_tokens
@@ -87,6 +89,7 @@ class ForkEngine:
             else:
                 self.go()
         self.finish_all()
+        self.audits.make()
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -246,10 +249,13 @@ class ForkEngine:
         self.last_step = result.step
         if self.random.random() < 0.7:
             self.client.wait_finished(result.step)
+        self.audits.perhaps()
+        return result
+
+    def _audit(self) -> None:
         manager = self.cluster.coordinator.manager
         assert manager is not None
         manager.check()
-        return result
 
     def finished_step(self) -> int:
         """Report what is finished, sometimes less; never a step that failed."""

@@ -9,6 +9,7 @@ import pytest
 
 from kvcache import Request
 from kvcache.commands import BlockTablePatch, Copy, Zero
+from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
 SIZE = 4
@@ -80,6 +81,7 @@ class Walk:
             zero_new_blocks=seed % 2 == 0,
             core="blocks" if self.counts_exactly else "extents",
         )
+        self.audits = Audits(seed, self.manager.check)
         self.worker = Worker(self.num_groups)
         self.live: list[Live] = []
         self.count = 0
@@ -88,7 +90,7 @@ class Walk:
         self.random.choices(
             [self.start, self.append, self.fork, self.free, self.forward], [2, 6, 3, 2, 5]
         )[0]()
-        self.manager.check()
+        self.audits.perhaps()
         held = {b for one in self.live for t in self.tables(one) for b in t if b}
         core = self.manager.statistics().core
         assert core.num_free_blocks + len(held) <= core.num_blocks
@@ -197,6 +199,7 @@ def test_no_call_changes_another_requests_bytes(seed: int, shape: Shape) -> None
     walk.forward()
     while walk.live:
         walk.free()
+    walk.audits.make()
     core = walk.manager.statistics().core
     assert core.num_free_blocks == core.num_blocks
     assert sum(core.references.values()) == 0

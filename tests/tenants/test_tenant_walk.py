@@ -13,6 +13,7 @@ from kvcache.errors import PinLimitError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.pins import Pin
 from kvcache.request import Request
+from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, STATES_HYBRID, Shape, make_manager
 from tests.tenants.share_model import Holding, after_taking, has_room, holdings_of
 
@@ -169,10 +170,12 @@ def test_every_step_keeps_the_promises(core: str, shape: Shape, policy: str) -> 
         shape, POOL + 1, core=core, tenants=TENANTS, eviction_policy=policy, has_workers=False
     )
     walk = Walk(manager, rng)
+    audits = Audits(f"{core} {shape.name} {policy}", manager.check)
     for _ in range(300):
         walk.step()
-        manager.check()
+        audits.perhaps()
         assert promises_are_kept(list(walk.holdings().values()))
+    audits.make()
     figures = manager.statistics()
     evicted = sum(tenant.num_evicted_blocks for tenant in figures.tenants)
     assert evicted == figures.core.num_evictions > 0
