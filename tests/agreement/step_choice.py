@@ -58,8 +58,13 @@ class StepChoice:
         drafts = walk.prompts.output([*request.tokens, *appended], num_drafts)
         return Row(request.name, num_rejected, appended, num_new, drafts)
 
-    def step(self) -> None:
-        """Choose a step of a client, do it, and follow the answer."""
+    def decode(self) -> None:
+        """Choose some steps in which who runs runs on, and nobody comes or goes."""
+        for _ in range(self._rng.randint(3, 9)):
+            self.step(is_calm=True)
+
+    def step(self, *, is_calm: bool = False) -> None:
+        """Choose a step of a client, do it, and follow the answer; in a calm one rows run on."""
         walk, rng, engine = self._walk, self._rng, self._walk.engine
         client = engine.clients[0]
         if walk.allows(Operation.CLIENTS, 0.4):
@@ -67,17 +72,20 @@ class StepChoice:
         failed, completed, taken_back = self._settle(client)
         running = engine.of(client.name, running=True)
         waiting = engine.of(client.name, running=False)
-        finished = [r for r in running + waiting if rng.random() < 0.12]
+        finished = [r for r in running + waiting if not is_calm and rng.random() < 0.12]
         staying = [r for r in running if r not in finished]
-        preempted = [r for r in staying if walk.allows(Operation.PREEMPTION, 0.07)]
+        preempted = [r for r in staying if not is_calm and walk.allows(Operation.PREEMPTION, 0.07)]
         staying = [r for r in staying if r not in preempted]
         waiting = [r for r in waiting if r not in finished]
-        new, resumed = self._newcomers(client.name, waiting, is_failing=failed != NO_STEP)
+        new: list[NewRequest] = []
+        resumed: list[ResumedRequest] = []
+        if not is_calm:
+            new, resumed = self._newcomers(client.name, waiting, is_failing=failed != NO_STEP)
         if completed != NO_STEP:
             engine.complete(client, completed)
         # Where it matters what is evicted, who shares something comes alone.
         is_alone = walk.family.is_unique and walk.family.has_pressure and (new or resumed)
-        rows, forks = ([], []) if is_alone else self._runners(staying)
+        rows, forks = ([], []) if is_alone else self._runners(staying, may_fork=not is_calm)
         number = client.last_step + rng.choice([1, 1, 2])
         request = StepRequest(
             client.name,
@@ -191,14 +199,20 @@ class StepChoice:
             walk.prompts.remember(origin, list(tokens))
         return new
 
-    def _runners(self, staying: list[Live]) -> tuple[list[Row], list[tuple[str, str]]]:
+    def _runners(
+        self, staying: list[Live], *, may_fork: bool
+    ) -> tuple[list[Row], list[tuple[str, str]]]:
         walk, rng = self._walk, self._rng
         chosen = [r for r in staying if rng.random() < 0.8]
         rows = [row for r in chosen if (row := self.row(r)) is not None]
         rng.shuffle(rows)
         # Unique: a parent must not have tokens left that both would compute.
         parents = [r for r in staying if r.computed >= len(r.tokens) or not walk.family.is_unique]
-        forks = [(r.name, walk.name()) for r in parents if walk.allows(Operation.FORKS, 0.08)]
+        forks = [
+            (r.name, walk.name())
+            for r in parents
+            if may_fork and walk.allows(Operation.FORKS, 0.08)
+        ]
         return rows, forks
 
     def _arrays(self, rows: list[Row]) -> RunningRequests:

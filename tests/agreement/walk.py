@@ -91,6 +91,7 @@ class Walk:
         allowed, calls = self.configuration.operations_in(self.family), self.calls
         table: list[tuple[float, Operation | None, Callable[[], None]]] = [
             (9, Operation.STEPS, self.steps.step),
+            (2, Operation.STEPS, self.steps.decode),
             (4, Operation.CALLS, calls.admit),
             (5, Operation.CALLS, calls.extend),
             (3, Operation.CALLS, calls.free),
