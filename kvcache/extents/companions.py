@@ -4,7 +4,8 @@ Beside the publisher. A block that enters the tree is held by runs from then on,
 a reference of his own: forks with the same tokens end behind the same run (having followed what the
 tree has before, if need be), and where somebody else
 has a reference (a fork in the middle of the block, a pin whose content was withdrawn), publishing
-ends before that block until he has gone. Refuses to guess: tokens and blocks must be the same.
+ends before that block until he has gone. What its blocks of other groups can stand beside, each row
+offers when it publishes itself. Refuses to guess: tokens and blocks must be the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvcache.arrays import Int32Array
 from kvcache.extents.parts import CoreParts
-from kvcache.extents.rows import Row
+from kvcache.extents.rows import NEVER, Row
 from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape
 
@@ -49,7 +50,7 @@ class Companions:
             return Company(end)
         for other in self._behind(row, start):
             follow(other, start)
-            self._note_end(other, start)
+            self._note_end(other)
         references = [self._store.own_references(ids) for ids in blocks]
         tokens = self._match_tokens.of(row.request, start, end)
         rows = []
@@ -85,7 +86,9 @@ class Companions:
             self._tree.release(above)
             other.run = run
             self._tables.published[other.index] = end
-            self._note_end(other, end)
+            if self._shape.others:
+                self._tables.leave_unoffered(other.index, start)
+            self._note_end(other)
 
     def _behind(self, row: Row, end: int) -> list[Row]:
         """Return the rows that end on the way to the row's run and share its units up to `end`."""
@@ -105,12 +108,13 @@ class Companions:
                 rows.append(other)
         return rows
 
-    def _note_end(self, row: Row, end: int) -> None:
-        """Note what fills the next unit of a row that has published up to unit `end`."""
+    def _note_end(self, row: Row) -> None:
+        """Note what fills the next unit of a row whose units others have published."""
         capacity = int(self._tables.capacity_tokens[row.index])
         limit = int(self._tables.full_tokens[row.index])
-        full = max((end + 1) * self._shape.unit_tokens, limit)
-        self._tables.note_limits(row.index, capacity, full)
+        if limit != NEVER:
+            limit = (self._tables.first_open_unit(row.index) + 1) * self._shape.unit_tokens
+        self._tables.note_limits(row.index, capacity, limit)
 
     def _num_shared(
         self, tokens: bytes, blocks: list[Int32Array], other: Row, start: int, end: int

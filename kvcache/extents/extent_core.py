@@ -338,7 +338,7 @@ class ExtentCore:
         for row in self.tables.by_id.values():
             row.run = self.tree.root(row.request.namespace)
             self.tree.hold(row.run)
-            self.tables.published[row.index] = 0
+            self.tables.end_at(row.index, 0)
         self.parts.match_tokens.clear()
         self.hits_stopped = False
         self.reserver.can_publish = self.can_hit

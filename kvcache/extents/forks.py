@@ -179,6 +179,9 @@ class RowForks:
             run = self._tree.split(run, end - run.start)
         self._tree.hold(run)
         child = self._tables.open(request, run)
+        unoffered = self._tables.unoffered.get(parent.index, end)
+        if unoffered < end:
+            self._tables.leave_unoffered(child.index, unoffered)
         child.is_mute = parent.is_mute
         return child
 

@@ -63,6 +63,8 @@ class Publisher:
         references to those of ordered groups, not even the row.
         """
         start = self._tables.published.item(row.index)
+        if self._tables.unoffered and row.index in self._tables.unoffered:
+            self._offer(row, min(num_tokens // self._shape.unit_tokens, start))
         # Where every block is longer than a unit, the last unit's tokens may not be there yet.
         end = min(num_tokens, row.request.num_tokens) // self._shape.unit_tokens
         if end <= start:
@@ -119,8 +121,16 @@ class Publisher:
     # --- inside --------------------------------------------------------------------------------
 
     def _follow_to(self, row: Row, end: int) -> None:
-        """Let a row end at unit `end`, up to which the tree has its units already."""
-        self.publish(row, end * self._shape.unit_tokens)
+        """Let a row end at unit `end`, up to which the tree has its units already.
+
+        Somebody else publishes: the row offers what may stand beside them when it does.
+        """
+        start = self._tables.published.item(row.index)
+        if start < end:
+            tokens = self._match_tokens.of(row.request, start, end)
+            walk = self._tree.walk(row.run, tokens, 0, end - start)
+            self._follow(row, walk, are_new=False, is_offering=False)
+            self._tables.published[row.index] = end
 
     def _digests_of(self, row: Row, tokens: bytes, first_unit: int, parent: bytes) -> bytes:
         """Do `digest` for units of a row of which these are the match tokens."""
@@ -135,7 +145,7 @@ class Publisher:
         size = self._shape.unit_tokens
         return b"".join(self._hash_fn.chain(BlockHash(parent), tokens, size, num_units))
 
-    def _follow(self, row: Row, walk: Walk, *, are_new: bool) -> None:
+    def _follow(self, row: Row, walk: Walk, *, are_new: bool, is_offering: bool = True) -> None:
         """Let the row end where the tree has its next units already; its own are doubles."""
         last, path = walk.path[-1], walk.path
         if walk.num_of_last < last.num_units:
@@ -145,15 +155,28 @@ class Publisher:
         row.run = last
         for group in self._shape.ordered:
             self._note_doubles(group, row, path, are_new=are_new)
-        handles = self._put_beside(row, path)
         start, end = path[0].start, last.end
-        segment = self._path_segment(row, path)
-        if (handles != NULL_HANDLE).any():
-            if self._evictor.digest_of.size:
-                beside = handles[[group.index for group in self._shape.others]]
-                self.note_digests(beside, segment.digests[(start - end) * self._digest_bytes :])
-            self.conclude(Published([segment], handles, is_content=False))
+        segment = self._path_segment(row, path, start, end)
+        if is_offering:
+            self._put_beside(row, path, segment)
+        elif self._shape.others:
+            self._tables.leave_unoffered(row.index, start)
         self._duplicates.note(row, segment)
+
+    def _offer(self, row: Row, end: int) -> None:
+        """Put a row's blocks beside its units up to `end`, which others have published."""
+        start, run = self._tables.unoffered[row.index], row.run
+        if end <= start:
+            return
+        path: list[Run] = []
+        while run.end > start and run.parent is not None:
+            run.settle()
+            path.insert(0, run)
+            run = run.parent
+        self._put_beside(row, path, self._path_segment(row, path, start, end))
+        del self._tables.unoffered[row.index]
+        if end < self._tables.published.item(row.index):
+            self._tables.leave_unoffered(row.index, end)
 
     def _note_doubles(self, group: GroupShape, row: Row, path: list[Run], *, are_new: bool) -> None:
         start, end = path[0].start, path[-1].end
@@ -169,35 +192,46 @@ class Publisher:
             columns = (doubles + start) // group.num_units
             row.doubles.setdefault(group.index, []).extend(columns.tolist())
 
-    def _put_beside(self, row: Row, path: list[Run]) -> HandleArray:
-        """Put the row's blocks of other groups where the tree's have gone; return their handles."""
+    def _put_beside(self, row: Row, path: list[Run], segment: Segment) -> None:
+        """Put the row's blocks of other groups where the tree lacks some, beside a segment."""
         store = self._store
-        start, end = path[0].start, path[-1].end
+        start, end = segment.first_unit, segment.first_unit + segment.num_units
         handles: HandleArray = np.full(
             (len(self._shape.groups), end - start), NULL_HANDLE, dtype=np.int64
         )
         for group in self._shape.others:
             ours = self.beside_blocks(group, row, start, end)
             theirs = np.concatenate([run.handles[group.place] for run in path])
+            theirs = theirs[start - path[0].start :][: end - start]
             lacks = ~store.are_valid(theirs) & (ours != 0) & (store.seals[ours] == NO_CONTENT)
             if not lacks.any():
                 continue
             handles[group.index, lacks] = store.handles_of(ours[lacks])
-            at = 0
             for run in path:
-                lacking = lacks[at : at + run.num_units]
-                lent = handles[group.index, at : at + run.num_units]
-                run.handles[group.place, lacking] = lent[lacking]
-                at += run.num_units
+                first, last = max(run.start, start), min(run.end, end)
+                lacking = lacks[first - start : last - start]
+                lent = handles[group.index, first - start : last - start]
+                of_run = run.handles[group.place, first - run.start : last - run.start]
+                of_run[lacking] = lent[lacking]
             self.fill_single(group, ours[lacks])
-        return handles
+        if (handles != NULL_HANDLE).any():
+            if self._evictor.digest_of.size:
+                beside = handles[[group.index for group in self._shape.others]]
+                self.note_digests(beside, segment.digests[(start - end) * self._digest_bytes :])
+            self.conclude(Published([segment], handles, is_content=False))
 
-    def _path_segment(self, row: Row, path: list[Run]) -> Segment:
-        """Return the units of a path that the row follows as a segment."""
-        first = path[0]
+    def _path_segment(self, row: Row, path: list[Run], start: int, end: int) -> Segment:
+        """Return units of a path that the row follows as a segment."""
+        first, size = path[0], self._digest_bytes
         digests = b"".join([run.digests for run in path])
-        parent = b"" if first.parent is None else first.parent.last_digest(self._digest_bytes)
-        return self.segment(row, first.start, path[-1].end - first.start, digests, parent)
+        at = (start - first.start) * size
+        if at:
+            parent = digests[at - size : at]
+        else:
+            parent = b"" if first.parent is None else first.parent.last_digest(size)
+        return self.segment(
+            row, start, end - start, digests[at : (end - first.start) * size], parent
+        )
 
     def _add(self, row: Row, tokens: bytes, start: int, *, are_new: bool) -> None:
         """Let the row's units from `start` on, of these match tokens, become the tree's."""

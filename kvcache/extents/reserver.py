@@ -155,7 +155,7 @@ class Reserver:
             capacity = 0
         full = NEVER
         if self.can_publish and not row.is_mute:
-            full = (tables.published.item(index) + 1) * self._shape.unit_tokens
+            full = (tables.first_open_unit(index) + 1) * self._shape.unit_tokens
         tables.note_limits(index, capacity, full)
         tables.skip_tokens[index] = skip
 

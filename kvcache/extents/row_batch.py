@@ -255,8 +255,11 @@ class RowServer:
         return missing
 
     def _can_serve_together(self, busy: _Busy) -> bool:
-        """Say whether no row keeps states, shares blocks or begins behind its slots."""
+        """Say whether no row keeps states, shares blocks, has some to offer, or begins behind
+        its slots."""
         if self._lists.states or self._forks.any_sharing(busy.rows):
+            return False
+        if self._tables.any_unoffered(busy.rows):
             return False
         if self._tenants is not None and not self._have_room(busy, self._tenants):
             return False

@@ -8,6 +8,8 @@ Refuses to know contents: a row's blocks are ids.
     num_columns    4    0    7      columns in use
     first_kept     0    0    5      columns before are null: nobody reads them any more
     published     40    0  112      units that are in the tree, up to where the row's run ends
+    unoffered      -    -  108      from there on others published them: the row's blocks of other
+                                    groups may be lacking beside them
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class RowTables:
         self.next_tokens: Int64Array
         # All of these figures are rows of one array, a column for each row of the tables.
         self._name_figures(np.zeros((2 * self._num_groups + 5, 0), dtype=np.int64))
+        self.unoffered: dict[int, int] = {}  # by row; few rows have any, and not for long
         self._row_of_slot: IndexArray = index_array(())
         self._last_slots: bytes | None = None
         self._last_rows: IndexArray = index_array(())
@@ -105,6 +108,7 @@ class RowTables:
             self._row_of_slot[row.slot] = NO_ROW
             self._last_slots = None
         self._figures[:, index] = 0
+        self.unoffered.pop(index, None)
         self.by_index[index] = None
         del self.by_id[row.request.request_id]
         heapq.heappush(self._free, index)
@@ -168,6 +172,25 @@ class RowTables:
         """Note which number of cached tokens fills the next unit of many rows."""
         self.full_tokens[rows] = full_tokens
         self.next_tokens[rows] = np.minimum(self.capacity_tokens.take(rows) + 1, full_tokens)
+
+    def first_open_unit(self, index: int) -> int:
+        """Return the first unit of a row that it has still to publish, or to put blocks beside."""
+        published = self.published.item(index)
+        return self.unoffered.get(index, published) if self.unoffered else published
+
+    def any_unoffered(self, rows: IndexArray) -> bool:
+        """Say whether one of these rows has blocks to put beside units that others published."""
+        return bool(self.unoffered) and not self.unoffered.keys().isdisjoint(rows.tolist())
+
+    def end_at(self, index: int, unit: int) -> None:
+        """Note that a row ends at `unit`, and publishes again from there."""
+        self.published[index] = unit
+        if self.unoffered.get(index, -1) >= unit:
+            del self.unoffered[index]
+
+    def leave_unoffered(self, index: int, start: int) -> None:
+        """Note that a row has not offered its blocks beside its units from `start` on."""
+        self.unoffered[index] = min(start, self.unoffered.get(index, start))
 
     def rows_of(self, slots: Int32Array) -> IndexArray | None:
         """Return the rows that batches name by `slots`, `NO_ROW` for those that none is named by;

@@ -139,6 +139,8 @@ class Settlement:
             own = self._withdrawal.rewind(segment.request_id, segment.first_unit)
         elif published.doubles_of is not None:
             own = self._withdrawal.rewind_doubles(published.doubles_of, segment.first_unit)
+        elif not published.is_content:
+            own = self._withdrawal.unoffer(segment.request_id, segment.first_unit)
         if own is not None:
             touched[own.index] = own
 

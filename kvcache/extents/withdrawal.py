@@ -100,6 +100,13 @@ class Withdrawal:
                 row.doubles[group.index] = kept
         return self._rewind(row, unit)
 
+    def unoffer(self, request_id: str, unit: int) -> Row | None:
+        """Let a request's row put blocks beside its units from `unit` on once more; return it."""
+        row = self._tables.get(request_id)
+        if row is not None and int(self._tables.published[row.index]) > unit:
+            self._tables.leave_unoffered(row.index, unit)
+        return row
+
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of what continues them.
 
@@ -134,7 +141,7 @@ class Withdrawal:
         self._tree.hold(run)
         self._tree.release(row.run)
         row.run = run
-        self._tables.published[row.index] = unit
+        self._tables.end_at(row.index, unit)
         return row
 
     def _split_at(self, run: Run, unit: int) -> None:
@@ -165,7 +172,7 @@ class Withdrawal:
                 row.doubles[g] = [column for column in row.doubles[g] if column < first]
         self._tree.hold(stump)
         row.run = stump
-        tables.published[index] = stump.end
+        tables.end_at(index, stump.end)
 
     def _evict_beside(self, run: Run, wanted: BoolArray) -> None:
         """Forget wanted blocks beside a run, and those that continue them without a gap."""

@@ -256,6 +256,25 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         """The forward that filled blocks from `num_cached_blocks` on failed: they are not full."""
         self.rewind(request_id, num_cached_blocks)
 
+    def take_back_run(self, run: CachedRun) -> list[str]:
+        """Let all who have blocks of a run, which is to be withdrawn, make them hittable again.
+
+        Forks have, and went on as if theirs were cached. Returns the requests.
+        """
+        self.take_back(run.request_id, run.first_index)
+        unsealed, shared = self._pool.contents.unsealed, []
+        is_own = run.request_id in self._tables
+        for column, block_id in enumerate(run.block_ids, run.first_index):
+            if unsealed.get(block_id) is run and self._blocks.num_references(block_id) > is_own:
+                shared.append((column, block_id))
+        found = [run.request_id]
+        for request_id, table in self._tables.items() if shared else ():
+            columns = [c for c, b in shared if c < len(table) and table[c] == b]
+            if columns and request_id != run.request_id:
+                self.rewind(request_id, columns[0])
+                found.append(request_id)
+        return found
+
     def require_cacheable(self, request: Request, num_tokens: int) -> None:
         """Raise RequestError if `cache_blocks` could not do its work. Changes nothing."""
         num_full = num_tokens // self.block_size

@@ -175,10 +175,10 @@ class BlockCore:
         Requests that adopted such blocks keep them, without content.
         """
         for run in self.pool.ledger.take_from(client_id, from_step):
-            self.pool.withdraw(run)
             manager = self.coordinator.managers[run.table.group]
-            manager.take_back(run.request_id, run.first_index)
-            self._forget_limits(run.request_id)
+            for request_id in manager.take_back_run(run):
+                self._forget_limits(request_id)
+            self.pool.withdraw(run)
 
     # --- a request's way -----------------------------------------------------------------------
 
