@@ -43,7 +43,9 @@ def main() -> None:
         )
         families = configuration.families
         if given.family != "all":
-            families = (Family[given.family.upper()],)
+            families = tuple(f for f in families if f is Family[given.family.upper()])
+        if not families:
+            print(f"{name}: takes no part in {given.family}, configurations.py says why")
         for family in families:
             for seed in range(given.seed, given.seed + given.seeds):
                 replay(

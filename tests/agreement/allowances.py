@@ -19,7 +19,10 @@ tree has one place per content. Whoever computes a content that has its place th
         - references differ by no more than surplus;
         - labels name the same contents, each as often as there are cached blocks of it;
         - places that share a block may be others, and with them the leading blocks in common;
-        - zeroed and copied blocks differ by no more than surplus.
+        - zeroed and copied blocks differ by no more than surplus;
+        - of the states behind a request's newest one the tree's tables keep fewer: a state that has
+          its place in the tree is private to who computes it again, and moves on with his next long
+          forward, where the reference core has cached it as a copy.
         Hits, admissions, scheduled tokens, table shapes, events: equal. For that the owners of
         requests (each client, and the caller of single calls) have salts of their own: where two
         owners compute a content while a step of one is not complete, each block of the reference
@@ -53,6 +56,9 @@ WITHIN_SURPLUS = frozenset(
 
 DIRECTION = {"core.num_cached_blocks": -1, "core.num_sealed_blocks": -1}
 """Of those, which may only be more (1) or fewer (-1) in the second core."""
+
+MAY_BE_NULL = frozenset({"state tables"})
+"""With duplicates: where the second core may have null for a block."""
 
 NOT_COMPARED = frozenset(
     {"tenants", "blocks in use when reset", "sharing", "common prefix", "usage", "core.references"}
@@ -89,11 +95,22 @@ def _is_allowed(family: Family, name: str, one: object, two: object, surplus: in
         return True
     if name in EQUAL_AS_SETS and isinstance(one, Mapping) and isinstance(two, Mapping):
         return set(one) == set(two) and all(two[key] <= one[key] for key in one)
+    if name in MAY_BE_NULL and isinstance(one, Mapping) and isinstance(two, Mapping):
+        return one.keys() == two.keys() and all(_has_less(one[key], two[key]) for key in one)
     if name in WITHIN_SURPLUS and isinstance(one, int) and isinstance(two, int):
         difference = two - one
         is_right_way = difference * DIRECTION.get(name, difference) >= 0
         return is_right_way and abs(difference) <= surplus
     return False
+
+
+def _has_less(one: list[list[bool]], two: list[list[bool]]) -> bool:
+    """Say whether tables are equally long, and the second has no block where the first has none."""
+    return [len(table) for table in one] == [len(table) for table in two] and all(
+        kept >= other
+        for table, others in zip(one, two, strict=True)
+        for kept, other in zip(table, others, strict=True)
+    )
 
 
 def _short(one: object, two: object) -> str:

@@ -69,11 +69,13 @@ class Figures:
 @dataclass
 class Before:
     """How a client's requests stood before one of its steps, and which ran on in it, with how
-    many drafts accepted."""
+    many drafts accepted. `held` are the blocks in their tables then: what is delayed was written
+    in one step and is cached in the next one, and may be all that is left of who leaves."""
 
     step: int
     figures: dict[str, Figures]
     rows: dict[str, int] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -124,6 +126,10 @@ class Engine:
         """Return every client's steps that have neither completed nor failed."""
         return {(client.name, b.step) for client in self.clients for b in client.unfinished}
 
+    def blocks_of_unfinished_steps(self) -> set[int]:
+        """Return blocks held before such steps: some have contents that nobody else may hit."""
+        return {b for client in self.clients for step in client.unfinished for b in step.held}
+
     def will_compute(
         self, origin: Origin, tokens: Sequence[int], newcomers: Sequence[Newcomer] = ()
     ) -> bool:
@@ -148,6 +154,8 @@ class Engine:
         void = [b for b in client.unfinished if b.step >= step]
         client.unfinished = [b for b in client.unfinished if b.step < step]
         first, withdrawn, rolled_back = void[0], [], []
+        if client.unfinished:
+            client.unfinished[-1].held |= first.held
         for name, request in list(self.live.items()):
             if request.owner != client.name:
                 continue
@@ -170,11 +178,11 @@ class Engine:
                 rolled_back.append((request.slot, before.computed, before.num_tokens))
         return {"withdrawn": sorted(withdrawn), "rolled back": sorted(rolled_back)}
 
-    def begin_step(self, client: Client, step: int, rows: Sequence[Row]) -> None:
-        """Note how the client's requests stand before a step."""
+    def begin_step(self, client: Client, step: int, rows: Sequence[Row], held: set[int]) -> None:
+        """Note how the client's requests stand before a step, and which blocks they held."""
         figures = {r.name: r.figures for r in self.live.values() if r.owner == client.name}
         accepted = {row.name: self.live[row.name].num_drafts - row.num_rejected for row in rows}
-        client.unfinished.append(Before(step, figures, accepted))
+        client.unfinished.append(Before(step, figures, accepted, held))
         client.last_step = step
 
     # --- what an answer means ---

@@ -194,7 +194,9 @@ class Planted:
 
 
 MISTAKES = (
-    Planted("hits one block less", made_from(HitsOneBlockLess), "disagree.*(hit tokens|pin)"),
+    Planted(
+        "hits one block less", made_from(HitsOneBlockLess), "disagree.*(hit tokens|pin|evicted)"
+    ),
     Planted("evicts another victim", made_from(LookingIsUsing), "disagree"),
     Planted("forgets an event", _forgetting_events, "disagree.*events|stays stored|stored"),
     Planted("leaks a block", made_from(LeaksBlocks), "disagree.*free blocks"),

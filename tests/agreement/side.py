@@ -24,6 +24,8 @@ from tests.agreement.event_stream import EventStream
 from tests.agreement.truth import Obeyed, Tables, Truth
 
 Facts = dict[str, object]
+Shapes = dict[str, list[list[bool]]]
+"""Of each running request, per group and column: whether there is a block."""
 
 _OF_CORE = ("num_cached_blocks", "num_sealed_blocks", "num_evictions", "references")
 
@@ -159,14 +161,24 @@ class Side:
             common = manager.get_num_common_prefix_blocks(request, len(running))
         return {
             "requests": figures,
-            "table shapes": {
-                name: [[bool(block) for block in ids] for ids in tables]
-                for name, tables in running.items()
-            },
+            "table shapes": self._shapes(running, of_states=False),
+            "state tables": self._shapes(running, of_states=True),
             # Blocks by order of first appearance: equal exactly if the same places are shared.
             "sharing": {
                 name: [[numbers.setdefault(block, len(numbers)) for block in ids] for ids in tables]
                 for name, tables in running.items()
             },
             "common prefix": common,
+        }
+
+    def _shapes(self, running: Mapping[str, Tables], *, of_states: bool) -> Shapes:
+        """Return where tables are null, of the groups that keep states or of the others."""
+        keeps = [spec.num_state_blocks is not None for spec in self.truth.specs]
+        return {
+            name: [
+                [bool(block) for block in ids]
+                for ids, is_of_states in zip(tables, keeps, strict=True)
+                if is_of_states == of_states
+            ]
+            for name, tables in running.items()
         }

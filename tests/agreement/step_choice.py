@@ -104,10 +104,11 @@ class StepChoice:
         )
         for r in finished:
             walk.remember(r)
+        held = walk.sides[0].held_blocks([r.name for r in running])
         facts = walk.do(Step(request, _line(request, rows)))
         for what, expected in taken_back.items():
             assert facts[what] == expected, f"{what}: {facts[what]}, not {expected}"
-        engine.begin_step(client, number, rows)
+        engine.begin_step(client, number, rows, held)
         for r in finished:
             del engine.live[r.name]
         for r in preempted:

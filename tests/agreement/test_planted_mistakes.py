@@ -120,3 +120,12 @@ def test_duplicates_excuse_fewer_cached_blocks_and_no_more_than_there_are() -> N
 def test_duplicates_excuse_no_other_hits_and_no_other_events() -> None:
     for name, value in (("hit tokens", 8), ("events", {"stored": 1}), ("table shapes", [1])):
         assert differences(Family.DUPLICATES, {name: 0}, {name: value}, surplus=99) != []
+
+
+def test_duplicates_excuse_states_that_moved_on_and_no_others() -> None:
+    one, two = {"state tables": {"a": [[True, True]]}}, {"state tables": {"a": [[False, True]]}}
+    longer = {"state tables": {"a": [[True, True, True]]}}
+    assert differences(Family.DUPLICATES, one, two, surplus=0) == []
+    assert differences(Family.DUPLICATES, two, one, surplus=99) != []
+    assert differences(Family.DUPLICATES, one, longer, surplus=99) != []
+    assert differences(Family.EXACT, one, two, surplus=99) != []

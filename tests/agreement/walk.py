@@ -253,7 +253,7 @@ class Walk:
         if self.engine.will_compute(origin, tokens, newcomers):
             return True
         numbers = side.truth.chains.of(origin, side.manager.model_epoch, tokens)
-        present = self.present_blocks()
+        present = self.present_blocks() | self.engine.blocks_of_unfinished_steps()
         return any(
             side.truth.is_present(group, int(numbers[end - 1]), present)
             for group, spec in enumerate(self.configuration.specs)
