@@ -30,6 +30,7 @@ from kvcache.digests import PackedDigests
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.shape import GroupShape, TreeShape
 from kvcache.hashing import BlockHash, ExtraKeys
+from kvcache.request import Namespace
 
 NO_SLOT = -1
 
@@ -233,13 +234,12 @@ class Announcer:
 
     def _label(self, stretches: Sequence[_Stretch]) -> Label:
         counts = [len(stretch.block_ids) for stretch in stretches]
-        names: dict[bytes, int] = {}
+        numbers: dict[Namespace, int] = {}  # each is named once
         namespaces = []
         extra_keys: dict[int, bytes] = {}
         offset = 0
         for stretch, count in zip(stretches, counts, strict=True):
-            name = namespace_name(stretch.segment.namespace)
-            namespaces.append(names.setdefault(name, len(names)))
+            namespaces.append(numbers.setdefault(stretch.segment.namespace, len(numbers)))
             for i, keys in enumerate(stretch.extra_keys, offset):
                 if keys is not None:
                     extra_keys[i] = extra_keys_bytes(keys)
@@ -254,7 +254,7 @@ class Announcer:
             token_counts=_repeat([stretch.group.block_size for stretch in stretches], counts),
             token_ids=np.concatenate([stretch.tokens for stretch in stretches]),
             namespaces=_repeat(namespaces, counts),
-            namespace_names=tuple(names),
+            namespace_names=tuple(namespace_name(namespace) for namespace in numbers),
             extra_keys=extra_keys,
         )
 
