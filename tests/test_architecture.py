@@ -48,7 +48,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 # The same rule inside the packages that are made of many parts.
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
-        ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "contest"),
+        ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "guard"),
         ("policy", "cohorts", "look_ahead"),
         ("lru", "history_policy", "use_history"),
         ("arc", "fifo", "hazard", "lfu", "lru2", "s3fifo", "slru", "twoq"),

@@ -1,110 +1,123 @@
 """What was used together and is of one class: cohorts, and the one whose members go next.
 
-Stands under the hazard policy's order of entries and its directory of names. A cohort has an age,
-so that many members cost as much as one. Refuses nothing: its owners know what is in it.
+Stands under the hazard policy's order of entries. A cohort has an age and an index, so that many
+members cost as much as one. Refuses nothing: its owner knows what is in it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
 
 from kvcache.policies.ranked_queue import Rank
 from kvcache.policies.reuse_table import AGE_LIMITS_BLOCKS, ReuseTable
 
-K = TypeVar("K", int, bytes)
+_SPARE_STALE = 64
 
 
-class Cohort(Generic[K]):
-    """Members of class `line`, last used at `stamp`; the first goes first."""
+class Cohort:
+    """Entries of class `line`, last used at `stamp`; the first goes first.
 
-    __slots__ = ("line", "members", "stamp")
+    `rank` is what they were worth when that was asked last; of equals a lower `number` goes first.
+    """
 
-    def __init__(self, line: int, stamp: int) -> None:
+    __slots__ = ("line", "members", "number", "rank", "stamp")
+
+    def __init__(self, line: int, stamp: int, number: int) -> None:
         """Make one without members."""
         self.line = line
         self.stamp = stamp
-        self.members: dict[K, None] = {}
+        self.number = number
+        self.rank: Rank = (0.0, 0)
+        self.members: dict[int, None] = {}
 
 
 class CohortValue:
-    """What cohorts are worth now: by the index of reuse, or, `by_recency`, by their stamp alone.
+    """What cohorts are worth now, by the index of reuse.
 
     `clock_blocks` counts the blocks used so far; the policy turns it.
     """
 
     def __init__(self, table: ReuseTable) -> None:
-        """Start by recency."""
+        """Start the clock."""
         self.table = table
         self.clock_blocks = 0
 
-    def by_recency(self, line: int, stamp: int) -> Rank:
-        """Return a rank that is lower the longer ago the last use was."""
-        return 0.0, stamp
-
-    def by_index(self, line: int, stamp: int) -> Rank:
+    def rank(self, cohort: Cohort) -> Rank:
         """Return a rank that is lower the less keeping a member brings.
 
         Of equals the oldest goes first, but where value grows with age, the youngest.
         """
+        line, stamp, table = cohort.line, cohort.stamp, self.table
         age = bisect_right(AGE_LIMITS_BLOCKS, self.clock_blocks - stamp)
-        table = self.table
         return table.index[line][age], -stamp if table.grows[line][age] else stamp
 
 
-class CohortHeap(Generic[K]):
-    """Cohorts by rank, the lowest first, of equals the first entered. O(log n) for each cohort.
+class CohortHeap:
+    """Cohorts by rank, the lowest first. O(log n) for each.
 
-    Ranks stay until `rank_all`. Cohorts without members drop out when they come up.
+    Ranks stay as they were when a cohort was added. Cohorts without members drop out when they come
+    up, or all together when they are many.
     """
 
-    def __init__(self) -> None:
-        """Make an empty heap."""
-        self._heap: list[tuple[Rank, int, Cohort[K]]] = []
-        self._num_entered = 0
-
-    def add(self, cohort: Cohort[K], rank: Rank) -> None:
-        """Enter a cohort."""
-        self._num_entered += 1
-        heappush(self._heap, (rank, self._num_entered, cohort))
-
-    def rank_all(self, ranked: Iterable[tuple[Cohort[K], Rank]]) -> None:
-        """Hold these cohorts and no others."""
-        self._heap = [(rank, order, cohort) for order, (cohort, rank) in enumerate(ranked)]
-        self._num_entered = len(self._heap)
+    def __init__(self, ranked: Iterable[tuple[Rank, Cohort]] = ()) -> None:
+        """Hold these cohorts."""
+        self._heap = [(rank, cohort.number, cohort) for rank, cohort in ranked]
         heapify(self._heap)
 
-    def pop(self) -> tuple[K, Cohort[K]]:
-        """Take out the member that goes next, and say of which cohort. There is one."""
-        while not self._heap[0][2].members:
-            heappop(self._heap)
-        cohort = self._heap[0][2]
-        member = next(iter(cohort.members))
-        del cohort.members[member]
-        return member, cohort
+    def __len__(self) -> int:
+        return len(self._heap)
 
-    def twin(self, copies: dict[int, Cohort[K]]) -> CohortHeap[K]:
-        """Return an equal heap of the copies, which are given by the `id` of their original."""
-        other: CohortHeap[K] = CohortHeap()
-        other._num_entered = self._num_entered
-        other._heap = [(rank, order, copies[id(c)]) for rank, order, c in self._heap if c.members]
-        heapify(other._heap)
-        return other
+    def add(self, cohort: Cohort, rank: Rank) -> None:
+        """Enter a cohort."""
+        heappush(self._heap, (rank, cohort.number, cohort))
+
+    def is_empty(self) -> bool:
+        """Say whether no cohort has members."""
+        while self._heap and not self._heap[0][2].members:
+            heappop(self._heap)
+        return not self._heap
+
+    def first(self) -> int:
+        """Return the member that goes next; not `is_empty`."""
+        return next(iter(self._heap[0][2].members))
+
+    def pop_below(self, rank: Rank) -> Iterator[Cohort]:
+        """Take out, and yield, the cohorts of lower ranks than this."""
+        while not self.is_empty() and self._heap[0][0] < rank:
+            yield heappop(self._heap)[2]
+
+    def drop_empty(self) -> None:
+        """Drop the cohorts without members."""
+        self._heap = [place for place in self._heap if place[2].members]
+        heapify(self._heap)
+
+    def twin(self, copies: dict[int, Cohort]) -> CohortHeap:
+        """Return an equal heap of the copies, which are given by the number of their original."""
+        return CohortHeap((rank, copies[num]) for rank, num, c in self._heap if c.members)
 
 
 class CohortLine:
-    """A line of `HistoryPolicy`: entries in cohorts. Ranks say class and stamp: `(line, stamp)`."""
+    """A line of `HistoryPolicy`: entries in cohorts, those of the lowest index first.
+
+    Ranks say class and stamp: `(line, stamp)`. Cohorts used before `old_stamp` are *old*, and have
+    an order of their own besides.
+
+    Invariant: a cohort with members is in `_cohorts` and `_heap`, and either in `_old` or in
+    `_young`, which is by stamp.
+    """
 
     def __init__(self, value: CohortValue) -> None:
-        """Make an empty line, ordered by recency until `reorder`."""
+        """Make an empty line, in which nothing is old."""
         self._value = value
-        self._rank = value.by_recency
-        self._cohorts: dict[Rank, Cohort[int]] = {}
-        self._cohort_of: dict[int, Cohort[int]] = {}
-        self._heap: CohortHeap[int] = CohortHeap()
+        self._old_stamp = self._num_cohorts = 0
+        self._cohorts: dict[Rank, Cohort] = {}
+        self._cohort_of: dict[int, Cohort] = {}
+        self._heap = CohortHeap()
+        self._old = CohortHeap()
+        self._young = CohortHeap()
 
     def __len__(self) -> int:
         return len(self._cohort_of)
@@ -114,21 +127,30 @@ class CohortLine:
 
     def __copy__(self) -> CohortLine:
         twin = CohortLine(self._value)
-        twin._rank = self._rank
-        copies: dict[int, Cohort[int]] = {}
+        twin._old_stamp, twin._num_cohorts = self._old_stamp, self._num_cohorts
+        copies: dict[int, Cohort] = {}
         for key, cohort in self._cohorts.items():
-            other = twin._cohorts[key] = copies[id(cohort)] = copy(cohort)
+            other = twin._cohorts[key] = copies[cohort.number] = copy(cohort)
             other.members = cohort.members.copy()
             twin._cohort_of.update(dict.fromkeys(other.members, other))
-        twin._heap = self._heap.twin(copies)
+        twin._heap, twin._old = self._heap.twin(copies), self._old.twin(copies)
+        twin._young = self._young.twin(copies)
         return twin
 
     def add(self, entry: int, rank: Rank) -> None:
         """Enter an entry that is not here, behind the others of its class and stamp."""
         cohort = self._cohorts.get(rank)
         if cohort is None:
-            cohort = self._cohorts[rank] = Cohort(int(rank[0]), rank[1])
-            self._heap.add(cohort, self._rank(cohort.line, cohort.stamp))
+            self._num_cohorts += 1
+            cohort = Cohort(int(rank[0]), rank[1], self._num_cohorts)
+            cohort.rank = self._value.rank(cohort)
+            self._cohorts[rank] = cohort
+            self._heap.add(cohort, cohort.rank)
+            if cohort.stamp < self._old_stamp:
+                self._old.add(cohort, cohort.rank)
+            else:
+                self._young.add(cohort, (0.0, cohort.stamp))
+            self._drop_many_empty()
         cohort.members[entry] = None
         self._cohort_of[entry] = cohort
 
@@ -136,20 +158,42 @@ class CohortLine:
         """Take out an entry that is here."""
         cohort = self._cohort_of.pop(entry)
         del cohort.members[entry]
-        self._drop_if_empty(cohort)
+        if not cohort.members:
+            del self._cohorts[float(cohort.line), cohort.stamp]
+
+    def first(self) -> int:
+        """Return the entry that goes next. There is one."""
+        self._heap.is_empty()
+        return self._heap.first()
+
+    def first_old(self) -> int | None:
+        """Return, of those in old cohorts, the entry that goes next, if there is one."""
+        return None if self._old.is_empty() else self._old.first()
 
     def pop(self) -> int:
         """Take out the entry that goes next. There is one."""
-        entry, cohort = self._heap.pop()
-        del self._cohort_of[entry]
-        self._drop_if_empty(cohort)
+        entry = self.first()
+        self.remove(entry)
         return entry
 
-    def reorder(self, *, by_recency: bool) -> None:
-        """Rank all entries by what they are worth now."""
-        rank = self._rank = self._value.by_recency if by_recency else self._value.by_index
-        self._heap.rank_all((c, rank(c.line, c.stamp)) for c in self._cohorts.values())
+    def grow_old(self, old_stamp: int) -> None:
+        """Cohorts used before this are old from now on; it was no more so far."""
+        self._old_stamp = old_stamp
+        for cohort in self._young.pop_below((0.0, old_stamp)):
+            self._old.add(cohort, cohort.rank)
 
-    def _drop_if_empty(self, cohort: Cohort[int]) -> None:
-        if not cohort.members:
-            del self._cohorts[float(cohort.line), cohort.stamp]
+    def reorder(self) -> None:
+        """Rank all entries by what they are worth now."""
+        for cohort in self._cohorts.values():
+            cohort.rank = self._value.rank(cohort)
+        self._heap = CohortHeap((c.rank, c) for c in self._cohorts.values())
+        self._old = CohortHeap(
+            (c.rank, c) for c in self._cohorts.values() if c.stamp < self._old_stamp
+        )
+
+    def _drop_many_empty(self) -> None:
+        """Between two times that all are ranked, what is empty must not become many."""
+        limit = 2 * len(self._cohorts) + _SPARE_STALE
+        for heap in (self._heap, self._old, self._young):
+            if len(heap) > limit:
+                heap.drop_empty()

@@ -2,24 +2,27 @@
 
 Contents are told apart by how often they were used and, of new ones, by how many came with them.
 How likely each class comes back at each age is counted; the victim is the one that brings the
-fewest hits for the room it takes. While that does not pay, this is LRU. docs/policies.md has more.
+fewest hits for the room it takes. A guard allows no more departures from LRU than have been paid
+for. docs/policies.md has more.
 
     uses ──▶ classes ──▶ table of reuse ──▶ index ──▶ order of entries ──▶ victims
-      │                       ▲                          ▲
-      └──▶ sampled names ─────┴──▶ two caches of names ──┴ index or recency: who is ahead
+      ├──▶ sampled names ─────┘                            ▲
+      └──▶ guard: LRU's hits and contents, by name ────────┘ or by recency
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from kvcache.arrays import index_array
 from kvcache.policies.cohorts import CohortLine, CohortValue
-from kvcache.policies.contest import Contest
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.history_policy import HistoryPolicy, Member, names_of
+from kvcache.policies.guard import Guard
+from kvcache.policies.history_policy import HistoryPolicy, Member, Victim, names_of, tail_of
 from kvcache.policies.policy import EntryBook, EntryInfo
+from kvcache.policies.ranked_queue import RankedQueue
 from kvcache.policies.reuse_table import ReuseTable
 from kvcache.policies.use_history import UseHistory
 
@@ -53,23 +56,29 @@ class _Arrival:
 
 
 class HazardPolicy(HistoryPolicy):
-    """An `EvictionPolicy` by learned chances of reuse, with LRU to fall back on."""
+    """An `EvictionPolicy` by learned chances of reuse, guarded against LRU.
+
+    Invariant: what is inserted and not parked is in `_recency`, as it would be under LRU.
+    """
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
         """Make an empty order of entries below `capacity`, described by `book`."""
         super().__init__(capacity, book)
         self._value = CohortValue(ReuseTable(NUM_LINES))
         self._history = UseHistory(capacity, self._value)
-        self._contest = Contest()
+        self._guard = Guard(capacity)
         self._line = CohortLine(self._value)
         self._lines = [self._line]
+        self._recency = RankedQueue()
         self._learned_at_blocks = 0
         self._reordered_at_blocks = 0
 
     @property
-    def index_leads(self) -> bool:
-        """Whether victims are chosen by what was learned; otherwise by recency."""
-        return self._contest.index_leads
+    def won_blocks(self) -> int:
+        """Hits so far, less those that LRU would have had."""
+        return self._guard.won_blocks
+
+    # --- the protocol --------------------------------------------------------------------------
 
     def insert(self, entries: Entries) -> None:
         self._settle()
@@ -78,45 +87,69 @@ class HazardPolicy(HistoryPolicy):
             return
         was_blocks = self._value.clock_blocks
         num_blocks = sum(arrival.info.weight_blocks for arrival in arrivals)
-        self._value.clock_blocks += num_blocks
+        now = self._value.clock_blocks = was_blocks + num_blocks
         classify(arrivals)
         for arrival in arrivals:
-            member = arrival.past or Member(arrival.entry, arrival.entry, 0, None)
-            member.num_uses = arrival.num_uses
-            member.rank = float(arrival.line), self._value.clock_blocks
-            self._line.add(arrival.entry, member.rank)
-            self._enter(member, arrival.entry, arrival.info)
-        self._room_blocks = max(self._room_blocks, sum(self._line_blocks))
-        self._learn(arrivals, was_blocks, num_blocks)
+            past, entry, names = arrival.past, arrival.entry, names_of(arrival.info)
+            is_lru_hit = past is not None and past.is_lru_hit
+            self._guard.use(names, now, is_hit=past is not None, is_lru_hit=is_lru_hit)
+            member = past or Member(entry, entry, 0, None)
+            member.num_uses, member.is_lru_hit, member.turn = arrival.num_uses, False, self._stamp()
+            member.rank = float(arrival.line), now
+            self._line.add(entry, member.rank)
+            self._recency.add(entry, (0.0, member.turn))
+            self._enter(member, entry, arrival.info)
+        inserted_blocks = sum(self._line_blocks)
+        self._room_blocks = max(self._room_blocks, inserted_blocks)
+        self._guard.settle(num_blocks, inserted_blocks + self._in_use_blocks)
+        self._line.grow_old(self._guard.old_stamp)
+        self._learn(arrivals, was_blocks)
+
+    def remove(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            member = self._members[entry]
+            member.is_lru_hit = member.name in self._guard  # its last block, which LRU evicts first
+        super().remove(entries)
+
+    def put_back(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            victim = self._chosen[entry]
+            if self._book.describe(entry).weight_blocks == victim.info.weight_blocks:
+                self._guard.restore(victim.tail())
+        super().put_back(entries)
+
+    # --- uses ----------------------------------------------------------------------------------
 
     def _arrival(self, entry: int) -> _Arrival:
         info = self._book.describe(entry)
+        if info.cut_from is not None:
+            self._weigh_again(info.cut_from)
         past = self._past(entry, info)
         names = self._history.sample(names_of(info))
         before = self._history.num_uses(names) if past is None else past.num_uses
         return _Arrival(entry, info, past, names, before + 1)
 
-    def _learn(self, arrivals: Sequence[_Arrival], was_blocks: int, num_blocks: int) -> None:
-        """Play both caches, teach the table, and follow whoever leads."""
-        history, room = self._history, self._room_blocks
-        num_ahead = 0
+    def _weigh_again(self, name: bytes) -> None:
+        """The entry of this name, if it is inserted, has lost its first part."""
+        entry = self._entries_by_name.get(name)
+        if entry is not None:
+            member, weight = self._members[entry], self._book.weight(entry)
+            self._line_blocks[member.line] += weight - member.weight_blocks
+            member.weight_blocks = weight
+
+    def _learn(self, arrivals: Sequence[_Arrival], was_blocks: int) -> None:
+        """Teach the table; make the index and the ranks anew where they are old."""
         together: list[bytes] = []
         for place, arrival in enumerate(arrivals):
             together += arrival.names
             after = arrivals[place + 1] if place + 1 < len(arrivals) else None
             kind = arrival.line, arrival.num_uses
             if after is None or kind != (after.line, after.num_uses):
-                num_ahead += history.use(together, arrival.line, arrival.num_uses, was_blocks)
+                self._history.use(together, arrival.line, arrival.num_uses, was_blocks)
                 together = []
-        history.settle(room)
-        is_changed = self._contest.note(num_ahead, num_blocks, room)
-        self._renew(is_changed=is_changed)
-
-    def _renew(self, *, is_changed: bool) -> None:
-        """Make the index and the ranks anew where they are old."""
+        self._history.trim(self._room_blocks)
         now = self._value.clock_blocks
-        share = _ROOM_SHARE_TO_REORDER * self._room_blocks
-        is_due = is_changed or now - self._reordered_at_blocks >= share
+        is_due = now - self._reordered_at_blocks >= _ROOM_SHARE_TO_REORDER * self._room_blocks
         if is_due:
             self._history.grow_older()
         if now - self._learned_at_blocks >= _BLOCKS_TO_LEARN:
@@ -124,8 +157,62 @@ class HazardPolicy(HistoryPolicy):
             self._value.table.learn()
         if is_due:
             self._reordered_at_blocks = now
-            self._history.reorder()
-            self._line.reorder(by_recency=not self._contest.index_leads)
+            self._line.reorder()
+
+    # --- victims -------------------------------------------------------------------------------
+
+    def _next(self, num_blocks: int) -> tuple[int, EntryInfo] | None:
+        """Take out the first by index that the guard allows, or else the first by recency."""
+        if not self._recency:
+            return None
+        entry = self._first_allowed(num_blocks)
+        if entry is None:
+            entry = self._recency.pop()
+        else:
+            self._recency.remove(entry)
+        if entry in self._due:
+            del self._due[entry]
+        else:
+            self._line.remove(entry)
+        return entry, self._book.describe(entry)
+
+    def _first_allowed(self, num_blocks: int) -> int | None:
+        """Return what is due, or lowest by index, or, of what LRU would have let go, lowest."""
+        entry = next(iter(self._due), None)
+        if entry is not None:
+            if self._is_allowed(entry, num_blocks):
+                return entry
+            self._settle_due()
+        entry = self._line.first()
+        return entry if self._is_allowed(entry, num_blocks) else self._line.first_old()
+
+    def _is_allowed(self, entry: int, num_blocks: int) -> bool:
+        """Whether the guard allows to evict an entry's tail; of contents without names, never."""
+        info = self._book.describe(entry)
+        names = tail_of(info, min(num_blocks, info.weight_blocks))
+        return bool(names) and self._guard.allows(names)
+
+    def _note_chosen(self, victim: Victim) -> None:
+        self._guard.evict(victim.tail())
+
+    def _make_next(self, entry: int) -> None:
+        super()._make_next(entry)
+        if entry not in self._recency:
+            self._recency.add(entry, (0.0, self._members[entry].turn))
+
+    def _leave(self, entry: int) -> Member:
+        if entry in self._recency:
+            self._recency.remove(entry)
+        return super()._leave(entry)
+
+    def _twin(self) -> HazardPolicy:
+        twin = super()._twin()
+        twin._line = copy(self._line)
+        twin._lines = [twin._line]
+        twin._recency, twin._guard = copy(self._recency), self._guard.twin()
+        return twin
+
+    # --- of no use here ------------------------------------------------------------------------
 
     def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
         """`insert` places all that come at once."""
@@ -134,7 +221,7 @@ class HazardPolicy(HistoryPolicy):
         """`insert` places all that come at once."""
 
     def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
-        """The history remembers uses, whoever evicts."""
+        """The guard has taken note when it was chosen."""
 
 
 def classify(arrivals: Sequence[_Arrival]) -> None:

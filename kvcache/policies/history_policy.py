@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from kvcache.arrays import index_array
 from kvcache.policies.entry_queue import Entries
@@ -28,6 +28,8 @@ from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
 Name: TypeAlias = "bytes | int"
 """What an entry is known by while it is in use: its content, or its number if that has no name."""
 
+P = TypeVar("P", bound="HistoryPolicy")
+
 _ALL_BLOCKS = 1 << 62
 
 
@@ -35,7 +37,8 @@ _ALL_BLOCKS = 1 << 62
 class Member:
     """What a policy knows of an entry that is inserted, or in use.
 
-    `line` and `rank` say where it stands, or stood when it was used. `num_uses` is the policy's.
+    `line` and `rank` say where it stands, or stood when it was used. `num_uses`, `turn` and
+    `is_lru_hit` are the policy's.
     """
 
     entry: int
@@ -45,9 +48,11 @@ class Member:
     line: int = 0
     rank: Rank = (0.0, 0)
     num_uses: int = 1
+    turn: int = 0
+    is_lru_hit: bool = False
 
 
-class _Victim(NamedTuple):
+class Victim(NamedTuple):
     """An entry that was chosen, how many blocks of it, and what it was then."""
 
     member: Member
@@ -56,9 +61,7 @@ class _Victim(NamedTuple):
 
     def tail(self) -> list[bytes]:
         """Return the names of the contents that go, the last one first."""
-        names = names_of(self.info)
-        count = -(-self.num_blocks * len(names) // self.info.weight_blocks)
-        return names[len(names) - count :][::-1]
+        return tail_of(self.info, self.num_blocks)
 
 
 class HistoryPolicy(ABC):
@@ -68,8 +71,8 @@ class HistoryPolicy(ABC):
     kept. Bounded: as many members in use as there are entries, and what a subclass remembers.
 
     Invariants: every member is due, parked or in its line; `_line_blocks` sums the weights of all
-    members by line, and `_room_blocks` is the most that was ever inserted at once: the part of a
-    pool that the policy rules.
+    members by line, `_in_use_blocks` those in use, and `_room_blocks` is the most that was ever
+    inserted at once: the part of a pool that the policy rules.
     """
 
     num_lines: ClassVar[int] = 1
@@ -81,7 +84,8 @@ class HistoryPolicy(ABC):
         self._members: dict[int, Member] = {}
         self._entries_by_name: dict[Name, int] = {}
         self._in_use: OrderedDict[Name, Member] = OrderedDict()
-        self._chosen: dict[int, _Victim] = {}
+        self._in_use_blocks = 0
+        self._chosen: dict[int, Victim] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
         self._parked: OrderedDict[int, None] = OrderedDict()
         self._lines: list[Line] = [RankedQueue() for _ in range(self.num_lines)]
@@ -154,10 +158,11 @@ class HistoryPolicy(ABC):
     def remove(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
             member = self._leave(entry)
+            self._use_no_more(member.name)
             self._in_use[member.name] = member
-            self._in_use.move_to_end(member.name)
+            self._in_use_blocks += member.weight_blocks
         while len(self._in_use) > self._capacity:  # forgotten while they were in use
-            self._in_use.popitem(last=False)
+            self._use_no_more(next(iter(self._in_use)))
 
     def discard(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
@@ -187,6 +192,12 @@ class HistoryPolicy(ABC):
         return self._look_ahead.first(num_entries)
 
     def order(self) -> list[int]:
+        return [victim.member.entry for victim in self._twin()._take(_ALL_BLOCKS)]
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _twin(self: P) -> P:
+        """Return an equal policy from which can be taken."""
         twin = copy(self)
         twin._look_ahead = None
         twin._members = self._members.copy()
@@ -194,18 +205,20 @@ class HistoryPolicy(ABC):
         twin._due, twin._parked = self._due.copy(), self._parked.copy()
         twin._lines = [copy(line) for line in self._lines]
         twin._line_blocks = self._line_blocks.copy()
-        return [victim.member.entry for victim in twin._take(_ALL_BLOCKS)]
+        return twin
 
-    # --- inside --------------------------------------------------------------------------------
+    def _note_chosen(self, victim: Victim) -> None:  # noqa: B027 - most wait
+        """Take note of what will be evicted unless it is put back."""
 
-    def _take(self, num_blocks: int) -> list[_Victim]:
+    def _take(self, num_blocks: int) -> list[Victim]:
         """Take out the next victims."""
-        taken: list[_Victim] = []
+        taken: list[Victim] = []
         going: dict[int, int] = {}
         missing = num_blocks
         while missing > 0 and self._members:
-            entry, info = self._take_next(going)
-            victim = _Victim(self._drop(entry), min(missing, info.weight_blocks), info)
+            entry, info = self._take_next(missing, going)
+            victim = Victim(self._drop(entry), min(missing, info.weight_blocks), info)
+            self._note_chosen(victim)
             taken.append(victim)
             missing -= victim.num_blocks
             if info.parent is not None:
@@ -213,20 +226,25 @@ class HistoryPolicy(ABC):
                 self._unpark(info.parent)
         return taken
 
-    def _take_next(self, going: dict[int, int]) -> tuple[int, EntryInfo]:
+    def _take_next(self, num_blocks: int, going: dict[int, int]) -> tuple[int, EntryInfo]:
         """Return the next entry that no child needs but those that are `going`, by their parent.
 
-        It stands nowhere any more.
+        It stands nowhere any more. `num_blocks` are wanted.
         """
-        describe = self._book.describe
-        while self._due or any(self._lines):
-            entry = self._due.popitem(last=False)[0] if self._due else self._pop_next()
-            info = describe(entry)
+        while (place := self._next(num_blocks)) is not None:
+            entry, info = place
             if info.num_children <= going.get(entry, 0):
-                return entry, info
+                return place
             self._parked[entry] = None
         entry = self._parked.popitem(last=False)[0]
-        return entry, describe(entry)
+        return entry, self._book.describe(entry)
+
+    def _next(self, num_blocks: int) -> tuple[int, EntryInfo] | None:
+        """Take out what is due, or stands first in a line; None if there is nothing."""
+        if not self._due and not any(self._lines):
+            return None
+        entry = self._due.popitem(last=False)[0] if self._due else self._pop_next()
+        return entry, self._book.describe(entry)
 
     def _unpark(self, entry: int | None) -> None:
         """A child of this entry has gone; if it waited for that it is next."""
@@ -240,7 +258,13 @@ class HistoryPolicy(ABC):
 
     def _past(self, entry: int, info: EntryInfo) -> Member | None:
         """Return the member that an entry was before it was used, which is in use no more."""
-        return self._in_use.pop(_name(entry, info), None) or self._part_of(info.cut_from)
+        return self._use_no_more(_name(entry, info)) or self._part_of(info.cut_from)
+
+    def _use_no_more(self, name: Name) -> Member | None:
+        member = self._in_use.pop(name, None)
+        if member is not None:
+            self._in_use_blocks -= member.weight_blocks
+        return member
 
     def _part_of(self, name: bytes | None) -> Member | None:
         """Return a member with the past of the one of this name, off which it was cut."""
@@ -252,13 +276,16 @@ class HistoryPolicy(ABC):
 
     def _settle(self) -> None:
         """What was chosen and not put back is evicted for good, and nothing is due any more."""
+        self._settle_due()
+        for victim in self._chosen.values():
+            self._note_evicted(victim.member, victim.tail())
+        self._chosen.clear()
+
+    def _settle_due(self) -> None:
         for entry in self._due:
             member = self._members[entry]
             self._lines[member.line].add(entry, member.rank)
         self._due.clear()
-        for victim in self._chosen.values():
-            self._note_evicted(victim.member, victim.tail())
-        self._chosen.clear()
 
     def _enter(self, member: Member, entry: int, info: EntryInfo) -> None:
         """Know an entry, of which this is said now, by a member that is not known as any."""
@@ -304,3 +331,10 @@ def names_of(info: EntryInfo) -> list[bytes]:
         return [last]
     size = len(last)
     return [packed[start : start + size] for start in range(0, len(packed), size)]
+
+
+def tail_of(info: EntryInfo, num_blocks: int) -> list[bytes]:
+    """Return the names of the contents of an entry's last blocks, the last one first."""
+    names = names_of(info)
+    count = -(-num_blocks * len(names) // info.weight_blocks)
+    return names[len(names) - count :][::-1]

@@ -26,6 +26,8 @@ class Seat:
     since: int = 0
     uses: int = 1
     worth: float = 0
+    turn: int = 0
+    is_lru_hit: bool = False
 
 
 @dataclass
@@ -76,7 +78,7 @@ class SlowPolicy:
         self.due: list[int] = []
         self.parked: list[int] = []
         self.gone: list[Gone] = []
-        self.room = 0
+        self.room = self.wanted = 0
         self.clock = 0
         self.start()
 
@@ -97,6 +99,9 @@ class SlowPolicy:
 
     def pick(self, standing: list[Seat]) -> Seat:
         return min(standing, key=lambda seat: seat.since)
+
+    def chosen(self, names: list[bytes]) -> None:
+        """Take note of contents that will go unless they are put back."""
 
     def evicted(self, seat: Seat, names: list[bytes]) -> None:
         """Remember contents that are gone for good."""
@@ -156,6 +161,7 @@ class SlowPolicy:
         going: list[int] = []
         num_of_last = missing = num_blocks
         while missing > 0 and self.seats:
+            self.wanted = missing
             entry = self.next_victim(going)
             info = self.book.describe(entry)
             seat = self.leave(entry)
@@ -163,6 +169,7 @@ class SlowPolicy:
             missing -= num_of_last
             names = names_of(info)[::-1][:num_of_last]
             self.gone.append(Gone(seat, names, num_of_last == info.weight_blocks))
+            self.chosen(names)
             chosen.append(entry)
             if info.parent is not None:
                 going.append(info.parent)
@@ -192,17 +199,20 @@ class SlowPolicy:
 
     def next_victim(self, going: list[int]) -> int:
         while True:
-            waiting = [*self.due, *self.parked]
-            standing = [seat for seat in self.seats if seat.entry not in waiting]
-            if self.due:
-                entry = self.due.pop(0)
-            elif standing:
-                entry = self.pick(standing).entry
-            else:
+            found = self.find()
+            if found is None:
                 return self.parked[0]
+            entry = found
             if self.book.describe(entry).num_children <= going.count(entry):
                 return entry
             self.parked.append(entry)
+
+    def find(self) -> int | None:
+        waiting = [*self.due, *self.parked]
+        standing = [seat for seat in self.seats if seat.entry not in waiting]
+        if self.due:
+            return self.due.pop(0)
+        return self.pick(standing).entry if standing else None
 
     def child_has_gone(self, parent: int | None) -> None:
         if parent in self.parked:

@@ -6,14 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import sqrt
 
-from kvcache.policies import EntryInfo
-from kvcache.policies.contest import Contest
+from kvcache.policies import EntryInfo, guard
 from kvcache.policies.reuse_table import AGE_LIMITS_BLOCKS, ReuseTable
 from tests.policies.slow import Seat, SlowPolicy, names_of
 
 NUM_LINES = 23
-ROOMS_REMEMBERED = 16
 
 
 @dataclass
@@ -28,52 +27,113 @@ class Standing:
 
 @dataclass
 class Known:
-    """A name; `batch` counts those that are known by the same words."""
+    """A name that was used; `num_passed` counts the ages it has reached since."""
 
     name: bytes
     line: int
     stamp: int
     uses: int
-    batch: int
-    rank: tuple[float, int]
-    is_held: bool = True
     num_passed: int = 0
+
+
+@dataclass
+class SlowGuard:
+    """LRU's contents, the longest unused first, and those of them that were evicted."""
+
+    lru: list[tuple[bytes, int]] = field(default_factory=list)
+    missing: list[bytes] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+    won: int = 0
+    used: int = 0
+    limit: float = 0.0
+
+    def has(self, name: object) -> bool:
+        return any(name == other for other, _ in self.lru)
+
+    def allows(self, names: Sequence[bytes]) -> bool:
+        num_had = sum(map(self.has, names))
+        return bool(names) and (not num_had or len(self.missing) + num_had <= self.limit)
+
+    def use(self, names: list[bytes], stamp: int, seat: Seat, is_hit: bool) -> int:
+        """Return how many hits LRU had."""
+        num_lru = len(names) if is_hit and seat.is_lru_hit else sum(map(self.has, names))
+        num_missing = sum(name in self.missing for name in names)
+        self.won += len(names) - num_lru if is_hit else -num_missing
+        self.missing = [name for name in self.missing if name not in names]
+        self.lru = [known for known in self.lru if known[0] not in names]
+        self.lru += [(name, stamp) for name in reversed(names)]
+        return num_lru
+
+    def settle(self, num_blocks: int, num_cached: int, num_hits: int) -> None:
+        self.lru = self.lru[-max(1, num_cached) :]
+        self.missing = [name for name in self.missing if self.has(name)]
+        self.used += num_blocks
+        self.hits.append(num_hits)
+        paid = guard._BUDGET_PER_BLOCK * self.used + self.won
+        hits = [*self.hits, self.used / len(self.hits)]
+        at_once = sum(count**2 for count in hits) / sum(hits)
+        chance = min(1.0, sum(hits) / self.used)
+        self.limit = max(0.0, paid)
+        for count in range(len(self.lru) + 1):
+            lost = count * chance
+            if lost + 2 * sqrt(lost * at_once) + 4 * at_once / 6 <= paid:
+                self.limit = max(self.limit, count)
 
 
 class SlowHazard(SlowPolicy):
     def start(self) -> None:
-        self.blocks = self.learned = self.ranked = self.batch = 0
+        self.blocks = self.learned = self.ranked = 0
         self.table = ReuseTable(NUM_LINES)
-        self.contest = Contest()
+        self.guard = SlowGuard()
         self.cohorts: list[Standing] = []
         self.known: list[Known] = []
-        self.recent: list[bytes] = []
 
     def insert(self, entries: Sequence[int]) -> None:
-        for entry in self.due:
-            seat = self.seat(entry)
-            self.stand(entry, int(seat.line), seat.since)
         self.gone.clear()
-        self.due.clear()
+        self.settle_due()
         if not entries:
             return
         infos = [self.book.describe(entry) for entry in entries]
-        seats = [self.past(entry, info) for entry, info in zip(entries, infos, strict=True)]
+        for seat in self.seats:
+            if seat.name in [info.cut_from for info in infos]:
+                seat.weight = self.book.describe(seat.entry).weight_blocks
+        pasts = [self.past(entry, info) for entry, info in zip(entries, infos, strict=True)]
+        seats = [seat for seat, _ in pasts]
         was = self.blocks
         self.blocks += sum(info.weight_blocks for info in infos)
         lines = lines_of([seat.uses for seat in seats], infos)
-        for seat, info, line in zip(seats, infos, lines, strict=True):
-            seat.weight, seat.parent = info.weight_blocks, info.parent
-            seat.line, seat.since = str(line), self.blocks
+        num_lru = 0
+        for (seat, is_hit), info, line in zip(pasts, infos, lines, strict=True):
+            num_lru += self.guard.use(names_of(info), self.blocks, seat, is_hit)
+            seat.weight, seat.parent, seat.is_lru_hit = info.weight_blocks, info.parent, False
+            seat.line, seat.since, seat.turn = str(line), self.blocks, self.now()
             self.sit_down(seat)
             self.stand(seat.entry, line, seat.since)
-        self.room = max(self.room, sum(seat.weight for seat in self.seats))
-        ahead = self.note_uses(seats, infos, lines, was)
-        self.fit()
-        is_changed = self.contest.note(ahead, self.blocks - was, self.room)
-        self.renew(is_changed)
+        num_inserted = sum(seat.weight for seat in self.seats)
+        num_in_use = sum(seat.weight for seat in self.in_use)
+        self.room = max(self.room, num_inserted)
+        self.guard.settle(self.blocks - was, num_inserted + num_in_use, num_lru)
+        self.note_uses(seats, infos, lines, was)
+        self.renew()
 
-    def past(self, entry: int, info: EntryInfo) -> Seat:
+    def remove(self, entries: Sequence[int]) -> None:
+        for entry in entries:
+            seat = self.seat(entry)
+            seat.is_lru_hit = self.guard.has(seat.name)
+        super().remove(entries)
+
+    def chosen(self, names: list[bytes]) -> None:
+        self.guard.missing += [name for name in names if self.guard.has(name)]
+
+    def put_back(self, entries: Sequence[int]) -> None:
+        for gone in self.gone:
+            if gone.seat.entry in entries:
+                here = names_of(self.book.describe(gone.seat.entry))
+                missing = self.guard.missing
+                self.guard.missing = [name for name in missing if name not in here]
+        super().put_back(entries)
+
+    def past(self, entry: int, info: EntryInfo) -> tuple[Seat, bool]:
         name = entry if info.content is None else info.content
         known = [seat for seat in self.in_use if seat.name == name]
         self.in_use = [seat for seat in self.in_use if seat.name != name]
@@ -85,39 +145,22 @@ class SlowHazard(SlowPolicy):
         uses = max(before) if 2 * len(before) > len(names) else 0
         seat = deepcopy(known[-1]) if known else Seat(entry, name, 0, None, uses=uses)
         seat.entry, seat.name, seat.uses = entry, name, seat.uses + 1
-        return seat
+        return seat, bool(known)
 
     def note_uses(
         self, seats: list[Seat], infos: list[EntryInfo], lines: list[int], was: int
-    ) -> int:
-        ahead = 0
-        words = None
+    ) -> None:
         for seat, info, line in zip(seats, infos, lines, strict=True):
-            if words != (line, seat.uses):
-                words = line, seat.uses
-                self.batch += 1
             for name in names_of(info):
                 for one in [one for one in self.known if one.name == name]:
-                    ahead += one.is_held
                     age = bisect_right(AGE_LIMITS_BLOCKS, was - one.stamp)
                     self.table.note_reuse(one.line, age, 1)
                     self.known.remove(one)
-                rank = self.by_index(line, self.blocks)
-                self.known.append(Known(name, line, self.blocks, seat.uses, self.batch, rank))
-                ahead -= name in self.recent
-                self.recent = [other for other in self.recent if other != name] + [name]
-        return ahead
+                self.known.append(Known(name, line, self.blocks, seat.uses))
+        assert len(self.known) <= 64 * self.room  # all are remembered
 
-    def fit(self) -> None:
-        self.recent = self.recent[-max(1, self.room) :]
-        while sum(one.is_held for one in self.known) > max(1, self.room):
-            held = [one for one in self.known if one.is_held]
-            min(held, key=lambda one: (one.rank, one.batch)).is_held = False
-        while len(self.known) > ROOMS_REMEMBERED * max(1, self.room):
-            self.known = [one for one in self.known if one.batch != self.known[0].batch]
-
-    def renew(self, is_changed: bool) -> None:
-        is_due = is_changed or self.blocks - self.ranked >= 0.05 * self.room
+    def renew(self) -> None:
+        is_due = self.blocks - self.ranked >= 0.05 * self.room
         if is_due:
             for one in self.known:
                 num_passed = sum(self.blocks - one.stamp >= limit for limit in AGE_LIMITS_BLOCKS)
@@ -129,13 +172,8 @@ class SlowHazard(SlowPolicy):
             self.table.learn()
         if is_due:
             self.ranked = self.blocks
-            for one in self.known:
-                one.rank = self.by_index(one.line, one.stamp)
             for cohort in self.cohorts:
-                cohort.rank = self.rank(cohort.line, cohort.stamp)
-
-    def rank(self, line: int, stamp: int) -> tuple[float, int]:
-        return self.by_index(line, stamp) if self.contest.index_leads else (0.0, stamp)
+                cohort.rank = self.by_index(cohort.line, cohort.stamp)
 
     def by_index(self, line: int, stamp: int) -> tuple[float, int]:
         age = sum(self.blocks - stamp >= limit for limit in AGE_LIMITS_BLOCKS)
@@ -147,17 +185,44 @@ class SlowHazard(SlowPolicy):
             if (cohort.line, cohort.stamp) == (line, stamp):
                 cohort.entries.append(entry)
                 return
-        self.cohorts.append(Standing(line, stamp, self.rank(line, stamp), [entry]))
+        self.cohorts.append(Standing(line, stamp, self.by_index(line, stamp), [entry]))
 
     def step_aside(self, entry: int) -> None:
         for cohort in self.cohorts:
             cohort.entries = [other for other in cohort.entries if other != entry]
         self.cohorts = [cohort for cohort in self.cohorts if cohort.entries]
 
-    def pick(self, standing: list[Seat]) -> Seat:
-        entry = min(self.cohorts, key=lambda cohort: cohort.rank).entries[0]
+    def settle_due(self) -> None:
+        for entry in self.due:
+            seat = self.seat(entry)
+            self.stand(entry, int(seat.line), seat.since)
+        self.due.clear()
+
+    def find(self) -> int | None:
+        waiting = [seat for seat in self.seats if seat.entry not in self.parked]
+        if not waiting:
+            return None
+        entry = self.first_allowed()
+        if entry is None:
+            entry = min(waiting, key=lambda seat: seat.turn).entry
+        self.due = [other for other in self.due if other != entry]
         self.step_aside(entry)
-        return self.seat(entry)
+        return entry
+
+    def first_allowed(self) -> int | None:
+        if self.due and self.is_allowed(self.due[0]):
+            return self.due[0]
+        self.settle_due()
+        entry = min(self.cohorts, key=lambda cohort: cohort.rank).entries[0]
+        if self.is_allowed(entry):
+            return entry
+        old_stamp = self.guard.lru[0][1] if self.guard.lru else 0
+        old = [cohort for cohort in self.cohorts if cohort.stamp < old_stamp]
+        return min(old, key=lambda cohort: cohort.rank).entries[0] if old else None
+
+    def is_allowed(self, entry: int) -> bool:
+        names = names_of(self.book.describe(entry))
+        return self.guard.allows(names[-self.wanted :])
 
     def leave(self, entry: int) -> Seat:
         self.step_aside(entry)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcache.policies import EVICTION_POLICIES
+from kvcache.policies import EVICTION_POLICIES, guard
 from tests.policies import slow
 from tests.policies.cache import Cache
 from tests.policies.slow_hazard import SlowHazard
@@ -23,6 +23,11 @@ def make_cache(name: str, rng: random.Random, *, is_uniform: bool, has_names: bo
         is_uniform=is_uniform,
         has_names=has_names,
     )
+
+
+@pytest.fixture(autouse=True)
+def guard_that_allows_something_to_a_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_BUDGET_PER_BLOCK", 0.02)
 
 
 def test_every_policy_has_a_slow_one() -> None:

@@ -119,15 +119,17 @@ def test_a_content_is_known_although_its_entry_was_given_to_another_meanwhile(na
 def test_what_is_cut_off_shares_the_past_of_the_whole(name: str) -> None:
     policy, book = make_policy(name, is_uniform=False)
     same, other_book = make_policy(name, is_uniform=False)
+    names = [name_of(content) for content in (11, 12, 13, 14, 5, 16, 17, 1)]
+    head, rest = b"".join(names[:5]), b"".join(names[5:])
     for each, written in ((policy, book), (same, other_book)):
-        written.infos[1] = EntryInfo(8, content=name_of(1))
+        written.infos[1] = EntryInfo(8, content=name_of(1), contents=head + rest)
         written.infos[2] = EntryInfo(8, content=name_of(2))
         each.insert([1, 2])
         use(each, 1, 1, 2)
-    book.infos[1] = EntryInfo(3, content=name_of(1), parent=5)
-    book.infos[5] = EntryInfo(5, content=name_of(5), cut_from=name_of(1))
+    book.infos[1] = EntryInfo(3, content=name_of(1), parent=5, contents=rest)
+    book.infos[5] = EntryInfo(5, content=name_of(5), cut_from=name_of(1), contents=head)
     policy.insert([5])
-    other_book.infos[5] = EntryInfo(5, content=name_of(5))
+    other_book.infos[5] = EntryInfo(5, content=name_of(25))
     same.insert([5])
     use(same, 5, 5, 5)
     if name in ("fifo", "twoq"):
@@ -170,8 +172,8 @@ class Churn:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_stays_in_proportion_to_the_entries(name: str) -> None:
-    churn = Churn(name, 40)
-    churn.serve(600)
+    churn = Churn(name, 20)
+    churn.serve(2_000)  # more than is remembered
     before = churn.footprint_bytes()
     churn.serve(2_000)
     assert churn.footprint_bytes() <= 1.3 * before
