@@ -213,6 +213,12 @@ class _Collection:
         return found
 
     def _two_parents(self, line: MooncakeLine, hash_id: int, number: int) -> TraceError:
+        if line.hash_ids.count(hash_id) > 1:
+            return self._fail(
+                line,
+                f"has block {hash_id} more than once, but an id fixes all before it: give blocks "
+                "with different pasts different ids",
+            )
         return self._fail(
             line,
             f"has block {hash_id} behind another block than line {self._first_lines[number]}, but "

@@ -134,13 +134,14 @@ def counted_config(options: CountingOptions, block_size: int, num_blocks: int) -
 
 
 def make_counted_manager(
-    options: CountingOptions, block_size: int, num_blocks: int
+    options: CountingOptions, block_size: int, num_blocks: int, most_running: int = 1
 ) -> KVCacheManager:
-    """Make the manager of such a model."""
+    """Make the manager of such a model, with a slot for each request that runs at a time."""
     return KVCacheManager(
         counted_config(options, block_size, num_blocks),
         _NO_LIMIT_TOKENS,
         caching_hash_algo=options.hash_algorithm,
         eviction_policy=options.eviction_policy,
         core=options.core,
+        max_num_seqs=most_running,
     )

@@ -35,6 +35,7 @@ TRACE_ENDS = (".jsonl", ".jsonl.gz")
 """How names of trace files end: by these they are told from files of text."""
 
 _LARGEST_HASH_ID = 2**63 - 1
+_MOST_TOKENS = 2**31 - 1
 _LARGEST_TIMESTAMP_MS = 2**53  # whole numbers up to here are exact as floats
 _GZIP_MAGIC = b"\x1f\x8b"
 _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
@@ -68,6 +69,7 @@ class MooncakeTrace:
                 f"(Mooncake's traces have {MOONCAKE_BLOCK_SIZE})"
             )
         self.path = path
+        self._is_compressed = False
         with closing(self._open()):
             pass
         self._block_size = self._said_block_size() if block_size is None else block_size
@@ -144,6 +146,7 @@ class MooncakeTrace:
         if magic != _GZIP_MAGIC:
             return file
         file.close()
+        self._is_compressed = True
         return gzip.open(self.path, "rb")
 
     def _read_line(self, file: _Lines, number: int) -> bytes:
@@ -160,7 +163,8 @@ class MooncakeTrace:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise fail(f"is not JSON ({error})") from error
+            damaged = ", or the compressed file is damaged" if self._is_compressed else ""
+            raise fail(f"is not JSON ({error}){damaged}") from error
         if not isinstance(values, dict):
             raise fail(f"holds {_shown(values)}, not an object")
         input_length = _count(values, "input_length", 1, fail)
@@ -202,7 +206,7 @@ def _prompt(hash_ids: tuple[int, ...], input_length: int, block_size: int) -> In
 def _count(
     values: dict[str, object], key: str, at_least: int, fail: Callable[[str], TraceError]
 ) -> int:
-    """Return a whole number of at least `at_least`; raises what `fail` makes."""
+    """Return a whole number of at least `at_least`, an int32; raises what `fail` makes."""
     if key not in values:
         raise fail(f"has no {key}")
     value = values[key]
@@ -210,6 +214,8 @@ def _count(
         raise fail(f"has {key} {_shown(value)}, not a whole number")
     if value < at_least:
         raise fail(f"has {key} {_shown(value)}, below {at_least}")
+    if value > _MOST_TOKENS:
+        raise fail(f"has {key} {_shown(value)}, above {_MOST_TOKENS}")
     return value
 
 

@@ -32,6 +32,9 @@ from kvcache.simulate.counting import (
 from kvcache.simulate.tier_traffic import NOTHING_BROUGHT, Brought, TierSizes, TierTraffic
 from kvcache.simulate.workload import WorkloadRequest
 
+MOST_RUNNING = 256
+"""Requests that run at a time; others wait, as in a cluster that is not configured otherwise."""
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -103,7 +106,9 @@ class RunningCounter:
         self._is_whole = bool(options.groups)
         self._workload = TraceTokens(trace) if options.groups else CompactTrace(trace)
         size = self._workload.block_size
-        self.manager: KVCacheManager = make_counted_manager(options, size, options.num_blocks)
+        self.manager: KVCacheManager = make_counted_manager(
+            options, size, options.num_blocks, MOST_RUNNING
+        )
         self.traffic: TierTraffic | None = None
         if tiers is not None:
             config = counted_config(options, size, options.num_blocks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvcache.clock import Clock
 from kvcache.errors import OutOfBlocksError
@@ -115,9 +115,10 @@ def simulate(
     Raises ConfigurationError or OutOfBlocksError where the longest request does not fit.
     """
     cache.require_room(trace)
+    enough = _enough_blocks(trace, cache)
     start_s = clock.now()
     tenths = _Tenths(trace, cache)
-    hits = _count(trace, cache, clock, tenths, on_progress)
+    hits = _count(trace, _with_at_most(cache, enough), clock, tenths, on_progress)
     size = trace.block_size
     num_below = hits.host_tokens + hits.disk_tokens
     on_progress(trace.num_requests)
@@ -138,6 +139,27 @@ def simulate(
         num_host_hit_tokens=hits.host_tokens,
         num_disk_hit_tokens=hits.disk_tokens,
         waits=hits.waits,
+    )
+
+
+def _enough_blocks(trace: BlockTrace, cache: SimulatedCache) -> int:
+    """Return a number of blocks with which none is ever evicted."""
+    sizes = [group.kv_cache_spec.block_size for group in cache.groups] or [trace.block_size]
+    num_tokens = trace.input_lengths + trace.output_lengths
+    num_states = 2 + max((g.kv_cache_spec.num_state_blocks or 0 for g in cache.groups), default=0)
+    return sum(int((-(-num_tokens // size) + num_states).sum()) for size in sizes)
+
+
+def _with_at_most(cache: SimulatedCache, enough: int) -> SimulatedCache:
+    """Return a cache of the same hits whose books take no more memory than the trace is worth."""
+    if cache.num_blocks is None:
+        return cache
+    num_below = 2 * enough  # so much as is kept free for what comes next is free then
+    return replace(
+        cache,
+        num_blocks=min(cache.num_blocks, enough),
+        host_blocks=min(cache.host_blocks, num_below),
+        disk_blocks=min(cache.disk_blocks, num_below),
     )
 
 

@@ -232,6 +232,11 @@ def test_what_is_typed_wrong_is_refused_with_a_remedy(trace: Path, tmp_path: Pat
             "before it: give blocks with different pasts different ids",
         ),
         (
+            [trace_line(1024, [1, 2]), trace_line(1500, [3, 4, 3])],
+            "bad.jsonl, line 2: has block 3 more than once, but an id fixes all before it: give "
+            "blocks with different pasts different ids",
+        ),
+        (
             [trace_line(9, [1], timestamp=9), trace_line(9, [2], timestamp=8)],
             "bad.jsonl, line 2: has timestamp 8, the line before 9: sort the trace by time",
         ),

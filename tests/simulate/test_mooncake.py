@@ -68,6 +68,9 @@ def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
         ({"input_length": 5, "output_length": 1}, "has no hash_ids"),
         ({**GOOD, "input_length": -1}, "has input_length -1, below 1"),
         ({**GOOD, "input_length": 0}, "has input_length 0, below 1"),
+        ({**GOOD, "input_length": 2**31}, "has input_length 2147483648, above 2147483647"),
+        ({**GOOD, "output_length": 10**30}, f"has output_length 1{'0' * 30}, above 2147483647"),
+        ({**GOOD, "block_size": 2**31}, "has block_size 2147483648, above 2147483647"),
         ({**GOOD, "output_length": -3}, "has output_length -3, below 0"),
         ({**GOOD, "input_length": 1100.0}, "has input_length 1100.0, not a whole number"),
         ({**GOOD, "input_length": True}, "has input_length true, not a whole number"),
@@ -107,6 +110,27 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}\n")
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 1: is not JSON"):
         list(MooncakeTrace(path))
+
+
+def test_a_damaged_gzip_says_that_it_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1\n'))
+    with pytest.raises(TraceError) as caught:
+        list(MooncakeTrace(path))
+    assert str(caught.value) == (
+        f"{path}, line 1: is not JSON (Expecting ',' delimiter: line 2 column 1 (char 8)), or the "
+        "compressed file is damaged: repair or remove the line"
+    )
+
+
+def test_line_ends_and_empty_lines_are_all_the_same(tmp_path: Path) -> None:
+    line, path = json.dumps(GOOD), tmp_path / "trace.jsonl"
+    for text in (line, f"{line}\n", f"{line}\r\n", f"\r\n\n {line}  \r\n\n"):
+        path.write_text(text, encoding="utf-8", newline="")
+        (request,) = MooncakeTrace(path)
+        assert request.num_prompt_tokens == GOOD["input_length"]
+    path.write_bytes(gzip.compress(line.encode()))
+    assert len(list(MooncakeTrace(path))) == 1
 
 
 def test_a_truncated_gzip_names_the_line(tmp_path: Path) -> None:

@@ -86,6 +86,20 @@ def test_a_capacity_below_the_longest_request_is_refused_with_its_line(trace: Bl
         simulate(trace, SimulatedCache("lru", least, groups=groups), VirtualClock())
 
 
+@pytest.mark.parametrize("window_tokens", [None, 6])
+def test_a_cache_of_any_size_takes_no_more_memory_than_the_trace_is_worth(
+    trace: BlockTrace, window_tokens: int | None
+) -> None:
+    groups = () if window_tokens is None else window_groups(trace.block_size, window_tokens)
+    many = 10**15
+    for sizes in ((None,), (many,), (many, many, many)):
+        result = simulate(trace, SimulatedCache("lru", *sizes, groups=groups), VirtualClock())
+        unlimited = SimulatedCache("lru", None, groups=groups)
+        expected = simulate(trace, unlimited, VirtualClock())
+        assert result.num_device_hit_tokens == expected.num_hit_tokens > 0
+        assert result.cache.num_blocks == sizes[0]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
