@@ -94,11 +94,11 @@ class RowMover:
     def move(self, piece: int) -> Rows:
         """Copy a piece, and return its rows, in order, from where they can be read soonest: one
         of the sides, or a buffer that is valid until another piece is moved."""
-        to = self._to
-        if to.is_run[piece] and (self._is_apart or self._from.is_run[piece]):
-            rows = to.run(piece)
-            if self._from.is_run[piece]:
-                rows[:] = self._from.run(piece)
+        source, destination = self._from.runs[piece], self._to.runs[piece]
+        if destination is not None and (self._is_apart or source is not None):
+            rows = self._to.rows[destination]
+            if source is not None:
+                rows[:] = self._from.rows[source]
             else:
                 self._from.gather(piece, rows)
             return rows
@@ -115,8 +115,8 @@ class RowMover:
 
     def _read(self, piece: int) -> Rows:
         """Return the rows of a piece, in order: where they are, or a copy of them."""
-        if self._from.is_run[piece]:
-            return self._from.run(piece)
+        if (run := self._from.runs[piece]) is not None:
+            return self._from.rows[run]
         if not self._does_gather:
             return self._from.each(piece)
         if self._buffer is None:
@@ -133,27 +133,31 @@ class RowMover:
             for destination, row in zip(destinations, rows, strict=True):
                 destination[:] = row
             return destinations
-        if to.is_run[piece]:
-            run = to.run(piece)
-            run[:] = rows
-            return run
+        if (run := to.runs[piece]) is not None:
+            to.rows[run] = rows
+            return to.rows[run]
         to.scatter(piece, rows)
         return to.each(piece) if self._width >= REREAD_BYTES else rows
 
 
 class _Side:
-    """One side's rows, and which of them are each piece's. `is_run[piece]`: ids rise by 1."""
+    """One side's rows, and which of them are each piece's. `runs[piece]`: None where ids do not
+    rise by 1."""
 
     def __init__(self, rows: ByteRows, ids: Int32Array, step: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self._ids: Places = ids.astype(np.intp)
         self._step = step
         starts = np.arange(0, len(ids), step)
         ends = np.minimum(starts + step, len(ids))
         num_breaks = np.zeros(len(ids), np.intp)
         np.cumsum(self._ids[1:] - self._ids[:-1] != 1, out=num_breaks[1:])
-        self.is_run: list[bool] = (num_breaks[ends - 1] == num_breaks[starts]).tolist()
-        self._firsts: list[int] = self._ids[starts].tolist()
+        is_run = (num_breaks[ends - 1] == num_breaks[starts]).tolist()
+        firsts, sizes = self._ids[starts].tolist(), (ends - starts).tolist()
+        self.runs: list[slice | None] = [
+            slice(first, first + size) if is_one else None
+            for first, size, is_one in zip(firsts, sizes, is_run, strict=True)
+        ]
         # One item a row: numpy moves whole rows then, instead of single bytes.
         self._items: RowItems = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
         self._is_solid = bool(rows.flags.c_contiguous)
@@ -165,16 +169,11 @@ class _Side:
     def num_rows(self, piece: int) -> int:
         return min(self._step, len(self._ids) - piece * self._step)
 
-    def run(self, piece: int) -> ByteRows:
-        """Return the rows of a piece that is a run; a view."""
-        first = self._firsts[piece]
-        return self._rows[first : first + self.num_rows(piece)]
-
     def each(self, piece: int) -> Sequence[ByteRows]:
         """Return the rows of a piece; views."""
         places = self._places(piece)
         self._touch(places)
-        return [self._rows[i] for i in places.tolist()]
+        return [self.rows[i] for i in places.tolist()]
 
     def gather(self, piece: int, out: ByteRows) -> None:
         """Copy the rows of a piece to `out`, which is no part of the same memory."""
