@@ -28,6 +28,9 @@ from kvcache.managers.run_maker import Part, RunMaker
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheSpec, ceil_div
 
+_MANY_BLOCKS = 8
+"""As many blocks at once, and more, are worth an array."""
+
 
 @dataclass(frozen=True, slots=True)
 class MatchLimits:
@@ -102,13 +105,13 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
         table = self._tables.get(request_id, [])
         leading = self._leading.get(request_id, EMPTY_INDEX)
-        if len(leading) != len(table):
+        total = ceil_div(reservation.num_slot_tokens, self.block_size)
+        if len(leading) != len(table) or total < len(table) + _MANY_BLOCKS:
             return super().allocate_new_blocks(request_id, reservation)
         # A whole prompt, or what a hit leaves of it: its blocks stay the array that they come in.
-        total = ceil_div(reservation.num_slot_tokens, self.block_size)
         skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
         num_null = max(0, skipped - len(table))
-        ids = self._pool.take(max(0, total - len(table) - num_null))
+        ids = self._pool.take(total - len(table) - num_null)
         new: list[int] = [NULL_ID] * num_null + ids.tolist()
         if num_null:
             ids = index_array(new)
