@@ -42,13 +42,21 @@ def find_refusal() -> Refusal | None:
     nobody can tell, as where there is none or there are several."""
     # Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
     named = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = named.rpartition(":")
-    if host and "/" not in host and port.isdigit():
-        return _unanswered(named, host.strip("[]"), int(port)) or token_refusal(named)
+    why_not = _why_unanswered(named)
+    if why_not:
+        what = f"RAY_ADDRESS is {named}, and nothing answers there ({why_not})"
+        return Refusal(what, "start Ray there, correct it, or unset it", is_named=True)
     if named not in ("", "auto"):
-        return None
+        return token_refusal(named) if ":" in named and "/" not in named else None
     addresses = _local_addresses()
-    return token_refusal(addresses[0]) if len(addresses) == 1 else None
+    if addresses:
+        return token_refusal(addresses[0]) if len(addresses) == 1 else None
+    last = _remembered_address()
+    why_not = _why_unanswered(last)
+    if why_not:
+        what = f"the Ray that was started last, at {last}, does not answer ({why_not})"
+        return Refusal(what, "`ray stop` forgets it, `ray start --head` starts one", is_named=False)
+    return None
 
 
 def refusal_behind(error: ConnectionError) -> Refusal | None:
@@ -59,7 +67,7 @@ def refusal_behind(error: ConnectionError) -> Refusal | None:
 
 def token_refusal(address: str) -> Refusal | None:
     """Ask whoever serves at `address` anything, as Ray would; None unless the token is refused."""
-    is_named = bool(os.environ.get("RAY_ADDRESS"))
+    is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
     try:
         import grpc
         from ray.exceptions import AuthenticationError
@@ -108,13 +116,16 @@ def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
     return Refusal(what, remedy, is_named)
 
 
-def _unanswered(address: str, host: str, port: int) -> Refusal | None:
+def _why_unanswered(address: str) -> str:
+    """Say why nobody can be reached at host:port; empty if somebody is, or it is no such thing."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return ""
     try:
-        socket.create_connection((host, port), PROBE_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
     except (OSError, OverflowError) as error:
-        what = f"RAY_ADDRESS is {address}, and nothing answers there ({error})"
-        return Refusal(what, "start Ray there, correct it, or unset it", is_named=True)
-    return None
+        return str(error)
+    return ""
 
 
 def _local_addresses() -> list[str]:
@@ -125,3 +136,13 @@ def _local_addresses() -> list[str]:
         return []
     find: Any = find_gcs_addresses
     return sorted(map(str, find()))
+
+
+def _remembered_address() -> str:
+    """Return where `ray start` served last, which it writes down and only `ray stop` removes."""
+    try:
+        from ray._private.utils import read_ray_address
+    except ImportError:
+        return ""
+    read: Any = read_ray_address
+    return str(read() or "")

@@ -108,15 +108,36 @@ assert not loaded, loaded
     assert json.loads(done.stdout)["name"] == "cpu-tp2"
 
 
-def test_without_ray_a_command_says_what_to_do(tmp_path: Path) -> None:
-    script = """
+WITHOUT_OTHERS = """
 from ray._private import services
 services._find_address_from_flag = lambda flag: set()  # whatever else runs on this machine
 from actors.cli import main
 main()
 """
+
+
+def test_a_ray_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
     done = subprocess.run(
-        [sys.executable, "-c", script, "usage"],
+        [sys.executable, "-c", WITHOUT_OTHERS, "usage"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,  # Ray itself takes three and a half minutes
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"kvcache: the Ray that was started last, at {address}, does not")
+    assert "ray start --head" in done.stderr and "`ray stop` forgets it" in done.stderr
+
+
+def test_without_ray_a_command_says_what_to_do(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OTHERS, "usage"],
         cwd=ROOT,
         capture_output=True,
         text=True,
