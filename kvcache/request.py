@@ -75,7 +75,8 @@ class Request:
 
     Args:
         request_id: names the request; not empty.
-        prompt_token_ids: at least one id from 0 to `MAX_TOKEN_ID`; copied.
+        prompt_token_ids: at least one id from 0 to `MAX_TOKEN_ID`; copied, unless they are an int32
+            array over the whole of a `bytes` object.
         lora: adapter the request runs with.
         mm_positions: placeholders of multimodal items inside the prompt, as `MultiModalPosition` or
             `(offset, length)`; kept in order of position.
@@ -164,7 +165,7 @@ class Request:
         # A copy that nobody else has is kept as it is. Another one is made as bytes: they are what
         # prompts are matched by, and need no second copy until tokens are appended.
         is_own = tokens is not prompt_token_ids and tokens.base is None
-        self._prompt_bytes: bytes | None = None if is_own else tokens.tobytes()
+        self._prompt_bytes: bytes | None = None if is_own else _bytes_of(tokens)
         self._tokens: NDArray[np.int32] = (
             tokens if self._prompt_bytes is None else np.frombuffer(self._prompt_bytes, np.int32)
         )
@@ -342,6 +343,15 @@ class Request:
             raise self._without_hasher()
         parent = hashes[-1] if hashes else hasher.none_hash
         hashes.append(hasher.hash_plain(parent, token_bytes))
+
+
+def _bytes_of(tokens: NDArray[np.int32]) -> bytes:
+    """Return the bytes of contiguous tokens: those they are a view of, as out of a message, which
+    nobody can change, or a copy."""
+    viewed: object = tokens.base
+    if isinstance(viewed, bytes) and len(viewed) == tokens.nbytes:
+        return viewed
+    return tokens.tobytes()
 
 
 def _is_nothing(given: object) -> bool:

@@ -125,6 +125,21 @@ def test_a_request_keeps_its_own_copy_of_the_prompt():
     assert ids.tolist() == [9, 2, 3]
 
 
+def test_a_prompt_over_the_whole_of_bytes_is_not_copied_and_a_part_of_them_is():
+    payload = np.array([1, 2, 3, 4], np.int32).tobytes()
+    whole = Request("r1", np.frombuffer(payload, np.int32))
+    assert whole.token_bytes(0, 4) is payload
+    tail = Request("r1", np.frombuffer(payload, np.int32)[1:])
+    assert tail.token_bytes(0, 3) == payload[4:]
+    turned = Request("r1", np.frombuffer(payload, np.int32)[::-1])
+    for request in (whole, tail, turned):
+        request.append_output_token_ids([5])
+    assert whole.all_token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert tail.all_token_ids.tolist() == [2, 3, 4, 5]
+    assert turned.all_token_ids.tolist() == [4, 3, 2, 1, 5]
+    assert payload == np.array([1, 2, 3, 4], np.int32).tobytes()
+
+
 def test_the_view_of_all_tokens_cannot_be_written():
     request = Request("r1", [1, 2, 3])
     with pytest.raises(ValueError, match="read-only"):
