@@ -192,7 +192,8 @@ class TierTraffic:
             if job is not None:
                 tiers.stored(job.job_id, ok=True)
                 self.num_stored += len(job.keys)
-            if not self._spill() and job is None:
+            has_room_come = self._spill() or job is not None
+            if not (tiers.num_without_room and has_room_come):
                 return
 
     def _spill(self) -> bool:
