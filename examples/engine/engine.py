@@ -285,6 +285,10 @@ class Engine:
         self._tally.coordinator_s += self._now_s() - start_s
         scheduled = self._scheduler.settle(asked.plan, result)
         self._tally.num_cached_tokens += int(result.num_hit_tokens.sum())
+        for refusal in result.refused:  # by its tenant's limit, whoever else leaves
+            request = self._book.requests.get(refusal.request_id.rpartition("/")[0])
+            if request is not None:
+                self._book.end(request, "error", refusal.reason)
         return result.step, result.epoch, result.seq, scheduled
 
     def _begin_forward(self, asked: _Asked) -> None:

@@ -234,3 +234,22 @@ def test_a_request_that_can_never_fit_fails_alone(is_pipelined: bool) -> None:
             assert f"request {name} finds no room for its" in told[name, 0].error
         assert told[before, 0].token_ids == expected("llama", PROMPT, GREEDY)
         assert told[behind, 0].token_ids == expected("llama", tokens(7, 20), GREEDY)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_request_beyond_its_tenants_limit_ends_while_others_run(is_pipelined: bool) -> None:
+    sections = {"tenants": {"by": "salt", "default": {"limit": 0.25}}}
+    with launch(num_blocks=41, is_pipelined=is_pipelined, sections=sections) as engine:
+        other = engine.add_request(PROMPT, SamplingParams(max_tokens=40), cache_salt="other")
+        large = engine.add_request(tokens(5, 200), GREEDY, cache_salt="large")
+        growing = engine.add_request(
+            tokens(6, 100), SamplingParams(max_tokens=120), cache_salt="growing"
+        )
+        behind = engine.add_request(tokens(7, 20), GREEDY, cache_salt="behind")
+        told = run(engine)
+        for name in (large, growing):
+            assert told[name, 0].reason == "error"
+            assert "limit" in told[name, 0].error
+        assert len(told[other, 0].token_ids) == 40
+        assert told[behind, 0].reason == "length"
+        require_nothing_is_held(engine)
