@@ -46,6 +46,7 @@ def require_the_same(told: dict[tuple[str, int], Told], ids: list[str], name: st
         assert told[request_id, 0].token_ids == expected(name, prompt, LONG)
 
 
+@pytest.mark.faults
 def test_two_stages_of_two_ranks_survive_their_coordinator(ray_cluster: str) -> None:
     with launch_on_ray(
         "gemma-hybrid", "engine-four", tensor_parallel_size=2, pipeline_parallel_size=2

@@ -26,9 +26,9 @@ from kvcache.step_delivery import StepReceiver
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
 
-SEEDS_PER_TEST = 25
+SEEDS_PER_TEST = 10
 NUM_SEEDS = 1000
-NUM_QUICK_SEEDS = 25
+NUM_QUICK_SEEDS = 10
 """The others are played by `make test-long`."""
 
 ROUGH = NetworkFaults(
