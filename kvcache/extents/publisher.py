@@ -209,6 +209,8 @@ class Publisher:
             handles[group.index, lacks] = store.handles_of(ours[lacks])
             for run in path:
                 first, last = max(run.start, start), min(run.end, end)
+                if first >= last:
+                    continue
                 lacking = lacks[first - start : last - start]
                 lent = handles[group.index, first - start : last - start]
                 of_run = run.handles[group.place, first - run.start : last - run.start]

@@ -18,8 +18,7 @@ from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
 from kvcache.step import Refusal
-from kvcache.tenants import TenantAccount, TenantLedger, TenantStatistics
-from kvcache.tenants.ledger import required
+from kvcache.tenants import TenantLedger, TenantStatistics
 
 
 @dataclass(frozen=True)
@@ -137,25 +136,8 @@ class Admission:
         )
         account.num_refusals -= is_counted
         account.refuse(reason)
-        return self._refusal(request, account, needed, reason)
-
-    def refusal_at_once(self, request: Request) -> Refusal | None:
-        """Say why so much of a request, which has just found no room, will never fit in one step,
-        if that is so."""
-        if self._tenants is None or not self._book.slots.num_free:
-            return None
-        account = self._tenants.account(request.namespace)
-        if not account.hopeless_blocks:
-            return None
-        reason = f"{account.last_refusal}; or schedule fewer of its tokens at once"
-        return self._refusal(request, account, account.hopeless_blocks, reason)
-
-    def _refusal(
-        self, request: Request, account: TenantAccount, num_blocks: int, reason: str
-    ) -> Refusal:
-        tenant = required(self._tenants).shares.shown_name(account.name)
-        limit = account.share.limit_blocks
-        return Refusal(request.request_id, tenant, num_blocks, limit, reason)
+        tenant = self._tenants.shares.shown_name(account.name)
+        return Refusal(request.request_id, tenant, needed, limit, reason)
 
     def record_reset(self) -> None:
         """Note in the statistics that the cache was emptied."""

@@ -300,9 +300,6 @@ class StepExecutor:
         demand = Demand(start, slot_tokens, cached_tokens, end, applicant.num_encoder_tokens)
         admitted = self._admission.seat(request, index, demand, hit, reserve)
         if admitted is None:
-            refusal = self._admission.refusal_at_once(request)
-            if refusal is not None:
-                answer.refused.append(refusal)
             answer.refuse(request.request_id, answer.no_room)
             return None
         self._admission.record(request, num_hit)

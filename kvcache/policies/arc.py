@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.policies.ghosts import GhostList
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _T1, _T2 = 0, 1
 
 
-class ARCPolicy(HistoryPolicy):
+class ARCPolicy(RankedPolicy):
     """An `EvictionPolicy` of two LRU orders; `_target_blocks` is what the first may keep."""
 
     num_lines = 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 
 
-class FIFOPolicy(HistoryPolicy):
+class FIFOPolicy(RankedPolicy):
     """An `EvictionPolicy` that keeps entries in the order in which their contents came."""
 
     def _place_new(self, member: Member, names: Sequence[bytes]) -> None:

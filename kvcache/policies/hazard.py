@@ -42,6 +42,10 @@ _ROOM_SHARE_TO_REORDER = 0.05
 """The index is made anew, and entries ranked anew, after so many blocks and such a share of the
 room: ages have not changed by more than a step or two meanwhile."""
 
+_ROOMS_IN_USE = 2
+"""What is in use while so many times the room is used counts as gone: nobody says which contents
+were forgotten while they were in use, and what is pinned is no part of the room."""
+
 
 @dataclass(slots=True)
 class _Arrival:
@@ -101,15 +105,18 @@ class HazardPolicy(HistoryPolicy):
             self._enter(member, entry, arrival.info)
         inserted_blocks = sum(self._line_blocks)
         self._room_blocks = max(self._room_blocks, inserted_blocks)
+        self._forget_long_in_use()
         self._guard.settle(num_blocks, inserted_blocks + self._in_use_blocks)
         self._line.grow_old(self._guard.old_stamp)
         self._learn(arrivals, was_blocks)
 
     def remove(self, entries: Entries) -> None:
-        for entry in index_array(entries).tolist():
-            member = self._members[entry]
+        members = [self._members[entry] for entry in index_array(entries).tolist()]
+        for member in members:
             member.is_lru_hit = member.name in self._guard  # its last block, which LRU evicts first
         super().remove(entries)
+        for member in members:
+            member.rank = float(member.line), self._value.clock_blocks
 
     def put_back(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
@@ -117,6 +124,14 @@ class HazardPolicy(HistoryPolicy):
             if self._book.describe(entry).weight_blocks == victim.info.weight_blocks:
                 self._guard.restore(victim.tail())
         super().put_back(entries)
+
+    def _forget_long_in_use(self) -> None:
+        oldest = self._value.clock_blocks - _ROOMS_IN_USE * self._room_blocks
+        while self._in_use:
+            name, member = next(iter(self._in_use.items()))
+            if member.rank[1] >= oldest:
+                return
+            self._use_no_more(name)
 
     # --- uses ----------------------------------------------------------------------------------
 

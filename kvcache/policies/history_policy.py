@@ -184,13 +184,6 @@ class HistoryPolicy(ABC):
             self._enter(victim.member, entry, self._book.describe(entry))
             self._make_next(entry)
 
-    def look_ahead(self, num_entries: int) -> list[int]:
-        if self._look_ahead is None:
-            self._look_ahead = LookAhead(self.num_lines)
-            for entry, member in self._members.items():
-                self._look_ahead.add(entry, member.line, member.rank)
-        return self._look_ahead.first(num_entries)
-
     def order(self) -> list[int]:
         return [victim.member.entry for victim in self._twin()._take(_ALL_BLOCKS)]
 
@@ -316,6 +309,18 @@ class HistoryPolicy(ABC):
         if self._look_ahead is not None:
             self._look_ahead.remove(entry, member.line, member.rank)
         return member
+
+
+class RankedPolicy(HistoryPolicy):
+    """A `HistoryPolicy` whose victims are those of the lowest ranks of a line: who comes next is
+    known without choosing anybody, see `LooksAhead`."""
+
+    def look_ahead(self, num_entries: int) -> list[int]:
+        if self._look_ahead is None:
+            self._look_ahead = LookAhead(self.num_lines)
+            for entry, member in self._members.items():
+                self._look_ahead.add(entry, member.line, member.rank)
+        return self._look_ahead.first(num_entries)
 
 
 def _name(entry: int, info: EntryInfo) -> Name:

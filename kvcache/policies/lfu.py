@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.policies.ghosts import GhostList
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _NAMES_PER_BLOCK = 2
 """A content is known again until the room was filled so many times since its eviction."""
 
 
-class LFUPolicy(HistoryPolicy):
+class LFUPolicy(RankedPolicy):
     """An `EvictionPolicy` by the number of uses, those before an eviction included."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
@@ -40,7 +40,7 @@ class LFUPolicy(HistoryPolicy):
         self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
 
 
-class AgeingLFUPolicy(HistoryPolicy):
+class AgeingLFUPolicy(RankedPolicy):
     """An `EvictionPolicy` by the number of uses, and by when they were."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.policies.ghosts import GhostList
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _NEVER = 0
@@ -18,7 +18,7 @@ _NAMES_PER_BLOCK = 2
 """A content is known again until the room was filled so many times since its eviction."""
 
 
-class LRU2Policy(HistoryPolicy):
+class LRU2Policy(RankedPolicy):
     """An `EvictionPolicy` by the last use but one; of those used once, by that."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcache.policies.ghosts import GhostList
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _SMALL, _MAIN = 0, 1
@@ -24,7 +24,7 @@ _MOST_USES = 3
 _USES_TO_MOVE = 2
 
 
-class S3FIFOPolicy(HistoryPolicy):
+class S3FIFOPolicy(RankedPolicy):
     """An `EvictionPolicy` of two FIFO queues; `num_uses` counts those since it was enqueued."""
 
     num_lines = 2

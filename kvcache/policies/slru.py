@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 
 _PROBATION, _PROTECTED = 0, 1
 _PROTECTED_SHARE = 0.8
 """Of the room, what may be protected: the rest is for contents to prove themselves in."""
 
 
-class SLRUPolicy(HistoryPolicy):
+class SLRUPolicy(RankedPolicy):
     """An `EvictionPolicy` of two LRU orders."""
 
     num_lines = 2

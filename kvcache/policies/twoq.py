@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.policies.ghosts import GhostList
-from kvcache.policies.history_policy import HistoryPolicy, Member
+from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _A1IN, _AM = 0, 1
@@ -21,7 +21,7 @@ _A1OUT_SHARE = 0.5
 """Of the room, the share of new contents and of remembered names: the paper's choice."""
 
 
-class TwoQPolicy(HistoryPolicy):
+class TwoQPolicy(RankedPolicy):
     """An `EvictionPolicy` of a FIFO of new contents and an LRU order of those that came back."""
 
     num_lines = 2

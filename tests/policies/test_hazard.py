@@ -11,13 +11,16 @@ import pytest
 
 from kvcache.clock import VirtualClock
 from kvcache.manager.core_registry import CORES
-from kvcache.policies import guard
+from kvcache.policies import LooksAhead, guard
+from kvcache.policies.arc import ARCPolicy
 from kvcache.policies.guard import Guard
 from kvcache.policies.hazard import HazardPolicy
 from kvcache.policies.reuse_table import AGE_LIMITS_BLOCKS, NUM_AGES, reuse_index
+from kvcache.request import Request
 from kvcache.simulate import GENERATORS, MooncakeTrace, Workload, generate
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.workload import LimitedWorkload
+from tests.manager.managers_under_test import FULL, make_manager
 from tests.policies.books import WrittenBook, evict, name_of
 
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
@@ -206,3 +209,31 @@ def test_hit_rates_of_both_cores_are_the_same() -> None:
 )
 def test_hit_rates_on_the_conversation_trace(num_blocks: int, expected: float) -> None:
     assert hit_rate(MooncakeTrace(TRACE), num_blocks, "hazard") >= expected - 0.001
+
+
+def test_contents_forgotten_in_use_do_not_make_lrus_cache_larger() -> None:
+    """Nobody says that they have gone; LRU with more room than there is would seem to win."""
+    manager = make_manager(FULL, 201, eviction_policy="hazard")
+
+    def serve(name: str, tokens: list[int], *, is_forgotten: bool = False) -> int:
+        request = Request(name, tokens)
+        hit, num_hit = manager.get_computed_blocks(request)
+        manager.allocate_slots(request, len(tokens) - num_hit, num_hit, hit)
+        request.num_computed_tokens = len(tokens)
+        if is_forgotten:
+            manager.evict_blocks(manager.get_block_ids(name)[0][:1])
+        manager.free(request)
+        return num_hit
+
+    for number in range(40):
+        serve(f"cached {number}", [number] * 76)
+        serve(f"forgotten {number}", [number] * 76 + [5], is_forgotten=True)
+    loop = [[1_000 + place] * 76 + [9] for place in range(15)]  # 285 blocks, of 200
+    hits = [serve(f"loop {number}", loop[number % 15]) for number in range(4_000)]
+    assert sum(hits[-1_500:]) > 0.4 * 1_500 * 77  # under LRU none
+
+
+def test_who_is_next_is_not_known_without_choosing() -> None:
+    """Its lines are no queues of ranks, so a tier that looks ahead has to choose and put back."""
+    assert not isinstance(HazardPolicy(4, WrittenBook()), LooksAhead)
+    assert isinstance(ARCPolicy(4, WrittenBook()), LooksAhead)
