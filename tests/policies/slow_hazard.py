@@ -110,8 +110,9 @@ class SlowHazard(SlowPolicy):
             self.sit_down(seat)
             self.stand(seat.entry, line, seat.since)
         num_inserted = sum(seat.weight for seat in self.seats)
-        num_in_use = sum(seat.weight for seat in self.in_use)
         self.room = max(self.room, num_inserted)
+        self.in_use = [seat for seat in self.in_use if seat.since >= self.blocks - 2 * self.room]
+        num_in_use = sum(seat.weight for seat in self.in_use)
         self.guard.settle(self.blocks - was, num_inserted + num_in_use, num_lru)
         self.note_uses(seats, infos, lines, was)
         self.renew()
@@ -120,6 +121,7 @@ class SlowHazard(SlowPolicy):
         for entry in entries:
             seat = self.seat(entry)
             seat.is_lru_hit = self.guard.has(seat.name)
+            seat.since = self.blocks
         super().remove(entries)
 
     def chosen(self, names: list[bytes]) -> None:
