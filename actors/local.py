@@ -30,7 +30,7 @@ from kvcache.planner import Plan, plan_kv_cache, plan_options
 from kvcache.state_store import MemoryStateStore, StateStore
 
 LOCAL_ENDPOINT = Endpoint("local")
-MAX_STARTUP_ROUNDS = 10_000
+MIN_STARTUP_ROUNDS = 10_000
 
 _HERE = NodeAddress("local", "127.0.0.1")
 
@@ -169,8 +169,15 @@ class LocalCluster:
         return self._server.connect(peer)
 
     def _start(self) -> None:
-        for _ in range(MAX_STARTUP_ROUNDS):
-            if self.coordinator.phase is Phase.RUNNING:
-                return
+        clock = SystemClock()  # whatever the cluster's: copies that a rank waits for take real time
+        deadline_s = clock.now() + self.config.deadlines.startup_s
+        num_rounds = 0
+        while self.coordinator.phase is not Phase.RUNNING:
+            if num_rounds >= MIN_STARTUP_ROUNDS and clock.now() >= deadline_s:
+                phase, problem = self.coordinator.phase.value, self.coordinator.problem()
+                raise StartupError(
+                    f"the workers did not obey within deadlines.startup_s, "
+                    f"{self.config.deadlines.startup_s} s (the coordinator is {phase}): {problem}"
+                )
             self.pump()
-        raise StartupError(f"the workers did not obey: {self.coordinator.problem()}")
+            num_rounds += 1
