@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.engine import Engine, SamplingParams
+from examples.engine.executor import LocalExecutor
 from tests.engine.support import (
     GREEDY,
     TIGHT,
@@ -32,12 +34,24 @@ def tiers(engine: Engine) -> Any:
     return figures.tiers
 
 
+def store_all(engine: Engine) -> None:
+    """Wait until nothing is on its way down: what is evicted before that is computed again."""
+    assert isinstance(engine.executor, LocalExecutor)
+    deadline_s = time.monotonic() + 60
+    while any(
+        tier is not None and tier.num_pending for tier in (tiers(engine).host, tiers(engine).disk)
+    ):
+        assert time.monotonic() < deadline_s
+        engine.executor.cluster.pump()
+
+
 @pytest.mark.parametrize("name", MODELS_WITH_TIERS)
 def test_a_prompt_comes_back_from_host_memory(name: str) -> None:
     sections = {"offload": {"host_memory_per_rank": "4MiB"}}
     with launch(name, **TIGHT[name], sections=sections) as engine:
         for prompt in PROMPTS:
             run_one(engine, prompt, GREEDY)
+            store_all(engine)
         again = run_one(engine, PROMPTS[0], GREEDY)
         assert again.num_cached == 56, "all its full blocks"
         assert tiers(engine).host.num_loaded > 0
@@ -57,6 +71,7 @@ def test_a_prompt_comes_back_from_files_also_in_the_next_engine(name: str, tmp_p
     with launch(name, **more) as engine:
         for prompt in PROMPTS:
             run_one(engine, prompt, GREEDY)
+            store_all(engine)
         again = run_one(engine, PROMPTS[0], GREEDY)
         assert (again.num_cached, again.token_ids) == (56, want)
         assert tiers(engine).disk.num_loaded > 0
