@@ -42,6 +42,42 @@ VerboseOption = Annotated[
 ]
 
 
+PoliciesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy", "-p", help="An eviction policy, or all; may be repeated (default: lru)."
+    ),
+]
+CapacitiesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--blocks",
+        "-b",
+        help="Capacity in blocks, or unlimited; may be repeated (default: a range).",
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(help="A hybrid model: half its layers have a window of N tokens.", min=1),
+]
+GroupsOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="Groups, block sizes and capacity of this cluster."),
+]
+RunningOption = Annotated[
+    bool,
+    typer.Option(
+        "--running/--prefill-only",
+        help="Requests run side by side by their timestamps, answers included; or one after "
+        "another, prompts only.",
+    ),
+]
+WriteTraceOption = Annotated[
+    Path | None,
+    typer.Option(help="Instead: write the trace to this file (.jsonl, .jsonl.gz)."),
+]
+
+
 def add_simulation_commands(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(simulate)
@@ -52,36 +88,15 @@ def add_simulation_commands(app: typer.Typer) -> None:
 def simulate(
     traces: TracesArgument,
     *,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", help="An eviction policy, or all; may be repeated [lru]."),
-    ] = None,
-    blocks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--blocks", "-b", help="Capacity in blocks, or unlimited; may be repeated [a range]."
-        ),
-    ] = None,
+    policy: PoliciesOption = None,
+    blocks: CapacitiesOption = None,
     host_blocks: Annotated[
         int, typer.Option(help="Blocks of host memory below the device.", min=0)
     ] = 0,
     disk_blocks: Annotated[int, typer.Option(help="Blocks on disk below that.", min=0)] = 0,
-    window: Annotated[
-        int | None,
-        typer.Option(help="A hybrid model: half its layers have a window of N tokens.", min=1),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="Groups, block sizes and capacity of this cluster."),
-    ] = None,
-    running: Annotated[
-        bool,
-        typer.Option(
-            "--running/--prefill-only",
-            help="Requests run side by side by their timestamps, answers included; or one after "
-            "another, prompts only.",
-        ),
-    ] = False,
+    window: WindowOption = None,
+    config: GroupsOption = None,
+    running: RunningOption = False,
     prefill_speed: Annotated[
         float, typer.Option(help="With --running: tokens of a prompt a second.")
     ] = 10_000,
@@ -94,10 +109,7 @@ def simulate(
     seed: SeedOption = 0,
     requests: RequestsOption = None,
     block_size: BlockSizeOption = None,
-    write_trace: Annotated[
-        Path | None,
-        typer.Option(help="Instead: write the trace to this file (.jsonl, .jsonl.gz)."),
-    ] = None,
+    write_trace: WriteTraceOption = None,
     processes: ProcessesOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,

@@ -116,34 +116,32 @@ main()
 """
 
 
-def test_a_ray_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-    done = subprocess.run(
+def ask_usage(ray_directory: Path) -> subprocess.CompletedProcess[str]:
+    """Ask for the usage of a cluster where Ray looks at this directory alone."""
+    return subprocess.run(
         [sys.executable, "-c", WITHOUT_OTHERS, "usage"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,  # Ray itself takes three and a half minutes
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)},
+        timeout=120,  # Ray itself takes three and a half minutes to give up one that was killed
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(ray_directory)},
     )
+
+
+def test_a_ray_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+    done = ask_usage(tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"kvcache: the Ray that was started last, at {address}, does not")
     assert "ray start --head" in done.stderr and "`ray stop` forgets it" in done.stderr
 
 
 def test_without_ray_a_command_says_what_to_do(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_OTHERS, "usage"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)},
-    )
+    done = ask_usage(tmp_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "ray start --head" in done.stderr
