@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.digests import join_digests
 from kvcache.extents.block_store import NO_CONTENT, NULL_HANDLE, SEALED
 from kvcache.extents.companions import Companions, Company
 from kvcache.extents.duplicates import DuplicateMerger
@@ -111,12 +112,12 @@ class Publisher:
         """Return the packed digests of a request's units behind `parent`."""
         hasher = request.block_hasher
         if hasher is None:
-            return b"".join(request.block_hashes[first_unit:end_unit])
+            return join_digests(request.block_hashes[first_unit:end_unit])
         known = request.known_block_hashes
         if len(known) >= end_unit:
             is_all = first_unit == 0 and end_unit == len(known)
-            return b"".join(known if is_all else known[first_unit:end_unit])
-        return b"".join(hasher.digests(request, first_unit, end_unit, BlockHash(parent)))
+            return join_digests(known if is_all else known[first_unit:end_unit])
+        return join_digests(hasher.digests(request, first_unit, end_unit, BlockHash(parent)))
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Publisher:
             return self.digest(request, first_unit, end_unit, parent)
         # What it is matched by are the request's own tokens, and nothing else is digested.
         size = self._shape.unit_tokens
-        return b"".join(self._hash_fn.chain(BlockHash(parent), tokens, size, num_units))
+        return join_digests(self._hash_fn.chain(BlockHash(parent), tokens, size, num_units))
 
     def _follow(self, row: Row, walk: Walk, *, are_new: bool, is_offering: bool = True) -> None:
         """Let the row end where the tree has its next units already; its own are doubles."""

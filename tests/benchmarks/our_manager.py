@@ -122,8 +122,11 @@ class OurManager:
         running = one_token_each(batch.slots, np.full(len(batch.slots), 7, np.int32))
         start = now_s()
         for _ in range(steps):
-            self._run(running=running)
-        return now_s() - start
+            result = self._run(running=running)
+        taken = now_s() - start
+        if not result.running_scheduled.all():
+            raise RuntimeError("our manager found no room")
+        return taken
 
     def stop_decoding(self, batch: Batch) -> None:
         self._run(finished=batch.request_ids)

@@ -119,9 +119,12 @@ class PeerManager:
             self._manager.new_step_starts()
             for request in batch:
                 request.append_output_token_ids(7)
-                allocate(request, 1)
+                blocks = allocate(request, 1)
                 request.num_computed_tokens += 1
-        return now_s() - start
+        taken = now_s() - start
+        if blocks is None:
+            raise RuntimeError("the peer found no room")
+        return taken
 
     def stop_decoding(self, batch: list[Request]) -> None:
         for request in batch:

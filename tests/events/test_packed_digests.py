@@ -6,10 +6,11 @@ import random
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcache.core import BlocksRemoved
-from kvcache.digests import PackedDigests
+from kvcache.digests import PackedDigests, join_digests
 from kvcache.errors import InvalidInputError
 from kvcache.hashing import BlockHash
 
@@ -99,3 +100,9 @@ def test_what_is_no_row_of_digests_is_refused(data: Any, size: Any, message: str
     with pytest.raises(InvalidInputError) as caught:
         PackedDigests(data, size)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 512, 1000])
+def test_joined_is_every_digest_once_and_in_order(count: int) -> None:
+    made = [BlockHash(i.to_bytes(4, "big")) for i in range(count)]
+    assert np.frombuffer(join_digests(made), ">u4").tolist() == list(range(count))
