@@ -3,6 +3,7 @@
     python -m tests.agreement "full, window" exact_pressure 7
     python -m tests.agreement "full, window" exact 0 --seeds 50 --operations 300 --second extents
     python -m tests.agreement full all --second extents --without FORKS EVICTIONS
+    python -m tests.agreement dense all --seeds 20
     python -m tests.agreement latent duplicates 3 --audit-one-in 1
 
 A walk that fails prints its log and is the last one. The same seed walks the same way however often
@@ -14,7 +15,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from tests.agreement.configurations import CONFIGURATIONS, Family, Operation, configuration_named
+from tests.agreement.configurations import (
+    CONFIGURATIONS,
+    DENSE,
+    Family,
+    Operation,
+    configuration_named,
+)
 from tests.agreement.walk import NUM_OPERATIONS, replay
 from tests.audits import ONE_IN
 
@@ -22,7 +29,9 @@ from tests.audits import ONE_IN
 def main() -> None:
     """Read the arguments, walk."""
     parser = argparse.ArgumentParser(prog="python -m tests.agreement")
-    parser.add_argument("configuration", choices=["all", *(c.name for c in CONFIGURATIONS)])
+    lists = {"all": CONFIGURATIONS, "dense": DENSE}
+    every = [c.name for c in (*CONFIGURATIONS, *DENSE)]
+    parser.add_argument("configuration", choices=[*lists, *every])
     parser.add_argument("family", choices=["all", *(f.name.lower() for f in Family)])
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from the first on")
@@ -32,8 +41,8 @@ def main() -> None:
     operations = [operation.name for operation in Operation]
     parser.add_argument("--without", nargs="*", choices=operations, default=())
     given = parser.parse_args()
-    names = [c.name for c in CONFIGURATIONS]
-    for name in names if given.configuration == "all" else [given.configuration]:
+    names = [c.name for c in lists.get(given.configuration, ())] or [given.configuration]
+    for name in names:
         configuration = configuration_named(name)
         left_out = {Operation[operation] for operation in given.without}
         configuration = replace(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.agreement import operations as ops
 from tests.agreement.configurations import Operation
-from tests.agreement.content import Forward
+from tests.agreement.content import Forward, Origin
 from tests.agreement.engine import CALLER, Live
 
 if TYPE_CHECKING:
@@ -22,39 +22,51 @@ class CallChoice:
     # --- requests ---
 
     def admit(self) -> None:
-        skips = self._walk.allows(Operation.SKIPPED_READING, 0.05)
-        origin, tokens = self._walk.choose_prompt(CALLER, may_share=not skips)
+        walk = self._walk
+        skips = walk.allows(Operation.SKIPPED_READING, 0.05)
+        origin, tokens = walk.choose_prompt(CALLER, may_share=not skips)
+        delays_caching = walk.allows(Operation.DELAYED_CACHING, 0.15)
+        self._admit(origin, tokens, skips_reading=skips, delays_caching=delays_caching)
+
+    def _admit(
+        self, origin: Origin, tokens: tuple[int, ...], *, skips_reading: bool, delays_caching: bool
+    ) -> Live | None:
+        """Let a request with these tokens in; None if there is no room."""
+        walk, rng = self._walk, self._walk.rng
+        num_external = rng.randrange(12) if walk.allows(Operation.EXTERNAL, 0.15) else 0
         admit = ops.Admit(
-            self._walk.name(),
+            walk.name(),
             origin,
             tokens,
-            self._walk.max_new(),
-            num_external=self._walk.rng.randrange(12)
-            if self._walk.allows(Operation.EXTERNAL, 0.15)
-            else 0,
-            num_lookahead=self._walk.num_lookahead(),
-            num_encoder=self._walk.num_encoder(),
-            delays_caching=self._walk.allows(Operation.DELAYED_CACHING, 0.15),
-            skips_reading=skips,
+            walk.max_new(),
+            num_external=num_external,
+            num_lookahead=walk.num_lookahead(),
+            num_encoder=walk.num_encoder(),
+            delays_caching=delays_caching,
+            skips_reading=skips_reading,
         )
-        facts = self._walk.do(admit, may_fail=self._walk.sides[0].manager.is_draining)
+        facts = walk.do(admit, may_fail=walk.sides[0].manager.is_draining)
         forwards: list[Forward] = []
         if facts.get("has room"):
-            slot = self._walk.sides[0].manager.slot_of(admit.name)
+            slot = walk.sides[0].manager.slot_of(admit.name)
             assert slot is not None
-            forwards = self._walk.engine.follow_admit(admit, facts, slot)
-            self._walk.engine.live[admit.name].skips_reading = skips
-        self._walk.finish(forwards)
-        if forwards:
-            self._walk.remember(self._walk.engine.live[admit.name])
+            forwards = walk.engine.follow_admit(admit, facts, slot)
+            walk.engine.live[admit.name].skips_reading = skips_reading
+        walk.finish(forwards)
+        if not forwards:
+            return None
+        walk.remember(walk.engine.live[admit.name])
+        return walk.engine.live[admit.name]
 
     def callers(self) -> list[Live]:
         return self._walk.engine.of(CALLER, running=True)
 
     def extend(self) -> None:
-        if not self.callers():
-            return
-        request, rng = self._walk.rng.choice(self.callers()), self._walk.rng
+        if self.callers():
+            self._extend(self._walk.rng.choice(self.callers()))
+
+    def _extend(self, request: Live) -> None:
+        rng = self._walk.rng
         row = self._walk.steps.row(request)
         if row is None or not row.num_new:
             self.free()
@@ -76,19 +88,23 @@ class CallChoice:
 
     def free(self) -> None:
         if self.callers():
-            request = self._walk.rng.choice(self.callers())
-            self._walk.remember(request)
-            self._walk.do(ops.Free(request.name))
-            del self._walk.engine.live[request.name]
-            self._walk.finish([])
+            self._free(self._walk.rng.choice(self.callers()))
+
+    def _free(self, request: Live) -> None:
+        self._walk.remember(request)
+        self._walk.do(ops.Free(request.name))
+        del self._walk.engine.live[request.name]
+        self._walk.finish([])
 
     def cache_blocks(self) -> None:
         if self.callers():
-            request = self._walk.rng.choice(self.callers())
-            # Drafts are not its own, and behind its last forward there are no bytes.
-            end = min(request.last_own, len(request.tokens), request.computed)
-            self._walk.do(ops.CacheBlocks(request.name, end))
-            self._walk.finish([])
+            self._cache_blocks(self._walk.rng.choice(self.callers()))
+
+    def _cache_blocks(self, request: Live) -> None:
+        # Drafts are not its own, and behind its last forward there are no bytes.
+        end = min(request.last_own, len(request.tokens), request.computed)
+        self._walk.do(ops.CacheBlocks(request.name, end))
+        self._walk.finish([])
 
     def forget_hashes(self) -> None:
         if self.callers():
@@ -97,22 +113,50 @@ class CallChoice:
 
     def fork(self) -> None:
         parents = [r for r in self.callers() if min(r.computed, len(r.tokens)) > 0]
-        if not parents:
-            return
-        parent = self._walk.rng.choice(parents)
+        if parents:
+            self._fork(self._walk.rng.choice(parents))
+
+    def _fork(self, parent: Live) -> Live | None:
+        """Fork a request; None if there is no room."""
         computed = min(parent.computed, len(parent.tokens))
-        if parent.origin.crosses_image(computed):
-            return
+        if not computed or parent.origin.crosses_image(computed):
+            return None
         tokens = parent.tokens[:computed]
         tokens += self._walk.prompts.output(tokens, self._walk.rng.randint(1, 4))
         call = ops.ForkCall(
             parent.name, self._walk.name(), parent.origin.cut(computed), tuple(tokens)
         )
-        if self._walk.do(call)["has room"]:
+        has_room = self._walk.do(call)["has room"]
+        if has_room:
             slot = self._walk.sides[0].manager.slot_of(call.child)
             assert slot is not None
             self._walk.engine.follow_fork(call, slot)
         self._walk.finish([])
+        return self._walk.engine.live[call.child] if has_room else None
+
+    def delay_and_fork(self) -> None:
+        """Admit without caching, fork, fork a fork; somebody else may compute the same and cache
+        it; then some of the family cache, by a call or by running on, and some go."""
+        walk, rng = self._walk, self._walk.rng
+        origin, tokens = walk.choose_prompt(CALLER)
+        first = self._admit(origin, tokens, skips_reading=False, delays_caching=True)
+        if first is None:
+            return
+        family = [first]
+        for _ in range(rng.randint(1, 3)):
+            child = self._fork(rng.choice(family))
+            family += [] if child is None else [child]
+        if not walk.family.is_unique and rng.random() < 0.6:
+            tail = walk.prompts.output(list(tokens), rng.randint(0, 2))
+            end = rng.choice([len(tokens), rng.randint(1, len(tokens))])
+            if end == len(tokens) or not origin.crosses_image(end):
+                same = (*tokens, *tail) if end == len(tokens) else tokens[:end]
+                self._admit(origin.cut(len(same)), same, skips_reading=False, delays_caching=False)
+        for _ in range(rng.randint(1, 4)):
+            present = [one for one in family if one.name in walk.engine.live]
+            if present:
+                act = rng.choice([self._cache_blocks, self._cache_blocks, self._extend, self._free])
+                act(rng.choice(present))
 
     # --- the cache as a whole ---
 

@@ -2,11 +2,13 @@
 
 `CONFIGURATIONS` is the one list to change: a configuration names its groups, the operations it
 allows, the families it takes part in, and the core that is put beside the reference core.
+`DENSE` are the same models in small pools, where what is rare and goes wrong first is frequent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvcache.config.tenants import TenantConfig, TenantsConfig
@@ -33,6 +35,7 @@ class Operation(Enum):
     FORGET_HASHES = "free_block_hashes"
     SKIPPED_READING = "skip_reading_prefix_cache"
     FORKS = "forks, by calls and in steps"
+    DELAYED_FORKS = "forks of what is not cached yet"
     PINS = "pin_prefix, unpin_prefix, pins that run out"
     EVICTIONS = "evict_blocks"
     RESETS = "reset_prefix_cache"
@@ -83,6 +86,20 @@ class Configuration:
     enable_caching: bool = True
     max_model_len: int = 72
     tenants: TenantsConfig | None = None
+    factors: Mapping[Operation, float] = field(default_factory=dict, hash=False)
+    """How many times as often as usual a walk does what it may do."""
+    has_small_pools: bool = False
+
+    def factor(self, operation: Operation | None) -> float:
+        """How many times as often as usual a walk does this."""
+        return 1.0 if operation is None else self.factors.get(operation, 1.0)
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """Sizes of the pool, in blocks, of which a walk under pressure draws one."""
+        if self.has_small_pools:
+            return (20, 24, 32) if len(self.specs) == 1 else (32, 40, 52)
+        return (24, 40, 56) if len(self.specs) == 1 else (40, 64, 90)
 
     def operations_in(self, family: Family) -> frozenset[Operation]:
         """Return what walks of a family may do.
@@ -161,7 +178,38 @@ CONFIGURATIONS = (
 """With `second_core=REFERENCE_CORE` a configuration compares the reference core with itself: that
 proves the suite, and costs a line to change."""
 
+FORKS_OFTEN = {
+    Operation.DELAYED_FORKS: 20.0,
+    Operation.DELAYED_CACHING: 5.0,
+    Operation.FORKS: 5.0,
+    Operation.FAILURES: 2.0,
+    Operation.PIPELINE: 1.5,
+    Operation.FORGET_HASHES: 2.0,
+}
+"""Who has children before his contents are cached; children of children; both withdrawn."""
+
+LOSSES_OFTEN = {
+    Operation.FAILURES: 4.0,
+    Operation.PREEMPTION: 3.0,
+    Operation.EVICTIONS: 5.0,
+    Operation.PINS: 4.0,
+    Operation.RESETS: 3.0,
+    Operation.DRAINS: 5.0,
+    Operation.FORKS: 2.0,
+    Operation.DELAYED_CACHING: 2.0,
+    Operation.FORGET_HASHES: 4.0,
+}
+"""Contents that are forgotten while others hold them, pin them, or wait for their step."""
+
+DENSE = tuple(
+    replace(c, name=f"{name}: {c.name}", factors=factors, has_small_pools=True)
+    for name, factors in (("forks", FORKS_OFTEN), ("losses", LOSSES_OFTEN))
+    for c in CONFIGURATIONS
+    if c.enable_caching
+)
+"""Every model twice more; what a factor counts is in `Walk.operate` and beside `Walk.allows`."""
+
 
 def configuration_named(name: str) -> Configuration:
     """Return a configuration by name."""
-    return next(c for c in CONFIGURATIONS if c.name == name)
+    return next(c for c in (*CONFIGURATIONS, *DENSE) if c.name == name)

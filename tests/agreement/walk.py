@@ -26,6 +26,9 @@ LARGE_POOL = 640
 RESERVE = 200
 """Blocks of a large pool that no operation uses up."""
 
+MOST_OFTEN = 0.6
+"""No factor of a configuration makes more of a chance."""
+
 NUM_OPERATIONS = 90
 
 
@@ -59,10 +62,9 @@ class Walk:
         self.num_compared = 0
 
     def _sizes(self) -> Sizes:
-        rng, num_groups = self.rng, len(self.configuration.specs)
-        num_blocks = LARGE_POOL
+        rng, num_blocks = self.rng, LARGE_POOL
         if self.family.has_pressure:
-            num_blocks = rng.choice([24, 40, 56] if num_groups == 1 else [40, 64, 90])
+            num_blocks = rng.choice(self.configuration.pools)
         return Sizes(
             num_blocks,
             rng.choice([4, 10, 16]),
@@ -99,6 +101,7 @@ class Walk:
             (0.5, Operation.DELAYED_CACHING, calls.cache_blocks),
             (0.3, Operation.FORGET_HASHES, calls.forget_hashes),
             (0.8, Operation.FORKS, calls.fork),
+            (0.2, Operation.DELAYED_FORKS, calls.delay_and_fork),
             (0.8, Operation.PINS, calls.pin),
             (0.6, Operation.PINS, calls.unpin),
             (0.6, Operation.PINS, calls.wait),
@@ -108,7 +111,8 @@ class Walk:
             (0.3, Operation.MISTAKES, calls.mistake),
         ]
         table = [row for row in table if row[1] is None or row[1] in allowed]
-        self.rng.choices([row[2] for row in table], [row[0] for row in table])[0]()
+        weights = [row[0] * self.configuration.factor(row[1]) for row in table]
+        self.rng.choices([row[2] for row in table], weights)[0]()
 
     def start_over(self) -> None:
         """Let all requests and pins go and empty the cache: nothing must be left."""
@@ -265,10 +269,13 @@ class Walk:
 
     def allows(self, operation: Operation, probability: float) -> bool:
         """Say whether to do something, by chance, if the configuration allows it."""
-        return (
-            operation in self.configuration.operations_in(self.family)
-            and self.rng.random() < probability
-        )
+        configuration = self.configuration
+        if operation not in configuration.operations_in(self.family):
+            return False
+        factor = configuration.factor(operation)
+        if factor != 1:  # what is always done leaves no walk where it is not
+            probability = min(probability * factor, MOST_OFTEN)
+        return self.rng.random() < probability
 
     def num_encoder(self) -> int:
         return self.rng.choice([0, 4, 9, 24]) if self.allows(Operation.ENCODER, 1) else 0
