@@ -97,6 +97,7 @@ def make_recorder(config: ClusterConfig, plan: Plan, clock: Clock) -> FileStepRe
         fingerprint=plan.fingerprint,
         configuration=config.model_dump_json(),
         recipe=manager_recipe(config, plan),
+        has_tiers=config.offload.host_memory_per_rank is not None,
     )
     return FileStepRecorder(RecorderLimits(limits, recorder.flush_s, recorder.sync), origin, clock)
 

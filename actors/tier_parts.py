@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from kvcache.config import ClusterConfig
-from kvcache.coordinator.offloading import OffloadParts, OffloadSettings
+from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import ConfigurationError

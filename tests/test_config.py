@@ -620,7 +620,7 @@ def test_tiers_that_cannot_be_meant_are_refused(changes: dict[str, Any], said: s
         parse_config(plain(offload=changes))
 
 
-def test_a_cluster_with_tiers_is_not_recorded() -> None:
+def test_a_cluster_with_tiers_can_be_recorded() -> None:
     tiers = {"host_memory_per_rank": "1MiB"}
-    with pytest.raises(ConfigurationError, match="recordings do not hold what comes from tiers"):
-        parse_config(plain(offload=tiers, recorder={"directory": "/x"}))
+    config = parse_config(plain(offload=tiers, recorder={"directory": "/x"}))
+    assert (config.recorder.directory, config.offload.host_memory_per_rank) == ("/x", 1 << 20)

@@ -272,11 +272,6 @@ class ClusterConfig(Section):
                 f"parallel.pipeline_parallel_size is {stages}, but model.layers has only "
                 f"{self.model.num_layers} layers: use at most one stage per layer"
             )
-        if self.recorder.directory and self.offload.host_memory_per_rank:
-            raise ConfigurationError(
-                "recorder.directory and offload.host_memory_per_rank are both set, but recordings "
-                "do not hold what comes from tiers: remove one of them"
-            )
         for key in ("worker_silence_s", "client_silence_s"):
             silence_s = getattr(self.deadlines, key)
             if silence_s <= self.transport.heartbeat_s:

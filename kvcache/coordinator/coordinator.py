@@ -24,7 +24,7 @@ from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.membership import Membership
-from kvcache.coordinator.offloading import OffloadParts
+from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.phase import OBEYED, Phase
 from kvcache.coordinator.recovery import ManagerFactory, Recovery, recover
 from kvcache.coordinator.reign import Reign, ReignIdentity

@@ -12,8 +12,7 @@ and to make a step wait: a request whose prefix is in a tier comes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -37,17 +36,18 @@ from kvcache.commands import (
 )
 from kvcache.coordinator.job_book import EndedJob, JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels
+from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.prefix_loading import PrefixLoading
-from kvcache.coordinator.swapped_tails import SwappedTails, SwapRule
+from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
+from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.coordinator.swapped_tails import SwappedTails
 from kvcache.coordinator.tier_adoption import TierAdoption
-from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadHit
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.events import cache_events
-from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.jobs import JobKind
 from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
@@ -64,28 +64,6 @@ MAX_STORED_AGAIN = 4096
 """Blocks that are looked at again at once because there is room now."""
 
 
-@dataclass(frozen=True)
-class OffloadSettings:
-    """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
-    for `hold_s` until its request comes, which waits `wait_s` at most. Tiers of an epoch before are
-    taken over within `adoption_s`, or given up. `swap` says what of preempted requests is kept."""
-
-    min_load_tokens: int = 1
-    hold_s: float = 5.0
-    wait_s: float = 30.0
-    adoption_s: float = 30.0
-    swap: SwapRule = field(default_factory=SwapRule)
-
-
-@dataclass(frozen=True)
-class OffloadParts:
-    """What tiers are made from, anew for each epoch. `make_tiers` is given who numbers jobs."""
-
-    settings: OffloadSettings
-    finder: TierHitFinder
-    make_tiers: Callable[[Callable[[], int]], TierHierarchy]
-
-
 class Offloading:
     """The tiers of one epoch, as both hooks of its manager. One owner, one thread."""
 
@@ -95,9 +73,14 @@ class Offloading:
         manager: KVCacheManager,
         jobs: JobBook,
         clock: Clock,
+        recorder: StepRecorder | None = None,
     ) -> None:
-        """Serve `manager`, which nobody has asked for anything yet; jobs are numbered by `jobs`."""
+        """Serve `manager`, which nobody has asked for anything yet; jobs are numbered by `jobs`.
+        `recorder` hears of all that is done to the manager."""
         settings = parts.settings
+        self._recorder = recorder or NullStepRecorder()
+        self._link = link = manager.tiers
+        loads = RecordedLoads(link.loads, self._recorder)
         self.tiers = tiers = parts.make_tiers(lambda: jobs.open("", 0))
         self._manager = manager
         self._clock = clock
@@ -105,14 +88,14 @@ class Offloading:
             settings.swap,
             parts.finder,
             tiers,
-            manager.tiers.loads,
+            loads,
             jobs.cancel,
-            digest_bytes=len(manager.tiers.none_hash),
+            digest_bytes=len(link.none_hash),
         )
         self._loading = PrefixLoading(
             parts.finder,
             tiers,
-            manager.tiers.loads,
+            loads,
             self._tails,
             jobs.cancel,
             min_load_tokens=max(1, settings.min_load_tokens),
@@ -120,7 +103,6 @@ class Offloading:
             wait_s=settings.wait_s,
             num_spare_blocks=manager.statistics().core.num_blocks // SPARE_PART,
         )
-        self._link = link = manager.tiers
         self._labels = LabelTable(
             manager.statistics().core.num_blocks + 1, len(link.none_hash), max(link.block_sizes)
         )
@@ -135,7 +117,8 @@ class Offloading:
         self._num_adopted = 0
         self._num_failed = 0
         self._last_failure = ""
-        link.connect(self, self)
+        hooks = RecordedHooks(self, loads, self._recorder)
+        link.connect(hooks, hooks)
 
     # --- hooks of the manager
 
@@ -208,6 +191,8 @@ class Offloading:
             self._store_more(told, now_s)
         told += self._note(self._loading.advance(now_s))
         evicted = self._manager.take_commands()  # what loads that have begun take blocks from
+        if evicted:
+            self._recorder.withdrawn((), evicted)
         self.follow(evicted)
         told += evicted
         told += self._announce(taken, result)

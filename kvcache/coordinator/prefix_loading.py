@@ -24,12 +24,13 @@ import numpy.typing as npt
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Fetch, Load
+from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.swapped_tails import SwappedTail, SwappedTails
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
 from kvcache.coordinator.tier_tenants import NOTHING_LOADED, LoadedTokens, count_for_tenant
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.errors import InvariantError
-from kvcache.manager.loads import PrefixLoad, PrefixLoads
+from kvcache.manager.loads import PrefixLoad
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place
 from kvcache.offload.keys import OffloadKey, pack_keys
@@ -91,7 +92,7 @@ class PrefixLoading:
         self,
         finder: TierHitFinder,
         tiers: TierHierarchy,
-        loads: PrefixLoads,
+        loads: RecordedLoads,
         tails: SwappedTails,
         cancel_job: Callable[[int], None],
         *,

@@ -23,7 +23,8 @@ from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.event_feed import EventFeed
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
-from kvcache.coordinator.offloading import Offloading, OffloadParts
+from kvcache.coordinator.offload_parts import OffloadParts
+from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.reattachment import Reattachment
 from kvcache.coordinator.recovery import Recovery
 from kvcache.coordinator.serving import StepServer
@@ -123,7 +124,9 @@ class Reign:
         self._jobs = jobs
         self._recorder = recorder
         self._events = events
-        self._offloading = None if offload is None else Offloading(offload, manager, jobs, clock)
+        self._offloading = (
+            None if offload is None else Offloading(offload, manager, jobs, clock, recorder)
+        )
         self._server = StepServer(settings, manager, jobs, recorder, self._offloading)
         self.reattachment = Reattachment(
             clients, self._server, identity.returning, clock.now() + settings.reattach_s

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvcache.commands import Command
+from kvcache.coordinator.tier_calls import TierCall, WantedLoad
 from kvcache.labels import LabelSet
 from kvcache.manager import KVCacheManager
+from kvcache.manager.loads import PrefixLoad
 from kvcache.step import NewRequest
 from kvcache.step_delivery import StepAnswer, StepMessage
 
@@ -76,6 +78,18 @@ class StepRecorder(Protocol):
     def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
         """Blocks were forgotten beside all steps, and the commands that waited were taken."""
 
+    def tiers_called(self, call: TierCall) -> None:
+        """The manager has called its tiers: part of the step, call or release told next."""
+
+    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
+        """The tiers asked for blocks beside all steps; None: there were none."""
+
+    def load_finished(self, load_id: int) -> None:
+        """What was loaded is cached."""
+
+    def load_released(self, load_id: int) -> None:
+        """A load's blocks were let go, beside all steps."""
+
     def end_epoch(self) -> None:
         """The manager is given up; nothing more happens to it."""
 
@@ -119,6 +133,18 @@ class NullStepRecorder:
         """Do nothing."""
 
     def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
+        """Do nothing."""
+
+    def tiers_called(self, call: TierCall) -> None:
+        """Do nothing."""
+
+    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
+        """Do nothing."""
+
+    def load_finished(self, load_id: int) -> None:
+        """Do nothing."""
+
+    def load_released(self, load_id: int) -> None:
         """Do nothing."""
 
     def end_epoch(self) -> None:

@@ -24,10 +24,10 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import Store
+from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import InvariantError
 from kvcache.ids import NULL_BLOCK_ID
-from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.step_ledger import StepsUnderWay
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey, make_offload_key
@@ -98,7 +98,7 @@ class SwappedTails:
         rule: SwapRule,
         finder: TierHitFinder,
         tiers: TierHierarchy,
-        loads: PrefixLoads,
+        loads: RecordedLoads,
         cancel_job: Callable[[int], None],
         *,
         digest_bytes: int,

@@ -209,7 +209,7 @@ def _refuse_negative(where: str, new: NewRequest) -> NoReturn:
     )
 
 
-def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher) -> Request:
+def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher | None = None) -> Request:
     """Return the request that `new` describes; raises `RequestError` for what cannot be one."""
     if new.lora_name is None and new.lora_path is not None:
         raise RequestError(

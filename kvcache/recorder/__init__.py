@@ -5,7 +5,8 @@
     frames.py           length, checksum, payload    replayed_epoch.py  an epoch's manager, again
     records.py          what a record says           recipe.py          what a manager is made from
     operation_clock.py  the times a manager saw      outcomes.py        what came of it, as digests
-    label_codec.py      labels as plain values
+    label_codec.py      labels as plain values       repeating_tiers.py what tiers said then, again
+    tier_codec.py       tiers' calls and loads
 
 Beside it, for traces of requests:
 

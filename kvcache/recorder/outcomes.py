@@ -45,8 +45,7 @@ class Outcome:
         """Say how `other` differs from this one, empty if it does not."""
         if self.error != other.error:
             return f"{_ending(other.error)}, recorded: {_ending(self.error)}"
-        answer, others = dict(self.answer), dict(other.answer)
-        names = [name for name in answer | others if answer.get(name) != others.get(name)]
+        names = self.changed_parts(other)
         if names:
             return f"the answer has another {' and another '.join(names)}"
         for index, (mine, its) in enumerate(zip(self.commands, other.commands, strict=False)):
@@ -57,6 +56,11 @@ class Outcome:
         if len(self.commands) != len(other.commands):
             return f"{len(other.commands)} commands, recorded: {len(self.commands)}"
         return ""
+
+    def changed_parts(self, other: Outcome) -> list[str]:
+        """Return the parts of the answer that `other` has otherwise."""
+        answer, others = dict(self.answer), dict(other.answer)
+        return [name for name in answer | others if answer.get(name) != others.get(name)]
 
 
 def outcome_of(answer: StepAnswer, commands: Sequence[Command]) -> Outcome:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from kvcache.clock import Clock
 from kvcache.commands import Command
 from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics
+from kvcache.coordinator.tier_calls import TierCall, WantedLoad
 from kvcache.manager import KVCacheManager
+from kvcache.manager.loads import PrefixLoad
 from kvcache.recorder.frames import frame
 from kvcache.recorder.operation_clock import RememberingClock
 from kvcache.recorder.outcomes import (
@@ -32,6 +34,9 @@ from kvcache.recorder.records import (
     Executed,
     Held,
     LetGo,
+    LoadBegun,
+    LoadFinished,
+    LoadReleased,
     Record,
     Released,
     SegmentHead,
@@ -41,6 +46,7 @@ from kvcache.recorder.records import (
     pack_record,
 )
 from kvcache.recorder.segments import OpenFile, SegmentLimits, SegmentWriter, create_file
+from kvcache.recorder.tier_codec import digests_of_load, message_of
 from kvcache.step import NewRequest, StepRequest
 from kvcache.step_delivery import StepAnswer, StepMessage
 from kvcache.wire import encode
@@ -69,6 +75,7 @@ class RecordingOrigin:
     fingerprint: str
     configuration: str
     recipe: ManagerRecipe
+    has_tiers: bool = False
 
 
 class FileStepRecorder:
@@ -91,6 +98,7 @@ class FileStepRecorder:
         self._origin = origin
         self._real_clock = clock
         self._writer = SegmentWriter(limits.segments, origin.recording_id, open_file)
+        self._calls: list[TierCall] = []
         self._buffer = bytearray()
         self._next_number = 1
         self._flushed_s = clock.now()
@@ -110,7 +118,7 @@ class FileStepRecorder:
     ) -> None:
         """Begin a segment for a new manager, even if recording had to stop before."""
         self.end_epoch()
-        self.clock.take()
+        self._take_meanwhile()
         self._epoch, self._manager, self._problem = epoch, manager, ""
 
         def begin() -> None:
@@ -131,24 +139,24 @@ class FileStepRecorder:
         self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
     ) -> None:
         """Record a step or call with the digests of its outcome."""
-        readings_s = tuple(self.clock.take())
+        meanwhile = self._take_meanwhile()
         self._record(
             lambda number: Executed(
-                number, encode(message), outcome_of(answer, commands), readings_s
+                number, encode(message), outcome_of(answer, commands), *meanwhile
             )
         )
 
     def refused(self, message: StepMessage, error: Exception) -> None:
         """Record a step or call with the error it ended with."""
-        readings_s = tuple(self.clock.take())
+        meanwhile = self._take_meanwhile()
         self._record(
-            lambda number: Executed(number, encode(message), outcome_of_error(error), readings_s)
+            lambda number: Executed(number, encode(message), outcome_of_error(error), *meanwhile)
         )
 
     def released(self, client_id: str) -> None:
         """Record that a client's requests were freed."""
-        readings_s = tuple(self.clock.take())
-        self._record(lambda number: Released(number, client_id, readings_s))
+        meanwhile = self._take_meanwhile()
+        self._record(lambda number: Released(number, client_id, *meanwhile))
 
     def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
         """Record that what is cached of requests is held."""
@@ -166,6 +174,38 @@ class FileStepRecorder:
                 number, tuple(map(int, block_ids)), digests_of_commands(commands)
             )
         )
+
+    def tiers_called(self, call: TierCall) -> None:
+        """Keep it for the record of the operation that it is part of."""
+        self._calls.append(call)
+
+    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
+        """Record what tiers asked blocks for, and what they got."""
+
+        def make(number: int) -> LoadBegun:
+            request, manager = wanted.request, self._manager
+            name = request.request_id
+            is_known = manager is not None and manager.get_request(name) is request
+            return LoadBegun(
+                number,
+                name,
+                b"" if is_known else message_of(request),
+                request.namespace.model_epoch,
+                wanted.num_tokens,
+                wanted.num_spare_blocks,
+                wanted.has_tail,
+                digests_of_load(load),
+            )
+
+        self._record(make)
+
+    def load_finished(self, load_id: int) -> None:
+        """Record that what was loaded is cached."""
+        self._record(lambda number: LoadFinished(number, load_id))
+
+    def load_released(self, load_id: int) -> None:
+        """Record that a load has ended."""
+        self._record(lambda number: LoadReleased(number, load_id))
 
     def end_epoch(self) -> None:
         """Write what waits, and let go of the manager."""
@@ -199,6 +239,11 @@ class FileStepRecorder:
         )
 
     # --- writing
+
+    def _take_meanwhile(self) -> tuple[tuple[float, ...], tuple[TierCall, ...]]:
+        """Return what the manager was told of time, and called of tiers, since the last time."""
+        calls, self._calls = tuple(self._calls), []
+        return tuple(self.clock.take()), calls
 
     def _record(self, make: Callable[[int], Record]) -> None:
         number = self._next_number
@@ -243,6 +288,7 @@ class FileStepRecorder:
             origin.fingerprint,
             origin.configuration,
             origin.recipe,
+            origin.has_tiers,
         )
         return frame(pack_head(head))
 

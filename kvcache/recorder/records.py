@@ -18,13 +18,18 @@ from typing import Any, TypeAlias
 
 import msgpack
 
+from kvcache.coordinator.tier_calls import TierCall
 from kvcache.errors import KVCacheError, MalformedMessageError, VersionMismatchError
 from kvcache.labels import LabelSet
 from kvcache.recorder.label_codec import pack_label_sets, unpack_label_sets
 from kvcache.recorder.outcomes import Digests, Outcome
 from kvcache.recorder.recipe import ManagerRecipe
+from kvcache.recorder.tier_codec import pack_calls, unpack_calls
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+"""Version 1 knew no tiers: heads without `has_tiers`, operations without `calls`, no loads."""
+
+READ_VERSIONS = (1, RECORD_VERSION)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class SegmentHead:
 
     `first_number` is that of the next record. `epoch` was running when the segment began.
     `recording_id` tells the recordings of one directory apart, `segment_index` orders the segments.
-    `configuration` is the cluster's, as JSON, for people; `fingerprint` is its plan's.
+    `configuration` is the cluster's, as JSON, for people; `fingerprint` is its plan's. `has_tiers`:
+    the manager asked tiers below the device.
     """
 
     recording_id: str
@@ -43,6 +49,7 @@ class SegmentHead:
     fingerprint: str
     configuration: str
     recipe: ManagerRecipe
+    has_tiers: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,14 @@ class EpochBegun:
 class Executed:
     """A step or call, as the bytes of its message, and what came of it.
 
-    `readings_s` are the times the manager was told meanwhile.
+    `readings_s` are the times the manager was told meanwhile, `calls` those of its tiers.
     """
 
     number: int
     message: bytes
     outcome: Outcome
     readings_s: tuple[float, ...] = ()
+    calls: tuple[TierCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,7 @@ class Released:
     number: int
     client_id: str
     readings_s: tuple[float, ...] = ()
+    calls: tuple[TierCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,40 @@ class Withdrawn:
 
 
 @dataclass(frozen=True)
+class LoadBegun:
+    """Tiers asked for blocks for the first `num_tokens` tokens of a request, beside all steps.
+
+    It stands in `message`, a step's bytes, and is of `model_epoch`; without a message it is the one
+    that the manager knows under this name. `load` are digests of what was given, none if nothing.
+    """
+
+    number: int
+    request_id: str
+    message: bytes
+    model_epoch: int
+    num_tokens: int
+    num_spare_blocks: int
+    has_tail: bool
+    load: Digests = ()
+
+
+@dataclass(frozen=True)
+class LoadFinished:
+    """What was loaded was cached."""
+
+    number: int
+    load_id: int
+
+
+@dataclass(frozen=True)
+class LoadReleased:
+    """The blocks of a load were let go, beside all steps."""
+
+    number: int
+    load_id: int
+
+
+@dataclass(frozen=True)
 class StateReached:
     """How the manager's books stood: a digest of each part."""
 
@@ -112,7 +155,18 @@ class StateReached:
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
-Record: TypeAlias = EpochBegun | Executed | Released | Held | LetGo | Withdrawn | StateReached
+Record: TypeAlias = (
+    EpochBegun
+    | Executed
+    | Released
+    | Held
+    | LetGo
+    | Withdrawn
+    | LoadBegun
+    | LoadFinished
+    | LoadReleased
+    | StateReached
+)
 
 
 def pack_head(head: SegmentHead) -> bytes:
@@ -128,6 +182,7 @@ def pack_head(head: SegmentHead) -> bytes:
             head.fingerprint,
             head.configuration,
             head.recipe.to_dict(),
+            head.has_tiers,
         ]
     )
     return packed
@@ -143,17 +198,28 @@ def unpack_head(payload: bytes) -> SegmentHead:
     values = _unpack(payload)
     if len(values) < 2 or values[0] != "segment" or type(values[1]) is not int:
         raise MalformedMessageError("it does not begin with the head of a segment")
-    if values[1] != RECORD_VERSION:
+    if values[1] not in READ_VERSIONS:
         raise VersionMismatchError(
-            f"the recording has format version {values[1]}, this package reads version "
-            f"{RECORD_VERSION}: replay it with the release that recorded it"
+            f"the recording has format version {values[1]}, this package reads versions "
+            f"{READ_VERSIONS[0]} to {READ_VERSIONS[-1]}: replay it with the release that recorded "
+            "it"
         )
+    if values[1] == 1:
+        values.append(False)
     types = [type(value) for value in values[2:]]
-    if types != [str, int, int, int, str, str, dict]:
+    if types != [str, int, int, int, str, str, dict, bool]:
         raise MalformedMessageError(f"the head of a segment has fields of types {types}")
-    recording_id, index, number, epoch, fingerprint, configuration, recipe = values[2:]
-    made_from = ManagerRecipe.from_dict(recipe)
-    return SegmentHead(recording_id, index, number, epoch, fingerprint, configuration, made_from)
+    recording_id, index, number, epoch, fingerprint, configuration, recipe, has_tiers = values[2:]
+    return SegmentHead(
+        recording_id,
+        index,
+        number,
+        epoch,
+        fingerprint,
+        configuration,
+        ManagerRecipe.from_dict(recipe),
+        has_tiers,
+    )
 
 
 def pack_record(record: Record) -> bytes:
@@ -198,12 +264,23 @@ _PACK: Mapping[type[Any], tuple[str, Callable[[Any], list[Any]]]] = {
             r.message,
             r.readings_s,
             [r.outcome.error, dict(r.outcome.answer), r.outcome.commands],
+            pack_calls(r.calls),
         ],
     ),
-    Released: ("released", lambda r: [r.client_id, r.readings_s]),
+    Released: ("released", lambda r: [r.client_id, r.readings_s, pack_calls(r.calls)]),
     Held: ("held", lambda r: [r.message, r.num_tokens]),
     LetGo: ("let go", lambda r: [r.client_id]),
     Withdrawn: ("withdrawn", lambda r: [r.block_ids, r.commands]),
+    LoadBegun: (
+        "load begun",
+        lambda r: [
+            [r.request_id, r.message, r.model_epoch],
+            [r.num_tokens, r.num_spare_blocks, r.has_tail],
+            r.load,
+        ],
+    ),
+    LoadFinished: ("load finished", lambda r: [r.load_id]),
+    LoadReleased: ("load released", lambda r: [r.load_id]),
     StateReached: ("state", lambda r: [dict(r.digests)]),
 }
 
@@ -215,14 +292,17 @@ def _epoch_begun(
     return EpochBegun(number, _int(epoch), _int(model_epoch), kept, _digests(commands))
 
 
-def _executed(number: int, message: bytes, readings_s: Any, what_came: Any) -> Executed:
+def _executed(
+    number: int, message: bytes, readings_s: Any, what_came: Any, calls: Any = ()
+) -> Executed:
     error, answer, commands = what_came
     outcome = Outcome(_digests(answer.items()), _digests(commands), _text(error))
-    return Executed(number, _bytes(message), outcome, _readings(readings_s))
+    readings = _readings(readings_s)
+    return Executed(number, _bytes(message), outcome, readings, unpack_calls(calls))
 
 
-def _released(number: int, client_id: str, readings_s: Any) -> Released:
-    return Released(number, _text(client_id), _readings(readings_s))
+def _released(number: int, client_id: str, readings_s: Any, calls: Any = ()) -> Released:
+    return Released(number, _text(client_id), _readings(readings_s), unpack_calls(calls))
 
 
 def _held(number: int, message: bytes, num_tokens: int) -> Held:
@@ -237,6 +317,31 @@ def _withdrawn(number: int, block_ids: Any, commands: Any) -> Withdrawn:
     return Withdrawn(number, tuple(_int(block_id) for block_id in block_ids), _digests(commands))
 
 
+def _load_begun(number: int, request: Any, wanted: Any, load: Any) -> LoadBegun:
+    request_id, message, model_epoch = request
+    num_tokens, num_spare_blocks, has_tail = wanted
+    if type(has_tail) is not bool:
+        raise TypeError(f"{type(has_tail).__name__} does not say whether there is a tail")
+    return LoadBegun(
+        number,
+        _text(request_id),
+        _bytes(message),
+        _int(model_epoch),
+        _int(num_tokens),
+        _int(num_spare_blocks),
+        has_tail,
+        _digests(load),
+    )
+
+
+def _load_finished(number: int, load_id: int) -> LoadFinished:
+    return LoadFinished(number, _int(load_id))
+
+
+def _load_released(number: int, load_id: int) -> LoadReleased:
+    return LoadReleased(number, _int(load_id))
+
+
 def _state_reached(number: int, digests: Any) -> StateReached:
     return StateReached(number, {_text(name): _text(one) for name, one in digests.items()})
 
@@ -248,6 +353,9 @@ _UNPACK: Mapping[str, Callable[..., Record]] = {
     "held": _held,
     "let go": _let_go,
     "withdrawn": _withdrawn,
+    "load begun": _load_begun,
+    "load finished": _load_finished,
+    "load released": _load_released,
     "state": _state_reached,
 }
 

@@ -21,6 +21,9 @@ from kvcache.recorder.records import (
     Executed,
     Held,
     LetGo,
+    LoadBegun,
+    LoadFinished,
+    LoadReleased,
     Record,
     Released,
     StateReached,
@@ -181,6 +184,12 @@ class RecordReplay:
                 return epoch.let_go(record)
             case Withdrawn():
                 return epoch.withdraw(record)
+            case LoadBegun():
+                return epoch.begin_load(record, placed)
+            case LoadFinished():
+                return epoch.finish_load(record)
+            case LoadReleased():
+                return epoch.release_load(record)
             case StateReached():
                 digest = digest_of_digests(record.digests)
                 self._report = replace(self._report, recorded_state_digest=digest)

@@ -7,7 +7,7 @@ sense of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcache.commands import Command
 from kvcache.coordinator.client_ledger import ClientLedger
@@ -15,8 +15,15 @@ from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder
-from kvcache.errors import InvariantError, KVCacheError, ProtocolError, RecordingError
+from kvcache.errors import (
+    InvariantError,
+    KVCacheError,
+    ProtocolError,
+    RecordingError,
+    RequestError,
+)
 from kvcache.manager import KVCacheManager
+from kvcache.manager.step_plan import make_request
 from kvcache.messages import Call, Message
 from kvcache.recorder.operation_clock import RepeatingClock
 from kvcache.recorder.outcomes import (
@@ -32,11 +39,17 @@ from kvcache.recorder.records import (
     Executed,
     Held,
     LetGo,
+    LoadBegun,
+    LoadFinished,
+    LoadReleased,
     Released,
     SegmentHead,
     StateReached,
     Withdrawn,
 )
+from kvcache.recorder.repeating_tiers import RepeatingTiers
+from kvcache.recorder.tier_codec import digests_of_load
+from kvcache.request import Request
 from kvcache.step import NewRequest, StepRequest
 from kvcache.step_delivery import StepAnswer, StepMessage
 from kvcache.wire import decode
@@ -56,6 +69,7 @@ class ReplayedEpoch:
         self._head = head
         self._clock = RepeatingClock()
         self._seen = _Seen()
+        self._tiers: RepeatingTiers | None = None
         self._server: StepServer | None = None
         self._nobody = ClientLedger("", 1, 1, 0.0)
 
@@ -63,6 +77,9 @@ class ReplayedEpoch:
         """Make the manager, and restore it if it was."""
         try:
             manager = self._head.recipe.make(self._clock, record.model_epoch)
+            if self._head.has_tiers:
+                self._tiers = RepeatingTiers(manager.tiers.loads)
+                manager.tiers.connect(self._tiers, self._tiers)
             if record.label_sets:
                 manager.restore(record.label_sets)
         except KVCacheError as error:
@@ -82,21 +99,21 @@ class ReplayedEpoch:
         self.is_call = isinstance(message, Call)
         server, seen = self._running(), self._seen
         seen.outcome = None
-        self._clock.expect(record.readings_s)
+        self._expect(record)
         try:
             server.serve(self._nobody, message)
         except Exception:
             if seen.outcome is None:  # it has not reached the manager: a mistake of the replay
                 raise
         what = record.outcome.difference(seen.outcome or Outcome())
-        return what or self._clock_difference(record.readings_s)
+        return self._tier_difference() or what or self._clock_difference(record.readings_s)
 
     def release(self, record: Released) -> str:
         """Free what a client had."""
         self.client_id, self.step = record.client_id, 0
-        self._clock.expect(record.readings_s)
+        self._expect(record)
         self._running().release(record.client_id)
-        return self._clock_difference(record.readings_s)
+        return self._tier_difference() or self._clock_difference(record.readings_s)
 
     def hold(self, record: Held, placed: PlacedRecord) -> str:
         """Hold what is cached of requests."""
@@ -121,6 +138,39 @@ class ReplayedEpoch:
         commands = digests_of_commands(self._running().withdraw(record.block_ids))
         return Outcome(commands=record.commands).difference(Outcome(commands=commands))
 
+    def begin_load(self, record: LoadBegun, placed: PlacedRecord) -> str:
+        """Take blocks for a load again."""
+        self.client_id, self.step = "", 0
+        manager = self._running().manager
+        request: Request | None = manager.get_request(record.request_id)
+        if record.message:
+            request = _request_of(record, placed)
+        if request is None:
+            return f"request {record.request_id}, for which tiers load, is not known"
+        try:
+            load = manager.tiers.loads.begin(
+                request, record.num_tokens, record.num_spare_blocks, has_tail=record.has_tail
+            )
+        except RequestError as error:
+            return f"the load of {record.request_id} is refused: {error}"
+        if bool(record.load) != (load is not None):
+            given = "no blocks" if load is None else f"{load.num_blocks} blocks"
+            then = "some" if record.load else "none"
+            return f"the load of {record.request_id} gets {given}, recorded: {then}"
+        names = Outcome(record.load).changed_parts(Outcome(digests_of_load(load)))
+        what = " and another ".join(names)
+        return f"the load of {record.request_id} has another {what}" if names else ""
+
+    def finish_load(self, record: LoadFinished) -> str:
+        """Cache what was loaded."""
+        self.client_id, self.step = "", 0
+        return _refusal(self._running().manager.tiers.loads.finish, record.load_id)
+
+    def release_load(self, record: LoadReleased) -> str:
+        """Let a load's blocks go."""
+        self.client_id, self.step = "", 0
+        return _refusal(self._running().manager.tiers.loads.release, record.load_id)
+
     def compare_state(self, record: StateReached) -> str:
         """Compare the manager's books part by part."""
         self.client_id, self.step = "", 0
@@ -134,6 +184,15 @@ class ReplayedEpoch:
             raise InvariantError("a record is replayed before its epoch has begun")
         self._server.manager.take_events()
         return self._server
+
+    def _expect(self, record: Executed | Released) -> None:
+        """Have clock and tiers say what they said then."""
+        self._clock.expect(record.readings_s)
+        if self._tiers is not None:
+            self._tiers.expect(record.calls)
+
+    def _tier_difference(self) -> str:
+        return "" if self._tiers is None else self._tiers.difference
 
     def _clock_difference(self, readings_s: Sequence[float]) -> str:
         invented, left = self._clock.num_invented, self._clock.num_left
@@ -170,6 +229,26 @@ def _decoded(data: bytes, placed: PlacedRecord) -> Message:
         return decode(data, max_bytes=len(data))
     except ProtocolError as error:
         raise _unreadable(placed, f"its message cannot be read: {error}") from error
+
+
+def _request_of(record: LoadBegun, placed: PlacedRecord) -> Request:
+    """Return a request of the content that tiers loaded for."""
+    message = _decoded(record.message, placed)
+    if not isinstance(message, StepRequest) or len(message.new) != 1:
+        raise _unreadable(placed, f"it holds a {type(message).__name__}, no request")
+    try:
+        return make_request(message.new[0], record.model_epoch)
+    except RequestError as error:
+        raise _unreadable(placed, f"its request cannot be made: {error}") from error
+
+
+def _refusal(act: Callable[[int], None], load_id: int) -> str:
+    """Do something to a load; say why that is refused, if it is."""
+    try:
+        act(load_id)
+    except RequestError as error:
+        return str(error)
+    return ""
 
 
 def _unreadable(placed: PlacedRecord, reason: str) -> RecordingError:

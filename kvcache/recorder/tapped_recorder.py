@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from kvcache.commands import Command
 from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics, StepRecorder
+from kvcache.coordinator.tier_calls import TierCall, WantedLoad
 from kvcache.manager import KVCacheManager
+from kvcache.manager.loads import PrefixLoad
 from kvcache.recorder.request_tap import RequestTap
 from kvcache.step import NewRequest, StepRequest, StepResult
 from kvcache.step_delivery import StepAnswer, StepMessage
@@ -61,6 +63,22 @@ class TappedRecorder:
     def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
         """Pass it on."""
         self._recorder.withdrawn(block_ids, commands)
+
+    def tiers_called(self, call: TierCall) -> None:
+        """Pass it on."""
+        self._recorder.tiers_called(call)
+
+    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
+        """Pass it on."""
+        self._recorder.load_begun(wanted, load)
+
+    def load_finished(self, load_id: int) -> None:
+        """Pass it on."""
+        self._recorder.load_finished(load_id)
+
+    def load_released(self, load_id: int) -> None:
+        """Pass it on."""
+        self._recorder.load_released(load_id)
 
     def end_epoch(self) -> None:
         """Pass it on, also to the tap."""

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import get_args
 
 from kvcache.client_session import ClientSession, SessionSettings
-from kvcache.clock import VirtualClock
+from kvcache.clock import Clock, VirtualClock
 from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
-from kvcache.coordinator.offloading import OffloadParts, OffloadSettings
+from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import MalformedMessageError
 from kvcache.keeper import KeeperAddress, MemoryKeeper
-from kvcache.manager import KVCacheManager
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.messages import (
     ClientAddress,
@@ -46,6 +45,7 @@ from kvcache.offload.jobs import Deadlines
 from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.recorder import FileStepRecorder, ManagerRecipe
 from kvcache.specs import KVCacheConfig
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
@@ -361,6 +361,8 @@ class Cluster:
 
     def _make_coordinator(self) -> Coordinator:
         self.num_coordinators += 1
+        recorder = self._make_recorder()
+        clock: Clock = self.clock if recorder is None else recorder.clock
         return Coordinator(
             CoordinatorSettings(
                 self.scenario.num_ranks,
@@ -372,12 +374,17 @@ class Cluster:
                 heartbeat_s=0.5,
                 audit=AuditSettings(self._audit_mode, interval_s=0.1),
             ),
-            manager_factory=self._make_manager,
+            manager_factory=lambda model_epoch: self.recipe.make(clock, model_epoch),
             clock=self.clock,
             nonce=f"nonce-{self.num_coordinators}",
             state_store=self._store,
+            recorder=recorder,
             offload=self._offload_parts(),
         )
+
+    def _make_recorder(self) -> FileStepRecorder | None:
+        """Return who records the next coordinator, if anybody does."""
+        return None
 
     def _offload_parts(self) -> OffloadParts | None:
         scenario, config = self.scenario, self.config
@@ -414,14 +421,13 @@ class Cluster:
     def _uses_eagle(self) -> bool:
         return self.scenario.seed % 3 == 0 and supports_eagle(self.config)
 
-    def _make_manager(self, model_epoch: int) -> KVCacheManager:
-        return KVCacheManager(
+    @property
+    def recipe(self) -> ManagerRecipe:
+        """What every manager is made from."""
+        return ManagerRecipe(
             self.config,
             MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
-            clock=self.clock,
-            has_workers=True,
-            model_epoch=model_epoch,
             core=self.scenario.core or ("extents", "blocks")[self.scenario.seed % 4 == 3],
             use_eagle=self._uses_eagle,
         )

@@ -12,7 +12,8 @@ from kvcache.clock import VirtualClock
 from kvcache.commands import Label, Reset, Store
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels
-from kvcache.coordinator.offloading import Offloading, OffloadParts, OffloadSettings
+from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
+from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.errors import ConfigurationError

@@ -10,7 +10,8 @@ import pytest
 from kvcache.clock import VirtualClock
 from kvcache.commands import Command, Load, Store, Unlabel
 from kvcache.coordinator.job_book import EndedJob, JobBook
-from kvcache.coordinator.offloading import Offloading, OffloadParts, OffloadSettings
+from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
+from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.swapped_tails import MAX_HOST_SHARE, SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer

@@ -12,7 +12,7 @@ import pytest
 from kvcache.errors import RecordingError
 from kvcache.messages import Ping
 from kvcache.recorder import open_recording
-from kvcache.recorder.frames import frame
+from kvcache.recorder.frames import FrameReader, frame
 from kvcache.recorder.records import (
     EpochBegun,
     SegmentHead,
@@ -142,13 +142,36 @@ def test_what_is_no_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
 
 def test_another_version_of_the_format_is_named(copied: list[Path]) -> None:
     values = msgpack.unpackb(pack_head(head_of(copied[0])))
-    copied[0].write_bytes(frame(msgpack.packb([values[0], 2, *values[2:]])))
+    copied[0].write_bytes(frame(msgpack.packb([values[0], 3, *values[2:]])))
     message = (
-        f"{copied[0]}: the recording has format version 2, this package reads version 1: replay it "
-        "with the release that recorded it"
+        f"{copied[0]}: the recording has format version 3, this package reads versions 1 to 2: "
+        "replay it with the release that recorded it"
     )
     with pytest.raises(RecordingError, match=re.escape(message)):
         open_recording(copied[0].parent)
+
+
+def as_version_1(payload: bytes) -> bytes:
+    """Return a record as it was written before there were tiers in recordings."""
+    values = msgpack.unpackb(payload, strict_map_key=False)
+    if values[0] == "segment":
+        values = [values[0], 1, *values[2:-1]]
+    elif values[0] in ("executed", "released"):
+        assert values.pop() == []
+    return bytes(msgpack.packb(values))
+
+
+def test_version_1_is_read_and_replayed(copied: list[Path]) -> None:
+    expected = replay(copied[0].parent)
+    for path in copied:
+        with path.open("rb") as file:
+            reader = FrameReader(file, path, path.stat().st_size)
+            payloads = [found.payload for found in iter(reader.next, None)]
+        path.write_bytes(b"".join(frame(as_version_1(payload)) for payload in payloads))
+        assert not head_of(path).has_tiers
+    report = replay(copied[0].parent)
+    assert (report.difference, report.notes) == (None, ())
+    assert replace(report, bytes_read=0) == replace(expected, bytes_read=0)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +209,8 @@ def test_a_head_that_no_manager_can_be_made_from_is_an_error(copied: list[Path])
     with pytest.raises(RecordingError, match=r"its manager cannot be made: .*of another house"):
         replay(copied[0])
     values = msgpack.unpackb(pack_head(head))
-    for wrong in ({}, {**values[-1], "max_model_len": "long"}, {**values[-1], "extra": 1}):
-        copied[0].write_bytes(frame(msgpack.packb([*values[:-1], wrong])))
+    *place, recipe, has_tiers = values
+    for wrong in ({}, {**recipe, "max_model_len": "long"}, {**recipe, "extra": 1}):
+        copied[0].write_bytes(frame(msgpack.packb([*place, wrong, has_tiers])))
         with pytest.raises(RecordingError, match="is no segment of a recording: "):
             open_recording(copied[0])

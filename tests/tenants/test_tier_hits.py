@@ -13,7 +13,8 @@ from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.job_book import JobBook
-from kvcache.coordinator.offloading import Offloading, OffloadParts, OffloadSettings
+from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
+from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.messages import JobReport
 from kvcache.offload.hierarchy import TierHierarchy

@@ -1,0 +1,35 @@
+"""What the tiers of an epoch are made from, and when they are used.
+
+Between the configuration and `Offloading`, which is made anew for each epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcache.coordinator.swapped_tails import SwapRule
+from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.offload.hierarchy import TierHierarchy
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
+    for `hold_s` until its request comes, which waits `wait_s` at most. Tiers of an epoch before are
+    taken over within `adoption_s`, or given up. `swap` says what of preempted requests is kept."""
+
+    min_load_tokens: int = 1
+    hold_s: float = 5.0
+    wait_s: float = 30.0
+    adoption_s: float = 30.0
+    swap: SwapRule = field(default_factory=SwapRule)
+
+
+@dataclass(frozen=True)
+class OffloadParts:
+    """What tiers are made from, anew for each epoch. `make_tiers` is given who numbers jobs."""
+
+    settings: OffloadSettings
+    finder: TierHitFinder
+    make_tiers: Callable[[Callable[[], int]], TierHierarchy]

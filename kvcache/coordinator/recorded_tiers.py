@@ -1,0 +1,137 @@
+"""Tiers and the loads they make, listened to: all that they do to a manager, told in order.
+
+Stands between a manager and its tiers, in both directions, and changes nothing. What happens within
+a step or call belongs to it, and is told as a call of the tiers; what happens beside is told at
+once.
+
+    manager ──look_up, on_swap_out, on_request_finished──▶ RecordedHooks ──▶ tiers
+            ◀──begin, finish, release── RecordedLoads ◀─────────────────────┘
+                                             └──▶ StepRecorder
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvcache.arrays import Int32Array
+from kvcache.coordinator.step_recorder import StepRecorder
+from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut, WantedLoad
+from kvcache.core import OffloadHit, OffloadHooks
+from kvcache.manager.loads import PrefixLoad, PrefixLoads
+from kvcache.manager.step_ledger import StepsUnderWay
+from kvcache.manager.tiers import SwapHooks
+from kvcache.request import Request
+
+
+class TierHooks(OffloadHooks, SwapHooks, Protocol):
+    """Both hooks of a manager."""
+
+
+class RecordedLoads:
+    """A manager's `PrefixLoads`, as its tiers see them; `recorder` hears of every change."""
+
+    def __init__(self, loads: PrefixLoads, recorder: StepRecorder) -> None:
+        """Pass everything on to `loads`."""
+        self._loads = loads
+        self._recorder = recorder
+        self._released_within: list[int] | None = None
+
+    def under_way(self) -> StepsUnderWay:
+        """Return the steps that are neither complete nor void now, of all clients."""
+        return self._loads.under_way()
+
+    def are_over(self, steps: StepsUnderWay) -> bool:
+        """Say whether no rank can run any of these steps any more."""
+        return self._loads.are_over(steps)
+
+    def num_device_tokens(self, request: Request) -> int:
+        """Return how many tokens of `request` are cached now. Changes nothing."""
+        return self._loads.num_device_tokens(request)
+
+    def may_be_written(self, load_id: int) -> bool:
+        """Say whether no step from before a load can read its blocks any more."""
+        return self._loads.may_be_written(load_id)
+
+    def was_taken(self, load_id: int) -> bool:
+        """Say whether a load that was not released yet has been handed over."""
+        return self._loads.was_taken(load_id)
+
+    def begin(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_spare_blocks: int = 0,
+        *,
+        has_tail: bool = False,
+    ) -> PrefixLoad | None:
+        """Take blocks for a prefix, and tell; see `PrefixLoads.begin`."""
+        load = self._loads.begin(request, num_tokens, num_spare_blocks, has_tail=has_tail)
+        wanted = WantedLoad(request, num_tokens, num_spare_blocks, has_tail)
+        self._recorder.load_begun(wanted, load)
+        return load
+
+    def finish(self, load_id: int) -> None:
+        """Cache a load's blocks, and tell."""
+        self._loads.finish(load_id)
+        self._recorder.load_finished(load_id)
+
+    def release(self, load_id: int) -> None:
+        """Let a load's blocks go, and tell, now or with the step or call that it is part of."""
+        self._loads.release(load_id)
+        if self._released_within is None:
+            self._recorder.load_released(load_id)
+        else:
+            self._released_within.append(load_id)
+
+    def enter_call(self) -> None:
+        """What is released from now on belongs to a call of the manager."""
+        self._released_within = []
+
+    def leave_call(self) -> tuple[int, ...]:
+        """Return what was released since `enter_call`, and tell at once again."""
+        released, self._released_within = self._released_within, None
+        return tuple(released or ())
+
+
+class RecordedHooks:
+    """The tiers, as their manager sees them; `recorder` hears of every call and answer."""
+
+    def __init__(self, tiers: TierHooks, loads: RecordedLoads, recorder: StepRecorder) -> None:
+        """Pass everything on to `tiers`, which work with `loads`."""
+        self._tiers = tiers
+        self._loads = loads
+        self._recorder = recorder
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Pass it on, and tell the answer."""
+        answer = self._tiers.look_up(request, num_device_tokens)
+        self._recorder.tiers_called(LookedUp(request.request_id, num_device_tokens, answer))
+        return answer
+
+    def on_swap_out(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_cached_tokens: int,
+        block_ids: tuple[list[int], ...],
+    ) -> None:
+        """Pass it on, and tell."""
+        self._tiers.on_swap_out(request, num_tokens, num_cached_tokens, block_ids)
+        self._recorder.tiers_called(SwappedOut(request.request_id, num_tokens, num_cached_tokens))
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Pass it on, and tell which loads it has released."""
+        self._loads.enter_call()
+        try:
+            self._tiers.on_request_finished(request_id)
+        finally:
+            released = self._loads.leave_call()
+            self._recorder.tiers_called(Gone(request_id, released))
+
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        """Pass it on."""
+        self._tiers.on_eviction_candidates(group, block_ids)
+
+    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
+        """Pass it on."""
+        self._tiers.on_sealed(group, block_ids)

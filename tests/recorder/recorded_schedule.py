@@ -1,0 +1,133 @@
+"""Simulated schedules of faults whose coordinators are recorded, and what each record came to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcache.clock import Clock
+from kvcache.coordinator.step_recorder import LabelSource
+from kvcache.manager import KVCacheManager
+from kvcache.manager.statistics import ManagerStatistics
+from kvcache.recorder import (
+    FileStepRecorder,
+    ManagerRecipe,
+    RecorderLimits,
+    RecordingOrigin,
+    RecordReplay,
+    RecordReplayReport,
+    open_recording,
+)
+from kvcache.recorder import replay as replay_module
+from kvcache.recorder.records import Record
+from kvcache.recorder.segments import SegmentLimits
+from tests.protocol.scenario import Scenario
+from tests.protocol.simulation import Cluster
+
+POLICIES = ("lru", "s3fifo", "arc", "hazard", "lfu")
+
+
+class WatchedRecorder(FileStepRecorder):
+    """A recorder beside which the manager's figures are kept, record by record."""
+
+    def __init__(self, directory: Path, origin: RecordingOrigin, clock: Clock) -> None:
+        limits = RecorderLimits(SegmentLimits(directory, 1 << 16, 1 << 30))
+        super().__init__(limits, origin, clock)
+        self.directory = directory
+        self.figures: list[ManagerStatistics] = []
+        self.state: dict[str, object] = {}
+        self._watched: KVCacheManager | None = None
+
+    def begin_epoch(
+        self,
+        epoch: int,
+        manager: KVCacheManager,
+        labels: LabelSource | None = None,
+        commands: object = (),
+    ) -> None:
+        super().begin_epoch(epoch, manager, labels, commands)  # type: ignore[arg-type]
+        self._watched = manager
+        self.figures.append(manager.statistics())
+
+    def _record(self, make: Callable[[int], Record]) -> None:
+        super()._record(make)
+        assert self._watched is not None
+        self.figures.append(self._watched.statistics())
+
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        self._watched = None
+
+    def close(self) -> None:
+        if self._watched is not None:
+            self.state = self._watched.dump_state()
+        super().close()
+
+
+class RecordedCluster(Cluster):
+    """A schedule with a recorder for each of its coordinators; managers vary with the seed."""
+
+    def __init__(self, scenario: Scenario, directory: Path) -> None:
+        self.recorders: list[WatchedRecorder] = []
+        self._records = directory / "records"
+        super().__init__(scenario, directory)
+
+    @property
+    def recipe(self) -> ManagerRecipe:
+        chance = random.Random(self.scenario.seed * 15485867 + 5)
+        return replace(
+            super().recipe,
+            log_stats=True,
+            eviction_policy=chance.choice(POLICIES),
+            watermark=chance.choice((0.0, 0.05)),
+        )
+
+    def _make_recorder(self) -> WatchedRecorder:
+        name = f"coordinator-{self.num_coordinators}"
+        has_tiers = self.scenario.num_host_blocks > 0
+        origin = RecordingOrigin(name, "plan", "{}", self.recipe, has_tiers)
+        self.recorders.append(WatchedRecorder(self._records / name, origin, self.clock))
+        return self.recorders[-1]
+
+
+def play_recorded(scenario: Scenario, directory: Path) -> RecordedCluster:
+    """Play a schedule to its end, and close all recordings."""
+    cluster = RecordedCluster(scenario, directory)
+    try:
+        cluster.play()
+        for recorder in cluster.recorders:
+            recorder.close()
+    except Exception as error:
+        raise AssertionError(f"seed {scenario.seed}: {error} ({scenario})") from error
+    finally:
+        cluster.close()
+    return cluster
+
+
+def replay_watched(
+    recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch
+) -> RecordReplayReport:
+    """Replay a recording; figures are as they were after each record, and so are all books."""
+    monkeypatch.setattr(replay_module, "PROGRESS_INTERVAL", 1)
+    figures: list[ManagerStatistics] = []
+
+    def look(report: RecordReplayReport) -> None:
+        assert replayed.manager is not None
+        figures.append(replayed.manager.statistics())
+
+    replayed = RecordReplay(open_recording(recorder.directory), look)
+    report = replayed.run()
+    assert report.difference is None
+    assert (report.notes, report.num_skipped_records) == ((), 0)
+    assert report.num_records == recorder.statistics().num_records == len(figures)
+    for number, (then, now) in enumerate(zip(recorder.figures, figures, strict=True), 1):
+        assert now == then, f"record {number}"
+    assert replayed.manager is not None
+    if recorder.state:  # it was closed while an epoch ran
+        assert replayed.manager.dump_state() == recorder.state
+        assert report.state_digest == report.recorded_state_digest != ""
+    return report
