@@ -18,7 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("tokens", "hash_algorithms", "request_content"),
     ("tenants",),
-    ("request", "hashing", "digests"),
+    ("request", "hashing", "digests", "digest_memo"),
     ("planner",),
     ("commands",),
     ("sealed_contents",),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
 from kvcache.blocks.descendants import with_descendants
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
@@ -145,7 +145,7 @@ class ContentIndex:
 
     def leading_blocks(
         self, namespace: Namespace, group: int, digests: Sequence[BlockHash], max_blocks: int
-    ) -> list[int] | None:
+    ) -> Int32Array | None:
         """Return the blocks of the first digests, `max_blocks` at most, up to the first miss.
 
         None where the group is not ordered, or some blocks are to be found by others alone: then
@@ -153,11 +153,10 @@ class ContentIndex:
         """
         table = self._tables_by_key.get((namespace, group))
         if table is None:
-            return []
+            return EMPTY_INT32
         if not (table.is_ordered and self.unsealed.are_of(self.client_id)):
             return None
-        # What is before a cached block is cached too: so halving finds the first miss, and the way
-        # up from the last hit all others.
+        # What is before a cached block is cached too: so halving finds the first miss.
         found, missed = 0, min(max_blocks, len(digests)) + 1
         middle = missed - 1
         while found + 1 < missed:
@@ -166,15 +165,9 @@ class ContentIndex:
             else:
                 missed = middle
             middle = (found + missed) // 2
-        if not found:
-            return []
-        block_id = table.ids[digests[found - 1]]
-        block_ids, block_above = [block_id], self.parent_blocks.item
-        for _ in range(found - 1):
-            block_id = block_above(block_id)
-            block_ids.append(block_id)
-        block_ids.reverse()
-        return block_ids
+        return np.fromiter(
+            map(table.ids.__getitem__, islice(digests, found)), dtype=np.int32, count=found
+        )
 
     def find_sealed(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return a sealed block that holds a digest, for whoever asks; None if there is none."""
@@ -191,13 +184,17 @@ class ContentIndex:
         together. `is_labelled`: the workers know already, no label is sent.
         """
         digests: list[BlockHash] = []
-        parents: list[BlockHash] = []
+        starts: list[int] = []
         for run in runs:
+            starts.append(len(digests))
             digests += run.digests
-            parents.append(run.parent)
-            parents += run.digests[:-1]
-        self.digests[block_ids] = digests
-        self.parents[block_ids] = parents
+        # From a list of bytes numpy makes objects slowly: once, then, and one place further on,
+        # behind the blocks before, which are parents of all but the first of each run.
+        objects: ObjectArray = np.empty(len(digests) + 1, dtype=object)
+        objects[1:] = digests
+        self.digests[block_ids] = objects[1:]
+        objects[starts] = [run.parent for run in runs]
+        self.parents[block_ids] = objects[:-1]
         self.num_cached += len(block_ids)
         table = runs[0].table
         if len(runs) == 1 or all(run.table is table for run in runs):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.arrays import Ids, IndexArray, Int32Array, index_array
 from kvcache.blocks.block import BlockState
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
@@ -88,12 +88,11 @@ class ReferencedBlocks:
         """Return the references of all kinds to all blocks. O(n)."""
         return int(self._num_references.sum())
 
-    def num_unheld(self, block_ids: Sequence[int] | IndexArray) -> int:
+    def num_unheld(self, block_ids: Ids) -> int:
         """Return how many of these distinct blocks have no reference, null blocks left out."""
         ids = index_array(block_ids)
         # The null block never has a reference.
-        num_without = len(ids) - int(np.count_nonzero(self._num_references[ids]))
-        return num_without - (len(ids) - int(np.count_nonzero(ids)))
+        return int(np.count_nonzero(ids)) - int(np.count_nonzero(self._num_references[ids]))
 
     def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
         """Return a copy of the counts of a kind other than REQUEST: block id to references."""
@@ -123,24 +122,35 @@ class ReferencedBlocks:
         Raises:
             BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
         """
+        ids = index_array(block_ids)
+        more = ids
+        if len(set(ids.tolist())) < len(ids):
+            more = index_array(list(dict.fromkeys(ids.tolist())))
+        self.hold(more)
+        if more is not ids:
+            np.add.at(self._num_references, ids, 1)
+            self._num_references[more] -= 1
+        if kind is not ReferenceKind.REQUEST:
+            held = self._references[kind]
+            for block_id in ids.tolist():
+                held[block_id] = held.get(block_id, 0) + 1
+
+    def hold(self, block_ids: IndexArray) -> None:
+        """Do what `touch` does for request references of distinct blocks, as of a table.
+
+        Raises:
+            BlockError: as `touch`; nothing changed.
+        """
         ids = self._known(block_ids)
         if self._quarantined and not self._quarantined.isdisjoint(ids.tolist()):
             bad = sorted(self._quarantined.intersection(ids.tolist()))
             raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
         counts = self._num_references[ids]
-        is_distinct = len(set(ids.tolist())) == len(ids)
         free = ids[counts == 0]
         if len(free):
             self._require_cached(free)
-            self._policy.remove(free if is_distinct else list(dict.fromkeys(free.tolist())))
-        if is_distinct:
-            self._num_references[ids] = counts + 1
-        else:
-            np.add.at(self._num_references, ids, 1)
-        if kind is not ReferenceKind.REQUEST:
-            held = self._references[kind]
-            for block_id in ids.tolist():
-                held[block_id] = held.get(block_id, 0) + 1
+            self._policy.remove(free)
+        self._num_references[ids] = counts + 1
 
     def free_blocks(
         self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST
@@ -171,20 +181,23 @@ class ReferencedBlocks:
         """
         references = self._num_references
         ids = index_array(block_ids)
-        counts = references[ids]
-        if not np.count_nonzero(counts != 1):
-            references[ids] = 0
-            unheld = ids
-        elif len(set(ids.tolist())) == len(ids):
-            references[ids] = counts - 1
-            unheld = ids[counts == 1]
-        else:
-            # Shared blocks may be given back several times in one call: at the last time they go.
-            np.subtract.at(references, ids, 1)
-            last_first = dict.fromkeys(ids[references[ids] == 0][::-1].tolist())
-            unheld = index_array(list(last_first)[::-1])
-        if len(unheld):
-            self._put_free(unheld)
+        if not np.count_nonzero(references[ids] != 1) or len(set(ids.tolist())) == len(ids):
+            self.release(ids)
+            return
+        # Shared blocks may be given back several times in one call: at the last time they go.
+        np.subtract.at(references, ids, 1)
+        last_first = dict.fromkeys(ids[references[ids] == 0][::-1].tolist())
+        if last_first:
+            self._put_free(index_array(list(last_first)[::-1]))
+
+    def release(self, block_ids: IndexArray) -> None:
+        """Do what `give_back` does, for distinct blocks, as of a table."""
+        counts = self._num_references[block_ids] - 1
+        self._num_references[block_ids] = counts
+        if np.count_nonzero(counts):
+            block_ids = block_ids[counts == 0]
+        if len(block_ids):
+            self._put_free(block_ids)
 
     def begin_transfer(self, block_ids: Sequence[int]) -> None:
         """A copy starts to read or write these blocks: they stay until it has ended."""

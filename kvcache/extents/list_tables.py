@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, index_array, int32_array
+from kvcache.arrays import Ids, Int32Array, index_array, int32_array
 from kvcache.core import Reservation
 from kvcache.extents.block_store import NO_CONTENT, BlockStore
 from kvcache.extents.evictor import Evictor
@@ -44,7 +44,7 @@ class SingleBlocks:
         if block_ids:
             self._store.give_back(index_array(block_ids))
 
-    def num_unheld(self, block_ids: Sequence[int]) -> int:
+    def num_unheld(self, block_ids: Ids) -> int:
         """Return how many of these distinct blocks nobody holds, null blocks left out."""
         return self._store.num_unheld(index_array(block_ids))
 

@@ -94,10 +94,10 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
             raise self._has_blocks(request_id)
         ids = np.array(block_ids, dtype=np.intp)
         ids[: self.num_skipped_blocks(num_computed_tokens)] = NULL_ID
-        first_kept = len(ids)
-        if np.count_nonzero(ids):
-            first_kept = int((ids != NULL_ID).argmax())
-        self._pool.touch(ids[first_kept:])
+        num_kept, first_kept = np.count_nonzero(ids), 0
+        if num_kept < len(ids):
+            first_kept = int((ids != NULL_ID).argmax()) if num_kept else len(ids)
+        self._pool.hold(ids[first_kept:])
         self._tables[request_id], self._leading[request_id] = ids.tolist(), ids
         self.note_cached(request_id, len(ids))
         self._first_kept[request_id] = first_kept
@@ -121,10 +121,13 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
 
     def columns(self, request_id: str, start: int, end: int) -> IndexArray:
         """Return the blocks in columns `[start, end)` of a table. Not to be changed."""
-        leading = self._leading.get(request_id)
-        if leading is not None and end <= len(leading):
+        leading = self._leading.get(request_id, EMPTY_INDEX)
+        if end <= len(leading):
             return leading[start:end]
-        return index_array(self._tables.get(request_id, [])[start:end])
+        table = self._tables.get(request_id, [])
+        if start >= len(leading):
+            return index_array(table[start:end])
+        return np.concatenate((leading[start:], table[len(leading) : end]))
 
     def replace_block(self, request_id: str, column: int, block_id: int) -> int:
         self._leading.pop(request_id, None)
@@ -168,7 +171,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         spec: KVCacheSpec,
         use_eagle: bool = False,
         namespace: Namespace = DEFAULT_NAMESPACE,
-    ) -> tuple[list[int], ...]:
+    ) -> tuple[Ids, ...]:
         """Return, per group, the block ids of the longest prefix that hits in all of `group_ids`.
 
         `block_hashes` come one per block of `spec`. At most `max_length` tokens; with `use_eagle`
@@ -177,10 +180,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         max_blocks = min(len(block_hashes), max_length // spec.block_size)
         limits = MatchLimits(max_blocks, num_extra_blocks=int(use_eagle))
         matches = cls.match_groups(pool, namespace, group_ids, block_hashes, spec, limits)
-        if use_eagle:
-            for match in matches:
-                del match[-1:]
-        return matches
+        return tuple(match[:-1] for match in matches) if use_eagle else matches
 
     @classmethod
     def finder(cls, pool: BlockPool, namespace: Namespace, group: int) -> Finder:
@@ -196,7 +196,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         digests: Sequence[BlockHash],
         spec: KVCacheSpec,
         limits: MatchLimits,
-    ) -> tuple[list[int], ...]:
+    ) -> tuple[Ids, ...]:
         """Do `longest_match` in some groups of a pool that have one spec."""
         finders = [cls.finder(pool, namespace, group) for group in group_ids]
         return cls.match_all(finders, digests, spec, limits)

@@ -35,7 +35,7 @@ class TablePool(Protocol):
     def give_back(self, block_ids: Sequence[int]) -> None:
         """Give one reference of each block back; the first is evicted first."""
 
-    def num_unheld(self, block_ids: Sequence[int]) -> int:
+    def num_unheld(self, block_ids: Ids) -> int:
         """Return how many of these distinct blocks nobody holds, null blocks left out."""
 
     def num_references(self, block_id: int) -> int:
@@ -98,7 +98,7 @@ class BlockTables:
         self,
         request_id: str,
         reservation: Reservation,
-        new_computed_blocks: Sequence[int] = (),
+        new_computed_blocks: Ids = (),
     ) -> int:
         """Return how many free blocks a reservation takes, hits that are free included.
 

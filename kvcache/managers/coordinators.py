@@ -14,7 +14,7 @@ from itertools import cycle
 from math import gcd, lcm
 from typing import NamedTuple
 
-from kvcache.arrays import EMPTY_INT32, int32_array
+from kvcache.arrays import EMPTY_INT32, Ids, int32_array
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
 from kvcache.core import CacheHit, Reservation
@@ -85,7 +85,7 @@ class KVCacheCoordinator(ABC):
         """Return how many free blocks the request takes in all groups. Changes nothing."""
         needed = 0
         for manager in self.managers:
-            found = () if hit is None else hit.block_ids[manager.group].tolist()
+            found = () if hit is None else hit.block_ids[manager.group]
             needed += manager.get_num_blocks_to_allocate(request_id, reservation, found)
         return needed
 
@@ -132,7 +132,7 @@ class KVCacheCoordinator(ABC):
             (manager,) = self.managers
             ids = manager.columns(request_id, 0, len(manager.table(request_id)))
             manager.forget_request(request_id)
-            self.pool.give_back(ids[::-1])
+            self.pool.release(ids[::-1])
             return
         self.pool.give_back(
             self.tail_first([manager.forget_request(request_id) for manager in self.managers])
@@ -257,7 +257,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         """Return the longest hit that holds in every group."""
         length = min(max_length, len(block_hashes) * self.hash_block_size)
         length -= length % self._step_tokens
-        matches: dict[int, list[int]] = {}
+        matches: dict[int, Ids] = {}
         num_agreed = 0
         kinds = cycle(self._kinds)
         while length and num_agreed < len(self._kinds):
@@ -282,7 +282,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         block_hashes: Sequence[BlockHash],
         length: int,
         namespace: Namespace,
-    ) -> tuple[list[int], ...]:
+    ) -> tuple[Ids, ...]:
         manager = self.managers[groups[0]]
         step_blocks = self._step_tokens // spec.block_size
         return manager.match_groups(

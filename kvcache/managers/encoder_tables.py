@@ -6,8 +6,6 @@ neither grow nor shrink until the request is freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache.arrays import Ids
 from kvcache.core import ForkOrigin, Reservation
 from kvcache.managers.block_tables import UNBOUNDED_TOKENS, BlockTables, SharedColumn, TablePool
@@ -27,7 +25,7 @@ class EncoderColumns(BlockTables):
         self,
         request_id: str,
         reservation: Reservation,
-        new_computed_blocks: Sequence[int] = (),
+        new_computed_blocks: Ids = (),
     ) -> int:
         """Return what the encoder tokens of a request take that has no table yet."""
         if request_id in self._tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from kvcache.arrays import Ids
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.core import ReferenceKind
@@ -26,13 +27,12 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         digests: Sequence[BlockHash],
         spec: KVCacheSpec,
         limits: MatchLimits,
-    ) -> tuple[list[int], ...]:
+    ) -> tuple[Ids, ...]:
         if len(group_ids) == 1:
             contents = pool.contents
             match = contents.leading_blocks(namespace, group_ids[0], digests, limits.max_blocks)
             if match is not None:
-                del match[len(match) - len(match) % limits.alignment_blocks :]
-                return (match,)
+                return (match[: len(match) - len(match) % limits.alignment_blocks],)
         return super().match_groups(pool, namespace, group_ids, digests, spec, limits)
 
     @classmethod

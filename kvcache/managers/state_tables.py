@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcache.arrays import Ids, index_array
 from kvcache.core import ForkOrigin, NewestState, Reservation
 from kvcache.errors import ConfigurationError
 from kvcache.ids import NULL_BLOCK_ID as NULL_ID
@@ -74,10 +75,12 @@ class StateColumns(BlockTables):
         self,
         request_id: str,
         reservation: Reservation,
-        new_computed_blocks: Sequence[int] = (),
+        new_computed_blocks: Ids = (),
     ) -> int:
         """Return how many free blocks a reservation takes, a hit that is free included."""
-        table = self._tables.get(request_id, new_computed_blocks)
+        table = self._tables.get(request_id)
+        if table is None:
+            table = index_array(new_computed_blocks).tolist()
         columns = self._columns(table, reservation)
         needed = max(0, len(columns.kept) - len(columns.spare))
         if len(new_computed_blocks):

@@ -142,10 +142,7 @@ class EntryQueue:
 
     def to_list(self) -> list[int]:
         """Return all ints in order. O(n)."""
-        members: list[int] = []
-        for segment in self._segments:
-            waiting = index_array(segment.members[segment.start :])
-            members += waiting[self._stamps[waiting] == segment.stamp].tolist()
+        members: list[int] = self._members().tolist()
         return members
 
     def require_absent(self, entries: Sequence[int]) -> None:
@@ -192,8 +189,18 @@ class EntryQueue:
         self._stamps[members] = stamp
         return _Segment(stamp, members)
 
+    def _members(self) -> IndexArray:
+        """Return all ints in order. O(n)."""
+        waiting = [segment.members[segment.start :] for segment in self._segments]
+        if not waiting:
+            return index_array(())
+        stamps = np.repeat([segment.stamp for segment in self._segments], list(map(len, waiting)))
+        members = np.concatenate(waiting, dtype=np.intp)
+        here: IndexArray = members[self._stamps[members] == stamps]
+        return here
+
     def _compact(self) -> None:
-        members = self.to_list()
+        members = self._members()
         self._segments.clear()
         self._num_stale = self._length = self._last_stamp = 0
         self.append_many(members)

@@ -46,7 +46,8 @@ def cache(pool: BlockPool, names: list[BlockHash], parent: bytes = b"") -> list[
 
 
 def leading(pool: BlockPool, names: list[BlockHash], max_blocks: int) -> list[int] | None:
-    return pool.contents.leading_blocks(DEFAULT_NAMESPACE, 0, names, max_blocks)
+    found = pool.contents.leading_blocks(DEFAULT_NAMESPACE, 0, names, max_blocks)
+    return None if found is None else found.tolist()
 
 
 @pytest.mark.parametrize("num_cached", range(LENGTH + 1))
