@@ -38,9 +38,10 @@ from kvcache.recorder import RecordedBatch
 class KVCacheCluster(ClusterAccess):
     """A running cluster, as its launcher or anybody else in the Ray cluster sees it."""
 
-    def __init__(self, config: ClusterConfig, parts: ClusterParts) -> None:
+    def __init__(self, config: ClusterConfig, parts: ClusterParts, *, is_own: bool) -> None:
         """Use `launch` or `connect` instead."""
         self.config = config
+        self.is_own = is_own
         self._parts = parts
         self._is_stopped = False
 
@@ -75,12 +76,15 @@ class KVCacheCluster(ClusterAccess):
             worker_actors=tuple(worker_actors),
             worker_class=worker_class,
         )
-        return cls(config, Launch(config, options).run())
+        return cls(config, Launch(config, options).run(), is_own=True)
 
     @classmethod
     def connect(cls, name: str) -> KVCacheCluster:
-        """Return the running cluster `name`. Raises NotRunningError if there is none, or none that
-        could be connected to: its coordinator is in a process."""
+        """Return the running cluster `name`; leaving a `with` block over it lets it run.
+
+        Raises NotRunningError if there is none, or none that could be connected to: its
+        coordinator is in a process.
+        """
         connect_to_ray()
         try:
             coordinator = ray.get_actor(coordinator_name(name), namespace=RAY_NAMESPACE)
@@ -100,7 +104,7 @@ class KVCacheCluster(ClusterAccess):
         status: ClusterStatus = ask(coordinator.status.remote(), f"the coordinator of {name}")
         parts.process_ids = tuple(rank.process_id for rank in status.ranks)
         parts.find_placement(placement_group_name(name))
-        return cls(config, parts)
+        return cls(config, parts, is_own=False)
 
     @property
     def workers(self) -> tuple[Any, ...]:

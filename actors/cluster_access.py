@@ -50,9 +50,13 @@ class ClusterStatistics:
 
 
 class ClusterAccess(ABC):
-    """A running cluster, as its launcher or somebody else sees it."""
+    """A running cluster, as its launcher or somebody else sees it.
+
+    As a context manager it ends the cluster, unless it is somebody else's (`is_own`).
+    """
 
     config: ClusterConfig
+    is_own: bool = True
 
     @property
     def name(self) -> str:
@@ -155,7 +159,8 @@ class ClusterAccess(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop()
+        if self.is_own:
+            self.stop()
 
     @abstractmethod
     def _begin_to_replace(self, rank: int, actor: Any) -> None:

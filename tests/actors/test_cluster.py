@@ -71,10 +71,11 @@ def test_a_running_cluster_is_found_by_name_and_by_other_processes(shared: KVCac
 
     @ray.remote(num_cpus=0)
     def use(name: str) -> int:
-        with KVCacheCluster.connect(name).client() as client:
+        with KVCacheCluster.connect(name) as cluster, cluster.client() as client:
             return client.step(StepRequest("", 0, 0)).epoch
 
     assert ray.get(use.remote(shared.name), timeout=60) == 1
+    assert shared.status().state == "ready"  # it was not that process's to end
 
 
 def test_a_second_launch_under_the_name_is_refused_and_the_first_lives_on(
