@@ -67,6 +67,7 @@ def record_trace(choices: RecordingChoices) -> None:
     from actors.cluster import KVCacheCluster
     from actors.embedded_site import find_cluster
 
+    _require_time(choices.seconds)
     options = RecordingOptions(_parse_size(choices.max_size), choices.has_tenants)
     with ray_session(may_start=False):
         cluster = find_cluster(choices.name or only_cluster())
@@ -215,6 +216,15 @@ def ended_by_signals() -> Iterator[threading.Event]:
     finally:
         for kind, handler in previous.items():
             signal.signal(kind, handler)
+
+
+def _require_time(seconds: float | None) -> None:
+    """Raise ConfigurationError for a time in which nothing could be recorded."""
+    if seconds is not None and not seconds > 0:
+        raise ConfigurationError(
+            f"--seconds {seconds:g} records nothing: give how many seconds to record, such as 600, "
+            "or leave it out and end the recording with Ctrl-C"
+        )
 
 
 def _parse_size(text: str) -> int:

@@ -155,7 +155,7 @@ def record(
         typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="End after so many seconds.", min=0)
+        float | None, typer.Option("--seconds", help="End after so many seconds, above 0.")
     ] = None,
     requests: RequestsOption = None,
     max_size: Annotated[str, typer.Option(help="End before the file is larger.")] = "256MiB",

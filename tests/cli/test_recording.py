@@ -9,7 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from actors.cli import app
 from actors.cli.recording import (
     RecordingChoices,
     RecordingSummary,
@@ -122,6 +124,17 @@ def test_it_ends_after_so_many_seconds(path: Path) -> None:
     cluster = FakeCluster([request(0.0)], [request(1.0)], [request(2.0)], [])
     summary, lines = cluster.record(path, seconds=2)
     assert (summary.ended_by, len(lines)) == ("time", 3)  # with what still waited
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "nan"])
+def test_a_time_in_which_nothing_could_be_recorded_is_refused(path: Path, seconds: str) -> None:
+    result = CliRunner().invoke(app, ["record", str(path), "--seconds", seconds])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"kvcache: --seconds {seconds} records nothing: give how many seconds to record, such as "
+        "600, or leave it out and end the recording with Ctrl-C\n"
+    )
+    assert not path.exists()
 
 
 def test_it_ends_with_a_whole_line_before_the_file_is_too_large(path: Path) -> None:
