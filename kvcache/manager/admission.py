@@ -117,6 +117,13 @@ class Admission:
         if account.hopeless_blocks:
             raise RequestError(f"request {request.request_id}: {account.last_refusal}")
 
+    def require_limit(self, request: Request, num_tokens: int) -> None:
+        """Raise RequestError if a running request that has just found no room for so many tokens
+        never will, because its tenant may not have so much."""
+        refusal = self.refusal(request, num_tokens, is_counted=True)
+        if refusal is not None:
+            raise RequestError(f"request {request.request_id}: {refusal.reason}")
+
     def refusal(
         self, request: Request, num_tokens: int, *, is_counted: bool = False
     ) -> Refusal | None:

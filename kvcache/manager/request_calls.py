@@ -107,6 +107,7 @@ class RequestCalls:
         else:
             reserved = self._core.reserve(request, self._admission.reservation(demand))
             if reserved is None:
+                self._admission.require_limit(request, demand.num_own_tokens)
                 return None
             changes = reserved
             self._book.slots.num_own[known.slot] = demand.num_own_tokens

@@ -115,6 +115,34 @@ def test_a_tenant_at_its_limit_gives_its_own_blocks_though_others_are_free(core:
 
 
 @pytest.mark.parametrize("core", CORES)
+def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so(core: str) -> None:
+    manager = make(core, greedy=TenantConfig(limit=4))
+    small = Request("small", [7] * 4, tenant="greedy")
+    growing = Request("growing", list(range(12)), tenant="greedy")
+    assert manager.allocate_slots(small, 4) is not None
+    assert manager.allocate_slots(growing, 12) is not None
+    growing.num_computed_tokens = 12
+    growing.append_output_token_ids([1, 2, 3, 4, 5])
+    assert manager.allocate_slots(growing, 1) is None  # until the other one is done
+    manager.free(small)
+    assert manager.allocate_slots(growing, 4) is not None
+    growing.num_computed_tokens = 16
+    before, num_refusals = manager.dump_state(), figures(manager, "greedy").num_refusals
+    with pytest.raises(RequestError) as raised:
+        manager.allocate_slots(growing, 1)
+    reason = (
+        "17 tokens need at least 5 blocks, which is more than all that this tenant may have (4): "
+        "shorten the request, or raise the tenant's limit"
+    )
+    assert str(raised.value) == f"request growing: {reason}"
+    assert figures(manager, "greedy").last_refusal == reason
+    assert figures(manager, "greedy").num_refusals == num_refusals + 1
+    assert manager.dump_state() == before
+    manager.free(growing)
+    manager.check()
+
+
+@pytest.mark.parametrize("core", CORES)
 def test_weights_share_what_nobody_is_guaranteed(core: str) -> None:
     manager = make(core, heavy=TenantConfig(weight=3.0), light=TenantConfig(weight=1.0))
     traffic = [TenantTraffic(name, 0, 16, 200) for name in ("heavy", "light")]
