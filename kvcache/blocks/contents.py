@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
 from kvcache.blocks.descendants import with_descendants
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
@@ -156,7 +156,8 @@ class ContentIndex:
             return EMPTY_INT32
         if not (table.is_ordered and self.unsealed.are_of(self.client_id)):
             return None
-        # What is before a cached block is cached too: so halving finds the first miss.
+        # What is before a cached block is cached too: so halving finds the first miss, and the way
+        # up from the last hit all others.
         found, missed = 0, min(max_blocks, len(digests)) + 1
         middle = missed - 1
         while found + 1 < missed:
@@ -165,9 +166,16 @@ class ContentIndex:
             else:
                 missed = middle
             middle = (found + missed) // 2
-        return np.fromiter(
-            map(table.ids.__getitem__, islice(digests, found)), dtype=np.int32, count=found
-        )
+        if not found:
+            return EMPTY_INT32
+        block_id = table.ids[digests[found - 1]]
+        # One by one the memory of an array is read in half the time that the array takes.
+        block_ids, block_above = [block_id], self.parent_blocks.data
+        for _ in range(found - 1):
+            block_id = block_above[block_id]
+            block_ids.append(block_id)
+        block_ids.reverse()
+        return int32_array(block_ids)
 
     def find_sealed(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return a sealed block that holds a digest, for whoever asks; None if there is none."""

@@ -234,16 +234,8 @@ class BlockPool(ReferencedBlocks):
             BlockError: a block is free, the null block, quarantined, or has a digest; nothing was
                 changed.
         """
-        self.cache_runs([run])
-
-    def cache_runs(self, runs: Sequence[CachedRun]) -> None:
-        """Do `cache_full_blocks` for runs of the open step, or of none; no block is in two."""
-        if not runs:
-            return
-        ids = runs[0].ids
-        if ids is None or len(runs) > 1:
-            ids = index_array(list(chain.from_iterable([run.block_ids for run in runs])))
-        can_be_cached = self._num_references[self._known(ids)] > 0
+        ids = self._known(run.block_ids)
+        can_be_cached = self._num_references[ids] > 0
         can_be_cached &= self.contents.table_numbers[ids] == NO_TABLE
         if self._quarantined:
             can_be_cached[self.find_quarantined(ids)] = False
@@ -252,6 +244,19 @@ class BlockPool(ReferencedBlocks):
                 f"blocks {ids[~can_be_cached][:5].tolist()} cannot be cached: only a held block "
                 "without a digest can"
             )
+        self.cache_runs([run])
+
+    def cache_runs(self, runs: Sequence[CachedRun]) -> None:
+        """Do `cache_full_blocks` for runs of the open step, or of none, on the caller's word.
+
+        For managers, who have looked: their tables hold the blocks, each in one place, and these
+        hold nothing yet and are not quarantined. `check` says whether that was so.
+        """
+        if not runs:
+            return
+        ids = runs[0].ids
+        if ids is None or len(runs) > 1:
+            ids = index_array(list(chain.from_iterable([run.block_ids for run in runs])))
         self.contents.add(runs, ids)
         if runs[0].client_id:
             self.ledger.add(runs)

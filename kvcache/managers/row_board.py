@@ -9,7 +9,7 @@ here whenever anything else happens to it. Refuses to know blocks: it counts the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,15 @@ from kvcache.request import Request
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 """Token counts: sums of int32 figures and block sizes do not overflow."""
+
+
+class TableLimits(NamedTuple):
+    """Before which figures a row needs nothing, in tokens: those that it has slots for, those that
+    it caches and those that are computed."""
+
+    capacity_tokens: int
+    full_tokens: int
+    skip_tokens: int
 
 
 class RowBoard:
@@ -62,12 +71,12 @@ class RowBoard:
         """Return how many columns each row lacks in each group, shape `(groups, n)`."""
         wanted = -(-num_slot_tokens.astype(np.int64) // self._column_tokens)
         wanted += self._extra_columns
-        missing: Int64Array = np.maximum(wanted - self._num_blocks[:, slots], 0)
+        missing: Int64Array = np.maximum(wanted - self.num_blocks(slots), 0)
         return missing
 
     def num_blocks(self, slots: Int32Array) -> Int64Array:
         """Return the lengths of the rows' tables, shape `(groups, n)`."""
-        lengths: Int64Array = self._num_blocks[:, slots]
+        lengths: Int64Array = self._num_blocks.take(slots, axis=1)
         return lengths
 
     def capacities(self, slots: Int32Array) -> Int64Array:
@@ -91,18 +100,17 @@ class RowBoard:
         return is_unknown.nonzero()[0]
 
     def note(
-        self, slot: int, request: Request, num_blocks: Sequence[int], full_tokens: int
+        self, slot: int, request: Request, num_blocks: Sequence[int], limits: TableLimits
     ) -> None:
-        """Note a row anew; what it skips next is noted apart."""
+        """Note a row anew."""
         self.forget(request.request_id)
         owner: Request | None = self._owners[slot]
         if owner is not None:
             del self._slots[owner.request_id]
         self._owners[slot], self._slots[request.request_id] = request, slot
-        self._num_blocks[:, slot] = num_blocks
-        self._full_tokens[slot] = full_tokens
-        self._skip_tokens[slot] = 0
-        self._measure([slot])
+        for lengths, length in zip(self._num_blocks, num_blocks, strict=True):
+            lengths[slot] = length
+        self._capacity_tokens[slot], self._full_tokens[slot], self._skip_tokens[slot] = limits
 
     def note_cached(self, slots: Int32Array, num_cached_tokens: Int32Array) -> None:
         """Note that the full blocks of these rows are hittable up to so many tokens."""
@@ -115,8 +123,11 @@ class RowBoard:
 
     def add_blocks(self, slots: Int32Array, num_blocks: Int64Array) -> None:
         """Note that the tables of these rows have grown; `num_blocks` is of shape `(groups, n)`."""
-        self._num_blocks[:, slots] += num_blocks
-        self._measure(slots)
+        # Group by group: numpy indexes one row of an array far quicker than a column of rows.
+        for lengths, more in zip(self._num_blocks, num_blocks, strict=True):
+            lengths[slots] += more
+        capacities = (self.num_blocks(slots) - self._extra_columns) * self._column_tokens
+        self._capacity_tokens[slots] = capacities.min(axis=0)
 
     def forget(self, request_id: str) -> None:
         """Something else happened to this request: what was noted no longer holds."""
@@ -146,10 +157,6 @@ class RowBoard:
                     f"slot {slot} is noted with {noted} blocks for request {request_id}, which has "
                     f"{lengths.get(request_id)}"
                 )
-
-    def _measure(self, slots: Int32Array | list[int]) -> None:
-        capacities = (self._num_blocks[:, slots] - self._extra_columns) * self._column_tokens
-        self._capacity_tokens[slots] = capacities.min(axis=0)
 
     def _reach(self, slots: IndexArray) -> None:
         """Grow to the highest slot there is."""

@@ -37,7 +37,7 @@ from kvcache.errors import RequestError
 from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.forks import TableForks
-from kvcache.managers.row_board import Int64Array, RowBoard
+from kvcache.managers.row_board import Int64Array, RowBoard, TableLimits
 from kvcache.managers.row_cacher import RowCacher
 from kvcache.request import Request
 from kvcache.tenants import TenantAccount, TenantLedger
@@ -147,10 +147,15 @@ class RowServer:
         for row in board.unknown_rows(batch).tolist():
             request: Request = batch.requests[row]
             request_id = request.request_id
-            full = coordinator.next_full_tokens(request_id)
+            limits = coordinator.row_limits(request_id)
+            full = coordinator.next_full_tokens(request_id) if self._may_cache(request) else NEVER
             lengths = [len(manager.table(request_id)) for manager in coordinator.managers]
-            slot = int(batch.slots[row])
-            board.note(slot, request, lengths, full if self._may_cache(request) else NEVER)
+            board.note(
+                int(batch.slots[row]),
+                request,
+                lengths,
+                TableLimits(limits.capacity_tokens, full, limits.next_skip_tokens),
+            )
 
     def _free_skipped(self, batch: RowBatch) -> None:
         board, coordinator = self._board, self._coordinator
