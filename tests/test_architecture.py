@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -167,26 +168,46 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Yield the dotted name of every module imported anywhere in the file."""
+@dataclass(frozen=True)
+class Names:
+    """What a source names: modules it imports, what it imports from modules, attributes."""
+
+    modules: tuple[str, ...]
+    imported: tuple[str, ...]
+    attributes: frozenset[str]
+
+
+@cache
+def names_of(path: Path) -> Names:
+    """Read a source, once for all tests."""
+    modules: list[str] = []
+    imported: list[str] = []
+    attributes: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.Attribute):
+            attributes.add(node.attr)
+        elif isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise AssertionError(f"{path}:{node.lineno}: relative import")
             module = node.module or ""
-            yield module
+            modules.append(module)
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            imported += names
             if module in {"kvcache", "actors"}:
-                yield from (f"{module}.{alias.name}" for alias in node.names)
+                modules += names
+    return Names(tuple(modules), tuple(imported), frozenset(attributes))
 
 
-def all_imports(path: Path) -> Iterator[str]:
-    """Yield what `imported_modules` does, and every name that is imported from a module."""
-    yield from imported_modules(path)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def imported_modules(path: Path) -> tuple[str, ...]:
+    """Return the dotted name of every module imported anywhere in the file."""
+    return names_of(path).modules
+
+
+def all_imports(path: Path) -> tuple[str, ...]:
+    """Return what `imported_modules` does, and every name that is imported from a module."""
+    return imported_modules(path) + names_of(path).imported
 
 
 def unit_of(path: Path) -> str:
@@ -279,9 +300,7 @@ def test_the_environment_is_read_only_where_configuration_is() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for path in sources("kvcache")
-        if unit_of(path) != "config"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+        if unit_of(path) != "config" and names_of(path).attributes & {"environ", "getenv"}
     ]
     assert wrong == []
 

@@ -266,8 +266,8 @@ class BlockPool(ReferencedBlocks):
 
     # --- contents ------------------------------------------------------------------------------
 
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget the contents of these blocks and of their cached descendants.
+    def evict_blocks(self, block_ids: Iterable[int]) -> list[int]:
+        """Forget the contents of these blocks and of their cached descendants; return all of them.
 
         Blocks in use stay with their holders, and cannot be found any more.
 
@@ -276,7 +276,9 @@ class BlockPool(ReferencedBlocks):
         """
         wanted = list(block_ids)
         self._require_known(wanted)
-        self._release_forgotten(self.contents.forget(wanted))
+        forgotten = self.contents.forget(wanted)
+        self._release_forgotten(forgotten)
+        return forgotten
 
     def adopt(self, runs: Sequence[CachedRun], victims: IndexArray) -> None:
         """Enter contents that workers hold already, into free empty blocks; all are evictable.

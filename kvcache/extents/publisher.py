@@ -122,16 +122,15 @@ class Publisher:
     # --- inside --------------------------------------------------------------------------------
 
     def _follow_to(self, row: Row, end: int) -> None:
-        """Let a row end at unit `end`, up to which the tree has its units already.
+        """Let a row end at unit `end`, behind its own end: so far the tree has its units already.
 
         Somebody else publishes: the row offers what may stand beside them when it does.
         """
         start = self._tables.published.item(row.index)
-        if start < end:
-            tokens = self._match_tokens.of(row.request, start, end)
-            walk = self._tree.walk(row.run, tokens, 0, end - start)
-            self._follow(row, walk, are_new=False, is_offering=False)
-            self._tables.published[row.index] = end
+        tokens = self._match_tokens.of(row.request, start, end)
+        walk = self._tree.walk(row.run, tokens, 0, end - start)
+        self._follow(row, walk, are_new=False, is_offering=False)
+        self._tables.published[row.index] = end
 
     def _digests_of(self, row: Row, tokens: bytes, first_unit: int, parent: bytes) -> bytes:
         """Do `digest` for units of a row of which these are the match tokens."""

@@ -281,7 +281,9 @@ class BlockCore:
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks and of their cached descendants."""
-        self.pool.evict_blocks(block_ids)
+        forgotten = set(self.pool.evict_blocks(block_ids))
+        for manager in self.coordinator.managers if forgotten else ():
+            manager.leave_uncached(forgotten)
 
     def reset(self) -> int:
         """Forget every content if no block is in use. Return how many are in use (0: done)."""

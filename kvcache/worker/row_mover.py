@@ -54,9 +54,13 @@ With 4 KiB on both sides this saves a quarter, with 16 KiB a twentieth."""
 
 
 def rows_per_piece(row_bytes: int, source_ids: Int32Array, destination_ids: Int32Array) -> int:
-    """Return how many rows of so many bytes, over all tensors, are copied at once."""
+    """Return how many rows of so many bytes, over all tensors, are copied at once.
+
+    No more than there are: what is prepared for every row of a piece would be for nobody.
+    """
     is_gathered = row_bytes < ROW_BYTES and not (_is_run(source_ids) or _is_run(destination_ids))
-    return max(1, (GATHERED_BYTES if is_gathered else PIECE_BYTES) // max(1, row_bytes))
+    num_rows = (GATHERED_BYTES if is_gathered else PIECE_BYTES) // max(1, row_bytes)
+    return max(1, min(num_rows, len(source_ids)))
 
 
 def _is_run(ids: Int32Array) -> bool:

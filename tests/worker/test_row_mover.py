@@ -63,6 +63,14 @@ def test_rows_arrive_whatever_their_order(width: int, order: str, is_solid: bool
         assert rows_seen == [bytes(row) for row in sources[source_ids]]
 
 
+@pytest.mark.parametrize("order", ["run", "apart"])
+def test_a_piece_has_no_more_rows_than_there_are(order: str) -> None:
+    ids = some_ids(np.random.default_rng(3), order, 5)
+    assert rows_per_piece(4, ids, ids) == 5
+    assert rows_per_piece(PIECE_BYTES // 4, ids, int32_array(range(5))) == 4
+    assert rows_per_piece(PIECE_BYTES * 4, ids, ids) == 1
+
+
 @pytest.mark.parametrize("width", [24, 4096, 50_000])
 def test_rows_of_one_memory_arrive_where_no_source_is_written(width: int) -> None:
     rng = np.random.default_rng(width)
