@@ -115,6 +115,10 @@ class ContentIndex:
         """Return the table in which the block can be found, None if it holds nothing."""
         return self._tables_by_number.get(int(self.table_numbers[block_id]))
 
+    def tables_of(self, block_ids: IndexArray) -> list[PrefixTable | None]:
+        """Do `table_of` for many blocks."""
+        return list(map(self._tables_by_number.get, self.table_numbers[block_ids].tolist()))
+
     def finder(self, namespace: Namespace, group: int, *, finds_open_step: bool = True) -> Finder:
         """Return what finds blocks of one namespace and group. Valid until the next mutation.
 

@@ -61,8 +61,10 @@ class UnsealedBlocks:
         """Let the blocks of runs of the open step wait for it."""
         client_id, count = runs[0].client_id, 0
         for run in runs:
-            for block_id in run.block_ids:
-                self._runs[block_id] = run
+            if len(run.block_ids) == 1:  # of a running row
+                self._runs[run.block_ids[0]] = run
+            else:
+                self._runs.update(zip(run.block_ids, repeat(run)))
             count += len(run.block_ids)
         self._num_by_client[client_id] = self._num_by_client.get(client_id, 0) + count
 

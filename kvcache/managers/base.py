@@ -112,8 +112,9 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
         num_null = max(0, skipped - len(table))
         ids = self._pool.take(total - len(table) - num_null)
-        new: list[int] = [NULL_ID] * num_null + ids.tolist()
+        new: list[int] = ids.tolist()
         if num_null:
+            new = [NULL_ID] * num_null + new
             ids = index_array(new)
         self._tables[request_id] = table + new
         self._leading[request_id] = np.concatenate((leading, ids)) if len(leading) else ids

@@ -158,28 +158,37 @@ class RowCacher:
                 if not is_fit
             ]
             filled = [each for each, is_fit in zip(filled, fits.tolist(), strict=True) if is_fit]
-        self._pool.cache_runs([self._run(manager, each, tokens) for each in filled])
+        self._pool.cache_runs(self._runs(manager, filled, tokens))
         for each in filled:
             manager.note_cached(each.request.request_id, each.column + 1)
         return others
 
-    def _run(
-        self, manager: SingleTypeKVCacheManager, filled: _Filled, tokens: dict[int, Int32Array]
-    ) -> CachedRun:
-        """Return the row's block as a run of the open step."""
-        contents, ledger = self._pool.contents, self._pool.ledger
+    def _runs(
+        self,
+        manager: SingleTypeKVCacheManager,
+        filled: list[_Filled],
+        tokens: dict[int, Int32Array],
+    ) -> list[CachedRun]:
+        """Return each row's block as a run of the open step."""
+        contents, ledger, size = self._pool.contents, self._pool.ledger, manager.block_size
+        client_id, step = ledger.client_id, ledger.step
         # Quicker than a look-up, where the block before is known to be cached.
-        table = contents.table_of(filled.before) if filled.before else None
-        return CachedRun(
-            table or contents.table(filled.request.namespace, manager.group),
-            [filled.block_id],
-            [filled.digest],
-            filled.parent,
-            tokens.get(filled.row, EMPTY_INT32),
-            manager.block_size,
-            (),
-            filled.request.request_id,
-            filled.column,
-            ledger.client_id,
-            ledger.step,
-        )
+        tables = contents.tables_of(index_array([each.before for each in filled]))
+        return [
+            CachedRun(
+                table or contents.table(request.namespace, manager.group),
+                [block_id],
+                [digest],
+                parent,
+                tokens.get(row, EMPTY_INT32),
+                size,
+                (),
+                request.request_id,
+                column,
+                client_id,
+                step,
+            )
+            for table, (row, _, request, column, block_id, _, _, parent, digest) in zip(
+                tables, filled, strict=True
+            )
+        ]

@@ -127,14 +127,16 @@ class RowServer:
                 "row's forwards end"
             )
         cached, wanted = batch.num_cached_tokens, batch.num_slot_tokens
-        for row in np.flatnonzero(cached > wanted).tolist():
+        for row in (cached > wanted).nonzero()[0].tolist():
             raise RequestError(
                 f"request {batch.requests[row].request_id}: {cached[row]} tokens to cache, "
                 f"but slots for {wanted[row]}: reserve slots for all of them"
             )
         num_tokens = batch.tokens.num_tokens(np.arange(len(cached)))
         # Only where more is to be cached than there are tokens it matters where blocks end.
-        lacking = np.flatnonzero(cached > num_tokens)
+        lacking = (cached > num_tokens).nonzero()[0]
+        if not len(lacking):
+            return
         batch.tokens.sync(lacking)
         for row in lacking.tolist():
             if self._may_cache(batch.requests[row]):
@@ -161,7 +163,7 @@ class RowServer:
         board, coordinator = self._board, self._coordinator
         freed: list[int] = []
         computed = batch.num_computed_tokens
-        for row in np.flatnonzero(board.skips(batch.slots, computed)).tolist():
+        for row in board.skips(batch.slots, computed).nonzero()[0].tolist():
             request_id = batch.requests[row].request_id
             freed += coordinator.take_skipped_blocks(request_id, int(computed[row]))
             board.note_skip(int(batch.slots[row]), coordinator.next_skip_tokens(request_id))
@@ -243,7 +245,7 @@ class RowServer:
         )
 
     def _cache(self, batch: RowBatch) -> None:
-        filled = np.flatnonzero(self._board.fills(batch.slots, batch.num_cached_tokens))
+        filled = self._board.fills(batch.slots, batch.num_cached_tokens).nonzero()[0]
         if len(filled):
             if batch.states is not None:
                 own_ends = batch.states.num_own_tokens[filled].tolist()
