@@ -140,19 +140,22 @@ class Outbox:
     def _publish(self, run: CachedRun, indices: Sequence[int]) -> None:
         """Emit what is new among `indices`, one event per unbroken part of the run."""
         published = run.table.published
+        if len(indices) == len(run.digests) and published.isdisjoint(run.digests):
+            self._emit_stored(run, 0, len(run.digests))
+            return
         part: list[int] = []
         for index in indices:
             if run.digests[index] in published:
                 continue
             if part and part[-1] != index - 1:
-                self._emit_stored(run, part)
+                self._emit_stored(run, part[0], part[-1] + 1)
                 part = []
             part.append(index)
         if part:
-            self._emit_stored(run, part)
+            self._emit_stored(run, part[0], part[-1] + 1)
 
-    def _emit_stored(self, run: CachedRun, part: list[int]) -> None:
-        first, end = part[0], part[-1] + 1
+    def _emit_stored(self, run: CachedRun, first: int, end: int) -> None:
+        """Emit what blocks `[first, end)` of a run hold, which is published from now on."""
         digests = run.digests[first:end]
         run.table.published.update(digests)
         parent = run.parent_of(first)

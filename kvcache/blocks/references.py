@@ -181,8 +181,9 @@ class ReferencedBlocks:
         """
         references = self._num_references
         ids = index_array(block_ids)
-        if not np.count_nonzero(references[ids] != 1) or len(set(ids.tolist())) == len(ids):
-            self.release(ids)
+        counts = references[ids]
+        if not np.count_nonzero(counts != 1) or len(set(ids.tolist())) == len(ids):
+            self._release(ids, counts)
             return
         # Shared blocks may be given back several times in one call: at the last time they go.
         np.subtract.at(references, ids, 1)
@@ -192,10 +193,15 @@ class ReferencedBlocks:
 
     def release(self, block_ids: IndexArray) -> None:
         """Do what `give_back` does, for distinct blocks, as of a table."""
-        counts = self._num_references[block_ids] - 1
-        self._num_references[block_ids] = counts
-        if np.count_nonzero(counts):
-            block_ids = block_ids[counts == 0]
+        self._release(block_ids, self._num_references[block_ids])
+
+    def _release(self, block_ids: IndexArray, counts: Int32Array) -> None:
+        """Give one reference of each of these distinct blocks back, of `counts` that they have."""
+        if not np.count_nonzero(counts != 1):
+            self._num_references[block_ids] = 0
+        else:
+            self._num_references[block_ids] = counts - 1
+            block_ids = block_ids[counts == 1]
         if len(block_ids):
             self._put_free(block_ids)
 
