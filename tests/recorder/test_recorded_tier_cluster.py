@@ -217,6 +217,32 @@ def test_a_request_that_is_swapped_out_and_comes_back_is_replayed(
 
 
 @pytest.mark.parametrize("core", CORES)
+def test_a_request_that_ends_while_its_blocks_wait_for_it_lets_them_go_in_the_recording(
+    tmp_path: Path, core: str
+) -> None:
+    config = configured(tmp_path, core, offload={"swap": "always", "hold_s": 600.0})
+    prompt = np.arange(70, dtype=np.int32)
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        step = until_let_in(client, StepRequest(new=(NewRequest("a", prompt, 70),)))
+        step = client.step(StepRequest(preempted_swap=("a",), completed_step=step.step))
+        client.wait_finished(step.step)
+        settle(client, lambda: figures_of(cluster))
+        step = client.step(StepRequest(resumed=(ResumedRequest("a", 70),)))
+        assert step.waiting_for_load == ("a",)
+        client.wait_finished(step.step)
+        client.wait_finished(client.step(StepRequest(completed_step=step.step)).step)
+        settle(client, lambda: figures_of(cluster))
+        assert len(manager_of(cluster).tiers.loads) == 1
+        client.wait_finished(client.step(StepRequest(finished=("a",))).step)
+        assert len(manager_of(cluster).tiers.loads) == 0
+        manager_of(cluster).check()
+    calls = [call for record in records_in(tmp_path) for call in getattr(record, "calls", ())]
+    assert Gone("a", (1,)) in calls
+    assert not any(isinstance(record, LoadReleased) for record in records_in(tmp_path))
+    replay(tmp_path)
+
+
+@pytest.mark.parametrize("core", CORES)
 def test_resets_and_coordinators_that_follow_one_another_are_replayed(
     tmp_path: Path, core: str
 ) -> None:
