@@ -160,6 +160,58 @@ def test_a_fork_that_shares_less_does_not_stand_in_the_way(
 
 
 @BOTH_CORES
+@pytest.mark.parametrize("lengths", [(24, 12, 28), (12, 24, 8), (32, 32, 4)])
+def test_forks_that_share_more_and_less_are_taken_along_each_as_far_as_it_goes(
+    make: Callable[..., Core], lengths: tuple[int, ...]
+) -> None:
+    core = make(NUM_BLOCKS, full())
+    parent = make_request("parent", TOKENS)
+    core.reserve(parent, Reservation(0, NUM_TOKENS, 0))
+    forks = [fork(core, parent, f"fork-{i}", length) for i, length in enumerate(lengths)]
+    core.commit(parent, NUM_TOKENS)
+    core.check()
+    assert hits(core) == ALL_HITS
+    assert core.num_free_blocks() == NUM_BLOCKS - 1 - 8
+    for each, length in zip(forks, lengths, strict=True):
+        core.commit(each, length)
+        core.check()
+    assert core.statistics().num_cached_blocks == 8
+    leave(core, parent, *forks)
+
+
+@BOTH_CORES
+def test_a_stranger_with_the_same_tokens_is_not_taken_along(make: Callable[..., Core]) -> None:
+    core = make(NUM_BLOCKS, full())
+    parent, child = family(core)
+    stranger = make_request("stranger", TOKENS)
+    core.reserve(stranger, Reservation(0, NUM_TOKENS, 0))
+    core.commit(parent, NUM_TOKENS)
+    core.check()
+    assert hits(core) == ALL_HITS
+    core.commit(stranger, NUM_TOKENS)
+    core.check()
+    leave(core, parent, stranger, child)
+    assert hits(core) == ALL_HITS
+
+
+@BOTH_CORES
+def test_a_forks_blocks_may_be_the_trees_by_the_time_it_follows(make: Callable[..., Core]) -> None:
+    """Those of its parent, which followed, have taken the place of what nobody else held."""
+    core = make(NUM_BLOCKS, full())
+    parent, child = family(core)
+    core.free(somebody_else(core, 16))
+    core.commit(parent, 16)
+    core.check()
+    core.commit(child, 16)
+    core.check()
+    assert hits(core) == [1, 2, 3, 4, 4, 4, 4, 4]
+    core.commit(child, NUM_TOKENS)
+    core.check()
+    assert hits(core) == ALL_HITS
+    leave(core, child, parent)
+
+
+@BOTH_CORES
 def test_who_follows_only_a_part_of_a_run_ends_in_its_middle(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core, 10)
