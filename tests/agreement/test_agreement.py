@@ -14,10 +14,10 @@ from tests.agreement.configurations import (
 from tests.agreement.walk import replay
 
 SHORT = {
-    Family.EXACT: (1, 45),
-    Family.EXACT_PRESSURE: (1, 100),
-    Family.DUPLICATES: (1, 45),
-    Family.DUPLICATES_PRESSURE: (1, 80),
+    Family.EXACT: (1, 30),
+    Family.EXACT_PRESSURE: (1, 70),
+    Family.DUPLICATES: (1, 40),
+    Family.DUPLICATES_PRESSURE: (1, 50),
 }
 """Seeds and operations of each family in every run."""
 
