@@ -19,12 +19,14 @@ import numpy.typing as npt
 from kvcache.arrays import IndexArray, Int32Array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.errors import RequestError
+from kvcache.frozen import quickly_made
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
 
 
+@quickly_made
 @dataclass(frozen=True, eq=False)
 class BlocksStored:
     """A run of blocks of one group whose bytes are there now, parents first."""
@@ -130,6 +132,7 @@ class ReferenceKind(Enum):
     TRANSFER = "transfer"
 
 
+@quickly_made
 @dataclass(frozen=True, eq=False)
 class CacheHit:
     """What a look-up found, true until the next mutation of the core.
@@ -175,6 +178,7 @@ class ForkOrigin:
     newest_state: NewestState
 
 
+@quickly_made
 @dataclass(frozen=True)
 class Reservation:
     """How far a request's block tables must reach, in tokens from position 0.
@@ -203,6 +207,7 @@ class Reservation:
         return self.num_slot_tokens if self.num_own_tokens is None else self.num_own_tokens
 
 
+@quickly_made
 @dataclass(frozen=True, eq=False)
 class TableChange:
     """Blocks that entered one request's table: `block_ids` from column `first_index` on."""
@@ -286,12 +291,10 @@ def patch_of(
     if not changes:
         return before
     rows = [(slot, each.group, each.first_index, len(each.block_ids)) for slot, each in changes]
-    columns = np.empty((4, len(before.slots) + len(rows)), dtype=np.int32)
-    columns[:, len(before.slots) :] = list(zip(*rows, strict=True))
+    columns = np.array([*zip(*rows, strict=True)], dtype=np.int32)
     if len(before.slots):
         known = before.slots, before.groups, before.first_indices, before.counts
-        for column, values in zip(columns, known, strict=True):
-            column[: len(values)] = values
+        columns = np.concatenate((known, columns), axis=1)
     ids = np.concatenate((before.block_ids, *[change.block_ids for _, change in changes]))
     slots, groups, first_indices, counts = columns
     return BlockTablePatch(slots, groups, first_indices, counts, ids)
@@ -403,9 +406,7 @@ class Core(Protocol):
         """Return a sealed block of a group that holds `digest`, None if none does. No mutation.
 
         For whoever knows contents by their digests alone; may read everything that is cached.
-
-        Raises:
-            BlockError: there is no such group.
+        Raises BlockError where there is no such group.
         """
 
     def pin(self, hit: CacheHit) -> None:

@@ -45,6 +45,7 @@ from kvcache.extents.publisher import Publisher
 from kvcache.extents.rebuild import TreeRebuilder
 from kvcache.extents.reserver import Reserver
 from kvcache.extents.row_batch import RowServer
+from kvcache.extents.rows import Row
 from kvcache.extents.sealed import sealed_contents
 from kvcache.extents.settlement import Settlement
 from kvcache.extents.shape import TreeShape
@@ -175,7 +176,8 @@ class ExtentCore:
         """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
         if not self.can_hit or self.hits_stopped or request.skip_reading_prefix_cache:
             return self.look_ups.no_hit
-        self.sweeper.forget_numbers()
+        if request.mm_positions:
+            self.sweeper.forget_numbers()
         match = self.look_ups.find(request)
         return self.look_ups.no_hit if match is None else match.hit
 
@@ -188,8 +190,11 @@ class ExtentCore:
             RequestError: it would cache tokens it does not have or has no slots for, or adopts a
                 hit although it has blocks; nothing was changed.
         """
-        self._require_possible(request, reservation, hit)
-        return self.reserver.reserve(request, reservation, hit)
+        row = self.tables.by_id.get(request.request_id)
+        self._require_possible(request, reservation, hit, row)
+        if row is None:
+            return self.reserver.admit(request, reservation, hit)
+        return self.reserver.extend(row, request, reservation)
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Do what `reserve` does for every running row of a step, in one call.
@@ -254,7 +259,8 @@ class ExtentCore:
         self.forks.release_run(row)
         self.tables.close(row)
         self.duplicates.row_left(row)
-        self.sweeper.sweep()
+        if row.has_images or not self.shape.ordered:
+            self.sweeper.sweep()
 
     def forget_hashes(self, request: Request) -> None:
         """Make no further block of this running request hittable (used while draining)."""
@@ -403,14 +409,17 @@ class ExtentCore:
     # --- inside --------------------------------------------------------------------------------
 
     def _require_possible(
-        self, request: Request, reservation: Reservation, hit: CacheHit | None
+        self,
+        request: Request,
+        reservation: Reservation,
+        hit: CacheHit | None,
+        row: Row | None,
     ) -> None:
         if reservation.num_cached_tokens > reservation.num_slot_tokens:
             raise RequestError(
                 f"request {request.request_id}: {reservation.num_cached_tokens} tokens to cache, "
                 f"but slots for {reservation.num_slot_tokens}: reserve slots for all of them"
             )
-        row = self.tables.get(request.request_id)
         if (
             reservation.num_cached_tokens > request.num_tokens
             and self.reserver.can_publish

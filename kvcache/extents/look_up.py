@@ -21,7 +21,7 @@ from kvcache.extents.hits import HitFinder, Kept
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.run import HandleArray, Run
 from kvcache.extents.shape import GroupShape
-from kvcache.extents.tree import Walk
+from kvcache.extents.tree import NO_WALK, Walk
 from kvcache.request import Request
 
 BoolArray = npt.NDArray[np.bool_]
@@ -66,11 +66,11 @@ class LookUp:
 
     def find(self, request: Request) -> Match | None:
         """Return the longest hit of at most `num_tokens - 1` tokens, None if there is none."""
-        found = self._found
-        if found is not None and found[0] is request and found[1] == request.num_tokens:
+        found, num_tokens = self._found, request.num_tokens
+        if found is not None and found[0] is request and found[1] == num_tokens:
             return found[2]
-        match = self._find(request, request.num_tokens - 1)
-        self._found = request, request.num_tokens, match
+        match = self._find(request, num_tokens - 1)
+        self._found = request, num_tokens, match
         return match
 
     def find_again(self, request: Request, hit: CacheHit) -> Match:
@@ -143,11 +143,13 @@ class LookUp:
         max_units = max_tokens // self._unit_tokens
         if not max_units or (root is None and self._shape.ordered):
             return None
-        walk = Walk([], 0, 0)
+        walk = NO_WALK
         if root is not None:
             tokens = self._match_tokens.leading(request, max_units)
             walk = self._tree.walk(root, tokens, 0, max_units)
-        num_units = self._usable_units(walk) if self._shape.ordered else max_units
+        num_units = walk.num_units if self._shape.ordered else max_units
+        if num_units and self._shape.ordered and self._store.num_unsealed:
+            num_units = self._usable_units(walk)
         if not num_units:
             return None
         if not self._shape.others:

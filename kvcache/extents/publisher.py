@@ -22,7 +22,7 @@ from kvcache.extents.published import ExtraKeysOf, Published, Segment
 from kvcache.extents.rows import Row
 from kvcache.extents.run import HandleArray, Run
 from kvcache.extents.shape import GroupShape
-from kvcache.extents.tree import Walk
+from kvcache.extents.tree import NO_WALK, Walk
 from kvcache.hashing import (
     BlockHash,
     ExtraKeys,
@@ -33,8 +33,6 @@ from kvcache.request import Request
 
 _NO_BLOCKS: Int32Array = np.empty((0, 0), dtype=np.int32)
 _NO_HANDLES: HandleArray = np.empty((0, 1 << 12), dtype=np.int64)
-
-_NO_WALK = Walk([], 0, 0)
 
 
 class Publisher:
@@ -71,7 +69,7 @@ class Publisher:
         if end <= start:
             return
         tokens = self._match_tokens.of(row.request, start, end)
-        walk = _NO_WALK
+        walk = NO_WALK
         if row.run.children:
             walk = self._tree.walk(row.run, tokens, 0, end - start)
         if are_new and not walk.num_units:

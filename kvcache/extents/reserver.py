@@ -61,13 +61,11 @@ class Reserver:
         self.publisher = publisher
         self.forks = forks
 
-    def reserve(
-        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    def extend(
+        self, row: Row, request: Request, reservation: Reservation
     ) -> list[TableChange] | None:
-        """Give a request its blocks; None, unchanged but for skipped blocks, without room."""
-        row = self._tables.get(request.request_id)
-        if row is None:
-            return self._admit(request, reservation, hit)
+        """Give the request of a row more blocks; None, unchanged but for skipped blocks, without
+        room."""
         row.request = request
         if self._tenants is not None:
             self._tenants.serve(self._tenants.account(request.namespace))
@@ -173,9 +171,10 @@ class Reserver:
             and not self.forks.is_sharing(row)
         )
 
-    def _admit(
+    def admit(
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
+        """Give a request without a row one, and its blocks; None, unchanged, without room."""
         match = None
         if hit is not None and hit.num_tokens:
             match = self.look_up.find_again(request, hit)
@@ -205,30 +204,36 @@ class Reserver:
     def _admit_simply(
         self, request: Request, reservation: Reservation, match: Match | None
     ) -> list[TableChange] | None:
-        """Do `_admit` where there is one table, with a block for each unit."""
-        unit_tokens, store = self._shape.unit_tokens, self._store
-        num_held = 0 if match is None else match.num_units
+        """Do `admit` where there is one table, with a block for each unit."""
+        unit_tokens, store, tables = self._shape.unit_tokens, self._store, self._tables
+        num_held = num_adopted = 0
+        if match is not None and match.last is not None:
+            num_held = match.num_units
+            num_adopted = max(0, num_held - self._tree.held_end(match.last))
         num_new = max(0, -(-reservation.num_slot_tokens // unit_tokens) - num_held)
-        needed = num_new
-        if match is not None:
-            needed += self._num_unheld(match, reservation)
         if self._tenants is not None:
             self._tenants.serve(self._tenants.account(request.namespace))
-        if not self._has_room(needed, reservation):
+        if not self._has_room(num_new + num_adopted, reservation):
             return None
         self.look_up.forget()
         row = self._open_row(request, reservation, match)
         table = taken = self._evictor.take_bare(num_new)
         if match is not None:
             table = np.concatenate((match.hit.block_ids[0], taken))
+        tables.fill(0, row.index, table, 0)
         num_units = 0
         if self.can_publish:
             num_units = min(reservation.num_cached_tokens, request.num_tokens) // unit_tokens
-        num_published = max(0, num_units - num_held)
-        if num_published < num_new:  # others get no reference: they are the tree's at once
-            store.references[taken[num_published:]] = 1
-        self._tables.fill(0, row.index, table, 0)
-        self._publish(row, reservation, are_new=True)
+        own = taken[max(0, num_units - num_held) :]
+        if len(own):  # others get no reference: they are the tree's at once
+            store.references[own] = 1
+        if num_units > num_held:
+            self.publisher.publish(row, reservation.num_cached_tokens, are_new=True)
+        full_tokens = NEVER
+        if self.can_publish:
+            full_tokens = (tables.first_open_unit(row.index) + 1) * unit_tokens
+        tables.note_limits(row.index, len(table) * unit_tokens, full_tokens)
+        tables.skip_tokens[row.index] = NEVER
         return [TableChange(0, 0, table)] if len(table) else []
 
     def _has_room(self, num_blocks: int, reservation: Reservation) -> bool:
@@ -241,10 +246,10 @@ class Reserver:
     def _num_unheld(self, match: Match, reservation: Reservation) -> int:
         """Return how many free blocks adopting a hit takes."""
         last, count = match.last, 0
-        if last is not None and not last.num_holders and self._shape.ordered:
-            count = self._shape.num_ordered_blocks(last.start, match.num_units)
-            if last.parent is not None:
-                count += self._tree.num_unheld_above(last.parent)
+        if last is not None and self._shape.ordered:
+            start = self._tree.held_end(last)
+            if start < match.num_units:
+                count = self._shape.num_ordered_blocks(start, match.num_units)
         for group in self._in_rows:
             if not group.is_ordered:
                 rule = self.skips[group.index]

@@ -408,7 +408,9 @@ class RowServer:
                 own_end,
                 newest,
             )
-            changed = self._reserver.reserve(batch.requests[place], reservation, None)
+            request = batch.requests[place]
+            row = self._tables.by_id[request.request_id]
+            changed = self._reserver.extend(row, request, reservation)
             is_reserved.append(changed is not None)
             changes += [(int(batch.slots[place]), change) for change in changed or ()]
         return int32_array(is_reserved), patch_of(changes)

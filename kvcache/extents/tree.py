@@ -39,6 +39,10 @@ class Walk(NamedTuple):
     num_of_last: int
 
 
+NO_WALK = Walk([], 0, 0)
+"""Where tokens lead that nothing is known of. Nobody writes to it."""
+
+
 class RunTree:
     """All roots and what hangs below them.
 
@@ -178,14 +182,14 @@ class RunTree:
         if unheld:
             self._store.policy.insert(self._give_entries(unheld))
 
-    def num_unheld_above(self, run: Run) -> int:
-        """Return how many blocks of ordered groups holding `run` would take from the policy."""
-        count = 0
-        standing: Run | None = run
-        while standing is not None and not standing.num_holders:
-            count += standing.num_units if self._is_plain else self.num_blocks(standing)
+    def held_end(self, run: Run) -> int:
+        """Return the unit behind what is held on the way to the end of `run`."""
+        standing = run
+        while not standing.num_holders:
+            if standing.parent is None:
+                return 0
             standing = standing.parent
-        return count
+        return standing.end
 
     def num_blocks(self, run: Run) -> int:
         """Return how many blocks of ordered groups a run has."""
