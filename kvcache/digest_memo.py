@@ -39,7 +39,8 @@ class DigestMemo:
 
     A stretch is found by the digest before it and a hash of its tokens; of two that have both in
     common the newer one stays. There are two generations: what is used enters the younger one, and
-    when that is full it becomes the older one, whose place it takes.
+    when that is full it becomes the older one, whose place it takes. Of a block it keeps the
+    tokens, 4 bytes each, and a digest, which a core's index has anyway while the block is cached.
     """
 
     def __init__(
