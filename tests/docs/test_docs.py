@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,15 @@ def test_commands_named_in_sentences_exist(page: Path) -> None:
         require_command(words, f"{name_of(page)}: kvcache {command}")
 
 
+@cache
+def whole_command() -> Any:
+    """The command line, made once: that takes as long as a hundred questions to it."""
+    return get_command(app)
+
+
 def parse_command(words: list[str], line: str) -> None:
     """Fail unless the command line itself takes the words, values and all. Nothing is done."""
-    command: Any = get_command(app)
+    command = whole_command()
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
@@ -157,7 +164,7 @@ def parse_command(words: list[str], line: str) -> None:
 
 def require_command(words: list[str], line: str) -> None:
     """Fail unless the words are a command of ours and options that it has."""
-    command: Any = get_command(app)
+    command = whole_command()
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]

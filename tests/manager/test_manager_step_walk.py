@@ -18,11 +18,21 @@ from tests.manager.managers_under_test import (
 from tests.manager.slow_model import SlowModel
 from tests.manager.step_walk import StepWalk
 
-WALKS = [(shape, seed) for shape in (FULL, WINDOW, HYBRID, THREE_KINDS) for seed in range(10)]
-WALKS += [(shape, seed) for shape in MORE_SHAPES for seed in range(6)]
+QUICK_SEEDS, SEEDS = 3, 12
+WALKS = [
+    pytest.param(
+        shape,
+        seed,
+        marks=() if seed < QUICK_SEEDS else pytest.mark.long,
+        id=f"{shape.name}-{seed}",
+    )
+    for shape in (FULL, WINDOW, HYBRID, THREE_KINDS, *MORE_SHAPES)
+    for seed in range(SEEDS)
+]
+"""The first seeds in every run, the others where there is time."""
 
 
-@pytest.mark.parametrize(("shape", "seed"), WALKS, ids=[f"{s.name}-{i}" for s, i in WALKS])
+@pytest.mark.parametrize(("shape", "seed"), WALKS)
 def test_steps_do_what_a_slow_model_says(shape: Shape, seed: int) -> None:
     print(f"seed {seed}, shape {shape.name}")
     rng = random.Random(f"{shape.name} {seed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,7 +256,13 @@ class Walk:
         assert self.hierarchy.host.num_free_slots == figures.host.num_slots
 
 
-@pytest.mark.parametrize("seed", range(24))
+def some_of(num_seeds: int, *, quick: int) -> list[Any]:
+    """The first seeds in every run, the others where there is time."""
+    more = [pytest.param(seed, marks=pytest.mark.long) for seed in range(quick, num_seeds)]
+    return [*range(quick), *more]
+
+
+@pytest.mark.parametrize("seed", some_of(32, quick=8))
 def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
     walk = Walk(seed)
     play(walk)
@@ -263,7 +270,7 @@ def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
     assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots == 2
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", some_of(24, quick=6))
 def test_tenants_keep_what_they_are_guaranteed_in_every_tier(seed: int) -> None:
     walk = Walk(seed, TENANTS)
     play(walk)
