@@ -268,21 +268,39 @@ class DuplicateMerger:
         if self._tables.get(row.request.request_id) is not row or not row.doubles:
             return
         handles = np.full((len(self._shape.groups), note.end - start), NULL_HANDLE, np.int64)
-        run = row.run
+        way, run = [], row.run
         while run.parent is not None and run.end > start:
             run.settle()
-            for group in self._shape.ordered:
-                self._replace_unsealed(run, group, note, handles)
+            way.append(run)
             run = run.parent
+        for group in self._shape.ordered:
+            if not self._ends_unsealed(run, group):
+                for each in reversed(way):
+                    # Nobody may find, or be told of, a content before the one it continues.
+                    if not self._replace_unsealed(each, group, note, handles):
+                        break
         ids = self._store.ids_of(handles)
         if ids.any():
             self._announcer.sealed(
                 Published([note.segment], handles, is_content=True), ids, ids != 0
             )
 
+    def _ends_unsealed(self, run: Run, group: GroupShape) -> bool:
+        """Say whether a run's last block of a group waits for its step."""
+        if run.parent is None:
+            return False
+        run.settle()
+        ids = run.ids[group.place]
+        ids = ids[ids != 0]
+        return len(ids) > 0 and bool(self._store.seals[ids[-1]] > SEALED)
+
     def _replace_unsealed(
         self, run: Run, group: GroupShape, note: _Note, handles: HandleArray
-    ) -> None:
+    ) -> bool:
+        """Let doubles take the place of a run's unsealed blocks, as far as there are such.
+
+        Says whether none of the run's noted units is unsealed any more.
+        """
         row, g, store = note.row, group.index, self._store
         columns = index_array(row.doubles.get(g, ()))
         units = (columns + 1) * group.num_units - 1
@@ -292,9 +310,26 @@ class DuplicateMerger:
         if is_here.any():
             is_here[is_here] = self._are_doubles_only(group, row, columns[is_here])
             is_here &= ~self._pins.are_pinned(theirs)
-        if not is_here.any():
-            return
-        taken, gone = columns[is_here], theirs[is_here]
+        ids = run.ids[group.place, : note.end - run.start]
+        waiting = np.setdiff1d(
+            run.start + np.flatnonzero(store.seals[ids] > SEALED), units[is_here]
+        )
+        if len(waiting):
+            is_here &= units < waiting[0]
+        if is_here.any():
+            self._replace_waiting(run, group, note, handles, (columns[is_here], theirs[is_here]))
+        return not len(waiting)
+
+    def _replace_waiting(
+        self,
+        run: Run,
+        group: GroupShape,
+        note: _Note,
+        handles: HandleArray,
+        columns_and_blocks: tuple[IndexArray, Int32Array],
+    ) -> None:
+        """Put a row's doubles in these columns in the place of blocks that rows keep as theirs."""
+        (taken, gone), g, store = columns_and_blocks, group.index, self._store
         for other in self._tables.by_id.values():
             table = self._tables.columns(g, other.index)
             reached = taken < min(len(table), other.run.end // group.num_units)

@@ -308,6 +308,46 @@ def test_what_two_clients_compute_may_be_followed_before_it_is_there(
     leave(core, parent, child)
 
 
+@pytest.mark.parametrize("ends", [[12], [8, 12], [4, 8, 12]])
+def test_nothing_takes_the_place_of_what_waits_before_what_it_continues(ends: list[int]) -> None:
+    """The parent shares its first two blocks with a fork, which may still cache them; the third is
+    its own. Were it alone in the tree's place, it would be told of before its parents."""
+    core = make_core(NUM_BLOCKS, full())
+    parent = make_request("parent", TOKENS)
+    core.reserve(parent, Reservation(0, 8, 0))
+    child = fork(core, parent, "child", 8)
+    core.reserve(parent, Reservation(8, 12, 0))
+    core.open_step("another", 1)
+    other = somebody_else(core, 12)
+    core.close_step()
+    for end in ends:
+        core.commit(parent, end)
+        core.check()
+    assert core.statistics().num_sealed_blocks == 0
+    core.commit(child, 8)  # now these are doubles, too
+    core.check()
+    core.complete_steps("another", 1)
+    core.check()
+    assert core.statistics().num_sealed_blocks == 3
+    assert hits(core) == [1, 2, 3, 3, 3, 3, 3, 3]
+    leave(core, parent, child, other)
+
+
+def test_doubles_that_nobody_shares_take_the_place_of_what_waits() -> None:
+    core = make_core(NUM_BLOCKS, full())
+    core.open_step("another", 1)
+    other = somebody_else(core, 12)
+    core.close_step()
+    parent = make_request("parent", TOKENS)
+    core.reserve(parent, Reservation(0, 12, 12))
+    core.check()
+    assert core.statistics().num_sealed_blocks == 3
+    assert hits(core) == [1, 2, 3, 3, 3, 3, 3, 3]
+    core.fail_steps("another", 1)
+    core.check()
+    leave(core, other, parent)
+
+
 @BOTH_CORES
 def test_a_pin_whose_content_was_withdrawn_is_published_around(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())

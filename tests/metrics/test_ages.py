@@ -107,7 +107,7 @@ def test_many_victims_at_once_are_each_as_old_as_they_are(core: str) -> None:
 def test_watched_policies_decide_as_they_do_unwatched(core: str, policy: str) -> None:
     rng = random.Random(7)
     watched, plain = Cache(core, 24, policy), Cache(core, 24, policy, is_watched=False)
-    for number in range(150):
+    for number in range(60):
         tokens = prompt(rng.randrange(8), rng.randrange(1, 7))
         watched.clock.advance(rng.random())
         assert watched.run(f"r{number}", tokens) == plain.run(f"r{number}", tokens)
