@@ -53,12 +53,17 @@ NUM_ALWAYS: Final = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
 """How many keys of each event are there even when they hold nothing."""
 
 _NIL: Final = b"\xc0"
+_PLACE: Final = b"\xc1"
+"""Where something is put in later: msgpack never uses this byte, and none is in words or counts."""
+_MAX_FRAMES: Final = 64
+_Frame: TypeAlias = tuple[bytes, bytes, bytes, bytes]
 _UINT64: Final = Struct(">BQ")
 _UINT64_CODE: Final = 0xCF
 
 
 class EventCodec:
-    """Encodes the events of one data-parallel rank. Remembers nothing from payload to payload."""
+    """Encodes the events of one data-parallel rank. From payload to payload it remembers nothing
+    but how the kinds of events look that were there last."""
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class EventCodec:
         self._integers = IntegerWriter()
         words = {"type", *NUM_ALWAYS, *STORED_KEYS, *REMOVED_KEYS, *MEDIA.values(), "LOCAL"}
         self._words: dict[str, bytes] = {word: self._pack(word) for word in words}
+        self._frames: dict[tuple[str | int | None, ...], _Frame] = {}
 
     def encode(self, time_s: float, events: Sequence[CacheEvent]) -> bytes:
         """Return one payload; no events make a heartbeat. Changes nothing.
@@ -125,14 +131,43 @@ class EventCodec:
 
     def _put_stored(self, event: StoredEvent, parts: Parts) -> None:
         """Encode what was stored."""
-        pack = self._pack
+        head, before_parent, before_tokens, tail = self._frame_of(event)
         parent = _NIL
         if event.parent_block_hash is not None:
             parent = _UINT64.pack(_UINT64_CODE, event.parent_block_hash)
+        hashes = self._integers.hashes(event.block_hashes)
+        tokens = self._integers.tokens(event.token_ids)
+        parts += (head, *hashes, before_parent, parent, before_tokens, *tokens, tail)
+
+    def _frame_of(self, event: StoredEvent) -> _Frame:
+        """Return what stands around a stored event's hashes, parent and tokens.
+
+        Most events are of a few kinds, and short: a frame that is known saves half of the time.
+        """
+        if event.extra_keys:
+            return self._new_frame(event)
+        kind = (
+            event.block_size,
+            event.medium,
+            event.lora_name,
+            event.group_idx,
+            event.spec_kind,
+            event.sliding_window,
+            event.cache_salt,
+        )
+        frame = self._frames.get(kind)
+        if frame is None:
+            if len(self._frames) >= _MAX_FRAMES:
+                self._frames.clear()
+            frame = self._frames[kind] = self._new_frame(event)
+        return frame
+
+    def _new_frame(self, event: StoredEvent) -> _Frame:
+        pack = self._pack
         values = (
-            self._integers.hashes(event.block_hashes),
-            parent,
-            self._integers.tokens(event.token_ids),
+            _PLACE,
+            _PLACE,
+            _PLACE,
             pack(event.block_size),
             _NIL,
             self._word(event.medium),
@@ -144,7 +179,10 @@ class EventCodec:
             self._words["LOCAL"],
             pack(event.cache_salt),
         )
+        parts: Parts = []
         self._put("BlockStored", STORED_KEYS, values, parts)
+        head, before_parent, before_tokens, tail = b"".join(parts).split(_PLACE, 3)
+        return head, before_parent, before_tokens, tail
 
     def _put_removed(self, event: RemovedEvent, parts: Parts) -> None:
         """Encode what was removed."""

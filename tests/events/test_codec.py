@@ -194,6 +194,24 @@ def test_arrays_hold_the_same_values_by_position_without_trailing_nulls() -> Non
     assert got[3] == ["AllBlocksCleared"]
 
 
+@pytest.mark.parametrize("encoding", ["map", "array"])
+def test_events_of_many_kinds_in_turn_each_tell_their_own(encoding: Any) -> None:
+    # More salts than the codec remembers, twice; a window whose byte stands for something else.
+    groups = (GROUPS[0], KVCacheGroupSpec(("w",), SlidingWindowSpec(4, 1, 8, sliding_window=0xC1)))
+    salts = [None, *(f"salt {i % 70}" for i in range(140))]
+    events = [
+        stored(11 + i, parent=i, namespace=Namespace(0, None, salt, None), group=i % 2)
+        for i, salt in enumerate(salts)
+    ]
+    codec = EventCodec(groups, encoding=encoding)
+    got = msgpack.unpackb(codec.encode(1.5, events))[1]
+    alone = [EventCodec(groups, encoding=encoding).encode(1.5, [event]) for event in events]
+    assert got == [msgpack.unpackb(payload)[1][0] for payload in alone]
+    if encoding == "map":
+        assert [event.get("cache_salt") for event in got] == salts
+        assert {event["kv_cache_spec_sliding_window"] for event in got[1::2]} == {0xC1}
+
+
 def test_events_keep_their_order() -> None:
     got = decoded(removed(1), stored(2), AllBlocksCleared(), stored(3))
     assert [event["type"] for event in got] == [
