@@ -260,6 +260,7 @@ class RowBatch:
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
     is freed, and its tokens are read through `tokens`. The other fields mean per row what they mean
     in a `Reservation`. `states` is needed where a group keeps states. Shapes: all `(n,)`.
+    `are_tokens_known`: the caller has seen to it that each row has the tokens to cache.
     """
 
     requests: npt.NDArray[np.object_]
@@ -269,6 +270,7 @@ class RowBatch:
     num_cached_tokens: Int32Array
     tokens: RowTokens
     states: RowStates | None = None
+    are_tokens_known: bool = False
 
     def require_columns(self) -> None:
         """Raise RequestError if a column has not one entry per request."""

@@ -81,6 +81,9 @@ class BlockStore:
         self.num_cached = 0
         self.num_evictions = 0
         self.num_unsealed: dict[int, int] = {}
+        self.num_cut_short = 0
+        """Grows whenever contents are forgotten that were not sealed yet: while it stays, what
+        waits for a step is where it was."""
         self.copy_holds: Counter[int] = Counter()
         self.policy: EvictionPolicy
         self.tenants = tenants
@@ -109,6 +112,7 @@ class BlockStore:
         self.policy.discard(self.policy.order())
         cached = np.flatnonzero(self.seals)
         self.num_unsealed.clear()
+        self.num_cut_short += 1
         self.end_lives(index_array(cached))
         self.num_unheld_cached = 0
         self._num_fresh = 0
@@ -177,6 +181,7 @@ class BlockStore:
         is_waiting = seals > SEALED
         if not np.count_nonzero(is_waiting):
             return
+        self.num_cut_short += 1
         waiting = seals[is_waiting]
         for client, count in zip(*np.unique(waiting, return_counts=True), strict=True):
             left = self.num_unsealed[int(client)] + change * int(count)

@@ -220,7 +220,10 @@ class LeafGrower:
             segments: Sequence[Segment] = grown
             if self._is_mixed:
                 segments = [grown.with_lead(i, publisher) for i in range(len(grown))]
-            publisher.conclude(Published(segments, handles, is_content=True))
+            published = Published(segments, handles, is_content=True)
+            if self._is_full:
+                published.block_ids, published.num_cut_short = blocks, store.num_cut_short
+            publisher.conclude(published)
 
     def _unit_blocks(self, group: GroupShape, rows: IndexArray, units: Int64Array) -> Int32Array:
         """Return, per row, the block that ends with its unit `units[i]`; 0 where none does."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvcache.arrays import IndexArray
 from kvcache.errors import RequestError
 from kvcache.extents.block_store import FIRST_CLIENT
 from kvcache.extents.rows import Row
@@ -55,6 +56,8 @@ class Published:
 
     With `is_content` the units entered the tree; otherwise blocks were put beside units that were
     there already. Of `doubles_of` a row the units were there already too, and nothing was put.
+    Where each unit has a block of each group, `block_ids` are those of `handles`; as long as the
+    store's `num_cut_short` stays what it was then, all of them still wait.
     """
 
     segments: Sequence[Segment]
@@ -62,6 +65,12 @@ class Published:
     is_content: bool
     step: int = NO_STEP
     doubles_of: Row | None = None
+    block_ids: IndexArray | None = None
+    num_cut_short: int = 0
+
+    def is_untouched(self, num_cut_short: int) -> bool:
+        """Say whether all of its blocks are known still to wait."""
+        return self.block_ids is not None and self.num_cut_short == num_cut_short
 
 
 class StepLedger:

@@ -125,7 +125,7 @@ class RowServer:
         rows = tables.rows_of(batch.slots)
         if rows is None:
             rows = np.full(len(batch.slots), NO_ROW, dtype=np.intp)
-        if int(rows.min()) >= 0:
+        if rows is tables.last_rows or not np.count_nonzero(rows < 0):
             return rows
         for place in (rows < 0).nonzero()[0].tolist():
             slot, request = int(batch.slots[place]), batch.requests[place]
@@ -180,7 +180,7 @@ class RowServer:
                     f"request {request.request_id}: {busy.cached[place]} tokens to cache, but "
                     f"slots for {busy.slot_tokens[place]}: reserve slots for all of them"
                 )
-        if not len(filled):
+        if batch.are_tokens_known or not len(filled):
             return
         cached = busy.cached.take(filled)
         known = batch.tokens.num_tokens(busy.places.take(filled))
@@ -278,7 +278,7 @@ class RowServer:
         lacking = busy.slot_tokens - tables.capacity_tokens.take(busy.rows)
         short = (lacking > 0).nonzero()[0]
         num_wanted = len(short) * len(self._shape.groups)
-        if num_wanted > self._store.num_free or int(lacking.max()) > size:
+        if num_wanted > self._store.num_free or np.count_nonzero(lacking > size):
             return None
         return short
 
@@ -290,11 +290,11 @@ class RowServer:
         rows = busy.rows.take(short)
         columns = tables.num_columns[0].take(rows)
         after = columns + 1
-        width = int(after.max())
-        ids = self._take(rows.repeat(num_groups))
+        ids = self._take(rows if num_groups == 1 else rows.repeat(num_groups))
         for g in range(num_groups):
-            tables.reach(g, width)
-            tables.tables[g][rows, columns] = ids[g::num_groups]
+            if np.count_nonzero(columns >= tables.tables[g].shape[1]):
+                tables.reach(g, int(after.max()))
+            tables.tables[g][rows, columns] = ids if num_groups == 1 else ids[g::num_groups]
             tables.num_columns[g][rows] = after
         tables.note_capacity(rows, after * self._shape.unit_tokens)
         slots = batch.slots.take(busy.places.take(short))

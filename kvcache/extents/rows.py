@@ -83,7 +83,8 @@ class RowTables:
         self.unoffered: dict[int, int] = {}  # by row; few rows have any, and not for long
         self._row_of_slot: IndexArray = index_array(())
         self._last_slots: bytes | None = None
-        self._last_rows: IndexArray = index_array(())
+        self.last_rows: IndexArray = index_array(())
+        """Those that the last batch named which named none without a row."""
         self._free: list[int] = []
 
     def get(self, request_id: str) -> Row | None:
@@ -200,12 +201,12 @@ class RowTables:
         """
         key = slots.tobytes()
         if key == self._last_slots:
-            return self._last_rows
+            return self.last_rows
         if int(slots.view(np.uint32).max()) >= len(self._row_of_slot):
             return None
         rows = self._row_of_slot.take(slots)
-        if int(rows.min()) >= 0:
-            self._last_slots, self._last_rows = key, rows
+        if not np.count_nonzero(rows < 0):
+            self._last_slots, self.last_rows = key, rows
         return rows
 
     def name(self, row: Row, slot: int) -> None:

@@ -31,6 +31,8 @@ class Settlement:
         self._withdrawal = withdrawal
         self._duplicates = duplicates
         self._lists = parts.lists
+        announcer = parts.announcer
+        self._is_told = announcer.tells_contents or announcer.offload is not None
         self._unit_tokens = parts.shape.unit_tokens
         self._ordered = [group.index for group in parts.shape.ordered]
         self._others = [group.index for group in parts.shape.others]
@@ -41,11 +43,10 @@ class Settlement:
         Returns the rows whose content could not be sealed: it is withdrawn.
         """
         touched: dict[int, Row] = {}
-        is_told = self._announcer.tells_contents or self._announcer.offload is not None
         ready: list[Published] = []
         for published in self._ledger.take_through(client_id, through_step):
             has_others = len(self._store.num_unsealed) > 1 or published.doubles_of is not None
-            if is_told or has_others:  # one after the other
+            if self._is_told or has_others:  # one after the other
                 self._seal(ready)
                 ready = []
             if published.doubles_of is not None:
@@ -79,7 +80,13 @@ class Settlement:
         """Seal what of these blocks still stands; only of a single one anybody is told."""
         if not ready:
             return
-        store, handles = self._store, ready[0].handles
+        store, first = self._store, ready[0].block_ids
+        if len(ready) == 1 and first is not None and ready[0].is_untouched(store.num_cut_short):
+            store.seal(first.ravel(), store.seals.item(first.item(0)))
+            if self._is_told:
+                self._announcer.sealed(ready[0], first, np.ones(first.shape, np.bool_))
+            return
+        handles = ready[0].handles
         if len(ready) > 1:
             handles = np.concatenate([published.handles.ravel() for published in ready])
         ids = store.ids_of(handles)

@@ -6,17 +6,17 @@ nothing: what a failed step takes back is worked out on copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, index_array, int32_array
+from kvcache.arrays import EMPTY_INDEX, EMPTY_INT32, Int32Array, index_array, int32_array
 from kvcache.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits, draft_remedy
 from kvcache.manager.request_book import KnownRequest
-from kvcache.manager.slots import FREE, SeatedRows, SlotTable
+from kvcache.manager.slots import FREE, RowFigures, SeatedRows, SlotTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest
 
@@ -61,7 +61,11 @@ class _Columns(NamedTuple):
 
 
 _NOBODY = SeatedRows(
-    EMPTY_INT32, index_array(()), np.empty(0, dtype=np.int64), np.empty(0, dtype=object)
+    EMPTY_INT32,
+    EMPTY_INDEX,
+    np.empty(0, dtype=np.int64),
+    np.empty(0, dtype=object),
+    EMPTY_INDEX,
 )
 _NO_COLUMNS = _Columns(EMPTY_INT32, has_drafts=False, is_strange=False, is_decode=False)
 NO_ROWS = RowPlan(_NOBODY, *(EMPTY_INT32,) * 7)
@@ -99,7 +103,7 @@ class RowPlanner:
         request: StepRequest,
         client: ClientSteps,
         rollback: Rollback | None,
-        leaving: Iterable[KnownRequest],
+        leaving: Collection[KnownRequest],
     ) -> RowPlan:
         """Return what the running rows of a step will do.
 
@@ -116,13 +120,15 @@ class RowPlanner:
         _require_token_ids(where, running)
         if not len(running.slots):
             return NO_ROWS
-        client_index, computed, tokens = self._figures_after(rollback)
         if rollback is None:
             seated = self._seated_again(where, running.slots, client)
+            row_computed, row_tokens = self._slots.figures_of(seated.indices)
         else:
+            client_index, figures = self._figures_after(rollback)
             seated = self._find_seated(where, running.slots, client_index, client)
-        self._check_not_leaving(where, seated.slots, leaving)
-        row_computed, row_tokens = computed[seated.indices], tokens[seated.indices]
+            row_computed, row_tokens = (column[seated.indices] for column in figures)
+        if leaving:
+            self._check_not_leaving(where, seated.slots, leaving)
         settled, counts = row_computed, columns.counts
         if columns.is_strange:
             self._check_counts(where, running, row_computed, row_tokens)
@@ -222,13 +228,9 @@ class RowPlanner:
         longest = self._max_model_len - int(num_tokens.max())
         return min(longest, self._slots.num_spare(seated.indices))
 
-    def _figures_after(
-        self, rollback: Rollback | None
-    ) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Whose each slot is, its computed and known tokens, once failed steps are taken back."""
+    def _figures_after(self, rollback: Rollback) -> tuple[Int32Array, RowFigures]:
+        """Whose each slot is, and the figures of all slots, once failed steps are taken back."""
         table = self._slots
-        if rollback is None:
-            return table.client_index, table.num_computed, table.num_tokens
         client_index, computed = table.client_index.copy(), table.num_computed.copy()
         tokens = table.num_tokens.copy()
         for row in rollback.rows:
@@ -238,7 +240,7 @@ class RowPlanner:
         for known in (*rollback.forgotten, *waiting):
             if known.is_running:
                 client_index[known.slot] = FREE
-        return client_index, computed, tokens
+        return client_index, RowFigures(computed, tokens)
 
     def _seated_again(self, where: str, slots: Int32Array, client: ClientSteps) -> SeatedRows:
         """Do `_find_seated` unless these rows are those of the last time and still sit there."""
@@ -275,7 +277,7 @@ class RowPlanner:
         return self._slots.seated(slots.copy())
 
     def _check_not_leaving(
-        self, where: str, slots: Int32Array, leaving: Iterable[KnownRequest]
+        self, where: str, slots: Int32Array, leaving: Collection[KnownRequest]
     ) -> None:
         for known in leaving:
             if not known.is_running or not np.count_nonzero(slots == known.slot):
@@ -354,8 +356,10 @@ def _token_counts(where: str, running: RunningRequests) -> Int32Array:
 
 def _require_token_ids(where: str, running: RunningRequests) -> None:
     """Refuse what is no token id."""
-    for name in ("token_ids", "draft_token_ids"):
-        ids = running.token_ids if name == "token_ids" else running.draft_token_ids
+    for name, ids in (
+        ("token_ids", running.token_ids),
+        ("draft_token_ids", running.draft_token_ids),
+    ):
         if len(ids) and np.count_nonzero(ids < 0):
             i = int(ids.argmin())
             raise RequestError(

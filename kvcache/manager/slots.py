@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
 from kvcache.errors import InvariantError
 from kvcache.request import Request
 
@@ -43,12 +43,21 @@ _TOKEN_BYTES = 4
 
 
 class SeatedRows(NamedTuple):
-    """Who sits in some slots. Shapes `(n,)`; `indices` are the slots once more, to index with."""
+    """Who sits in some slots. Shapes `(n,)`; `indices` are the slots once more, to index with, and
+    `ring_starts` the places of the whole ring at which theirs begins."""
 
     slots: Int32Array
     indices: IndexArray
     generations: Int64Array
     requests: npt.NDArray[np.object_]
+    ring_starts: IndexArray
+
+
+class RowFigures(NamedTuple):
+    """How far some rows have come. Shapes `(n,)`; do not change them."""
+
+    num_computed: Int32Array
+    num_tokens: Int32Array
 
 
 class SlotTable:
@@ -77,6 +86,10 @@ class SlotTable:
         self._requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self._free = list(range(num_slots))
         self.num_changes = 0
+        # What was written last of rows that decode: most often, what is asked for next.
+        self._decoded: IndexArray | None = None
+        self._decoded_tokens = EMPTY_INT32
+        self._decoded_figures: RowFigures | None = None
         self.newest_generation = -1
         """That of the slot which was taken last."""
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
@@ -116,6 +129,7 @@ class SlotTable:
     def vacate(self, slot: int) -> None:
         """Free the slot of a request whose tokens nobody wants any more."""
         self.num_changes += 1
+        self._forget_decoded()
         self._requests[slot] = None
         self.generation[slot] = FREE
         self.client_index[slot] = FREE
@@ -132,10 +146,23 @@ class SlotTable:
     def seated(self, slots: Int32Array) -> SeatedRows:
         """Return who sits in these slots, all of which exist. The requests stay as they are."""
         indices = index_array(slots)
-        return SeatedRows(slots, indices, self.generation[indices], self._requests.take(indices))
+        return SeatedRows(
+            slots,
+            indices,
+            self.generation[indices],
+            self._requests.take(indices),
+            indices * self._width,
+        )
+
+    def figures_of(self, indices: IndexArray) -> RowFigures:
+        """Return the figures of some rows. Of the same `indices` as last time they are at hand."""
+        if indices is self._decoded and self._decoded_figures is not None:
+            return self._decoded_figures
+        return RowFigures(self.num_computed.take(indices), self.num_tokens.take(indices))
 
     def adopt(self, slot: int, num_computed: int) -> None:
         """Take the row's figures from its request, which has all its tokens."""
+        self._forget_decoded()
         request: Request = self._requests[slot]
         num_tokens = request.num_tokens
         self.num_tokens[slot] = self._num_synced[slot] = num_tokens
@@ -150,6 +177,7 @@ class SlotTable:
         """Append `counts[i]` of `token_ids`, in order, to the row in slot `slots[i]`."""
         if not len(token_ids):
             return
+        self._forget_decoded()
         num_before = self.num_tokens[slots]
         num_after = num_before + counts
         is_crowded = num_after - self._num_synced[slots] > self._width
@@ -173,13 +201,27 @@ class SlotTable:
         return self._width - int((self.num_tokens[slots] - self._num_synced[slots]).max())
 
     def append_one_each(
-        self, slots: IndexArray, num_tokens: Int32Array, token_ids: Int32Array
+        self, seated: SeatedRows, num_tokens: Int32Array, token_ids: Int32Array
     ) -> None:
         """Append a token to each of these rows, which have `num_tokens` and can spare one."""
-        places = slots * self._width
-        places += num_tokens % self._width
-        self._ring_places[places] = token_ids
-        self.num_tokens[slots] = num_tokens + 1
+        self._ring_places[seated.ring_starts + num_tokens % self._width] = token_ids
+        num_after = num_tokens + 1
+        self.num_tokens[seated.indices] = num_after
+        self._decoded, self._decoded_tokens = seated.indices, num_after
+        self._decoded_figures = None
+
+    def note_computed(self, slots: IndexArray, num_computed: Int32Array) -> None:
+        """Note how many positions of these rows are computed or scheduled now."""
+        self.num_computed[slots] = num_computed
+        if slots is self._decoded:
+            self._decoded_figures = RowFigures(num_computed, self._decoded_tokens)
+        else:
+            self._forget_decoded()
+
+    def note_computed_in(self, slot: int, num_computed: int) -> None:
+        """Do `note_computed` for one row."""
+        self._forget_decoded()
+        self.num_computed[slot] = num_computed
 
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and how many are computed."""
@@ -241,6 +283,9 @@ class SlotTable:
                     f"slot {slot}: request {request.request_id} has {request.num_tokens} tokens, "
                     f"the table counts {num_synced} of {num_tokens} as handed over"
                 )
+
+    def _forget_decoded(self) -> None:
+        self._decoded = self._decoded_figures = None
 
     def _sync_rows(self, slots: IndexArray) -> None:
         for slot in slots.tolist():

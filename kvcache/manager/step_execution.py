@@ -203,7 +203,7 @@ class StepExecutor:
             settled = np.minimum(settled, rows.num_tokens)
         confirmed = plan.client.confirmed_tokens(record, settled, table)
         if rows.is_one_each:
-            table.append_one_each(indices, rows.num_tokens, rows.token_ids)
+            table.append_one_each(rows.seated, rows.num_tokens, rows.token_ids)
         else:
             table.append(indices, rows.counts, rows.token_ids)
         states = self._row_states(rows) if self._keeps_states else None
@@ -216,6 +216,7 @@ class StepExecutor:
                 rows.own_ends,
                 BatchTokens(table, indices),
                 states,
+                are_tokens_known=True,
             )
         )
         computed = rows.ends
@@ -224,7 +225,7 @@ class StepExecutor:
             computed = np.where(has_run, rows.ends, rows.settled_computed)
             if states is not None:
                 table.num_own[indices[has_run]] = states.num_own_tokens[has_run]
-        table.num_computed[indices] = computed
+        table.note_computed(indices, computed)
         return reserved.is_reserved, reserved.patches
 
     def _refuse_rows(self, rows: RowPlan, is_reserved: Int32Array, answer: _Answer) -> None:
@@ -304,7 +305,7 @@ class StepExecutor:
             return None
         self._admission.record(request, num_hit)
         known = admitted.known
-        self._slots.num_computed[known.slot] = end
+        self._slots.note_computed_in(known.slot, end)
         answer.slots.append(known.slot)
         answer.num_hit.append(num_hit)
         answer.num_scheduled.append(num_scheduled)
