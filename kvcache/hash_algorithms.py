@@ -65,6 +65,11 @@ class HashFn(ABC):
         """Digest of the one block whose tokens are `token_bytes`, without extra keys."""
         return self.hash_block(BlockHash(parent), token_bytes)
 
+    def hash_units(self, units: list[bytes]) -> list[bytes]:
+        """Digests of single blocks without extra keys: each a parent's digest, then its tokens."""
+        size = self.digest_bytes
+        return [self.hash_plain(unit[:size], unit[size:]) for unit in units]
+
     def hash_block(
         self, parent: BlockHash, token_bytes: bytes, extra_keys: ExtraKeys | None = None
     ) -> BlockHash:
@@ -107,6 +112,10 @@ class _Sha256(HashFn):
     def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
         return hashlib.sha256(parent + token_bytes).digest()
 
+    def hash_units(self, units: list[bytes]) -> list[bytes]:
+        sha256 = hashlib.sha256
+        return [sha256(unit).digest() for unit in units]
+
     def chain(
         self,
         parent: BlockHash,
@@ -130,6 +139,10 @@ class _Xxh3(HashFn):
 
     def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
         return xxhash.xxh3_128_digest(parent + token_bytes)
+
+    def hash_units(self, units: list[bytes]) -> list[bytes]:
+        xxh3 = xxhash.xxh3_128_digest
+        return [xxh3(unit) for unit in units]
 
     def chain(
         self,

@@ -337,6 +337,7 @@ class ExtentCore:
         pins = self.pins.namespaces()
         self.store.clear()  # the policy still asks the tree what goes
         self.tree.clear()
+        self.parts.tails.clear()
         self.ledger.clear()
         self.duplicates.clear()
         # Whoever is left has no block; he begins anew at the root.

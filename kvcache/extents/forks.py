@@ -147,6 +147,7 @@ class RowForks:
     def release_run(self, row: Row) -> None:
         """The row, which goes, holds its run no longer; copies that wait may need it still."""
         if self._store.copy_holds and self._has_copied(row):
+            row.run.gather()
             self._pins.keep_for_copies(row.run)
         else:
             self._tree.release(row.run)

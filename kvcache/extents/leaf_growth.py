@@ -8,22 +8,19 @@ follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowTokens
 from kvcache.extents.parts import CoreParts
+from kvcache.extents.pins import BoolArray
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.publisher import Publisher, extra_keys_of
 from kvcache.extents.rows import Int64Array, Row
-from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape
 from kvcache.hashing import BlockHash
-from kvcache.request import Request
-
-_NOBODY: frozenset[int] = frozenset()
 
 
 class GrownSegments(Sequence[Segment]):
@@ -32,21 +29,14 @@ class GrownSegments(Sequence[Segment]):
     Most are never asked for: where nobody is told of contents and no step fails.
     """
 
-    def __init__(  # noqa: PLR0917 - what the units of a step are
-        self,
-        rows: list[Row],
-        runs: list[Run],
-        units: Int64Array,
-        tokens: Int32Array,
-        digests: list[bytes],
-        parents: list[bytes],
+    def __init__(
+        self, rows: list[Row], units: Int64Array, hashed: list[bytes], digests: list[bytes]
     ) -> None:
-        """Note where the rows stand now: `units[i]` is the last one of row `i`."""
+        """Note whose they are: `units[i]` is the last one of row `i` now, and `hashed[i]` the
+        digest before it and its tokens."""
         self.digests = digests
-        self._parents = parents
-        self._tokens = tokens
+        self._hashed = hashed
         self._rows = rows
-        self._runs = runs
         self._units = units
 
     def __len__(self) -> int:
@@ -61,29 +51,41 @@ class GrownSegments(Sequence[Segment]):
     def __getitem__(self, index: int | slice) -> Segment | list[Segment]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        run, unit, request = self._place(index)
+        row, unit, digest = self._rows[index], int(self._units[index]), self.digests[index]
+        parent, tokens = self._cut(index)
         return Segment(
-            run,
+            row.run,
             unit,
             1,
-            request.request_id,
-            request.namespace,
+            row.request.request_id,
+            row.request.namespace,
             unit,
-            self._tokens[index].tobytes(),
-            self.digests[index],
-            self._parents[index],
-            extra_keys_of(request),
+            tokens,
+            digest,
+            parent,
+            extra_keys_of(row.request),
         )
 
     def with_lead(self, index: int, publisher: Publisher) -> Segment:
         """Return a segment with the units before it that longer blocks need."""
-        run, unit, request = self._place(index)
-        return publisher.segment_of(
-            run, request, unit, 1, self.digests[index], self._parents[index]
-        )
+        row, unit = self._rows[index], int(self._units[index])
+        parent, _ = self._cut(index)
+        return publisher.segment(row, unit, 1, self.digests[index], parent)
 
-    def _place(self, index: int) -> tuple[Run, int, Request]:
-        return self._runs[index], int(self._units[index]), self._rows[index].request
+    def _cut(self, index: int) -> tuple[bytes, bytes]:
+        """Return the digest before a unit, and its tokens."""
+        hashed, size = self._hashed[index], len(self.digests[index])
+        return hashed[:size], hashed[size:]
+
+
+class _Growth(NamedTuple):
+    """Rows that grow by a unit each: their rooms in the tails, blocks `(groups, n)`, tokens."""
+
+    rows: IndexArray
+    units: Int64Array
+    counts: IndexArray
+    blocks: Int32Array
+    contents: Int32Array
 
 
 class LeafGrower:
@@ -95,6 +97,7 @@ class LeafGrower:
         self._store = parts.store
         self._tree = parts.tree
         self._tables = parts.tables
+        self._tails = parts.tails
         self._ledger = parts.ledger
         self._evictor = parts.evictor
         self._announcer = parts.announcer
@@ -115,28 +118,29 @@ class LeafGrower:
         `places` are the rows' places in the batch whose `tokens` these are. Returns the indices of
         the rows that must be published one by one.
         """
-        tables, by_index = self._tables, self._tables.by_index
+        tables, tails = self._tables, self._tails
+        tails.reach(len(tables.by_index))
         units = tables.published.take(rows)
+        next_full = (units + 2) * self._shape.unit_tokens
         blocks = self._blocks(rows, units)
-        members = [row for index in rows.tolist() if (row := by_index[index]) is not None]
-        runs = [row.run for row in members]
-        others = self._others_of(members, runs, self._odd(blocks, units, cached))
-        if others:
-            chosen = np.delete(np.arange(len(rows)), others)
-            members = [members[i] for i in chosen.tolist()]
-            runs = [row.run for row in members]
-            rows, units, places = rows[chosen], units[chosen], places[chosen]
-            blocks = blocks[:, chosen]
-        if members:
+        counts = tails.counts.take(rows)
+        is_strange = counts >= tails.max_units
+        is_odd = self._odd(blocks, cached >= next_full)
+        others: list[int] = []
+        if is_odd is not None or np.count_nonzero(is_strange):
+            others = self._others_of(rows, is_strange, is_odd)
+            if others:
+                chosen = np.delete(np.arange(len(rows)), others)
+                rows, units, places = rows[chosen], units[chosen], places[chosen]
+                blocks, next_full = blocks[:, chosen], next_full[chosen]
+            counts = tails.counts.take(rows)
+        if len(rows):
             if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
                 tokens.sync(places)
             contents = tokens.newest_units(places, units)
-            digests, parents = self._grow_leaves(members, runs, blocks, contents)
-            grown = GrownSegments(members, runs, units, contents, digests, parents)
-            self._enter(grown, index_array(blocks))
-            units = units + 1
-            tables.published[rows] = units
-            tables.note_full(rows, (units + 1) * self._shape.unit_tokens)
+            self._grow(_Growth(rows, units, counts, blocks, contents))
+            tables.published[rows] = units + 1
+            tables.note_full(rows, next_full)
         return index_array(others)
 
     def _blocks(self, rows: IndexArray, units: Int64Array) -> Int32Array:
@@ -144,79 +148,72 @@ class LeafGrower:
         blocks = [self._unit_blocks(group, rows, units) for group in self._shape.groups]
         return blocks[0].reshape(1, -1) if len(blocks) == 1 else np.array(blocks)
 
-    def _odd(self, blocks: Int32Array, units: Int64Array, cached: Int32Array) -> frozenset[int]:
+    def _odd(self, blocks: Int32Array, fills_more: BoolArray) -> BoolArray | None:
         """Return which rows fill several units, or have blocks that others have references to."""
         ordered = blocks[self._ordered] if self._others else blocks
         is_shared = self._store.references[ordered] > 1
-        fills_more = cached - units * self._shape.unit_tokens >= 2 * self._shape.unit_tokens
         if not np.count_nonzero(is_shared) and not np.count_nonzero(fills_more):
-            return _NOBODY
-        is_odd = np.logical_or.reduce(is_shared) | fills_more
-        return frozenset(is_odd.nonzero()[0].tolist())
+            return None
+        is_odd: BoolArray = np.logical_or.reduce(is_shared) | fills_more
+        return is_odd
 
-    def _others_of(self, rows: list[Row], runs: list[Run], odd: frozenset[int]) -> list[int]:
-        """Return which rows have no leaf of their own that grows by one unit; others begin to."""
-        if not odd and None not in [run.waiting for run in runs]:
-            return []
-        others = []
-        for i, (row, run) in enumerate(zip(rows, runs, strict=True)):
-            if i in odd:
+    def _others_of(
+        self, rows: IndexArray, is_strange: BoolArray, is_odd: BoolArray | None
+    ) -> list[int]:
+        """Return which rows have no leaf of their own that grows by one unit.
+
+        Of the strange ones, whose tails have no room, the rest gets some.
+        """
+        others = [] if is_odd is None else is_odd.nonzero()[0].tolist()
+        if is_odd is not None:
+            is_strange &= ~is_odd
+        for i in is_strange.nonzero()[0].tolist():
+            row = self._tables.by_index[int(rows[i])]
+            if row is None or not self._has_room(row):
                 others.append(i)
-            elif run.waiting is None:
-                if row.has_images or not self._tree.can_grow(run):
-                    others.append(i)
-                else:
-                    run.begin_waiting()
-        return others
+        return sorted(others)
 
-    def _grow_leaves(
-        self, rows: list[Row], runs: list[Run], blocks: Int32Array, contents: Int32Array
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Append a unit to each run, with its blocks and content; return digests, and parents'."""
-        hash_plain = self._hash_fn.hash_plain
-        digests: list[bytes] = []
-        parents: list[bytes] = []
-        each = zip(rows, runs, _bytes_of(contents), self._packed(blocks, contents), strict=True)
-        for row, run, tokens, packed in each:
-            waiting = run.waiting
-            assert waiting is not None
-            parents.append(parent := waiting.last)
-            if row.is_plain:
-                digest = hash_plain(parent, tokens)
-            else:
-                digest = self._digest(row, parent, tokens)
-            digests.append(digest)
-            waiting.last = digest
-            waiting.packed += packed + digest
-            run.num_units += 1
-        return digests, parents
+    def _has_room(self, row: Row) -> bool:
+        """Make room in a row's tail; False if it grows no leaf of its own."""
+        run = row.run
+        if run.waiting is not None:
+            run.waiting.pack()
+            return True
+        if row.has_images or not self._tree.can_grow(run):
+            return False
+        last = run.last_digest(self._shape.digest_bytes)
+        run.begin_waiting(self._tails.open(row.index, last))
+        return True
 
-    def _packed(self, blocks: Int32Array, contents: Int32Array) -> list[bytes]:
-        """Return what `WaitingUnits` hold of each row's unit before its digest."""
-        num_rows, handles_at = len(contents), self._shape.unit_tokens + len(self._ordered)
-        packed = np.empty((num_rows, handles_at + 2 * len(self._others)), dtype=np.int32)
-        packed[:, : self._shape.unit_tokens] = contents
-        packed[:, self._shape.unit_tokens : handles_at] = blocks[self._ordered].T
-        if self._others:
-            handles = self._store.handles_of(blocks[self._others])
-            packed[:, handles_at:].view(np.int64)[:] = handles.T
-        return _bytes_of(packed)
-
-    def _enter(self, grown: GrownSegments, blocks: IndexArray) -> None:
-        """Note that the blocks of these units have contents now, and whom they wait for."""
-        store, publisher = self._store, self._publisher
+    def _grow(self, growth: _Growth) -> None:
+        """Append a unit to each row's leaf, and note whom the blocks wait for."""
+        store, publisher, tails = self._store, self._publisher, self._tails
+        rows, blocks = growth.rows, index_array(growth.blocks)
         handles = store.handles_of_all(blocks) if self._is_full else store.handles_of(blocks)
+        packed = np.empty((len(rows), tails.width), dtype=np.int32)
+        packed[:, : tails.tokens_at] = tails.last.take(rows, axis=0)
+        packed[:, tails.tokens_at : tails.ids_at] = growth.contents
         ids = blocks[self._ordered] if self._others else blocks
+        packed[:, tails.ids_at : tails.handles_at] = ids.T
+        if self._others:
+            packed[:, tails.handles_at :].view(np.int64)[:] = handles[self._others].T
+        hashed = tails.hashed(packed)
+        digests = self._digests(rows, hashed)
+        all_digests = b"".join(digests)
+        tails.append(rows, growth.counts, packed, all_digests)
         new = ids[0] if self._is_plain else ids[ids != 0]
         store.references[new] = 0
         store.fill(new, publisher.seal())
         for group in self._shape.others:
             filled = blocks[group.index]
             publisher.fill_single(group, filled[filled != 0])
-        self._tree.num_units += len(grown)
+        self._tree.num_units += len(rows)
         if self._evictor.digest_of.size:
-            publisher.note_digests(handles[self._others], b"".join(grown.digests))
+            publisher.note_digests(handles[self._others], all_digests)
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
+            by_index = self._tables.by_index
+            members = [row for index in rows.tolist() if (row := by_index[index]) is not None]
+            grown = GrownSegments(members, growth.units, hashed, digests)
             segments: Sequence[Segment] = grown
             if self._is_mixed:
                 segments = [grown.with_lead(i, publisher) for i in range(len(grown))]
@@ -224,6 +221,19 @@ class LeafGrower:
             if self._is_full:
                 published.block_ids, published.num_cut_short = blocks, store.num_cut_short
             publisher.conclude(published)
+
+    def _digests(self, rows: IndexArray, hashed: list[bytes]) -> list[bytes]:
+        """Return the digests of units behind others, in which no multimodal item lies."""
+        if not self._tables.num_special:
+            return self._hash_fn.hash_units(hashed)
+        size, hash_block = self._shape.digest_bytes, self._hash_fn.hash_block
+        digests: list[bytes] = []
+        for index, unit in zip(rows.tolist(), hashed, strict=True):
+            row = self._tables.by_index[index]
+            lora = None if row is None else row.request.lora
+            keys = None if lora is None else (("lora", lora.name, lora.path),)
+            digests.append(hash_block(BlockHash(unit[:size]), unit[size:], keys))
+        return digests
 
     def _unit_blocks(self, group: GroupShape, rows: IndexArray, units: Int64Array) -> Int32Array:
         """Return, per row, the block that ends with its unit `units[i]`; 0 where none does."""
@@ -234,15 +244,3 @@ class LeafGrower:
         ends = (units + 1) % length == 0
         ids[ends] = table[rows[ends], units[ends] // length]
         return ids
-
-    def _digest(self, row: Row, parent: bytes, tokens: bytes) -> bytes:
-        """Return the digest of one unit behind others, in which no multimodal item lies."""
-        lora = row.request.lora
-        keys = None if lora is None else (("lora", lora.name, lora.path),)
-        return self._hash_fn.hash_block(BlockHash(parent), tokens, keys)
-
-
-def _bytes_of(rows: Int32Array) -> list[bytes]:
-    """Return each row of a table as bytes. Shape `(n, columns)`, both above 0."""
-    pieces: list[bytes] = rows.view(f"V{rows.shape[1] * rows.itemsize}").ravel().tolist()
-    return pieces

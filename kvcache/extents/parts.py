@@ -14,6 +14,7 @@ from kvcache.arrays import Int32Array
 from kvcache.extents.announcer import Announcer
 from kvcache.extents.block_store import BlockStore
 from kvcache.extents.evictor import Evictor
+from kvcache.extents.leaf_tails import LeafTails
 from kvcache.extents.list_tables import ListTables
 from kvcache.extents.match_tokens import MatchTokens
 from kvcache.extents.published import StepLedger
@@ -50,6 +51,7 @@ class CoreParts:
     store: BlockStore
     tree: RunTree
     tables: RowTables
+    tails: LeafTails
     ledger: StepLedger
     lists: ListTables
     evictor: Evictor
@@ -90,6 +92,7 @@ def make_parts(
         store,
         tree,
         RowTables(shape),
+        LeafTails(shape),
         StepLedger(),
         ListTables(shape, store, evictor),
         evictor,

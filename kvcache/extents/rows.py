@@ -85,6 +85,8 @@ class RowTables:
         self._last_slots: bytes | None = None
         self.last_rows: IndexArray = index_array(())
         """Those that the last batch named which named none without a row."""
+        self.num_special = 0
+        """Rows whose units depend on more than tokens."""
         self._free: list[int] = []
 
     def get(self, request_id: str) -> Row | None:
@@ -98,6 +100,7 @@ class RowTables:
         row = Row(heapq.heappop(self._free), request, run)
         row.has_images = bool(request.mm_positions)
         row.is_plain = request.lora is None and not row.has_images
+        self.num_special += not row.is_plain
         self.by_id[request.request_id] = self.by_index[row.index] = row
         self.published[row.index] = run.end
         return row
@@ -111,6 +114,7 @@ class RowTables:
         self._figures[:, index] = 0
         self.unoffered.pop(index, None)
         self.by_index[index] = None
+        self.num_special -= not row.is_plain
         del self.by_id[row.request.request_id]
         heapq.heappush(self._free, index)
 

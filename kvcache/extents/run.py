@@ -15,7 +15,7 @@ Where a group's blocks are several units long, a block stands at its last unit, 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,33 +34,35 @@ _MANY_PIECES = 128
 _SETTLED_PER_PIECE = 8
 """Appended pieces, each with arrays of its own, become one when there are many for so few units."""
 
-_Piece: TypeAlias = "tuple[bytes, Int32Array, HandleArray, bytes]"
+
+class Piece(NamedTuple):
+    """Appended units: tokens, ids `(groups, n)`, handles `(groups, n)`, digests."""
+
+    tokens: bytes
+    ids: Int32Array
+    handles: HandleArray
+    digests: bytes
 
 
-class WaitingUnits:
-    """Units that came one by one: of each its tokens, ids, handles and digest, all as bytes.
+class Tail(Protocol):
+    """Units that come one by one, behind all others of a run; see `LeafTail`."""
 
-    `last` is the digest of the last one, before the first one comes that of the unit before it.
-    Nothing here is an object per unit: thousands of rows append one every few steps.
-    """
+    @property
+    def num_units(self) -> int:
+        """How many have come."""
 
-    __slots__ = ("last", "packed")
+    @property
+    def last(self) -> bytes:
+        """The digest of the last one; before the first one comes that of the unit before it."""
 
-    def __init__(self, last: bytes) -> None:
-        self.last = last
-        self.packed = bytearray()
+    def pack(self) -> None:
+        """Make room for more where units come first."""
 
-    def piece(self, unit_bytes: int, num_ids: int, num_handles: int) -> _Piece:
-        """Return them as arrays; a unit has so many bytes of tokens, so many ids and handles."""
-        ids_at = unit_bytes // 4  # all of it is made of words of 4 bytes
-        handles_at = ids_at + num_ids
-        digest_at = handles_at + 2 * num_handles
-        units = np.frombuffer(self.packed, np.int32).reshape(-1, digest_at + len(self.last) // 4)
-        handles: HandleArray = np.empty((0, len(units)), dtype=np.int64)
-        if num_handles:
-            handles = units[:, handles_at:digest_at].copy().view(np.int64).T
-        ids = units[:, ids_at:handles_at].T
-        return units[:, :ids_at].tobytes(), ids, handles, units[:, digest_at:].tobytes()
+    def detach(self) -> None:
+        """Take no more."""
+
+    def end(self) -> Piece:
+        """Take no more, and return all of them."""
 
 
 class Run:
@@ -76,6 +78,7 @@ class Run:
     """
 
     __slots__ = (
+        "_num_units",
         "_pieces",
         "children",
         "cut_from",
@@ -87,7 +90,6 @@ class Run:
         "is_unsettled",
         "merged_into",
         "num_holders",
-        "num_units",
         "parent",
         "start",
         "tenant",
@@ -112,7 +114,7 @@ class Run:
         self.ids = ids
         self.handles = handles
         self.digests = digests
-        self.num_units = num_units
+        self._num_units = num_units  # those of `waiting` left out
         self.num_holders = 0
         self.children: dict[bytes, Run] = {}
         self.entry = NO_ENTRY
@@ -121,11 +123,16 @@ class Run:
         self.merged_into: Run | None = None
         self.tenant: TenantAccount | None = None if parent is None else parent.tenant
         self.is_unsettled = False
-        self._pieces: list[_Piece] | None = None
-        self.waiting: WaitingUnits | None = None
+        self._pieces: list[Piece] | None = None
+        self.waiting: Tail | None = None
 
     def __repr__(self) -> str:
         return f"Run([{self.start}, {self.end}), {self.num_holders} holders)"
+
+    @property
+    def num_units(self) -> int:
+        """How many units there are."""
+        return self._num_units if self.waiting is None else self._num_units + self.waiting.num_units
 
     @property
     def end(self) -> int:
@@ -137,23 +144,21 @@ class Run:
         if self.waiting is not None:
             return self.waiting.last
         if self._pieces:
-            return self._pieces[-1][3][-digest_bytes:]
+            return self._pieces[-1].digests[-digest_bytes:]
         if not self.num_units:
             return self.digests
         end = self.num_units * digest_bytes
         return self.digests[end - digest_bytes : end]
 
-    def begin_waiting(self) -> WaitingUnits:
-        """Let units wait that come one by one from now on, as most of running requests do.
+    def begin_waiting(self, tail: Tail) -> None:
+        """Let units that come one by one from now on wait in `tail`, as most of running requests.
 
-        It is a leaf that one row holds alone. Who appends to what is returned adds to `num_units`.
+        It is a leaf that one row holds alone.
         """
-        if self._pieces is None and self.ids.shape[1] > self.num_units:
+        if self._pieces is None and self.ids.shape[1] > self._num_units:
             self._compact()
-        digest_bytes = len(self.digests) // self.ids.shape[1]
-        waiting = self.waiting = WaitingUnits(self.last_digest(digest_bytes))
+        self.waiting = tail
         self.is_unsettled = True
-        return waiting
 
     def append(
         self, tokens: bytes, ids: Int32Array, handles: HandleArray, digests: bytes, num_units: int
@@ -164,8 +169,8 @@ class Run:
                 self._compact()
             self._pieces = []
         self._end_units(self._pieces)
-        self._pieces.append((tokens, ids, handles, digests))
-        self.num_units += num_units
+        self._pieces.append(Piece(tokens, ids, handles, digests))
+        self._num_units += num_units
         self.is_unsettled = True
         num_pieces = len(self._pieces)
         if num_pieces >= _MANY_PIECES and num_pieces * _SETTLED_PER_PIECE >= self.ids.shape[1]:
@@ -173,7 +178,7 @@ class Run:
 
     def trim(self, num_units: int) -> None:
         """Lose units at the end. None that was appended waits; some units remain."""
-        self.num_units -= num_units
+        self._num_units -= num_units
         self.is_unsettled = True
         if self.num_units * 2 < self.ids.shape[1]:
             self._compact()
@@ -193,11 +198,11 @@ class Run:
             pieces = self._pieces or []
             self._end_units(pieces)
             self._pieces = None
-            self.tokens = b"".join([self.tokens, *[piece[0] for piece in pieces]])
-            self.digests = b"".join([self.digests, *[piece[3] for piece in pieces]])
-            self.ids = np.concatenate([self.ids, *[piece[1] for piece in pieces]], axis=1)
+            self.tokens = b"".join([self.tokens, *[piece.tokens for piece in pieces]])
+            self.digests = b"".join([self.digests, *[piece.digests for piece in pieces]])
+            self.ids = np.concatenate([self.ids, *[piece.ids for piece in pieces]], axis=1)
             if len(self.handles):
-                more = [piece[2] for piece in pieces]
+                more = [piece.handles for piece in pieces]
                 self.handles = np.concatenate([self.handles, *more], axis=1)
             else:
                 self.handles = np.empty((0, self.num_units), dtype=np.int64)
@@ -228,7 +233,7 @@ class Run:
         self.ids = self.ids[:, num_units:].copy()
         self.handles = self.handles[:, num_units:].copy()
         self.digests = self.digests[digest_cut:]
-        self.num_units -= num_units
+        self._num_units -= num_units
         self.start += num_units
         self.parent = head
         head.children = {self.tokens[:unit_bytes]: self}
@@ -247,7 +252,7 @@ class Run:
         self.digests = b"".join([run.digests for run in pieces])
         self.ids = np.concatenate([run.ids for run in pieces], axis=1)
         self.handles = np.concatenate([run.handles for run in pieces], axis=1)
-        self.num_units = sum(run.num_units for run in pieces)
+        self._num_units = sum(run.num_units for run in pieces)
         self.start, self.parent = first.start, first.parent
         for run in above:
             run.merged_into = self
@@ -259,12 +264,13 @@ class Run:
             run = run.merged_into
         return run
 
-    def _end_units(self, pieces: list[_Piece]) -> None:
+    def _end_units(self, pieces: list[Piece]) -> None:
         """Let units that came one by one be one piece more."""
         if self.waiting is not None:
-            unit_bytes = len(self.tokens) // self.ids.shape[1]
-            pieces.append(self.waiting.piece(unit_bytes, len(self.ids), len(self.handles)))
+            piece = self.waiting.end()
+            pieces.append(piece)
             self.waiting = None
+            self._num_units += piece.ids.shape[1]
 
     def _compact(self) -> None:
         count = self.num_units
