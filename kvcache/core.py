@@ -259,8 +259,8 @@ class RowBatch:
 
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
     is freed, and its tokens are read through `tokens`. The other fields mean per row what they mean
-    in a `Reservation`. `states` is needed where a group keeps states. Shapes: all `(n,)`.
-    `are_tokens_known`: the caller has seen to it that each row has the tokens to cache.
+    in a `Reservation`. `states` is needed where a group keeps states. With `are_tokens_known` the
+    caller has seen that each row has the tokens to cache. Shapes: all `(n,)`.
     """
 
     requests: npt.NDArray[np.object_]

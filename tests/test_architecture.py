@@ -74,7 +74,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "extents": (
         ("shape", "run", "match_tokens"),
         ("label_units",),
-        ("block_store",),
+        ("block_store", "leaf_tails"),
         ("published", "tree", "rows"),
         ("announcer",),
         ("evictor", "hits", "skips"),
