@@ -258,9 +258,8 @@ class RowBatch:
     """Running requests that want slots for more tokens, in the order in which they are served.
 
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
-    is freed, and its tokens are read through `tokens`. The other fields mean per row what they mean
-    in a `Reservation`. `states` is needed where a group keeps states. With `are_tokens_known` the
-    caller has seen that each row has the tokens to cache. Shapes: all `(n,)`.
+    is freed. The other fields mean what they mean in a `Reservation`; `states` is needed where a
+    group keeps states. `are_tokens_known`: each row has the tokens to cache. Shapes: all `(n,)`.
     """
 
     requests: npt.NDArray[np.object_]
@@ -277,8 +276,7 @@ class RowBatch:
         columns = [self.slots, self.num_computed_tokens, self.num_slot_tokens]
         columns.append(self.num_cached_tokens)
         if (states := self.states) is not None:
-            columns += (states.num_own_tokens, states.num_last_own_tokens)
-            columns.append(states.num_accepted_drafts)
+            columns += vars(states).values()
         lengths, num_rows = list(map(len, columns)), len(self.requests)
         if lengths.count(num_rows) != len(lengths):
             raise RequestError(
