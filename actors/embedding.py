@@ -164,6 +164,7 @@ class EmbeddedWorker:
             file_tier=self._file_tier(plan.configs[rank]),
             verify=config.offload.verify,
             copy_priority=config.offload.copy_priority,
+            copy_threads=config.offload.copy_threads,
         )
         poll = None if self._is_threaded else self._poll_for_forward
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll, on_news=self.wake)

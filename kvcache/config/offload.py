@@ -60,7 +60,8 @@ class OffloadConfig(Section):
     of one block in 16; or `never`, and then none is taken. `copy_priority`: who stores and loads
     goes behind steps and everything else on the node (`low`), gets only what processors have to
     spare (`idle`: steps are disturbed least, and on a node whose processors are all busy a load
-    may take seconds), or is everybody's equal (`normal`).
+    may take seconds), or is everybody's equal (`normal`). On CPU, `copy_threads` of a worker copy
+    one store or load together.
 
     `swap` says what becomes of the unsealed tokens of a request that is preempted by swap: they go
     to host memory and come back (`always`), are computed again (`never`), or (`auto`) whatever
@@ -80,6 +81,7 @@ class OffloadConfig(Section):
     keeps_memory: bool = True
     verify: Literal["always", "sample", "never"] = "always"
     copy_priority: Literal["normal", "low", "idle"] = "low"
+    copy_threads: Annotated[int, Field(ge=1, le=64)] = 1
     swap: Literal["never", "auto", "always"] = "auto"
     prefill_tokens_per_s: Count = 10_000
     swap_bandwidth_per_rank: Bytes = 10_000_000_000

@@ -7,8 +7,11 @@ each piece would cost as much as the hash. Refuses to know what a checksum shoul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +19,9 @@ import xxhash
 
 from kvcache.arrays import Int32Array
 from kvcache.worker.checksums import BoolArray, Int64Array, PieceHasher, as_checksums
+from kvcache.worker.copy_crew import Crew
 from kvcache.worker.host_pool import HostPool
-from kvcache.worker.row_mover import ByteRows, RowMover, Rows, rows_per_piece
+from kvcache.worker.row_mover import RowBuffer, RowMover, RowOrder, Rows, rows_per_piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,61 +38,94 @@ class BlockMove:
     to_host: bool
 
 
-class HotMove:
-    """Carries a move out, piece after piece, and hashes what it has just copied."""
+_Item = TypeVar("_Item")
 
-    def __init__(
-        self,
-        move: BlockMove,
-        is_hashed: BoolArray,
-        give_way: Callable[[], None] = lambda: None,
-    ) -> None:
+HELPED_PIECES = 4
+"""Moves of fewer pieces are copied by one thread: another would wake up when they are over."""
+
+
+class HotMove:
+    """Carries a move out, a piece of some blocks after another, and hashes what it has just
+    copied: of a block of many tensors one tensor's rows at a time, so that they are as many as
+    where a block is one row."""
+
+    def __init__(self, move: BlockMove, is_hashed: BoolArray, crew: Crew) -> None:
         """Look at the ids, of which there is at least one; copy nothing yet. `is_hashed[i]` says
-        it of block `i`; `give_way` is called between copies of a piece's size."""
-        self._give_way = give_way
-        self._step = rows_per_piece(move.host.slot_bytes, move.block_ids, move.slots)
+        it of block `i`. `crew` copies, and gives way between copies of a piece's size."""
+        self._crew = crew
         self._is_hashed = is_hashed
-        self._movers: list[RowMover] = []
-        widths: list[int] = []
-        for rows, host in zip(move.rows, move.host.tensors, strict=True):
-            device_rows: ByteRows = rows.numpy()
-            host_rows: ByteRows = host.numpy()
-            ends = (device_rows, move.block_ids, host_rows, move.slots)
-            if not move.to_host:
-                ends = (*ends[2:], *ends[:2])
-            if device_rows.shape[1]:
-                self._movers.append(RowMover(*ends, step=self._step))
-                widths.append(device_rows.shape[1])
+        tensors = [
+            (r.numpy(), h.numpy()) for r, h in zip(move.rows, move.host.tensors, strict=True)
+        ]
+        widths = [rows.shape[1] for rows, _ in tensors if rows.shape[1]]
+        self._step = rows_per_piece(max(widths, default=1), move.block_ids, move.slots)
+        blocks, slots = (RowOrder(ids, self._step) for ids in (move.block_ids, move.slots))
+        self._movers = [
+            RowMover(rows, blocks, host, slots)
+            if move.to_host
+            else RowMover(host, slots, rows, blocks)
+            for rows, host in tensors
+            if rows.shape[1]
+        ]
         self._hasher = PieceHasher(widths, self._step)
 
     def run(self) -> Int64Array:
         """Copy everything; return the checksums of the blocks that are hashed, in order."""
         starts = np.arange(0, len(self._is_hashed), self._step)
         counts = np.add.reduceat(self._is_hashed, starts, dtype=np.intp).tolist()
-        digests: list[int] = []
+        digests: list[Sequence[int]] = [()] * len(counts)
+        waiting = deque(enumerate(counts))
         take = self._one if self._step == 1 else self._several
-        for piece, num_hashed in enumerate(counts):
-            digests += take(piece, num_hashed)
-        return as_checksums(digests)
 
-    def _several(self, piece: int, num_hashed: int) -> Sequence[int]:
+        def copy_pieces() -> None:
+            """Copy while there is something: whoever gets less of a processor copies less."""
+            buffer = RowBuffer()
+            try:
+                for piece, num_hashed in _each_taken(waiting):
+                    digests[piece] = take(piece, num_hashed, buffer)
+            except Exception:
+                waiting.clear()  # nobody goes on
+                raise
+
+        if len(counts) < HELPED_PIECES:
+            copy_pieces()
+        else:
+            self._crew.run(copy_pieces)
+        return as_checksums(list(chain.from_iterable(digests)))
+
+    def _several(self, piece: int, num_hashed: int, buffer: RowBuffer) -> Sequence[int]:
         """Copy a piece; return the digests of those blocks of it that are hashed."""
-        self._give_way()
-        moved: list[Rows] = [mover.move(piece) for mover in self._movers]
-        if not num_hashed:
-            return ()
-        if num_hashed < len(moved[0]):
-            start = piece * self._step
-            chosen = self._is_hashed[start : start + self._step].nonzero()[0].tolist()
-            moved = [[rows[i] for i in chosen] for rows in moved]
-        return self._hasher.digests(moved)
+        is_hashed = self._is_hashed[piece * self._step : (piece + 1) * self._step]
+        chosen = None if num_hashed == len(is_hashed) else is_hashed.nonzero()[0].tolist()
+        parts = self._parts(piece, chosen, buffer)
+        if num_hashed:
+            return self._hasher.digests(parts)
+        deque(parts, maxlen=0)
+        return ()
 
-    def _one(self, piece: int, num_hashed: int) -> Sequence[int]:
+    def _parts(self, piece: int, chosen: Sequence[int] | None, buffer: RowBuffer) -> Iterator[Rows]:
+        """Copy a piece, tensor after tensor, and yield the rows that are hashed of each."""
+        for mover in self._movers:
+            self._crew.give_way()
+            rows = mover.move(piece, buffer)
+            yield rows if chosen is None else [rows[i] for i in chosen]
+
+    def _one(self, piece: int, num_hashed: int, buffer: RowBuffer) -> Sequence[int]:
         """Copy the one block of a piece, part after part; return its digest if it is hashed."""
         state = xxhash.xxh3_64()
         for mover in self._movers:
             for part in mover.move_parts(piece):
                 if num_hashed:
                     state.update(part.data)
-                self._give_way()
+                self._crew.give_way()
         return (state.intdigest(),) if num_hashed else ()
+
+
+def _each_taken(waiting: deque[_Item]) -> Iterator[_Item]:
+    """Yield what is there, to each of the threads that ask something else."""
+    while True:
+        try:
+            taken = waiting.popleft()
+        except IndexError:
+            return
+        yield taken

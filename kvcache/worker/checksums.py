@@ -75,24 +75,26 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
 
 
 class PieceHasher:
-    """Hashes blocks that come a piece at a time, each piece as rows of one or more parts.
+    """Hashes pieces of blocks, a tensor's rows after another's.
 
     Slices are made once, for all pieces: for short rows they cost as much as the hash.
     """
 
     def __init__(self, widths: Sequence[int], num_rows: int) -> None:
-        """Expect parts of these widths, of at most so many rows a piece."""
-        self._slices = [
-            [slice(i * width, (i + 1) * width) for i in range(num_rows)] for width in widths
-        ]
+        """Expect a part of each of these widths, of at most so many rows."""
+        cuts = {w: [slice(i * w, (i + 1) * w) for i in range(num_rows)] for w in set(widths)}
+        self._slices = [cuts[width] for width in widths]
 
-    def digests(self, parts: Sequence[Rows]) -> Sequence[int]:
-        """Return 64 bits for each block, whose bytes are row `i` of every part, in order."""
-        if len(parts) == 1:
-            return list(map(xxhash.xxh3_64_intdigest, _views(parts[0], self._slices[0])))
-        states = [xxhash.xxh3_64() for _ in parts[0]]
+    def digests(self, parts: Iterable[Rows]) -> Sequence[int]:
+        """Return 64 bits for each block, whose bytes are row `i` of every part, in order. A part is
+        hashed before the next one is asked for."""
+        states: list[xxhash.xxh3_64] = []
         for rows, cuts in zip(parts, self._slices, strict=True):
-            for state, view in zip(states, _views(rows, cuts), strict=True):
+            views = _views(rows, cuts)
+            if len(self._slices) == 1:
+                return list(map(xxhash.xxh3_64_intdigest, views))
+            states = states or [xxhash.xxh3_64() for _ in rows]
+            for state, view in zip(states, views, strict=True):
                 state.update(view)
         return [state.intdigest() for state in states]
 

@@ -21,7 +21,14 @@ import numpy.typing as npt
 import torch
 
 from kvcache.arrays import Int32Array
-from kvcache.worker.row_mover import ROW_BYTES, ByteRows, RowMover, rows_per_piece
+from kvcache.worker.row_mover import (
+    ROW_BYTES,
+    ByteRows,
+    RowBuffer,
+    RowMover,
+    RowOrder,
+    rows_per_piece,
+)
 
 _FIRST = np.zeros(1, dtype=np.int64)
 
@@ -151,16 +158,18 @@ class CpuCopyEngine:
         if is_overlapping:
             destination_rows[destination_ids] = source_rows[source_ids]
             return DoneCopy()
+        step = rows_per_piece(row_bytes, source_ids, destination_ids)
+        order = RowOrder(source_ids, step)
         mover = RowMover(
             source_rows,
-            source_ids,
+            order,
             destination_rows,
-            destination_ids,
-            step=rows_per_piece(row_bytes, source_ids, destination_ids),
+            RowOrder(destination_ids, step),
             gathers_below_bytes=self._gathers_below_bytes,
         )
-        for piece in range(mover.num_pieces):
-            mover.move(piece)
+        buffer = RowBuffer()
+        for piece in range(order.num_pieces):
+            mover.move(piece, buffer)
         return DoneCopy()
 
     def copy_within(

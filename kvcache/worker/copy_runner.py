@@ -17,18 +17,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from kvcache.worker.copy_crew import ALONE, CopyCrew, Crew
 from kvcache.worker.copy_engine import PendingCopy
 from kvcache.worker.copy_priority import CopyPriority, take_priority
 from kvcache.worker.copy_task import CopyResult, CopyTask
 
 logger = logging.getLogger(__name__)
-
-PAUSE_S = 0.0005
-"""How long copies rest when the worker says that it has something to do: about what a step takes
-it, from the message to the answer."""
-
-LONGEST_PAUSE_S = 0.002
-"""How long a piece is held up at most, however often the worker says so."""
 
 POLL_S = 0.0005
 """How often a copy that another device carries out is asked whether it is done."""
@@ -83,11 +77,11 @@ class _RunningTask:
         """See `PendingCopy.wait`."""
         return self.copied.wait(timeout_s)
 
-    def advance(self, give_way: Callable[[], None] = lambda: None) -> bool:
-        """Begin it if it may; say whether it is copied. `give_way` is called between its pieces."""
+    def advance(self, crew: Crew = ALONE) -> bool:
+        """Begin it if it may, for `crew` to copy; say whether it is copied."""
         if not self.has_begun and self.task.can_begin():
             self.has_begun = True
-            self.task.begin(give_way)
+            self.task.begin(crew)
         if self.has_begun and not self.copied.is_set() and self.task.is_copied():
             self.copied.set()
         return self.copied.is_set()
@@ -160,14 +154,16 @@ class CopyThread:
         on_finished: Callable[[], None],
         name: str = "kvcache-copies",
         priority: CopyPriority = "normal",
+        num_threads: int = 1,
     ) -> None:
-        """Start a thread with the first task; `on_finished` is called in it when one has ended."""
+        """Start a thread with the first task; `on_finished` is called in it when one has ended.
+        `num_threads` copy one task together."""
         self._on_finished = on_finished
         self._priority: CopyPriority = priority
         self._submitted: SimpleQueue[_RunningTask | None] = SimpleQueue()
         self._finished: deque[FinishedCopy] = deque()
         self._is_closing = False
-        self._rests_until_s = 0.0
+        self._crew = CopyCrew(num_threads - 1, name, priority)
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -191,7 +187,7 @@ class CopyThread:
 
     def pause(self) -> None:
         """See `CopyRunner.pause`."""
-        self._rests_until_s = time.monotonic() + PAUSE_S
+        self._crew.pause()
 
     @property
     def has_finished(self) -> bool:
@@ -219,6 +215,7 @@ class CopyThread:
                 tasks += self._take_submitted(POLL_S if is_copying else None)
                 tasks = [running for running in tasks if not self._advance(running)]
         finally:
+            self._crew.close()
             self._has_ended.set()
 
     def _take_submitted(self, timeout_s: float | None) -> Iterator[_RunningTask]:
@@ -237,7 +234,7 @@ class CopyThread:
         if self._is_closing and not running.has_begun:
             return True
         try:
-            if not running.advance(self.give_way):
+            if not running.advance(self._crew):
                 return False
             result = running.task.finish()
         except Exception as error:  # a device that has failed says so to whoever asks it
@@ -253,12 +250,3 @@ class CopyThread:
             self._on_finished()
         except Exception:  # whoever is told asks by himself, too, if less soon
             logger.exception("nobody could be told that a copy has ended")
-
-    def give_way(self) -> None:
-        """Rest, in the thread, while the worker wants it: both need Python's lock, and on a small
-        machine the same processor."""
-        now_s = time.monotonic()
-        end_s = now_s + LONGEST_PAUSE_S
-        while now_s < min(self._rests_until_s, end_s):
-            time.sleep(min(self._rests_until_s, end_s) - now_s)
-            now_s = time.monotonic()

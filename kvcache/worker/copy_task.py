@@ -8,7 +8,7 @@ holds and books are the worker's. Refuses to raise: what goes wrong is in the re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvcache.worker.checksums import (
     Int64Array,
     checksums_of_rows,
 )
+from kvcache.worker.copy_crew import ALONE, Crew
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
 from kvcache.worker.host_labels import NO_CHECKSUM
 
@@ -109,14 +110,14 @@ class CopyTask:
         """Block until that is so, at most `timeout_s`; say whether it is."""
         return _wait_all(self._after, timeout_s)
 
-    def begin(self, give_way: Callable[[], None] = lambda: None) -> None:
+    def begin(self, crew: Crew = ALONE) -> None:
         """Compare what is to be loaded, and start the copies. Where the processor copies by itself,
-        `give_way` is called between pieces."""
+        `crew` does."""
         try:
             if not len(self._move.slots):
                 return
             if self._engine.copies_at_once:
-                self._copy_hot(give_way)
+                self._copy_hot(crew)
             else:
                 self._start_all()
         except Exception as error:  # whoever runs this has other tasks
@@ -147,9 +148,9 @@ class CopyTask:
 
     # --- where the processor copies
 
-    def _copy_hot(self, give_way: Callable[[], None]) -> None:
+    def _copy_hot(self, crew: Crew) -> None:
         """Copy everything now, and hash each piece while it is in the processor's cache."""
-        found = HotMove(self._move, self._is_hashed, give_way).run()
+        found = HotMove(self._move, self._is_hashed, crew).run()
         hashed = self._is_hashed.nonzero()[0]
         if self._comparison is None:
             self._checksums[hashed] = found

@@ -114,7 +114,9 @@ class CommandExecutor:
         runner = (
             InlineCopies()
             if on_news is None
-            else CopyThread(on_news, priority=settings.copy_priority)
+            else CopyThread(
+                on_news, priority=settings.copy_priority, num_threads=settings.copy_threads
+            )
         )
         self.transfers = TransferJobs(
             self.pool, self.tiers, Copying(engine, runner, rule), self.labels

@@ -14,6 +14,7 @@ Refuses rows that are source and destination at once; ids are checked by the cal
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -67,38 +68,82 @@ def _is_run(ids: Int32Array) -> bool:
     return bool((ids[1:] - ids[:-1] == 1).all())
 
 
-class RowMover:
-    """Copies `sources[source_ids[i]]` to `destinations[destination_ids[i]]`, for all `i`.
+class RowOrder:
+    """Ids of one side's rows, `step` of them a piece; the same for all tensors of a block.
 
-    Both are `(num_rows, width)` with contiguous rows, as wide as one another. Destinations are
-    distinct, and no source is one. `step` consecutive `i` are a piece.
+    `runs[piece]` is the slice of its rows, None where ids do not rise by 1.
+    """
+
+    def __init__(self, ids: Int32Array, step: int) -> None:
+        """Look at the ids, of which there is at least one."""
+        self.ids: Places = ids.astype(np.intp)
+        self.step = step
+        self.num_pieces = -(-len(ids) // step)
+        firsts = self.ids[::step].tolist()
+        is_broken = np.zeros(self.num_pieces, np.bool_)
+        breaks = np.flatnonzero(self.ids[1:] - self.ids[:-1] != 1)
+        if len(breaks):
+            # Where a piece ends, ids may jump.
+            is_broken[breaks[breaks % step != step - 1] // step] = True
+        self.runs: list[slice | None] = [
+            None if is_one_broken else slice(first, first + step)
+            for first, is_one_broken in zip(firsts, is_broken.tolist(), strict=True)
+        ]
+        if self.runs[-1] is not None:
+            self.runs[-1] = slice(firsts[-1], firsts[-1] + self.num_rows(self.num_pieces - 1))
+
+    def num_rows(self, piece: int) -> int:
+        """Return how many rows a piece has."""
+        return min(self.step, len(self.ids) - piece * self.step)
+
+    def places(self, piece: int) -> Places:
+        """Return the ids of a piece; a view."""
+        return self.ids[piece * self.step : (piece + 1) * self.step]
+
+
+class RowBuffer:
+    """Memory that stays in the cache, for one thread: what was gathered waits there."""
+
+    def __init__(self) -> None:
+        """Take nothing yet."""
+        self._bytes = np.empty(0, np.uint8)
+
+    def rows(self, num_rows: int, width: int) -> ByteRows:
+        """Return `(num_rows, width)` of it, valid until the next call."""
+        size = num_rows * width
+        if len(self._bytes) < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size].reshape(num_rows, width)
+
+
+class RowMover:
+    """Copies row `i` of one side's order to row `i` of the other's. Any thread, each its pieces.
+
+    Both sides are `(num_rows, width)` with contiguous rows, as wide as one another, and divided
+    alike. Destinations are distinct, and no source is one.
     """
 
     def __init__(
         self,
         sources: ByteRows,
-        source_ids: Int32Array,
+        source_order: RowOrder,
         destinations: ByteRows,
-        destination_ids: Int32Array,
+        destination_order: RowOrder,
         *,
-        step: int,
         gathers_below_bytes: int = ROW_BYTES,
     ) -> None:
-        """Look at the ids, of which there is at least one; copy nothing yet."""
+        """Copy nothing yet."""
         self._width = sources.shape[1]
         self._does_gather = self._width < gathers_below_bytes
-        self._buffer: ByteRows | None = None
-        self._step = step
-        self._from = _Side(sources, source_ids, step)
-        self._to = _Side(destinations, destination_ids, step)
-        self.num_pieces = -(-len(source_ids) // step)
+        self._from = _Side(sources, source_order)
+        self._to = _Side(destinations, destination_order)
         # take() would copy what may be the same memory.
         self._is_apart = not np.may_share_memory(sources, destinations)
 
-    def move(self, piece: int) -> Rows:
+    def move(self, piece: int, buffer: RowBuffer) -> Rows:
         """Copy a piece, and return its rows, in order, from where they can be read soonest: one
-        of the sides, or a buffer that is valid until another piece is moved."""
-        source, destination = self._from.runs[piece], self._to.runs[piece]
+        of the sides, or `buffer`."""
+        source, destination = self._from.order.runs[piece], self._to.order.runs[piece]
         if destination is not None and (self._is_apart or source is not None):
             rows = self._to.rows[destination]
             if source is not None:
@@ -106,7 +151,7 @@ class RowMover:
             else:
                 self._from.gather(piece, rows)
             return rows
-        read = self._read(piece)
+        read = self._read(piece, buffer)
         return self._write(piece, read)
 
     def move_parts(self, piece: int) -> Iterator[ByteRows]:
@@ -117,15 +162,13 @@ class RowMover:
             part[:] = source[start : start + PIECE_BYTES]
             yield part
 
-    def _read(self, piece: int) -> Rows:
+    def _read(self, piece: int, buffer: RowBuffer) -> Rows:
         """Return the rows of a piece, in order: where they are, or a copy of them."""
-        if (run := self._from.runs[piece]) is not None:
+        if (run := self._from.order.runs[piece]) is not None:
             return self._from.rows[run]
         if not self._does_gather:
             return self._from.each(piece)
-        if self._buffer is None:
-            self._buffer = np.empty((self._step, self._width), np.uint8)
-        gathered = self._buffer[: self._from.num_rows(piece)]
+        gathered = buffer.rows(self._from.order.num_rows(piece), self._width)
         self._from.gather(piece, gathered)
         return gathered
 
@@ -137,7 +180,7 @@ class RowMover:
             for destination, row in zip(destinations, rows, strict=True):
                 destination[:] = row
             return destinations
-        if (run := to.runs[piece]) is not None:
+        if (run := to.order.runs[piece]) is not None:
             to.rows[run] = rows
             return to.rows[run]
         to.scatter(piece, rows)
@@ -145,43 +188,21 @@ class RowMover:
 
 
 class _Side:
-    """One side's rows, and which of them are each piece's. `runs[piece]`: None where ids do not
-    rise by 1."""
+    """One side's rows, and which of them are each piece's."""
 
-    def __init__(self, rows: ByteRows, ids: Int32Array, step: int) -> None:
+    def __init__(self, rows: ByteRows, order: RowOrder) -> None:
         self.rows = rows
-        self._ids: Places = ids.astype(np.intp)
-        self._step = step
-        starts = np.arange(0, len(ids), step)
-        ends = np.minimum(starts + step, len(ids))
-        num_breaks = np.zeros(len(ids), np.intp)
-        np.cumsum(self._ids[1:] - self._ids[:-1] != 1, out=num_breaks[1:])
-        is_run = (num_breaks[ends - 1] == num_breaks[starts]).tolist()
-        firsts, sizes = self._ids[starts].tolist(), (ends - starts).tolist()
-        self.runs: list[slice | None] = [
-            slice(first, first + size) if is_one else None
-            for first, size, is_one in zip(firsts, sizes, is_run, strict=True)
-        ]
-        # One item a row: numpy moves whole rows then, instead of single bytes.
-        self._items: RowItems = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
-        self._is_solid = bool(rows.flags.c_contiguous)
-        width = rows.shape[1]
-        can_touch = self._is_solid and width % 8 == 0 and width <= TOUCHED_BYTES
-        self._words = rows.reshape(-1).view(np.uint64) if can_touch else None
-        self._words_per_row = width // 8
-
-    def num_rows(self, piece: int) -> int:
-        return min(self._step, len(self._ids) - piece * self._step)
+        self.order = order
 
     def each(self, piece: int) -> Sequence[ByteRows]:
         """Return the rows of a piece; views."""
-        places = self._places(piece)
+        places = self.order.places(piece)
         self._touch(places)
         return [self.rows[i] for i in places.tolist()]
 
     def gather(self, piece: int, out: ByteRows) -> None:
         """Copy the rows of a piece to `out`, which is no part of the same memory."""
-        places, items = self._places(piece), out.view(self._items.dtype)[:, 0]
+        places, items = self.order.places(piece), out.view(self._items.dtype)[:, 0]
         self._touch(places)
         if self._is_solid and out.flags.c_contiguous:
             # mode="raise" would write to a buffer first; ids were checked.
@@ -191,13 +212,29 @@ class _Side:
 
     def scatter(self, piece: int, rows: ByteRows) -> None:
         """Copy `rows` to the rows of a piece."""
-        places = self._places(piece)
+        places = self.order.places(piece)
         self._touch(places)
         self._items[places] = rows.view(self._items.dtype)[:, 0]
 
-    def _places(self, piece: int) -> Places:
-        return self._ids[piece * self._step : (piece + 1) * self._step]
+    # Made when they are asked for: pieces that are runs need none of them.
+
+    @cached_property
+    def _items(self) -> RowItems:
+        """One item a row: numpy moves whole rows then, instead of single bytes."""
+        items: RowItems = self.rows.view(np.dtype((np.void, self.rows.shape[1])))[:, 0]
+        return items
+
+    @cached_property
+    def _is_solid(self) -> bool:
+        return bool(self.rows.flags.c_contiguous)
+
+    @cached_property
+    def _words(self) -> npt.NDArray[np.uint64] | None:
+        """All words, where the first of a row stands for it."""
+        width = self.rows.shape[1]
+        can_touch = self._is_solid and width % 8 == 0 and width <= TOUCHED_BYTES
+        return self.rows.reshape(-1).view(np.uint64) if can_touch else None
 
     def _touch(self, places: Places) -> None:
         if self._words is not None:
-            self._words.take(places * self._words_per_row, mode="clip")
+            self._words.take(places * (self.rows.shape[1] // 8), mode="clip")

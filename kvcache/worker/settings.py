@@ -26,7 +26,8 @@ class WorkerSettings:
     A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
     `host_keeper` host slots end with the process; without `file_tier` there are no files.
     `verify` says which blocks' checksums are compared before they are loaded (`ChecksumRule`).
-    `copy_priority` is that of the thread that carries stores and loads out.
+    `copy_priority` is that of the threads that carry stores and loads out; on CPU, `copy_threads`
+    of them share one.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class WorkerSettings:
     file_tier: FileTierSettings | None = None
     verify: VerifyMode = "always"
     copy_priority: CopyPriority = "low"
+    copy_threads: int = 1
 
     def __post_init__(self) -> None:
         require_count("rank", self.rank, at_least=0)
@@ -57,6 +59,7 @@ class WorkerSettings:
             "digest_bytes",
             "max_buffered",
             "max_report_bytes",
+            "copy_threads",
         ):
             require_count(name, getattr(self, name))
         for name in ("hello_interval_s", "repeat_interval_s", "heartbeat_interval_s"):

@@ -16,9 +16,10 @@ from kvcache.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
 from kvcache.errors import ConfigurationError, DeadlineError
 from kvcache.messages import Applied, JobReport
 from kvcache.offload.keys import label_keys
-from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_runner, transfers
+from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_crew, transfers
 from kvcache.worker.checksums import ChecksumRule, checksum_of
-from kvcache.worker.copy_runner import LONGEST_PAUSE_S, PAUSE_S, CopyThread
+from kvcache.worker.copy_crew import LONGEST_PAUSE_S, PAUSE_S, CopyCrew
+from kvcache.worker.copy_runner import CopyThread
 from kvcache.worker.copy_task import CopyTask
 from kvcache.worker.file_tier import FileTierSettings
 from tests.worker.tier_support import random_labels
@@ -305,19 +306,19 @@ def test_copies_rest_while_the_worker_is_busy_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SleptTime()
-    monkeypatch.setattr(copy_runner, "time", clock)
-    runner = CopyThread(lambda: None)
-    runner.give_way()
+    monkeypatch.setattr(copy_crew, "time", clock)
+    crew = CopyCrew(0, "kvcache-copies", "normal")
+    crew.give_way()
     assert clock.slept == []
-    runner.pause()
-    runner.give_way()
+    crew.pause()
+    crew.give_way()
     assert clock.slept == pytest.approx([PAUSE_S])
-    runner.give_way()
+    crew.give_way()
     assert len(clock.slept) == 1
     clock.slept.clear()
-    clock.on_sleep = runner.pause  # a message comes in every pause
-    runner.pause()
-    runner.give_way()
+    clock.on_sleep = crew.pause  # a message comes in every pause
+    crew.pause()
+    crew.give_way()
     assert sum(clock.slept) == pytest.approx(LONGEST_PAUSE_S)
 
 

@@ -13,10 +13,11 @@ from kvcache.worker import CpuCopyEngine, HostPool, row_mover
 from kvcache.worker import copy_task as tasks
 from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import checksum_of
+from kvcache.worker.copy_crew import Alone
 from kvcache.worker.copy_runner import InlineCopies
 from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
 from kvcache.worker.host_segment import HostSegment, SegmentShape
-from kvcache.worker.row_mover import RowMover, rows_per_piece
+from kvcache.worker.row_mover import RowBuffer, RowMover, RowOrder, rows_per_piece
 from kvcache.worker.shared_memory import make_memory
 
 PIECE_BYTES = 1 << 16
@@ -56,9 +57,10 @@ def test_rows_arrive_whatever_their_order(width: int, order: str, is_solid: bool
         expected, rows_seen = destinations.copy(), []
         expected[ids] = sources[source_ids]
         step = rows_per_piece(width, source_ids, ids)
-        mover = RowMover(sources, source_ids, destinations, ids, step=step)
-        for piece in range(mover.num_pieces):
-            rows_seen += [bytes(row) for row in mover.move(piece)]
+        from_order, buffer = RowOrder(source_ids, step), RowBuffer()
+        mover = RowMover(sources, from_order, destinations, RowOrder(ids, step))
+        for piece in range(from_order.num_pieces):
+            rows_seen += [bytes(row) for row in mover.move(piece, buffer)]
         assert np.array_equal(destinations, expected)
         assert rows_seen == [bytes(row) for row in sources[source_ids]]
 
@@ -82,9 +84,10 @@ def test_rows_of_one_memory_arrive_where_no_source_is_written(width: int) -> Non
         (int32_array(range(16)), mixed[mixed >= 16]),
     ):
         before = rows.copy()
-        mover = RowMover(rows, sources, rows, ids, step=6)
-        for piece in range(mover.num_pieces):
-            mover.move(piece)
+        order, buffer = RowOrder(sources, 6), RowBuffer()
+        mover = RowMover(rows, order, rows, RowOrder(ids, 6))
+        for piece in range(order.num_pieces):
+            mover.move(piece, buffer)
         before[ids] = before[sources]
         assert np.array_equal(rows, before)
 
@@ -128,7 +131,16 @@ def run(task: CopyTask) -> CopyResult:
     return finished.result
 
 
-SHAPES = [(4096,), (16384,), (40_000, 8), (3 * PIECE_BYTES + 64,), (64, 0, 24), (PIECE_BYTES, 9)]
+SHAPES = [
+    (4096,),
+    (16384,),
+    (40_000, 8),
+    (3 * PIECE_BYTES + 64,),
+    (64, 0, 24),
+    (PIECE_BYTES, 9),
+    (4096,) * 5,
+    (16384, 24) * 3,
+]
 
 
 @pytest.mark.parametrize("widths", SHAPES)
@@ -183,13 +195,14 @@ def whole_move(memories: Memories, count: int = NUM_ROWS) -> BlockMove:
 def test_a_task_gives_way_between_pieces(takes_checksums: bool) -> None:
     for widths, expected in (
         ((16384,), NUM_ROWS // 4),
+        ((4096, 8, 4096), 3 * NUM_ROWS // 16),
         ((PIECE_BYTES, 3 * PIECE_BYTES + 1), 5 * NUM_ROWS),
     ):
         calls: list[None] = []
         task = CopyTask(
             whole_move(Memories(1, widths)), CpuCopyEngine(), takes_checksums=takes_checksums
         )
-        task.begin(lambda seen=calls: seen.append(None))  # type: ignore[misc]
+        task.begin(Alone(lambda seen=calls: seen.append(None)))  # type: ignore[misc]
         assert len(calls) == expected
 
 

@@ -1,0 +1,293 @@
+"""Threads that copy one store or load together: who takes part, who is waited for, what is told."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvcache.commands import Load, Store
+from kvcache.errors import ConfigurationError
+from kvcache.worker import CpuCopyEngine, block_move, copy_crew, row_mover
+from kvcache.worker.block_move import BlockMove, HotMove
+from kvcache.worker.copy_crew import CopyCrew
+from kvcache.worker.copy_priority import CopyPriority
+from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
+from tests.worker.test_copy_thread import make
+from tests.worker.test_row_mover import Memories
+from tests.worker.worker_support import block_bytes, fill_block, ids
+
+TIMEOUT_S = 60.0
+NAME = "kvcache-crew"
+
+
+def helpers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith(NAME + "-")]
+
+
+@pytest.fixture
+def crew() -> Iterator[CopyCrew]:
+    made = CopyCrew(2, NAME, "normal")
+    yield made
+    made.close()
+    for helper in helpers():
+        helper.join(TIMEOUT_S)
+        assert not helper.is_alive()
+
+
+def test_all_threads_work_at_once(crew: CopyCrew) -> None:
+    together, names = threading.Barrier(3), set()
+
+    def work() -> None:
+        together.wait(TIMEOUT_S)
+        names.add(threading.current_thread().name)
+
+    for _ in range(3):
+        names.clear()
+        crew.run(work)
+        assert names == {threading.current_thread().name, f"{NAME}-1", f"{NAME}-2"}
+
+
+def test_nobody_waits_for_a_helper_that_does_not_come(
+    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, calls = threading.Event(), []
+
+    def sleep_in(priority: CopyPriority) -> None:
+        assert gate.wait(TIMEOUT_S)
+
+    def work() -> None:
+        calls.append(threading.current_thread())
+
+    monkeypatch.setattr(copy_crew, "take_priority", sleep_in)
+    for _ in range(3):
+        crew.run(work)
+    gate.set()
+    crew.close()
+    for helper in helpers():
+        helper.join(TIMEOUT_S)
+    assert calls == [threading.current_thread()] * 3
+
+
+@pytest.mark.parametrize("does_fail", [False, True])
+def test_a_helper_that_has_begun_is_waited_for(crew: CopyCrew, does_fail: bool) -> None:
+    begun, go_on, led = (threading.Event() for _ in range(3))
+    ended: list[str] = []
+
+    def work() -> None:
+        if threading.current_thread() is thread:
+            assert begun.wait(TIMEOUT_S)
+            led.set()
+            if does_fail:
+                raise MemoryError("no room")
+            return
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        ended.append("helper")
+
+    def lead() -> None:
+        try:
+            crew.run(work)
+        except MemoryError:
+            ended.append("failure")
+        ended.append("leader")
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    assert led.wait(TIMEOUT_S)
+    thread.join(0.05)
+    assert ended == []
+    go_on.set()
+    thread.join(TIMEOUT_S)
+    assert ended[-1] == "leader"
+    assert ended[0] == "helper"
+    assert ("failure" in ended) is does_fail
+
+
+def test_what_a_helper_raises_is_raised(crew: CopyCrew) -> None:
+    together, here = threading.Barrier(3), threading.current_thread()
+
+    def work() -> None:
+        together.wait(TIMEOUT_S)
+        if threading.current_thread() is not here:
+            raise ValueError("a bug")
+
+    for _ in range(2):  # and the helpers are still there
+        with pytest.raises(ValueError, match="a bug"):
+            crew.run(work)
+
+
+def test_where_no_thread_starts_the_caller_does_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    calls: list[None] = []
+    crew = CopyCrew(3, NAME, "normal")
+    for _ in range(2):
+        crew.run(lambda: calls.append(None))
+    crew.close()
+    assert len(calls) == 2
+    assert [record.message for record in caplog.records] == [
+        "1 of 4 threads copy: no other starts (can't start new thread)"
+    ]
+
+
+class Company:
+    """Lets a crew's threads copy their first piece only when all of them have one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+        self.threads: set[int] = set()
+        self._together = threading.Barrier(num_threads)
+        for name in ("_several", "_one"):
+            monkeypatch.setattr(HotMove, name, self._meeting(getattr(HotMove, name)))
+
+    def _meeting(self, take: object) -> object:
+        def met(move: HotMove, *arguments: object) -> object:
+            if threading.get_ident() not in self.threads:
+                self.threads.add(threading.get_ident())
+                self._together.wait(TIMEOUT_S)
+            return take(move, *arguments)  # type: ignore[operator]
+
+        return met
+
+
+def run(task: CopyTask, crew: CopyCrew) -> CopyResult:
+    task.begin(crew)
+    assert task.is_copied()
+    return task.finish()
+
+
+@pytest.mark.parametrize("widths", [(4096,), (1 << 14, 24), (1 << 16,), (72_000, 9)])
+def test_every_block_arrives_and_is_hashed_whoever_copies_it(
+    crew: CopyCrew, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(row_mover, "GATHERED_BYTES", 1 << 13)
+    monkeypatch.setattr(block_move, "HELPED_PIECES", 3)
+    for seed in range(6):
+        memories = Memories(seed, widths)
+        to_host = seed % 2 == 0
+        move = memories.move(to_host)
+        while len(move.slots) < 16:
+            move = memories.move(to_host)
+        with monkeypatch.context() as only_here:
+            company = Company(only_here, 3)
+            if to_host:
+                result = run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew)
+                assert result.checksums.tolist() == memories.checksums(move.slots)
+                wrong = -1
+            else:
+                comparison = Comparison(
+                    np.array(memories.checksums(move.slots)), np.ones(len(move.slots), np.bool_)
+                )
+                wrong = seed
+                memories.host.tensors[0][int(move.slots[wrong]), 7] ^= 1
+                result = run(CopyTask(move, CpuCopyEngine(), comparison=comparison), crew)
+                assert result.wrong.tolist() == [wrong]
+        assert result.problem == ""
+        assert len(company.threads) == 3
+        pairs = zip(move.block_ids.tolist(), move.slots.tolist(), strict=True)
+        for place, (block, slot) in enumerate(pairs):
+            on_device = memories.content(memories.device, block)
+            if place == wrong:
+                assert not any(map(any, on_device))
+            else:
+                assert on_device == memories.content(memories.host.tensors, slot)
+
+
+def test_one_thread_that_fails_ends_the_move(
+    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 12)
+    Company(monkeypatch, 3)
+    meeting, copied = HotMove._one, []
+
+    def fail_in_a_helper(move: HotMove, piece: int, *rest: object) -> object:
+        digests = meeting(move, piece, *rest)  # type: ignore[arg-type]
+        copied.append(piece)
+        if threading.current_thread().name == f"{NAME}-1":
+            raise MemoryError("no room")
+        assert failed.wait(TIMEOUT_S)
+        return digests
+
+    failed = threading.Event()
+    monkeypatch.setattr(HotMove, "_one", fail_in_a_helper)
+    memories = Memories(1, (4096,))
+    every = ids(*range(32))
+    move = BlockMove(memories.device, memories.host, every, every, True)
+    task = CopyTask(move, CpuCopyEngine(), takes_checksums=True)
+    # The others go on when what is left has been thrown away.
+    monkeypatch.setattr(block_move, "deque", lambda items: Told(items, failed))
+    result = run(task, crew)
+    assert "no room" in result.problem
+    assert len(copied) == 3
+
+
+class Told(block_move.deque):  # type: ignore[type-arg,name-defined,misc]
+    """A queue that says when it was emptied."""
+
+    def __init__(self, items: object, emptied: threading.Event) -> None:
+        super().__init__(items)
+        self._emptied = emptied
+
+    def clear(self) -> None:
+        super().clear()
+        self._emptied.set()
+
+
+def test_few_pieces_are_copied_by_one_thread(crew: CopyCrew) -> None:
+    memories = Memories(1, (4096,))
+    move = memories.move(to_host=True)
+    assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew).problem == ""
+    assert helpers() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="NO PRIORITIES HERE")
+def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, together, found = CopyCrew(1, NAME, "idle"), threading.Barrier(2), {}
+
+    def work() -> None:
+        together.wait(TIMEOUT_S)
+        found[threading.current_thread().name] = os.sched_getscheduler(0)
+
+    crew.run(work)
+    crew.close()
+    assert found[f"{NAME}-1"] == os.SCHED_IDLE
+
+
+def test_a_worker_with_more_threads_keeps_every_byte_and_ends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_mover, "PIECE_BYTES", 16)
+    monkeypatch.setattr(block_move, "HELPED_PIECES", 2)
+    bench = make(copy_threads=3)
+    bench.engine.copies_at_once = True
+    blocks, slots = ids(1, 2, 3, 4, 5, 6), ids(0, 1, 2, 3, 4, 5)
+    for block_id in blocks.tolist():
+        fill_block(bench.worker, block_id, float(block_id))
+    before = [block_bytes(bench.worker, block_id) for block_id in blocks.tolist()]
+    with monkeypatch.context() as only_here:
+        company = Company(only_here, 3)
+        bench.send(Store(1, "host", blocks, slots))
+        assert bench.settle(1).ok
+    assert len(company.threads) == 3
+    bench.send(Load(2, "host", slots, ids(9, 10, 11, 12, 13, 14)))
+    assert bench.settle(2).ok
+    assert [block_bytes(bench.worker, block_id) for block_id in range(9, 15)] == before
+    mine = [each for each in threading.enumerate() if each.name.startswith("kvcache-copies")]
+    assert len(mine) >= 3
+    bench.worker.close()
+    for thread in mine:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_no_thread_at_all_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="copy_threads is 0"):
+        make(copy_threads=0)
