@@ -8,7 +8,7 @@ is here. Refuses to decide across groups: whoever allocates has counted first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -278,18 +278,6 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
                 self.rewind(request_id, columns[0])
                 found.append(request_id)
         return found
-
-    def leave_uncached(self, block_ids: Set[int]) -> None:
-        """Let nobody make these blocks hittable whose contents are to be found no more.
-
-        Who has cached them does not again. Forks that hold them might, for the first time: where a
-        token reads its whole prefix they count as cached up to there, and so cache nothing behind.
-        """
-        for request_id, table in self._tables.items() if self.spec.reads_whole_prefix else ():
-            first = self._num_cached.get(request_id, 0)
-            columns = [c for c in range(first, len(table)) if table[c] in block_ids]
-            if columns:
-                self._num_cached[request_id] = columns[-1] + 1
 
     def require_cacheable(self, request: Request, num_tokens: int) -> None:
         """Raise RequestError if `cache_blocks` could not do its work. Changes nothing."""

@@ -281,9 +281,9 @@ class BlockCore:
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks and of their cached descendants."""
-        forgotten = set(self.pool.evict_blocks(block_ids))
-        for manager in self.coordinator.managers if forgotten else ():
-            manager.leave_uncached(forgotten)
+        for request_id in self.coordinator.holders_of(self.pool.evict_blocks(block_ids)):
+            self._hashless.add(request_id)  # it would cache them again, or what continues them
+            self._forget_limits(request_id)
 
     def reset(self) -> int:
         """Forget every content if no block is in use. Return how many are in use (0: done)."""

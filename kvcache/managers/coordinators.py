@@ -175,6 +175,17 @@ class KVCacheCoordinator(ABC):
         """Say whether the request has a table of any length in any group."""
         return any(manager.table(request_id) for manager in self.managers)
 
+    def holders_of(self, block_ids: Sequence[int]) -> set[str]:
+        """Return who has one of these blocks in a group whose tokens read their whole prefix."""
+        wanted = set(block_ids)
+        return {
+            request_id
+            for manager in self.managers
+            if wanted and manager.spec.reads_whole_prefix
+            for request_id in manager.request_ids()
+            if not wanted.isdisjoint(manager.table(request_id))
+        }
+
     def row_limits(self, request_id: str) -> RowLimits:
         """Return how far a request can go on before anything must be done for it."""
         return RowLimits(

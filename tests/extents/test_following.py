@@ -308,6 +308,26 @@ def test_what_two_clients_compute_may_be_followed_before_it_is_there(
     leave(core, parent, child)
 
 
+@BOTH_CORES
+def test_who_lost_contents_caches_none_when_its_step_fails_and_runs_again(
+    make: Callable[..., Core],
+) -> None:
+    core = make(NUM_BLOCKS, full())
+    parent = make_request("parent", TOKENS)
+    core.reserve(parent, Reservation(0, 8, 8))
+    core.open_step("engine", 1)
+    core.reserve(parent, Reservation(8, 24, 24))
+    core.close_step()
+    core.evict([core.block_ids("parent")[0][3]])
+    core.fail_steps("engine", 1)
+    core.check()
+    core.reserve(parent, Reservation(8, 24, 24))
+    core.check()
+    assert hits(core) == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert core.statistics().num_cached_blocks == 2
+    leave(core, parent)
+
+
 @pytest.mark.parametrize("ends", [[12], [8, 12], [4, 8, 12]])
 def test_nothing_takes_the_place_of_what_waits_before_what_it_continues(ends: list[int]) -> None:
     """The parent shares its first two blocks with a fork, which may still cache them; the third is

@@ -41,6 +41,8 @@ class ModelRequest:
     made: list[tuple[str, int, int, int]] = field(default_factory=list)
     # group and index of every column whose last token ended a forward
     boundaries: set[tuple[int, int]] = field(default_factory=set)
+    # it lost contents to `evict`, and caches none any more
+    is_mute: bool = False
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,7 @@ class SlowModel:
                 request.boundaries.add((number, own_end // group.block_size - 1))
 
     def cache(self, request: ModelRequest, num_tokens: int) -> None:
-        if not self.may_cache:
+        if not self.may_cache or request.is_mute:
             return
         for number, group in enumerate(self.groups):
             size, table = group.block_size, request.tables[number]

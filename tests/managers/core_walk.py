@@ -369,7 +369,13 @@ class Walk:
     def evict(self) -> None:
         chosen = self.random.sample(self.model.cached, min(1, len(self.model.cached)))
         self.core.evict([block.id for block in chosen])
+        cached = list(self.model.cached)
         self.model.forget(chosen, in_windows=True)
+        lost = {id(block) for block in cached if block.key is None}
+        for request in self.model.requests.values():
+            for group, table in zip(self.model.groups, request.tables, strict=True):
+                if group.is_ordered and any(id(block) in lost for block in table):
+                    request.is_mute = True
 
     def lend(self) -> None:
         if self.model.cached:
