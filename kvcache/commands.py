@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
-from kvcache.frozen import quickly_made
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class Zero:
     """Fill blocks with zero bytes, all layers, in `begin_forward`."""
@@ -43,7 +41,6 @@ class Copy:
     destinations: Int32Array
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class BlockTablePatch:
     """Changes of block tables, applied in `begin_forward`.
@@ -60,7 +57,6 @@ class BlockTablePatch:
     block_ids: Int32Array
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class Label:
     """Seal blocks: write down what each block holds, at apply time.
@@ -84,7 +80,6 @@ class Label:
     extra_keys: dict[int, bytes] = field(default_factory=dict)
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class Unlabel:
     """Withdraw the labels of blocks, at apply time, before anything writes into them."""

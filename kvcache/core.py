@@ -19,14 +19,12 @@ import numpy.typing as npt
 from kvcache.arrays import IndexArray, Int32Array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.errors import RequestError
-from kvcache.frozen import quickly_made
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class BlocksStored:
     """A run of blocks of one group whose bytes are there now, parents first."""
@@ -132,7 +130,6 @@ class ReferenceKind(Enum):
     TRANSFER = "transfer"
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class CacheHit:
     """What a look-up found, true until the next mutation of the core.
@@ -178,7 +175,6 @@ class ForkOrigin:
     newest_state: NewestState
 
 
-@quickly_made
 @dataclass(frozen=True)
 class Reservation:
     """How far a request's block tables must reach, in tokens from position 0.
@@ -207,7 +203,6 @@ class Reservation:
         return self.num_slot_tokens if self.num_own_tokens is None else self.num_own_tokens
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class TableChange:
     """Blocks that entered one request's table: `block_ids` from column `first_index` on."""

@@ -10,10 +10,9 @@ tenant stay out of digests: they separate look-ups by namespace.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NewType
 
-from kvcache.digest_memo import STRETCH_BLOCKS, DigestMemo
 from kvcache.errors import ConfigurationError, InvalidInputError, RequestError, shown
 from kvcache.hash_algorithms import (
     TOKEN_BYTES,
@@ -58,15 +57,11 @@ _GROUP_ID_BYTES = 4
 
 @dataclass(frozen=True)
 class RequestBlockHasher:
-    """Computes a request's digests from where it stopped. Shared by many requests.
-
-    Its results depend on the request alone: with a `memo` it need not hash anew what is known.
-    """
+    """Computes a request's digests from where it stopped. Stateless, shared by many requests."""
 
     block_size: int
     hash_fn: HashFn
     none_hash: BlockHash
-    memo: DigestMemo | None = field(default=None, compare=False, repr=False)
 
     def __call__(self, request: Request, known: Sequence[BlockHash]) -> list[BlockHash]:
         """Digests of the request's full blocks that follow the `known` ones. Changes nothing."""
@@ -88,8 +83,6 @@ class RequestBlockHasher:
         tokens = request.all_token_ids[first * size : last * size]
         token_bytes = tokens.astype("<i4", copy=False).tobytes()
         if not need_extra_keys(request):
-            if self.memo is not None and not first and last >= STRETCH_BLOCKS:
-                return self.memo.digests(token_bytes, last)
             return self.hash_fn.chain(parent, token_bytes, size, last - first)
 
         block_bytes = size * TOKEN_BYTES
@@ -124,24 +117,16 @@ def init_none_hash(hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED) -> BlockHash:
 
 
 def get_request_block_hasher(
-    block_size: int, hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED, num_remembered_blocks: int = 0
+    block_size: int, hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED
 ) -> RequestBlockHasher:
     """What to hand to `Request(block_hasher=...)` for one digest per `block_size` tokens.
 
-    It remembers the digests of so many blocks of prompts, those that were used last: what begins
-    with the same tokens is not hashed again.
-
     Raises:
-        ConfigurationError: the block size is not a positive integer, the seed is no text, or fewer
-            than 0 blocks are to be remembered.
+        ConfigurationError: the block size is not a positive integer, or the seed is no text.
     """
     if type(block_size) is not int or block_size < 1:
         raise ConfigurationError(f"block size {shown(block_size)}: pass an integer of at least 1")
-    none_hash = init_none_hash(hash_fn, seed)
-    memo = None
-    if num_remembered_blocks:
-        memo = DigestMemo(hash_fn, none_hash, block_size, num_remembered_blocks)
-    return RequestBlockHasher(block_size, hash_fn, none_hash, memo)
+    return RequestBlockHasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
 
 
 def hash_block_tokens(

@@ -20,7 +20,6 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
-from kvcache.frozen import quickly_made
 
 NO_STEP = -1
 """`completed_step` when there is nothing to report; `failed_step` when none failed."""
@@ -29,7 +28,6 @@ NO_SLOT = -1
 """`StepResult.admitted_slots` where a request was not admitted."""
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class NewRequest:
     """A request the manager does not know yet, and what may be computed of it now.
@@ -90,7 +88,6 @@ class RunningRow:
     num_rejected_tokens: int = 0
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class RunningRequests:
     """Rows that run on, as arrays. Row `i` is the request in slot `slots[i]`, each slot once.
@@ -131,7 +128,6 @@ EMPTY_RUNNING = RunningRequests(
 """No row runs on."""
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class StepRequest:
     """One scheduling step of one client.
@@ -182,7 +178,6 @@ class Refusal:
     reason: str
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """The answer to one `StepRequest`.

@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # What stands lower may import what stands higher, never the reverse. Modules of one line may
 # import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "ids", "arrays", "frozen", "clock", "curve"),
+    ("errors", "ids", "arrays", "clock", "curve"),
     ("specs", "policies"),
     ("config",),
     ("tokens", "hash_algorithms", "request_content"),
     ("tenants",),
-    ("request", "hashing", "digests", "digest_memo"),
+    ("request", "hashing", "digests"),
     ("planner",),
     ("commands",),
     ("sealed_contents",),

@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arrays import Int32Array
-from kvcache.frozen import quickly_made
 
 Hashes: TypeAlias = NDArray[np.uint64]
 RouterKey: TypeAlias = "str | int | tuple[str | int, ...]"
 """An extra key as routers read it: a name or salt bare, a multimodal item as hash and offset."""
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class StoredEvent:
     """A chain of blocks that are in `medium` from now on; each is the parent of the next.
@@ -61,7 +59,6 @@ class StoredEvent:
         )
 
 
-@quickly_made
 @dataclass(frozen=True, eq=False)
 class RemovedEvent:
     """The last copies of these blocks in `medium` are gone. Shape of `block_hashes`: `(n,)`."""

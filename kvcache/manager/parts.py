@@ -115,11 +115,7 @@ class ManagerParts:
         max_model_len = settings.max_model_len
         limits = ModelLimits.of(config, max_model_len)
         self.hasher = get_request_block_hasher(
-            settings.hash_block_size,
-            get_hash_fn(settings.caching_hash_algo),
-            settings.hash_seed,
-            # The fast core finds by tokens, and seldom asks for a prompt's digests.
-            num_remembered_blocks=0 if settings.core == "extents" else config.num_blocks,
+            settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
         )
         self.events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
         is_heard = settings.enable_kv_cache_events or event_sink is not None

@@ -51,6 +51,8 @@ class OurSide:
             max_model_len=MAX_MODEL_LEN,
             use_eagle=scenario.use_eagle,
             watermark=scenario.watermark,
+            # It evicts block by block, as the peer does; tests/agreement compares the cores.
+            core="blocks",
         )
 
     def new_request(self, name: str, tokens: list[int]) -> Request:
