@@ -411,7 +411,10 @@ class Core(Protocol):
         """Give a pin reference back."""
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks and of their cached descendants."""
+        """Forget the contents of these blocks and of their cached descendants.
+
+        Requests that have one of them cache nothing more.
+        """
 
     def reset(self) -> int:
         """Forget every content if no block is in use. Return how many are in use (0: done)."""

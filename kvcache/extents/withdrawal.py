@@ -30,6 +30,7 @@ class Withdrawal:
 
     def __init__(self, parts: CoreParts, pins: PinnedRuns) -> None:
         """Work on the parts of one core."""
+        self._parts = parts
         self._shape = parts.shape
         self._store = parts.store
         self._tree = parts.tree
@@ -110,6 +111,9 @@ class Withdrawal:
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of what continues them.
 
+        Whoever has one of them caches nothing any more: it would be these contents, or what
+        continues them.
+
         Raises:
             BlockError: one of them does not exist; nothing was changed.
         """
@@ -120,15 +124,20 @@ class Withdrawal:
         wanted = np.zeros(num_blocks, dtype=np.bool_)
         wanted[index_array(block_ids)] = True
         wanted[NULL_BLOCK_ID] = False
+        forgotten = np.zeros(num_blocks, dtype=np.bool_)
         for run in list(self._tree.runs()):
             if not self._is_linked(run):
                 continue
             run.settle()
-            self._evict_beside(run, wanted)
+            self._evict_beside(run, wanted, forgotten)
             named = np.flatnonzero(wanted[run.ids].any(axis=0))
             if len(named):
                 for row in self.cut(run, run.start + int(named[0])):
                     row.is_mute = True
+        if forgotten.any():
+            for row in self._tables.by_id.values():
+                tables = [self._parts.table_of(row, group.index) for group in self._shape.others]
+                row.is_mute = row.is_mute or any(forgotten[table].any() for table in tables)
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -174,16 +183,17 @@ class Withdrawal:
         row.run = stump
         tables.end_at(index, stump.end)
 
-    def _evict_beside(self, run: Run, wanted: BoolArray) -> None:
-        """Forget wanted blocks beside a run, and those that continue them without a gap."""
+    def _evict_beside(self, run: Run, wanted: BoolArray, forgotten: BoolArray) -> None:
+        """Forget wanted blocks beside a run, and those that continue them without a gap; mark them
+        in `forgotten`."""
         for group in self._shape.others:
             handles = run.handles[group.place]
             valid = self._store.are_valid(handles)
             named = np.flatnonzero(valid & wanted[self._store.ids_of(handles)])
             for unit in named.tolist():
-                self._forget_chain(run, unit, group)
+                self._forget_chain(run, unit, group, forgotten)
 
-    def _forget_chain(self, run: Run, unit: int, group: GroupShape) -> None:
+    def _forget_chain(self, run: Run, unit: int, group: GroupShape, forgotten: BoolArray) -> None:
         pending = [(run, unit)]
         while pending:
             run, unit = pending.pop()
@@ -194,6 +204,7 @@ class Withdrawal:
             if count:
                 ids: IndexArray = index_array(self._store.ids_of(handles[:count]))
                 self._evictor.forget_single(ids)
+                forgotten[ids] = True
             following = unit + count * group.num_units
             if count == len(valid):
                 pending += [(child, following - run.num_units) for child in run.children.values()]

@@ -280,7 +280,7 @@ class BlockCore:
         self.pool.free_blocks(self._tail_first(hit), ReferenceKind.PIN)
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks and of their cached descendants."""
+        """Forget the contents of these blocks and of their cached descendants; see `Core`."""
         for request_id in self.coordinator.holders_of(self.pool.evict_blocks(block_ids)):
             self._hashless.add(request_id)  # it would cache them again, or what continues them
             self._forget_limits(request_id)

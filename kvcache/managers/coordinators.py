@@ -176,12 +176,12 @@ class KVCacheCoordinator(ABC):
         return any(manager.table(request_id) for manager in self.managers)
 
     def holders_of(self, block_ids: Sequence[int]) -> set[str]:
-        """Return who has one of these blocks in a group whose tokens read their whole prefix."""
+        """Return who has one of these blocks."""
         wanted = set(block_ids)
         return {
             request_id
             for manager in self.managers
-            if wanted and manager.spec.reads_whole_prefix
+            if wanted
             for request_id in manager.request_ids()
             if not wanted.isdisjoint(manager.table(request_id))
         }

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from kvcache.worker.copy_priority import CopyPriority, take_priority
@@ -70,6 +71,8 @@ class CopyCrew:
         waits for one that gets no processor."""
         self._start_helpers()
         shift = _Shift(work)
+        # Of what is over by now the queue keeps nothing: helpers may get no processor for long.
+        self._drop_waiting()
         for _ in self._helpers:
             self._shifts.put(shift)
         shift.lead()
@@ -91,6 +94,12 @@ class CopyCrew:
         """Let the helpers end; they have nothing to do."""
         for _ in self._helpers:
             self._shifts.put(None)
+
+    def _drop_waiting(self) -> None:
+        """Take out what no helper has come to; each shift is over."""
+        with suppress(Empty):
+            while True:
+                self._shifts.get_nowait()
 
     def _start_helpers(self) -> None:
         while len(self._helpers) < self._num_helpers:
@@ -145,6 +154,7 @@ class _Shift:
             self._work()
         except Exception as error:  # the leader raises it
             self._error = error
-        with self._changed:
-            self._num_inside -= 1
-            self._changed.notify()
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify()

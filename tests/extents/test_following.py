@@ -432,3 +432,19 @@ def test_a_policy_with_a_memory_knows_what_a_fork_offers() -> None:
     core.check()
     leave(core, parent, child, other)
     assert hits(core) == ALL_HITS
+
+
+@BOTH_CORES
+@pytest.mark.parametrize("specs", [(full(),), (window(8),), (full(), window(8))])
+def test_a_fork_does_not_cache_what_was_evicted_of_any_kind(
+    make: Callable[..., Core], specs: tuple[KVCacheSpec, ...]
+) -> None:
+    core = make(NUM_BLOCKS, *specs)
+    parent, child = family(core)
+    core.commit(parent, NUM_TOKENS)
+    last = core.block_ids(parent.request_id)[-1][-1]
+    core.evict([last])
+    core.commit(child, NUM_TOKENS)
+    hit = core.look_up(make_request("probe", [*TOKENS, 99]))
+    assert last not in hit.block_ids[-1].tolist()
+    leave(core, parent, child)

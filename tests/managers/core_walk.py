@@ -373,9 +373,8 @@ class Walk:
         self.model.forget(chosen, in_windows=True)
         lost = {id(block) for block in cached if block.key is None}
         for request in self.model.requests.values():
-            for group, table in zip(self.model.groups, request.tables, strict=True):
-                if group.is_ordered and any(id(block) in lost for block in table):
-                    request.is_mute = True
+            if any(id(block) in lost for table in request.tables for block in table):
+                request.is_mute = True
 
     def lend(self) -> None:
         if self.model.cached:

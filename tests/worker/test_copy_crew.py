@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,6 +71,25 @@ def test_nobody_waits_for_a_helper_that_does_not_come(
     for helper in helpers():
         helper.join(TIMEOUT_S)
     assert calls == [threading.current_thread()] * 3
+
+
+def test_what_is_over_is_not_kept_for_helpers_that_do_not_come(
+    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, works = threading.Event(), []
+
+    class Work:
+        def __call__(self) -> None:
+            works.append(weakref.ref(self))
+
+    def sleep_in(priority: CopyPriority) -> None:
+        assert gate.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(copy_crew, "take_priority", sleep_in)
+    for _ in range(20):
+        crew.run(Work())
+    assert [work() is None for work in works[:-1]] == [True] * 19
+    gate.set()
 
 
 @pytest.mark.parametrize("does_fail", [False, True])
