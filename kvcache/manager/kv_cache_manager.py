@@ -336,12 +336,8 @@ class KVCacheManager:
         return self._control.reset(drain=drain)
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks, and of cached blocks that continue them. Running
-        requests that have one of them cache nothing more.
-
-        Raises:
-            BlockError: an id that does not exist.
-        """
+        """Forget the contents of these blocks, and of cached blocks that continue them. Requests
+        that have one cache nothing more. Raises BlockError for an id that does not exist."""
         self._control.evict(block_ids)
 
     def pin_prefix(
