@@ -41,10 +41,10 @@ test-interop: setup
 	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/interop/install.sh .venv-interop
 	$(BIN)/python -m pytest tests/interop -m interop
 
-# Configurations, the completions server and the page, as people start them.
+# Configurations, replicas, the completions server, the page and the site, as people start them.
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
-	$(BIN)/python -m pytest tests/engine tests/dashboard -m launches
+	$(BIN)/python -m pytest tests/engine tests/dashboard tests/actors tests/docs -m launches
 
 test-faults: setup
 	$(BIN)/python -m pytest tests -m 'faults and not chaos' --share $(SHARE)

@@ -207,6 +207,7 @@ def test_workers_count_what_is_no_message_for_them(launch: Any, make_config: Any
     worker.close()
 
 
+@pytest.mark.launches
 def test_tensor_and_pipeline_parallel_ranks_serve_a_hybrid_and_leave_nothing(
     launch: Any, make_config: Any, traces: Any
 ) -> None:

@@ -126,6 +126,7 @@ def test_too_little_memory_is_an_error_that_says_what_would_fit(
     traces.check(config.name)
 
 
+@pytest.mark.faults
 def test_a_killed_worker_is_named_quickly_and_the_cluster_stops_clean(
     launch: Any, make_config: Any, traces: Any
 ) -> None:
@@ -161,6 +162,7 @@ def stopped(process_id: int) -> Iterator[None]:
         os.kill(process_id, signal.SIGCONT)
 
 
+@pytest.mark.faults
 def test_a_worker_that_hangs_is_named_and_served_again_when_it_goes_on(
     launch: Any, make_config: Any
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_worker_that_hangs_is_named_and_served_again_when_it_goes_on(
         client.wait_finished(client.step(EMPTY).step)
 
 
+@pytest.mark.faults
 def test_a_coordinator_that_is_killed_takes_over_again_and_clients_attach_again(
     launch: Any, make_config: Any
 ) -> None:

@@ -45,6 +45,7 @@ def of_cluster(name: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
     }
 
 
+@pytest.mark.launches
 def test_the_agent_of_the_node_serves_every_metric_with_its_value(
     launch: Any, make_config: Any
 ) -> None:

@@ -84,6 +84,7 @@ def test_only_who_has_the_keys_can_follow_a_guarded_publisher(ray_cluster: str) 
 
 
 @pytest.mark.ray
+@pytest.mark.launches
 def test_replicas_are_followed_apart_and_end_together(ray_cluster: str) -> None:
     any_port = "tcp://127.0.0.1:0"
     config = config_of(2, endpoint=any_port, replay_endpoint=any_port)

@@ -71,6 +71,7 @@ def kvcache(
     return lines
 
 
+@pytest.mark.launches
 def test_an_actor_ranks_clusters_and_commands_follow_them(
     make_config: Any, launch: Callable[..., KVCacheCluster], ray_cluster: str
 ) -> None:

@@ -191,6 +191,7 @@ def test_the_configuration_page_has_the_bounds_of_tenants() -> None:
     assert "kvcache.config" not in PAGE.read_text("utf-8")  # no name of a type
 
 
+@pytest.mark.launches
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="MKDOCS IS NOT INSTALLED: THE SITE IS NOT TESTED")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]

@@ -22,7 +22,7 @@ SYSTEM = tokens(0, 40)
 PROMPTS = [[*SYSTEM, *tokens(seed, seed)] for seed in (5, 20, 9)] + [[3, 1, 2] * 7, [7]]
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_cold_and_cached_prompts_say_the_same(
@@ -50,7 +50,7 @@ def test_chunks_of_any_size_say_the_same(name: str, max_chunk_tokens: int) -> No
         require_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_preempted_requests_go_on_as_if_nothing_had_been(name: str, is_pipelined: bool) -> None:
     prompts = [tokens(seed, 30) for seed in range(6)]
@@ -79,7 +79,7 @@ def test_a_prompt_that_was_evicted_is_computed_again(name: str) -> None:
         require_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_samples_of_one_prompt_share_it_and_go_their_own_ways(
     name: str, is_pipelined: bool
@@ -96,7 +96,7 @@ def test_samples_of_one_prompt_share_it_and_go_their_own_ways(
         require_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_drafts_change_nothing_that_is_said(name: str, is_pipelined: bool) -> None:
     repeated = [5, 6, 7, 8] * 8
@@ -111,7 +111,7 @@ def test_drafts_change_nothing_that_is_said(name: str, is_pipelined: bool) -> No
         require_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_drafts_may_be_right_up_to_any_token(
     name: str, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch

@@ -99,7 +99,7 @@ class Failing(LocalExecutor):
         return output
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_a_failed_forward_is_undone_and_done_again(name: str, is_pipelined: bool) -> None:
     config = EngineConfig(

@@ -18,7 +18,7 @@ def models() -> dict[str, Any]:
     return {kind: make_model(kind) for kind in KINDS}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["llama", pytest.param("mistral", marks=pytest.mark.long), "gemma3"])
 def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
     return models[request.param]
 
