@@ -42,3 +42,13 @@ def int32_array(values: Sequence[int] | Iterable[int] | npt.NDArray[np.integer])
 def index_array(values: Sequence[int] | npt.NDArray[np.integer]) -> IndexArray:
     """Return `values` as an `IndexArray`, without a copy where they are one already."""
     return np.asarray(values, dtype=np.intp)
+
+
+def are_below(values: Int32Array, end: int) -> bool:
+    """Say whether all of `values` are in `[0, end)`: without its sign a negative one is large."""
+    return not len(values) or int(np.maximum.reduce(values.view(np.uint32))) < end
+
+
+def are_ids(values: Int32Array, end: int) -> bool:
+    """Say whether all of `values` are in `[1, end)`, as blocks are."""
+    return np.count_nonzero(values) == len(values) and are_below(values, end)

@@ -29,16 +29,17 @@ from kvcache.labels import validate_label_command
 
 def _same_length(command: object, **arrays: Int32Array) -> int:
     """Return the common length of `arrays`, or raise with all lengths."""
-    lengths = {name: len(array) for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
-        raise MalformedMessageError(f"{type(command).__name__} with unequal lengths {lengths}")
-    return next(iter(lengths.values()))
+    lengths = set(map(len, arrays.values()))
+    if len(lengths) > 1:
+        told = {name: len(array) for name, array in arrays.items()}
+        raise MalformedMessageError(f"{type(command).__name__} with unequal lengths {told}")
+    return lengths.pop()
 
 
 def _counts_match(command: object, what: str, counts: Int32Array, items: Int32Array) -> None:
-    if len(counts) and int(counts.min()) < 0:
+    if np.count_nonzero(counts < 0):
         raise MalformedMessageError(f"{type(command).__name__} with a negative count of {what}")
-    total = int(counts.sum(dtype=np.int64))
+    total = int(np.add.reduce(counts, dtype=np.int64))
     if total != len(items):
         raise MalformedMessageError(
             f"{type(command).__name__} announces {total} {what} and brings {len(items)}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.arrays import Int32Array, are_below, are_ids, int32_array
 from kvcache.commands import Label
 from kvcache.errors import BlockError, InvariantError, MalformedMessageError, VersionMismatchError
 from kvcache.sealed_contents import SealedContents
@@ -91,36 +91,71 @@ class LabelSet:
 
 def validate_label_command(label: Label, digest_bytes: int) -> None:
     """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing."""
-    count = len(label.block_ids)
+    count, ids = len(label.block_ids), label.block_ids
     if digest_bytes < 1:
         raise MalformedMessageError(f"label with digests of {digest_bytes} bytes")
+    is_even = count == len(label.groups) == len(label.slots) == len(label.token_counts)
+    if not (
+        is_even
+        and count == len(label.namespaces)
+        and count * digest_bytes == len(label.digests) == len(label.parent_digests)
+    ):
+        raise _uneven(label, digest_bytes)
+    if np.count_nonzero(label.token_counts < 0):
+        raise MalformedMessageError("label has a negative token count")
+    num_tokens = int(np.add.reduce(label.token_counts, dtype=np.int64))
+    if num_tokens != len(label.token_ids):
+        raise MalformedMessageError(
+            f"label announces {num_tokens} tokens and brings {len(label.token_ids)}"
+        )
+    if not are_below(label.namespaces, len(label.namespace_names)):
+        raise MalformedMessageError("label names a namespace it does not bring")
+    if label.extra_keys and any(not 0 <= index < count for index in label.extra_keys):
+        raise MalformedMessageError(f"label of {count} blocks has extra keys for other ones")
+    is_rising = np.count_nonzero(ids[1:] > ids[:-1]) >= count - 1  # told at little cost
+    if not is_rising and len(np.unique(ids)) != count:
+        raise MalformedMessageError("label names a block twice")
+
+
+def _uneven(label: Label, digest_bytes: int) -> MalformedMessageError:
+    count = len(label.block_ids)
     sizes = {
         "groups": len(label.groups),
         "slots": len(label.slots),
         "token_counts": len(label.token_counts),
         "namespaces": len(label.namespaces),
-        "digests": len(label.digests) // digest_bytes,
-        "parent_digests": len(label.parent_digests) // digest_bytes,
+        "digests": len(label.digests) / digest_bytes,
+        "parent_digests": len(label.parent_digests) / digest_bytes,
     }
     wrong = {name: size for name, size in sizes.items() if size != count}
-    if wrong or len(label.digests) % digest_bytes or len(label.parent_digests) % digest_bytes:
-        raise MalformedMessageError(f"label of {count} blocks has arrays of other sizes: {wrong}")
-    if count and int(label.token_counts.min()) < 0:
-        raise MalformedMessageError("label has a negative token count")
-    if int(label.token_counts.sum()) != len(label.token_ids):
-        raise MalformedMessageError(
-            f"label announces {int(label.token_counts.sum())} tokens and brings "
-            f"{len(label.token_ids)}"
-        )
-    if count and not 0 <= int(label.namespaces.min()) <= int(label.namespaces.max()) < len(
-        label.namespace_names
-    ):
-        raise MalformedMessageError("label names a namespace it does not bring")
-    if any(not 0 <= index < count for index in label.extra_keys):
-        raise MalformedMessageError(f"label of {count} blocks has extra keys for other ones")
-    is_rising = count < 2 or bool((np.diff(label.block_ids) > 0).all())  # told apart at little cost
-    if not is_rising and len(np.unique(label.block_ids)) != count:
-        raise MalformedMessageError("label names a block twice")
+    return MalformedMessageError(f"label of {count} blocks has arrays of other sizes: {wrong}")
+
+
+def join_labels(parts: Sequence[Label]) -> Label:
+    """Return one label of the blocks of all `parts`, of which there is one at least."""
+    if len(parts) == 1:
+        return parts[0]
+    names: dict[bytes, int] = {}
+    namespaces: list[Int32Array] = []
+    extra_keys: dict[int, bytes] = {}
+    offset = 0
+    for part in parts:
+        places = [names.setdefault(name, len(names)) for name in part.namespace_names]
+        namespaces.append(int32_array(places)[part.namespaces])
+        extra_keys.update({offset + i: keys for i, keys in part.extra_keys.items()})
+        offset += len(part.block_ids)
+    return Label(
+        block_ids=np.concatenate([part.block_ids for part in parts]),
+        groups=np.concatenate([part.groups for part in parts]),
+        slots=np.concatenate([part.slots for part in parts]),
+        digests=b"".join([part.digests for part in parts]),
+        parent_digests=b"".join([part.parent_digests for part in parts]),
+        token_counts=np.concatenate([part.token_counts for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        namespaces=np.concatenate(namespaces),
+        namespace_names=tuple(names),
+        extra_keys=extra_keys,
+    )
 
 
 def join_label_sets(pieces: Sequence[LabelSet]) -> LabelSet:
@@ -140,29 +175,7 @@ def join_label_sets(pieces: Sequence[LabelSet]) -> LabelSet:
                     f"labels of rank {first.rank}: {name} is {getattr(first, name)!r} in one piece "
                     f"and {getattr(piece, name)!r} in another"
                 )
-    names: dict[bytes, int] = {}
-    namespaces: list[Int32Array] = []
-    extra_keys: dict[int, bytes] = {}
-    offset = 0
-    for piece in pieces:
-        labels = piece.labels
-        places = [names.setdefault(name, len(names)) for name in labels.namespace_names]
-        namespaces.append(int32_array(places)[labels.namespaces])
-        extra_keys.update({offset + i: keys for i, keys in labels.extra_keys.items()})
-        offset += len(labels.block_ids)
-    parts = [piece.labels for piece in pieces]
-    joined = Label(
-        block_ids=np.concatenate([part.block_ids for part in parts]),
-        groups=np.concatenate([part.groups for part in parts]),
-        slots=np.concatenate([part.slots for part in parts]),
-        digests=b"".join([part.digests for part in parts]),
-        parent_digests=b"".join([part.parent_digests for part in parts]),
-        token_counts=np.concatenate([part.token_counts for part in parts]),
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        namespaces=np.concatenate(namespaces),
-        namespace_names=tuple(names),
-        extra_keys=extra_keys,
-    )
+    joined = join_labels([piece.labels for piece in pieces])
     checksums = b"".join([piece.checksums for piece in pieces])
     return replace(first, labels=joined, checksums=checksums)
 
@@ -197,15 +210,14 @@ class LabelTable:
         """Raise unless `label` could be applied. Changes nothing."""
         validate_label_command(label, self._digest_bytes)
         self._validate_ids(label.block_ids)
-        if len(label.token_counts) and int(label.token_counts.max()) > self._max_block_tokens:
+        if not are_below(label.token_counts, self._max_block_tokens + 1):
             raise BlockError(
                 f"label for a block of {int(label.token_counts.max())} tokens, the largest block "
                 f"here holds {self._max_block_tokens}"
             )
 
     def apply(self, label: Label) -> None:
-        """Write labels. Raises, unchanged, when a block or a size is impossible."""
-        self.validate(label)
+        """Write labels that `validate` has let pass."""
         ids = label.block_ids
         if not len(ids):
             return
@@ -221,7 +233,7 @@ class LabelTable:
         self._write_tokens(label)
         self._forget_unused_namespaces()
         names = [self._intern(name) for name in label.namespace_names]
-        self._namespace[ids] = np.array(names, dtype=np.int32)[label.namespaces]
+        self._namespace[ids] = names[0] if len(names) == 1 else int32_array(names)[label.namespaces]
         for index, keys in label.extra_keys.items():
             self._extra_keys[int(ids[index])] = keys
 
@@ -336,9 +348,7 @@ class LabelTable:
             raise InvariantError(f"blocks {orphans[:5]} have extra keys but no label")
 
     def _validate_ids(self, block_ids: Int32Array) -> None:
-        if len(block_ids) and not 0 < int(block_ids.min()) <= int(block_ids.max()) < len(
-            self._group
-        ):
+        if not are_ids(block_ids, len(self._group)):
             raise BlockError(
                 f"label command for blocks {int(block_ids.min())}..{int(block_ids.max())}, this "
                 f"rank has 1..{len(self._group) - 1}"
@@ -350,8 +360,9 @@ class LabelTable:
 
     def _write_tokens(self, label: Label) -> None:
         counts = label.token_counts
-        width = int(counts[0])
-        if bool((counts == width).all()):
+        width = len(label.token_ids) // len(counts)
+        # None is longer: as many tokens as that are only there if all are as long.
+        if width == self._max_block_tokens or not np.count_nonzero(counts != width):
             self._tokens[label.block_ids, :width] = label.token_ids.reshape(len(counts), width)
             return
         ends = np.cumsum(counts)

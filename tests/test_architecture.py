@@ -76,6 +76,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("label_units",),
         ("block_store", "leaf_tails"),
         ("published", "tree", "rows"),
+        ("grown_segments",),
         ("announcer",),
         ("evictor", "hits", "skips"),
         ("list_tables",),

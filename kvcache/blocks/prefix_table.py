@@ -7,6 +7,7 @@ steps or events.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import cbor2
 
@@ -16,6 +17,9 @@ from kvcache.request import Namespace
 
 DEFAULT_NAMESPACE = Namespace(model_epoch=0, lora=None, salt=None, tenant=None)
 """Where requests without adapter, salt or tenant live while the first weights are loaded."""
+
+MAX_NAMES = 1024
+"""Names of namespaces that are kept, the latest ones."""
 
 
 class PrefixTable:
@@ -76,6 +80,7 @@ class PrefixTable:
         return [] if first is None else [first, *self.copies.get(digest, ())]
 
 
+@lru_cache(MAX_NAMES)
 def namespace_name(namespace: Namespace) -> bytes:
     """Return the canonical bytes of a namespace, as labels carry them."""
     return cbor2.dumps(

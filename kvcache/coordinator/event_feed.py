@@ -132,6 +132,7 @@ class LinkedEventFeed:
             manager.statistics().core.num_blocks + 1, len(self._none_hash), max(self._block_sizes)
         )
         if known is not None:
+            self._labels.validate(known)
             self._labels.apply(known)
         self._tiers = tiers
         self._first_seq = first_seq

@@ -216,6 +216,7 @@ class Offloading:
 
     def know(self, labels: Label) -> None:
         """These blocks are labelled from before the epoch."""
+        self._labels.validate(labels)
         self._labels.apply(labels)
 
     def on_ended(self, job: EndedJob) -> bool:

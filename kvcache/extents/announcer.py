@@ -27,12 +27,12 @@ from kvcache.core import (
     OffloadHooks,
 )
 from kvcache.digests import PackedDigests
+from kvcache.extents.grown_segments import NO_SLOT, GrownSegments
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.shape import GroupShape, TreeShape
 from kvcache.hashing import BlockHash, ExtraKeys
+from kvcache.labels import join_labels
 from kvcache.request import Namespace
-
-NO_SLOT = -1
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -52,10 +52,11 @@ class _Stretch:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Commands that are not built yet. At most one of the lists is filled."""
+    """Commands that are not built yet: unlabels, or labels and stretches that still get some."""
 
     unlabels: list[Int32Array] = field(default_factory=list)
-    labels: list[_Stretch] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    stretches: list[_Stretch] = field(default_factory=list)
 
 
 class Announcer:
@@ -101,11 +102,15 @@ class Announcer:
 
         `is_labelled`: workers know already, no label is sent.
         """
-        if self.tells_contents:
+        has_labels = self.has_workers and not is_labelled
+        if has_labels and isinstance(published.segments, GrownSegments):
+            self._label_grown(published.segments, block_ids, is_new)
+            has_labels = False
+        if has_labels or self.published_groups:
             for stretch in self._stretches(published, block_ids, is_new):
-                if self.has_workers and not is_labelled:
+                if has_labels:
                     self._flush_unlabels()
-                    self._waiting.labels.append(stretch)
+                    self._waiting.stretches.append(stretch)
                 if stretch.group.index in self.published_groups:
                     self._emit_stored(stretch)
         if self.offload is not None:
@@ -118,7 +123,7 @@ class Announcer:
         """Contents that everybody knows are in other blocks from now on."""
         if self.has_workers:
             self._flush_unlabels()
-            self._waiting.labels += self._stretches(published, block_ids, is_new)
+            self._waiting.stretches += self._stretches(published, block_ids, is_new)
 
     def forgotten(self, block_ids: IndexArray | Int32Array) -> None:
         """The labels of these sealed blocks are void, before anything writes into them."""
@@ -160,9 +165,27 @@ class Announcer:
             self._waiting.unlabels = []
 
     def _flush_labels(self) -> None:
-        if self._waiting.labels:
-            self._commands.append(self._label(self._waiting.labels))
-            self._waiting.labels = []
+        waiting = self._waiting
+        if waiting.stretches:
+            waiting.labels.append(self._label(waiting.stretches))
+            waiting.stretches = []
+        if waiting.labels:
+            self._commands.append(join_labels(waiting.labels))
+            waiting.labels = []
+
+    def _label_grown(self, grown: GrownSegments, block_ids: IndexArray, is_new: BoolArray) -> None:
+        """Tell workers of new blocks, each of which is one of these units."""
+        for group in self.shape.groups:
+            new, ids = is_new[group.index], block_ids[group.index]
+            num_new = np.count_nonzero(new)
+            if num_new:
+                chosen = None if num_new == len(new) else new.nonzero()[0]
+                self._flush_unlabels()
+                self._waiting.labels.append(
+                    grown.label(
+                        group.index, ids if chosen is None else ids[chosen], chosen, self._slots
+                    )
+                )
 
     def _stretches(
         self, published: Published, block_ids: IndexArray, is_new: BoolArray

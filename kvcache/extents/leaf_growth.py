@@ -8,74 +8,20 @@ follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.core import RowTokens
+from kvcache.extents.grown_segments import GrownSegments
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.pins import BoolArray
 from kvcache.extents.published import Published, Segment
-from kvcache.extents.publisher import Publisher, extra_keys_of
+from kvcache.extents.publisher import Publisher
 from kvcache.extents.rows import Int64Array, Row
 from kvcache.extents.shape import GroupShape
 from kvcache.hashing import BlockHash
-
-
-class GrownSegments(Sequence[Segment]):
-    """One unit of each of some rows, as segments that are made when somebody asks.
-
-    Most are never asked for: where nobody is told of contents and no step fails.
-    """
-
-    def __init__(
-        self, rows: list[Row], units: Int64Array, hashed: list[bytes], digests: list[bytes]
-    ) -> None:
-        """Note whose they are: `units[i]` is the last one of row `i` now, and `hashed[i]` the
-        digest before it and its tokens."""
-        self.digests = digests
-        self._hashed = hashed
-        self._rows = rows
-        self._units = units
-
-    def __len__(self) -> int:
-        return len(self.digests)
-
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Segment]: ...
-
-    def __getitem__(self, index: int | slice) -> Segment | list[Segment]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        row, unit, digest = self._rows[index], int(self._units[index]), self.digests[index]
-        parent, tokens = self._cut(index)
-        return Segment(
-            row.run,
-            unit,
-            1,
-            row.request.request_id,
-            row.request.namespace,
-            unit,
-            tokens,
-            digest,
-            parent,
-            extra_keys_of(row.request),
-        )
-
-    def with_lead(self, index: int, publisher: Publisher) -> Segment:
-        """Return a segment with the units before it that longer blocks need."""
-        row, unit = self._rows[index], int(self._units[index])
-        parent, _ = self._cut(index)
-        return publisher.segment(row, unit, 1, self.digests[index], parent)
-
-    def _cut(self, index: int) -> tuple[bytes, bytes]:
-        """Return the digest before a unit, and its tokens."""
-        hashed, size = self._hashed[index], len(self.digests[index])
-        return hashed[:size], hashed[size:]
 
 
 class _Growth(NamedTuple):
@@ -213,10 +159,14 @@ class LeafGrower:
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
             by_index = self._tables.by_index
             members = [row for index in rows.tolist() if (row := by_index[index]) is not None]
-            grown = GrownSegments(members, growth.units, hashed, digests)
+            contents = packed[:, : tails.ids_at]
+            grown = GrownSegments(members, growth.units, contents, digests)
             segments: Sequence[Segment] = grown
-            if self._is_mixed:
-                segments = [grown.with_lead(i, publisher) for i in range(len(grown))]
+            if self._is_mixed:  # with the units before that longer blocks need
+                segments = [
+                    publisher.segment(row, grown.unit(i), 1, digests[i], grown.parent(i))
+                    for i, row in enumerate(members)
+                ]
             published = Published(segments, handles, is_content=True)
             if self._is_full:
                 published.block_ids, published.num_cut_short = blocks, store.num_cut_short

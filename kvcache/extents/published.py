@@ -17,8 +17,8 @@ from kvcache.errors import RequestError
 from kvcache.extents.block_store import FIRST_CLIENT
 from kvcache.extents.rows import Row
 from kvcache.extents.run import HandleArray, Run
-from kvcache.hashing import ExtraKeys
-from kvcache.request import Namespace
+from kvcache.hashing import ExtraKeys, generate_block_hash_extra_keys, need_extra_keys
+from kvcache.request import Namespace, Request
 
 NO_STEP = -1
 
@@ -27,6 +27,17 @@ MAX_CLIENTS = (1 << 15) - FIRST_CLIENT
 
 ExtraKeysOf: TypeAlias = Callable[[int, int], "ExtraKeys | None"]
 """Returns the extra keys of a block at tokens `[start, end)`."""
+
+
+def extra_keys_of(request: Request) -> ExtraKeysOf | None:
+    """Return what says the extra keys of a request's blocks, None where none has any."""
+    if not need_extra_keys(request):
+        return None
+
+    def extra_keys(start: int, end: int) -> ExtraKeys | None:
+        return generate_block_hash_extra_keys(request, start, end, 0)[0]
+
+    return extra_keys
 
 
 @dataclass(slots=True, eq=False)

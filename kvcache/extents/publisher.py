@@ -18,16 +18,13 @@ from kvcache.extents.block_store import NO_CONTENT, NULL_HANDLE, SEALED
 from kvcache.extents.companions import Companions, Company
 from kvcache.extents.duplicates import DuplicateMerger
 from kvcache.extents.parts import CoreParts
-from kvcache.extents.published import ExtraKeysOf, Published, Segment
+from kvcache.extents.published import Published, Segment, extra_keys_of
 from kvcache.extents.rows import Row
 from kvcache.extents.run import HandleArray, Run
 from kvcache.extents.shape import GroupShape
 from kvcache.extents.tree import NO_WALK, Walk
 from kvcache.hashing import (
     BlockHash,
-    ExtraKeys,
-    generate_block_hash_extra_keys,
-    need_extra_keys,
 )
 from kvcache.request import Request
 
@@ -366,13 +363,3 @@ class Publisher:
         store = self._store
         ids: IndexArray = index_array(store.ids_of(published.handles))
         self._announcer.sealed(published, ids, ids != 0)
-
-
-def extra_keys_of(request: Request) -> ExtraKeysOf | None:
-    if not need_extra_keys(request):
-        return None
-
-    def extra_keys(start: int, end: int) -> ExtraKeys | None:
-        return generate_block_hash_extra_keys(request, start, end, 0)[0]
-
-    return extra_keys

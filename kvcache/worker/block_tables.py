@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.arrays import Int32Array
+from kvcache.arrays import Int32Array, are_below
 from kvcache.commands import BlockTablePatch
 from kvcache.errors import BlockError, MalformedMessageError
 
@@ -79,22 +79,22 @@ class BlockTables:
                     f"block table patch brings {len(patch.block_ids)} ids for no runs"
                 )
             return
-        if int(patch.counts.min()) < 0 or int(patch.counts.sum(dtype=np.int64)) != len(
-            patch.block_ids
-        ):
+        counts, firsts = patch.counts, patch.first_indices
+        num_ids = int(np.add.reduce(counts, dtype=np.int64))
+        if np.count_nonzero(counts < 0) or num_ids != len(patch.block_ids):
             raise MalformedMessageError(
-                f"block table patch announces {patch.counts.tolist()[:8]} ids and brings "
+                f"block table patch announces {counts.tolist()[:8]} ids and brings "
                 f"{len(patch.block_ids)}"
             )
         _require_range("group", patch.groups, len(self._tables))
         _require_range("slot", patch.slots, self._max_num_seqs)
         _require_range("block id", patch.block_ids, self._num_blocks)
-        ends = patch.first_indices.astype(np.int64) + patch.counts
-        widths = self._widths[patch.groups]
-        if int(patch.first_indices.min()) < 0 or bool((ends > widths).any()):
+        widths = self._widths.take(patch.groups)
+        ends = firsts.astype(np.int64) + counts
+        if np.count_nonzero(firsts < 0) or np.count_nonzero(ends > widths):
             worst = int(np.argmax(ends - widths))
             raise BlockError(
-                f"block table patch writes columns {int(patch.first_indices[worst])}.."
+                f"block table patch writes columns {int(firsts[worst])}.."
                 f"{int(ends[worst]) - 1} of slot {int(patch.slots[worst])}, group "
                 f"{int(patch.groups[worst])}, which has {int(widths[worst])}"
             )
@@ -116,7 +116,7 @@ class BlockTables:
 
 
 def _require_range(what: str, values: Int32Array, limit: int) -> None:
-    if len(values) and not 0 <= int(values.min()) <= int(values.max()) < limit:
+    if not are_below(values, limit):
         raise BlockError(
             f"block table patch has {what} {int(values.min())}..{int(values.max())}, this rank "
             f"has 0..{limit - 1}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.arrays import Int32Array, are_below, are_ids
 from kvcache.commands import (
     Audit,
     BlockTablePatch,
@@ -80,9 +80,7 @@ class CommandValidator:
             case Label():
                 self._labels.validate(command)
                 groups = command.groups
-                if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < (
-                    self._num_groups
-                ):
+                if not are_below(groups, self._num_groups):
                     raise BlockError(
                         f"label for group {int(groups.min())}..{int(groups.max())}, this rank has "
                         f"{self._num_groups} groups"
@@ -140,7 +138,7 @@ class CommandValidator:
             raise MalformedMessageError(
                 f"{verb} of slots of medium {medium!r}: only {HOST_MEDIUM!r} has slots"
             )
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_host_slots:
+        if not are_below(slots, self._num_host_slots):
             raise BlockError(
                 f"{verb} of host slots {int(slots.min())}..{int(slots.max())}, this rank has "
                 f"{self._num_host_slots}"
@@ -165,9 +163,7 @@ class CommandValidator:
 
     def _require_blocks(self, verb: str, block_ids: Int32Array) -> None:
         """Raise unless all ids are blocks of the pool, and none is the null block."""
-        if len(block_ids) and not 0 < int(block_ids.min()) <= int(block_ids.max()) < (
-            self._num_blocks
-        ):
+        if not are_ids(block_ids, self._num_blocks):
             raise BlockError(
                 f"{verb} of blocks {int(block_ids.min())}..{int(block_ids.max())}, this rank has "
                 f"1..{self._num_blocks - 1}"
