@@ -43,6 +43,9 @@ _FEW_TOKENS = 16
 _SPARE_TOKENS = 64
 _TOKEN_BYTES = 4
 
+_NO_ITEMS: tuple[()] = ()
+"""No multimodal items, as they are given where there are none: told by identity."""
+
 _PLAIN_NAMESPACE = Namespace(0, None, None, None)
 """Where most requests are: one object for all of them is compared by identity."""
 
@@ -142,14 +145,17 @@ class Request:
             check_text(f"request {request_id}: cache salt", cache_salt)
         if tenant is not None:
             check_text(f"request {request_id}: tenant", tenant)
-        items: list[tuple[MultiModalPosition, str]] = []
-        if not (_is_nothing(mm_positions) and _is_nothing(mm_hashes)):
+        positions: tuple[MultiModalPosition, ...] = ()
+        hashes: tuple[str, ...] = ()
+        if mm_positions is not _NO_ITEMS or mm_hashes is not _NO_ITEMS:
             items = sorted_items(request_id, mm_positions, mm_hashes, tokens.size)
+            positions = tuple([position for position, _ in items])
+            hashes = tuple([mm_hash for _, mm_hash in items])
 
         self.request_id: Final = request_id
         self.lora: Final = lora
-        self.mm_positions: Final = tuple([position for position, _ in items])
-        self.mm_hashes: Final = tuple([mm_hash for _, mm_hash in items])
+        self.mm_positions: Final = positions
+        self.mm_hashes: Final = hashes
         self.cache_salt: Final = cache_salt
         self.skip_reading_prefix_cache: Final = skip_reading_prefix_cache
         is_plain = lora is None and cache_salt is None and tenant is None and not model_epoch
@@ -352,8 +358,3 @@ def _bytes_of(tokens: NDArray[np.int32]) -> bytes:
     if isinstance(viewed, bytes) and len(viewed) == tokens.nbytes:
         return viewed
     return tokens.tobytes()
-
-
-def _is_nothing(given: object) -> bool:
-    """Say whether no multimodal items are given, in the usual way: nothing to look at then."""
-    return isinstance(given, tuple) and not given

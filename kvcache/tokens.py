@@ -66,7 +66,7 @@ def _from_ndarray(ids: NDArray[np.generic], what: str) -> NDArray[np.int32]:
         return np.empty(0, np.int32)
     if ids.dtype.kind not in "iu":  # a span of time is an np.integer, and no token id
         raise _not_a_token_id(what, 0, ids[0].item())
-    if ids.dtype != np.int32 or int(ids.min()) < 0:
+    if ids.dtype != np.int32 or int(np.minimum.reduce(ids)) < 0:
         wide = ids.astype(np.int64)  # unsigned ids above 2**63 become negative
         bad = np.flatnonzero((wide < 0) | (wide > MAX_TOKEN_ID))
         if bad.size:

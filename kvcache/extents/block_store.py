@@ -90,21 +90,17 @@ class BlockStore:
         # Of each block its handle in its present life.
         self._handles: HandleArray = np.arange(num_blocks, dtype=np.int64)
         self._fresh: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_fresh = max(0, num_blocks - 1)
-
-    @property
-    def num_fresh(self) -> int:
+        self.num_fresh = max(0, num_blocks - 1)
         """Blocks that hold nothing and are held by nobody."""
-        return self._num_fresh
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out, cached ones included."""
-        return self._num_fresh + self.num_unheld_cached
+        return self.num_fresh + self.num_unheld_cached
 
     def fresh_blocks(self) -> Int32Array:
         """Return a copy of the fresh blocks, the next one to go last. For audits."""
-        fresh: Int32Array = self._fresh[: self._num_fresh].copy()
+        fresh: Int32Array = self._fresh[: self.num_fresh].copy()
         return fresh
 
     def clear(self) -> None:
@@ -115,7 +111,7 @@ class BlockStore:
         self.num_cut_short += 1
         self.end_lives(index_array(cached))
         self.num_unheld_cached = 0
-        self._num_fresh = 0
+        self.num_fresh = 0
         self.put_fresh(np.arange(1, self.num_blocks, dtype=np.int32))
         if self.tenants is not None:
             self.tenants.clear()
@@ -200,8 +196,8 @@ class BlockStore:
 
     def take_bare(self, count: int) -> Int32Array:
         """Take so many fresh blocks without a reference; they get one, or a content, at once."""
-        end = self._num_fresh
-        self._num_fresh = end - count
+        end = self.num_fresh
+        self.num_fresh = end - count
         taken: Int32Array = self._fresh[end - count : end][::-1].copy()
         return taken
 
@@ -212,17 +208,17 @@ class BlockStore:
 
         `of`: whose all of them are, where that is known.
         """
-        start = self._num_fresh
-        self._num_fresh = start + len(block_ids)
-        self._fresh[start : self._num_fresh] = block_ids[::-1]
+        start = self.num_fresh
+        self.num_fresh = start + len(block_ids)
+        self._fresh[start : self.num_fresh] = block_ids[::-1]
         if self.tenants is not None:
             self.tenants.freed(block_ids, of)
 
     def leave_fresh(self, block_ids: IndexArray) -> None:
         """These fresh blocks have got contents without being taken. O(fresh)."""
-        fresh = self._fresh[: self._num_fresh]
+        fresh = self._fresh[: self.num_fresh]
         left = fresh[~np.isin(fresh, block_ids)]
-        self._num_fresh = len(left)
+        self.num_fresh = len(left)
         self._fresh[: len(left)] = left
 
     def touch(self, block_ids: IndexArray | Int32Array) -> None:
@@ -297,10 +293,10 @@ class BlockStore:
             elif len(self.is_single) and self.is_single[block_id]:
                 cached.append(block_id)
             # else: a copy held a block that has become a run's meanwhile
-        start = self._num_fresh
-        self._num_fresh = start + len(fresh)
+        start = self.num_fresh
+        self.num_fresh = start + len(fresh)
         if fresh:
-            self._fresh[start : self._num_fresh] = fresh[::-1]
+            self._fresh[start : self.num_fresh] = fresh[::-1]
             if self.tenants is not None:
                 self.tenants.freed(fresh)
         if cached:

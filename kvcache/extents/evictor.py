@@ -118,8 +118,10 @@ class Evictor:
         Raises:
             OutOfBlocksError: fewer are free; nothing was changed.
         """
-        self._ensure_fresh(count)
-        return self._handed_out(self._store.take_fresh(count))
+        store = self._store
+        if count > store.num_fresh or store.tenants is not None:
+            self._ensure_fresh(count)
+        return self._handed_out(store.take_fresh(count))
 
     def take_for(self, accounts: Sequence[TenantAccount]) -> Int32Array:
         """Do `take` for several tenants: a block for each of `accounts`, in that order.
@@ -140,8 +142,10 @@ class Evictor:
         Raises:
             OutOfBlocksError: fewer are free; nothing was changed.
         """
-        self._ensure_fresh(count)
-        return self._handed_out(self._store.take_bare(count))
+        store = self._store
+        if count > store.num_fresh or store.tenants is not None:
+            self._ensure_fresh(count)
+        return self._handed_out(store.take_bare(count))
 
     def _handed_out(self, block_ids: Int32Array) -> Int32Array:
         tenants = self._store.tenants

@@ -122,10 +122,11 @@ class LeafTail:
 
     def detach(self) -> None:
         """Take everything out of the row's tail, which is closed."""
-        if self._row is not None:
-            self.pack()
-            self._last = self.last
-            self._tails.close(self._row)
+        row, tails = self._row, self._tails
+        if row is not None:
+            self._packed += tails.units[row, : tails.counts.item(row)].tobytes()
+            self._last = tails.last[row].tobytes()
+            tails.close(row)
             self._row = None
 
     def end(self) -> Piece:

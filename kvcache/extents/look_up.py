@@ -48,7 +48,7 @@ class LookUp:
         self._shape = parts.shape
         self._unit_tokens = parts.shape.unit_tokens
         # One table, a block for each unit: what a walk finds are its blocks.
-        self._is_simple = parts.shape.is_plain and len(parts.shape.groups) == 1
+        self._is_simple = parts.shape.is_simple
         self._store = parts.store
         self._tree = parts.tree
         self._ledger = parts.ledger
@@ -148,7 +148,7 @@ class LookUp:
             tokens = self._match_tokens.leading(request, max_units)
             walk = self._tree.walk(root, tokens, 0, max_units)
         num_units = walk.num_units if self._shape.ordered else max_units
-        if num_units and self._shape.ordered and self._store.num_unsealed:
+        if num_units and self._shape.ordered and self._waits_for_others():
             num_units = self._usable_units(walk)
         if not num_units:
             return None
@@ -179,8 +179,6 @@ class LookUp:
 
     def _usable_units(self, walk: Walk) -> int:
         """Return how many of the units are sealed, or wait for a step of the same client."""
-        if not self._waits_for_others():
-            return walk.num_units
         for run in walk.path:
             usable = self._are_usable(run.ids) | (run.ids == 0)
             bad = np.flatnonzero(~usable.all(axis=0))

@@ -79,10 +79,6 @@ class Published:
     block_ids: IndexArray | None = None
     num_cut_short: int = 0
 
-    def is_untouched(self, num_cut_short: int) -> bool:
-        """Say whether all of its blocks are known still to wait."""
-        return self.block_ids is not None and self.num_cut_short == num_cut_short
-
 
 class StepLedger:
     """The open step, and what waits for steps to complete or fail, by client and in order.
@@ -95,14 +91,11 @@ class StepLedger:
         """Know no step."""
         self.client_id = ""
         self.step = NO_STEP
+        self.is_open = False
+        """Whether a step is open."""
         self._waiting: dict[str, deque[Published]] = {}
         self._numbers: dict[str, int] = {}
         self._free_numbers: list[int] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step is open."""
-        return self.step != NO_STEP
 
     def open(self, client_id: str, step: int) -> None:
         """Open a step.
@@ -123,11 +116,11 @@ class StepLedger:
                 f"cannot open step {step} of client {client_id!r}: steps of {MAX_CLIENTS} clients "
                 "wait already: complete or fail those of clients that have gone"
             )
-        self.client_id, self.step = client_id, step
+        self.client_id, self.step, self.is_open = client_id, step, True
 
     def close(self) -> None:
         """End the open step, if any."""
-        self.client_id, self.step = "", NO_STEP
+        self.client_id, self.step, self.is_open = "", NO_STEP, False
 
     def number(self) -> int:
         """Return the number of the open step's client."""

@@ -15,7 +15,7 @@ import numpy as np
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.digests import join_digests
 from kvcache.extents.block_store import NO_CONTENT, NULL_HANDLE, SEALED
-from kvcache.extents.companions import Companions, Company
+from kvcache.extents.companions import Companions
 from kvcache.extents.duplicates import DuplicateMerger
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.published import Published, Segment, extra_keys_of
@@ -65,32 +65,38 @@ class Publisher:
         end = min(num_tokens, row.request.num_tokens) // self._shape.unit_tokens
         if end <= start:
             return
-        tokens = self._match_tokens.of(row.request, start, end)
-        walk = NO_WALK
-        if row.run.children:
-            walk = self._tree.walk(row.run, tokens, 0, end - start)
-        if are_new and not walk.num_units:
-            self._add(row, tokens, start, are_new=True)
-            self._tables.published[row.index] = end
+        if are_new:
+            self.publish_new(row, start, end)
             return
+        tokens, walk = self._walk(row, start, end)
         if walk.num_units:
-            self._follow(row, walk, are_new=are_new)
+            self._follow(row, walk, are_new=False)
         middle = start + walk.num_units
         if middle < end:
-            company = Company(end)
-            if not are_new:
-                self._tables.published[row.index] = middle
-                company = self._companions.of(row, middle, end, self._follow_to)
+            self._tables.published[row.index] = middle
+            company = self._companions.of(row, middle, end, self._follow_to)
             end = company.end
             if middle < end:
-                above = row.run
-                if walk.num_units or end < start + len(tokens) // self._shape.unit_bytes:
-                    offset = walk.num_units * self._shape.unit_bytes
-                    length = (end - middle) * self._shape.unit_bytes
-                    tokens = tokens[offset : offset + length]
-                self._add(row, tokens, middle, are_new=are_new)
+                above, unit_bytes = row.run, self._shape.unit_bytes
+                offset = walk.num_units * unit_bytes
+                tokens = tokens[offset : offset + (end - middle) * unit_bytes]
+                self._add(row, tokens, middle, end, are_new=False)
                 if company.rows:
                     self._companions.take_along(company, row, above, middle)
+        self._tables.published[row.index] = end
+
+    def publish_new(self, row: Row, start: int, end: int) -> None:
+        """Do `publish` for units `[start, end)` of a row whose blocks there are new.
+
+        Nobody has references to those of ordered groups, and nobody else is in these units.
+        """
+        tokens, walk = self._walk(row, start, end)
+        if walk.num_units:
+            self._follow(row, walk, are_new=True)
+            start += walk.num_units
+            tokens = tokens[walk.num_units * self._shape.unit_bytes :]
+        if start < end:
+            self._add(row, tokens, start, end, are_new=True)
         self._tables.published[row.index] = end
 
     def beside_blocks(self, group: GroupShape, row: Row, start: int, end: int) -> Int32Array:
@@ -116,6 +122,13 @@ class Publisher:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _walk(self, row: Row, start: int, end: int) -> tuple[bytes, Walk]:
+        """Return a row's units `[start, end)` as match tokens, and where they lead behind it."""
+        tokens = self._match_tokens.of(row.request, start, end)
+        if not row.run.children:
+            return tokens, NO_WALK
+        return tokens, self._tree.walk(row.run, tokens, 0, end - start)
+
     def _follow_to(self, row: Row, end: int) -> None:
         """Let a row end at unit `end`, behind its own end: so far the tree has its units already.
 
@@ -127,18 +140,16 @@ class Publisher:
         self._follow(row, walk, are_new=False, is_offering=False)
         self._tables.published[row.index] = end
 
-    def _digests_of(self, row: Row, tokens: bytes, first_unit: int, parent: bytes) -> bytes:
+    def _digests_of(self, row: Row, tokens: bytes, start: int, end: int, parent: bytes) -> bytes:
         """Do `digest` for units of a row of which these are the match tokens."""
         request = row.request
-        num_units = len(tokens) // self._shape.unit_bytes
-        end_unit = first_unit + num_units
-        is_plain = row.is_plain and not (request.cache_salt and not first_unit)
-        is_known = len(request.known_block_hashes) >= end_unit
+        is_plain = row.is_plain and not (request.cache_salt and not start)
+        is_known = len(request.known_block_hashes) >= end
         if not is_plain or is_known or request.block_hasher is None:
-            return self.digest(request, first_unit, end_unit, parent)
+            return self.digest(request, start, end, parent)
         # What it is matched by are the request's own tokens, and nothing else is digested.
         size = self._shape.unit_tokens
-        return join_digests(self._hash_fn.chain(BlockHash(parent), tokens, size, num_units))
+        return join_digests(self._hash_fn.chain(BlockHash(parent), tokens, size, end - start))
 
     def _follow(self, row: Row, walk: Walk, *, are_new: bool, is_offering: bool = True) -> None:
         """Let the row end where the tree has its next units already; its own are doubles."""
@@ -230,12 +241,11 @@ class Publisher:
             row, start, end - start, digests[at : (end - first.start) * size], parent
         )
 
-    def _add(self, row: Row, tokens: bytes, start: int, *, are_new: bool) -> None:
-        """Let the row's units from `start` on, of these match tokens, become the tree's."""
+    def _add(self, row: Row, tokens: bytes, start: int, end: int, *, are_new: bool) -> None:
+        """Let the row's units `[start, end)`, of these match tokens, become the tree's."""
         store, shape = self._store, self._shape
-        end = start + len(tokens) // shape.unit_bytes
         parent = row.run.last_digest(shape.digest_bytes)
-        digests = self._digests_of(row, tokens, start, parent)
+        digests = self._digests_of(row, tokens, start, end, parent)
         ids, beside = self._blocks(row, start, end)
         has_all = shape.is_plain or shape.num_ordered_blocks(start, end) == ids.size
         new = index_array(ids.ravel() if has_all else ids[ids != 0])
@@ -254,13 +264,16 @@ class Publisher:
             self.note_digests(handles, digests)
         row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            if has_all:
-                ordered = store.handles_of_all(new.reshape(ids.shape))
+            segment = self.segment_of(row.run, row.request, start, end - start, digests, parent)
+            if shape.is_simple:
+                new = new.reshape(ids.shape)
+                published = Published([segment], store.handles_of_all(new), is_content=True)
+                published.block_ids, published.num_cut_short = new, store.num_cut_short
             else:
                 ordered = store.handles_of(ids)
-            of_groups = self._in_order_of_groups(ordered, handles)
-            segment = self.segment_of(row.run, row.request, start, end - start, digests, parent)
-            self.conclude(Published([segment], of_groups, is_content=True))
+                of_groups = self._in_order_of_groups(ordered, handles)
+                published = Published([segment], of_groups, is_content=True)
+            self.conclude(published)
 
     def _blocks(self, row: Row, start: int, end: int) -> tuple[Int32Array, Int32Array]:
         """Return copies of a row's blocks of ordered and of other groups, a row for each group."""

@@ -49,7 +49,7 @@ class Reserver:
         self._parts = parts
         self._shape = parts.shape
         self._in_rows = parts.shape.in_rows
-        self._is_simple = parts.shape.is_plain and len(parts.shape.groups) == 1
+        self._is_simple = parts.shape.is_simple
         self._store = parts.store
         self._tenants = parts.store.tenants
         self._tree = parts.tree
@@ -217,23 +217,23 @@ class Reserver:
             return None
         self.look_up.forget()
         row = self._open_row(request, reservation, match)
+        index = row.index
         table = taken = self._evictor.take_bare(num_new)
         if match is not None:
             table = np.concatenate((match.hit.block_ids[0], taken))
-        tables.fill(0, row.index, table, 0)
-        num_units = 0
+        tables.fill(0, index, table, 0)
+        num_units, full_tokens = num_held, NEVER
         if self.can_publish:
-            num_units = min(reservation.num_cached_tokens, request.num_tokens) // unit_tokens
-        own = taken[max(0, num_units - num_held) :]
+            num_cached = min(reservation.num_cached_tokens, request.num_tokens)
+            num_units = max(num_held, num_cached // unit_tokens)
+            full_tokens = (num_units + 1) * unit_tokens
+        own = taken[num_units - num_held :]
         if len(own):  # others get no reference: they are the tree's at once
             store.references[own] = 1
         if num_units > num_held:
-            self.publisher.publish(row, reservation.num_cached_tokens, are_new=True)
-        full_tokens = NEVER
-        if self.can_publish:
-            full_tokens = (tables.first_open_unit(row.index) + 1) * unit_tokens
-        tables.note_limits(row.index, len(table) * unit_tokens, full_tokens)
-        tables.skip_tokens[row.index] = NEVER
+            self.publisher.publish_new(row, num_held, num_units)
+        tables.note_limits(index, len(table) * unit_tokens, full_tokens)
+        tables.skip_tokens[index] = NEVER
         return [TableChange(0, 0, table)] if len(table) else []
 
     def _has_room(self, num_blocks: int, reservation: Reservation) -> bool:
@@ -336,10 +336,11 @@ class Reserver:
         run = match.last
         if run is None:
             run = tree.root(_known(request).namespace)
-        if match.num_matched < run.end:
-            run = tree.split(run, match.num_matched - run.start)
-        tree.hold(run)
         start, end = run.end, match.num_units
+        if match.num_matched < start:
+            start = match.num_matched
+            run = tree.split(run, start - run.start)
+        tree.hold(run)
         if start == end:
             return run
         # Units that nobody reads are not there: they take no block, but have their place.

@@ -137,7 +137,9 @@ class Run:
     @property
     def end(self) -> int:
         """The unit behind the last one."""
-        return self.start + self.num_units
+        waiting = self.waiting
+        num_units = self._num_units if waiting is None else self._num_units + waiting.num_units
+        return self.start + num_units
 
     def last_digest(self, digest_bytes: int) -> bytes:
         """Return the digest of the last unit; of a root, the one before every first unit."""
@@ -145,9 +147,9 @@ class Run:
             return self.waiting.last
         if self._pieces:
             return self._pieces[-1].digests[-digest_bytes:]
-        if not self.num_units:
+        if not self._num_units:
             return self.digests
-        end = self.num_units * digest_bytes
+        end = self._num_units * digest_bytes
         return self.digests[end - digest_bytes : end]
 
     def begin_waiting(self, tail: Tail) -> None:
@@ -198,14 +200,14 @@ class Run:
             pieces = self._pieces or []
             self._end_units(pieces)
             self._pieces = None
-            self.tokens = b"".join([self.tokens, *[piece.tokens for piece in pieces]])
-            self.digests = b"".join([self.digests, *[piece.digests for piece in pieces]])
-            self.ids = np.concatenate([self.ids, *[piece.ids for piece in pieces]], axis=1)
+            tokens, ids, handles, digests = zip(*pieces, strict=True)
+            self.tokens = b"".join((self.tokens, *tokens))
+            self.digests = b"".join((self.digests, *digests))
+            self.ids = np.concatenate((self.ids, *ids), axis=1)
             if len(self.handles):
-                more = [piece.handles for piece in pieces]
-                self.handles = np.concatenate([self.handles, *more], axis=1)
+                self.handles = np.concatenate((self.handles, *handles), axis=1)
             else:
-                self.handles = np.empty((0, self.num_units), dtype=np.int64)
+                self.handles = np.empty((0, self._num_units), dtype=np.int64)
 
     def split(self, num_units: int) -> Run:
         """Cut off the first units as a run of their own and return it; this one keeps the rest.

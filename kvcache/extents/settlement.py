@@ -80,11 +80,17 @@ class Settlement:
         """Seal what of these blocks still stands; only of a single one anybody is told."""
         if not ready:
             return
-        store, first = self._store, ready[0].block_ids
-        if len(ready) == 1 and first is not None and ready[0].is_untouched(store.num_cut_short):
-            store.seal(first.ravel(), store.seals.item(first.item(0)))
+        store = self._store
+        untouched = [
+            published.block_ids
+            for published in ready
+            if published.block_ids is not None and published.num_cut_short == store.num_cut_short
+        ]
+        if len(untouched) == len(ready):
+            ids = untouched[0] if len(ready) == 1 else np.concatenate(untouched, axis=1)
+            store.seal(ids.ravel(), store.seals.item(ids.item(0)))
             if self._is_told:
-                self._announcer.sealed(ready[0], first, np.ones(first.shape, np.bool_))
+                self._announcer.sealed(ready[0], ids, np.ones(ids.shape, np.bool_))
             return
         handles = ready[0].handles
         if len(ready) > 1:

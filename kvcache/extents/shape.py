@@ -100,6 +100,11 @@ class TreeShape:
         return sum(end // group.num_units - start // group.num_units for group in self.ordered)
 
     @cached_property
+    def is_simple(self) -> bool:
+        """Whether there is one group, with a block for each unit: one table says it all."""
+        return self.is_plain and len(self.groups) == 1
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether every unit has exactly one block of an ordered group."""
         return len(self.ordered) == 1 and self.ordered[0].num_units == 1

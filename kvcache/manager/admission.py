@@ -195,7 +195,7 @@ class Admission:
         changes = reserve(wanted) if reserve else self._core.reserve(request, wanted, hit)
         if changes is None:
             return None
-        known = self._book.admit(request, client_index, demand.num_computed_tokens)
+        known = self._book.admit(request, client_index, demand.num_own_tokens)
         known.num_encoder_tokens = demand.num_encoder_tokens
         slots.num_own[known.slot] = demand.num_own_tokens
         return Admitted(known, changes)

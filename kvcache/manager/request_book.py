@@ -84,7 +84,10 @@ class RequestBook:
         return [known for known in self._known.values() if known.client_index == client_index]
 
     def admit(self, request: Request, client_index: int, num_computed: int) -> KnownRequest:
-        """Know the request, new or preempted, and seat it. A slot must be free."""
+        """Know the request, new or preempted, and seat it. A slot must be free.
+
+        `num_computed` of its positions are computed or scheduled, drafts left out.
+        """
         request_id, slots = request.request_id, self.slots
         known = self._known.get(request_id)
         if known is None:

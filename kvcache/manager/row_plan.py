@@ -225,7 +225,7 @@ class RowPlanner:
 
     def _count_fitting(self, seated: SeatedRows, num_tokens: Int32Array) -> int:
         """Return how many tokens each of these rows can append, one a step, without a check."""
-        longest = self._max_model_len - int(num_tokens.max())
+        longest = self._max_model_len - int(np.maximum.reduce(num_tokens))
         return min(longest, self._slots.num_spare(seated.indices))
 
     def _figures_after(self, rollback: Rollback) -> tuple[Int32Array, RowFigures]:
@@ -257,18 +257,18 @@ class RowPlanner:
         """Return who sits in the slots; refuse those that this client does not run, once each."""
         num_slots = self._slots.num_slots
         indices = index_array(slots)
-        if int(indices.view(np.uintp).max()) >= num_slots:
+        if int(np.maximum.reduce(indices.view(np.uintp))) >= num_slots:
             bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
             raise RequestError(
                 f"{where}: slot {bad} does not exist: slots are 0 to {num_slots - 1}"
             )
         times = np.bincount(indices)
-        if int(times.max()) > 1:
+        if np.count_nonzero(times) < len(indices):
             raise RequestError(
                 f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
                 "slot once"
             )
-        strange = client_index[indices] != client.index
+        strange = client_index.take(indices) != client.index
         if np.count_nonzero(strange):
             raise RequestError(
                 f"{where}: slot {int(slots[strange][0])} does not run a request of this client: "

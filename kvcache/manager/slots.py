@@ -149,7 +149,7 @@ class SlotTable:
         return SeatedRows(
             slots,
             indices,
-            self.generation[indices],
+            self.generation.take(indices),
             self._requests.take(indices),
             indices * self._width,
         )
@@ -198,7 +198,8 @@ class SlotTable:
 
     def num_spare(self, slots: IndexArray) -> int:
         """Return how many tokens can be appended to each of these rows before one is synced."""
-        return self._width - int((self.num_tokens[slots] - self._num_synced[slots]).max())
+        num_waiting = self.num_tokens.take(slots) - self._num_synced.take(slots)
+        return self._width - int(np.maximum.reduce(num_waiting))
 
     def append_one_each(
         self, seated: SeatedRows, num_tokens: Int32Array, token_ids: Int32Array
@@ -217,11 +218,6 @@ class SlotTable:
             self._decoded_figures = RowFigures(num_computed, self._decoded_tokens)
         else:
             self._forget_decoded()
-
-    def note_computed_in(self, slot: int, num_computed: int) -> None:
-        """Do `note_computed` for one row."""
-        self._forget_decoded()
-        self.num_computed[slot] = num_computed
 
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and how many are computed."""

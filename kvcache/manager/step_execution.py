@@ -36,7 +36,7 @@ from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepReco
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
-from kvcache.step import NO_SLOT, Refusal, StepResult
+from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult
 
 
 @dataclass(slots=True)
@@ -61,15 +61,14 @@ class _Answer:
         self.num_scheduled.append(0)
 
 
-class _Applicant(NamedTuple):
-    """A request that wants in, new or resumed."""
+class _Return(NamedTuple):
+    """What a resumed request wants, in the terms of a `NewRequest`."""
 
-    request: Request
     max_new_tokens: int
-    num_external_tokens: int
     num_lookahead_tokens: int
     num_encoder_tokens: int
-    delays_caching: bool = False
+    num_external_computed_tokens: int = 0
+    delay_cache_blocks: bool = False
 
 
 class StepExecutor:
@@ -88,6 +87,7 @@ class StepExecutor:
         self._slots = book.slots
         self._core = core
         self._admission = admission
+        self._has_tenants = admission.has_tenants
         self._tiers = tiers
         self._forks = Forks(book, core)
         self._max_model_len = limits.max_model_len
@@ -143,7 +143,10 @@ class StepExecutor:
     def _let_go(self, plan: StepPlan, record: StepRecord) -> None:
         for known in plan.finished:
             self._book.forget(known)
-            self.say_finished(known.request.request_id)
+            if self._tiers.hooks is not None:
+                self.say_finished(known.request.request_id)
+        if not plan.preempted:
+            return
         swapped = set(plan.request.preempted_swap)
         for known in plan.preempted:
             if known.request.request_id in swapped:
@@ -230,7 +233,7 @@ class StepExecutor:
 
     def _refuse_rows(self, rows: RowPlan, is_reserved: Int32Array, answer: _Answer) -> None:
         """Say which rows without room have outgrown what their tenant may have."""
-        if not self._admission.has_tenants:
+        if not self._has_tenants:
             return
         for i in np.flatnonzero(is_reserved == 0).tolist():
             request, num_tokens = rows.seated.requests[i], int(rows.own_ends[i])
@@ -255,61 +258,51 @@ class StepExecutor:
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
         step, index = plan.request, plan.client.index
         for known, max_new_tokens in plan.resumed:
-            applicant = _Applicant(
-                known.request,
-                max_new_tokens,
-                0,
-                step.num_lookahead_tokens,
-                known.num_encoder_tokens,
-            )
-            seating = self._admit(applicant, index, answer)
+            wish = _Return(max_new_tokens, step.num_lookahead_tokens, known.num_encoder_tokens)
+            seating = self._admit(known.request, wish, index, answer)
             if seating is not None:
                 record.resumed.append(seating)
         for request, new in plan.new:
-            applicant = _Applicant(
-                request,
-                new.max_new_tokens,
-                new.num_external_computed_tokens,
-                new.num_lookahead_tokens,
-                new.num_encoder_tokens,
-                new.delay_cache_blocks,
-            )
-            seating = self._admit(applicant, index, answer)
+            seating = self._admit(request, new, index, answer)
             if seating is not None:
                 record.new.append(seating)
 
-    def _admit(self, applicant: _Applicant, index: int, answer: _Answer) -> Seating | None:
-        request = applicant.request
-        refusal = self._admission.refusal(request, request.num_tokens)
-        if refusal is not None:
-            answer.refused.append(refusal)
-            answer.refuse(request.request_id, answer.no_room)
-            return None
+    def _admit(
+        self, request: Request, wish: NewRequest | _Return, index: int, answer: _Answer
+    ) -> Seating | None:
+        """Let a request in, new or resumed, if there is room; otherwise the answer says why not."""
+        if self._has_tenants:
+            refusal = self._admission.refusal(request, request.num_tokens)
+            if refusal is not None:
+                answer.refused.append(refusal)
+                answer.refuse(request.request_id, answer.no_room)
+                return None
         hit = self._admission.look_up(request)
-        if not self._is_ready(request, hit, answer):
+        if self._tiers.hooks is not None and not self._is_ready(request, hit, answer):
             return None
         num_tokens, num_hit, reserve = request.num_tokens, hit.num_tokens, None
         held = self._tiers.loads.held_for(request, num_hit)
         if held is not None:
             num_hit = held.num_tokens
             reserve = partial(self._tiers.loads.hand_over, held.load_id, request)
-        start = min(num_hit + applicant.num_external_tokens, num_tokens - 1)
-        num_scheduled = min(applicant.max_new_tokens, num_tokens - start)
+        start = min(num_hit + wish.num_external_computed_tokens, num_tokens - 1)
+        num_scheduled = min(wish.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
-        slot_tokens = end + applicant.num_lookahead_tokens
-        cached_tokens = 0 if applicant.delays_caching else end
-        demand = Demand(start, slot_tokens, cached_tokens, end, applicant.num_encoder_tokens)
+        slot_tokens = end + wish.num_lookahead_tokens
+        cached_tokens = 0 if wish.delay_cache_blocks else end
+        demand = Demand(start, slot_tokens, cached_tokens, end, wish.num_encoder_tokens)
         admitted = self._admission.seat(request, index, demand, hit, reserve)
         if admitted is None:
             answer.refuse(request.request_id, answer.no_room)
             return None
         self._admission.record(request, num_hit)
         known = admitted.known
-        self._slots.note_computed_in(known.slot, end)
-        answer.slots.append(known.slot)
+        slot = known.slot
+        answer.slots.append(slot)
         answer.num_hit.append(num_hit)
         answer.num_scheduled.append(num_scheduled)
-        answer.changes += [(known.slot, change) for change in admitted.changes]
+        for change in admitted.changes:
+            answer.changes.append((slot, change))
         return Seating(known, known.generation, num_tokens)
 
     def _is_ready(self, request: Request, hit: CacheHit, answer: _Answer) -> bool:

@@ -72,9 +72,10 @@ class StepPlanner:
             running = self._rows.plan(where, request, client, None, ())
             _check_lookahead(where, request)
             return StepPlan(request, client, None, (), (), running, (), (), ())
-        forgotten = set() if rollback is None else {id(known) for known in rollback.forgotten}
-        waiting = set()
+        forgotten: set[int] = set()
+        waiting: set[int] = set()
         if rollback is not None:
+            forgotten = {id(known) for known in rollback.forgotten}
             waiting = {id(row.known) for row in rollback.without_slot}
         _check_ids_once(where, request)
         finished = self._finished(where, request.finished, client)
@@ -84,13 +85,19 @@ class StepPlanner:
         resumed = self._resumed(where, request.resumed, client, forgotten, waiting)
         _check_lookahead(where, request)
         gone = forgotten | {id(known) for known in finished}
-        new = tuple((self._new(where, n, gone, model_epoch), n) for n in request.new)
-        staying = tuple(known for known in finished if id(known) not in forgotten)
-        lost = {id(known) for known in leaving} | forgotten | waiting
-        forks = tuple(self._fork(where, f, client, gone, lost) for f in request.forks)
+        new = tuple([(self._new(where, n, gone, model_epoch), n) for n in request.new])
+        staying = finished
+        if forgotten:
+            staying = tuple([known for known in finished if id(known) not in forgotten])
+        forks: tuple[tuple[KnownRequest, str], ...] = ()
+        if request.forks:
+            lost = {id(known) for known in leaving} | forgotten | waiting
+            forks = tuple([self._fork(where, f, client, gone, lost) for f in request.forks])
         return StepPlan(request, client, rollback, staying, preempted, rows, resumed, new, forks)
 
     def _check_backlog(self, where: str, request: StepRequest, client: ClientSteps) -> None:
+        if len(client.records) < self._max_unfinished_steps:
+            return
         first_failed = request.failed_step if request.failed_step != NO_STEP else request.step
         unfinished = sum(
             request.completed_step < record.step < first_failed for record in client.records
@@ -104,7 +111,7 @@ class StepPlanner:
     def _finished(
         self, where: str, request_ids: Sequence[str], client: ClientSteps
     ) -> tuple[KnownRequest, ...]:
-        return tuple(self._known(where, "finished", r, client) for r in request_ids)
+        return tuple([self._known(where, "finished", r, client) for r in request_ids])
 
     def _preempted(
         self, where: str, request: StepRequest, client: ClientSteps, not_running: set[int]
