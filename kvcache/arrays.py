@@ -52,3 +52,12 @@ def are_below(values: Int32Array, end: int) -> bool:
 def are_ids(values: Int32Array, end: int) -> bool:
     """Say whether all of `values` are in `[1, end)`, as blocks are."""
     return np.count_nonzero(values) == len(values) and are_below(values, end)
+
+
+def are_distinct(values: Int32Array) -> bool:
+    """Say whether no two of `values` are the same. Rising ones are told at little cost."""
+    count = len(values)
+    if np.count_nonzero(values[1:] > values[:-1]) >= count - 1:
+        return True
+    ordered = np.sort(values)
+    return not np.count_nonzero(ordered[1:] == ordered[:-1])

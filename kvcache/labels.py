@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, are_below, are_ids, int32_array
+from kvcache.arrays import Int32Array, are_below, are_distinct, are_ids, int32_array
 from kvcache.commands import Label
 from kvcache.errors import BlockError, InvariantError, MalformedMessageError, VersionMismatchError
 from kvcache.sealed_contents import SealedContents
@@ -91,7 +91,7 @@ class LabelSet:
 
 def validate_label_command(label: Label, digest_bytes: int) -> None:
     """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing."""
-    count, ids = len(label.block_ids), label.block_ids
+    count = len(label.block_ids)
     if digest_bytes < 1:
         raise MalformedMessageError(f"label with digests of {digest_bytes} bytes")
     is_even = count == len(label.groups) == len(label.slots) == len(label.token_counts)
@@ -112,8 +112,7 @@ def validate_label_command(label: Label, digest_bytes: int) -> None:
         raise MalformedMessageError("label names a namespace it does not bring")
     if label.extra_keys and any(not 0 <= index < count for index in label.extra_keys):
         raise MalformedMessageError(f"label of {count} blocks has extra keys for other ones")
-    is_rising = np.count_nonzero(ids[1:] > ids[:-1]) >= count - 1  # told at little cost
-    if not is_rising and len(np.unique(ids)) != count:
+    if not are_distinct(label.block_ids):
         raise MalformedMessageError("label names a block twice")
 
 

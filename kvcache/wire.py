@@ -48,6 +48,7 @@ MAX_ITEMS = 65_536
 
 _WIRE_INT32 = np.dtype("<i4")
 _INT32 = np.dtype(np.int32)
+_IS_NATIVE = _WIRE_INT32 == _INT32
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 _Convert = Callable[[Any], Any]
@@ -299,7 +300,9 @@ def _array_out(array: Any) -> bytes:
     )
     if not is_int32 or array.ndim != 1:
         raise _Wrong("a one-dimensional int32 array")
-    packed: bytes = array.astype(_WIRE_INT32, copy=False).tobytes()
+    if not _IS_NATIVE:
+        array = array.astype(_WIRE_INT32)
+    packed: bytes = array.tobytes()
     return packed
 
 
@@ -308,7 +311,8 @@ def _array_in(value: Any) -> Int32Array:
         raise _Wrong("whole int32 numbers as bytes")
     if not value:
         return EMPTY_INT32
-    return np.frombuffer(value, _WIRE_INT32).astype(np.int32, copy=False)
+    array: Int32Array = np.frombuffer(value, _WIRE_INT32)
+    return array if _IS_NATIVE else array.astype(np.int32)
 
 
 def _int(value: Any) -> int:

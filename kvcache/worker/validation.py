@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, are_below, are_ids
+from kvcache.arrays import Int32Array, are_below, are_distinct, are_ids
 from kvcache.commands import (
     Audit,
     BlockTablePatch,
@@ -179,5 +179,5 @@ def _require_pairs(verb: str, sources: Int32Array, destinations: Int32Array) -> 
 
 
 def _require_distinct(verb: str, destinations: Int32Array) -> None:
-    if len(destinations) > 1 and len(np.unique(destinations)) != len(destinations):
+    if not are_distinct(destinations):
         raise MalformedMessageError(f"{verb} writes a destination twice")

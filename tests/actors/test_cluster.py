@@ -247,7 +247,9 @@ def test_a_detached_cluster_is_stopped_by_whoever_finds_it(
         KVCacheCluster.connect(config.name)
 
 
-@pytest.mark.parametrize("transport", [{"kind": "ray"}, {"curve": "always"}])
+@pytest.mark.parametrize(
+    "transport", [{"kind": "ray"}, pytest.param({"curve": "always"}, marks=pytest.mark.launches)]
+)
 def test_every_transport_carries_steps(launch: Any, make_config: Any, transport: Any) -> None:
     cluster = launch(make_config(transport=transport))
     with cluster.client() as client:

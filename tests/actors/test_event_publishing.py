@@ -149,6 +149,7 @@ def test_a_restarted_coordinator_goes_on_above(cluster: LocalCluster) -> None:
             assert anew.statistics().num_blocks == known
 
 
+@pytest.mark.launches
 def test_a_publisher_that_is_killed_is_made_again_and_told_everything() -> None:
     ports = [free_port(), free_port()]
     config = config_of(
@@ -217,6 +218,7 @@ def test_nonsense_on_both_sockets_changes_nothing(cluster: LocalCluster) -> None
     context.term()
 
 
+@pytest.mark.launches
 def test_a_port_that_is_taken_is_named_with_its_option() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

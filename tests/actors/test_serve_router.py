@@ -34,7 +34,11 @@ with warnings.catch_warnings():
 
     from actors.serve_router import PrefixCacheRequestRouter, event_metadata
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.launches,
+    pytest.mark.filterwarnings("default"),
+]
 
 PROMPT_TOKENS = 10 * 16
 PATIENCE_S = 90.0

@@ -105,6 +105,7 @@ def test_commands_in_pages_exist_with_their_options(page: Path, text: str) -> No
                 assert words[1] in targets, f"{name_of(page)}: {line}"
 
 
+@pytest.mark.launches
 def test_modules_in_pages_take_their_arguments() -> None:
     lines = []
     for page in PAGES:

@@ -212,6 +212,7 @@ def test_a_load_of_other_blocks_turns_the_simulation_red(monkeypatch: pytest.Mon
     assert turns_red()
 
 
+@pytest.mark.long
 def test_a_load_that_counts_before_every_rank_has_it_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

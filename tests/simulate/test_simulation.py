@@ -125,6 +125,7 @@ def tasks_of(num_traces: int) -> list[SimulationTask]:
     ]
 
 
+@pytest.mark.long
 def test_results_do_not_depend_on_the_number_of_processes(
     trace: BlockTrace, tmp_path: Path
 ) -> None:
@@ -173,7 +174,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path, ending: int) -> None:
     program = tmp_path / "long_run.py"
     program.write_text(_LONG_RUN, encoding="utf-8")
