@@ -18,7 +18,6 @@ from itertools import islice
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.blocks.prefix_table import parse_namespace_name
 from kvcache.clock import Clock
 from kvcache.commands import (
     BlockTablePatch,
@@ -43,10 +42,12 @@ from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.coordinator.swapped_tails import SwappedTails
 from kvcache.coordinator.tier_adoption import TierAdoption
+from kvcache.coordinator.tier_tenants import rows_by_tenant
 from kvcache.core import OffloadHit
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.messages import LabelReport, Outgoing
+from kvcache.offload.contents import label_rows
 from kvcache.offload.events import cache_events
 from kvcache.offload.jobs import JobKind
 from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
@@ -392,25 +393,20 @@ class Offloading:
         block_ids = block_ids[self._is_storable[block_ids]]
         if not len(block_ids):
             return
-        labels = self._labels.labels_of(block_ids)
-        namespace = None
-        if self.tiers.host.tenants is not None:
-            is_other = labels.namespaces != labels.namespaces[0]
-            if is_other.any():  # each tenant for itself
-                self._store(block_ids[~is_other], told, now_s, is_new=is_new)
-                self._store(block_ids[is_other], told, now_s, is_new=is_new)
-                return
-            namespace = parse_namespace_name(labels.namespace_names[int(labels.namespaces[0])])
-        keys = label_keys(labels)
+        all_labels = self._labels.labels_of(block_ids)
+        all_keys = label_keys(all_labels)
         if is_new:
-            self.tiers.see(keys)
-        job = self.tiers.plan_store(keys, now_s, labels=labels, namespace=namespace)
-        if self.tiers.num_without_room:
-            first = 0 if job is None else int(job.positions[-1]) + 1
-            self._unstored[block_ids[first:]] = True
-        if job is not None:
-            self._kinds[job.job_id] = JobKind.STORE
-            told.append(Store(job.job_id, HOST_MEDIUM, block_ids[job.positions], job.destinations))
+            self.tiers.see(all_keys)
+        for rows, namespace in rows_by_tenant(all_labels, self.tiers.host.tenants):
+            ids, labels = block_ids[rows], label_rows(all_labels, rows)
+            keys = [all_keys[row] for row in rows.tolist()]
+            job = self.tiers.plan_store(keys, now_s, labels=labels, namespace=namespace)
+            if self.tiers.num_without_room:
+                first = 0 if job is None else int(job.positions[-1]) + 1
+                self._unstored[ids[first:]] = True
+            if job is not None:
+                self._kinds[job.job_id] = JobKind.STORE
+                told.append(Store(job.job_id, HOST_MEDIUM, ids[job.positions], job.destinations))
 
     def _note(self, commands: list[Command]) -> list[Command]:
         for command in commands:

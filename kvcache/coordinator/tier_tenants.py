@@ -1,4 +1,5 @@
-"""What tenants asked the tiers for, and got: counted once per request, when it is admitted.
+"""Whose blocks are stored; and what tenants asked the tiers for, and got: counted once per
+request, when it is admitted.
 
     tokens of a request    |  hit on the device   | loaded: host memory | loaded: disk | computed |
     asked of the device    |-------------------------- all of them ------------------------------|
@@ -11,10 +12,18 @@ or does not read the cache, is not counted, as on the device. Refuses to know wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from kvcache.arrays import IndexArray
+from kvcache.blocks.prefix_table import parse_namespace_name
+from kvcache.commands import Label
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.request import Request
+from kvcache.request_content import Namespace
+from kvcache.tenants import TenantLedger
 
 
 class LoadedTokens(NamedTuple):
@@ -48,3 +57,21 @@ def count_for_tenant(
         account = disk.account(request.namespace)
         account.num_asked_tokens += num_asked - (num_loaded - num_fetched)
         account.num_hit_tokens += num_fetched
+
+
+def rows_by_tenant(
+    labels: Label, tenants: TenantLedger | None
+) -> Iterator[tuple[IndexArray, Namespace | None]]:
+    """Yield, for each tenant, the rows that are its own, rising, and a namespace that says so.
+
+    All rows at once, of nobody, where there are no tenants.
+    """
+    if tenants is None:
+        yield np.arange(len(labels.block_ids)), None
+        return
+    found = [parse_namespace_name(name) for name in labels.namespace_names]
+    owners = [tenants.shares.name_in(namespace) for namespace in found]
+    of_tenant = {owner: number for number, owner in reversed(list(enumerate(owners)))}
+    firsts = np.array([of_tenant[owner] for owner in owners])[labels.namespaces]
+    for first in np.unique(firsts).tolist():
+        yield np.flatnonzero(firsts == first), found[first]

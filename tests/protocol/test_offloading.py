@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
 from kvcache.commands import Label, Reset, Store
+from kvcache.config.tenants import TenantsConfig
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
@@ -26,6 +29,7 @@ from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.request import Request
+from kvcache.step import NewRequest, StepRequest
 from tests.manager.managers_under_test import (
     ENCODER,
     FULL,
@@ -41,11 +45,12 @@ TOKENS = list(range(100, 113))
 class Bench:
     """A manager, a host tier and what connects them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_requests: int = 8, tenants: TenantsConfig | None = None) -> None:
         self.clock = VirtualClock()
-        self.manager = make_manager(FULL)
-        config = make_config(FULL, 64)
-        host = TierOptions(HOST_MEDIUM, 16)
+        num_blocks = 8 * num_requests
+        self.manager = make_manager(FULL, num_blocks, max_num_seqs=num_requests, tenants=tenants)
+        config = make_config(FULL, num_blocks)
+        host = TierOptions(HOST_MEDIUM, 2 * num_requests, tenants=tenants)
         parts = OffloadParts(
             OffloadSettings(adoption_s=5.0),
             TierHitFinder(config, 4),
@@ -94,6 +99,26 @@ def test_what_a_call_labels_on_its_callers_word_is_not_stored() -> None:
     confirmed = Bench()
     told = confirmed.offloading.commands(confirmed.computed())
     assert [command for command in told if isinstance(command, Store)]
+
+
+@pytest.mark.parametrize("by", ["tenant", "salt"])
+def test_a_step_may_seal_blocks_of_more_salts_than_python_calls_nest(by: str) -> None:
+    num_salts = sys.getrecursionlimit() + 100
+    tenants = TenantsConfig.model_validate({"by": by})
+    bench = Bench(num_salts, tenants)
+    new = tuple(
+        NewRequest(f"r{i}", int32_array(TOKENS[:5]), 5, cache_salt=f"salt {i}", tenant=f"t{i % 3}")
+        for i in range(num_salts)
+    )
+    for step in (StepRequest("c", 1, 1, new=new), StepRequest("c", 2, 1, completed_step=1)):
+        result = bench.manager.step(step)
+        told = bench.offloading.commands(bench.manager.take_commands(), step, result)
+    stores = [command for command in told if isinstance(command, Store)]
+    assert len(stores) == {"tenant": 3, "salt": num_salts}[by]
+    assert len({b for store in stores for b in store.sources.tolist()}) == num_salts
+    told_of = bench.offloading.tiers.host.statistics().tenants
+    assert sum(one.num_held_blocks for one in told_of) == num_salts
+    bench.offloading.check()
 
 
 def test_host_memory_from_before_is_found_once_it_was_told() -> None:
