@@ -78,6 +78,7 @@ class LabelCollection:
         self._client_steps: dict[str, dict[int, int]] = {}
         self.highest_model_epoch = 0
         self.problem = ""
+        self._is_any_model_epoch_good = False
 
     @property
     def is_over(self) -> bool:
@@ -159,6 +160,10 @@ class LabelCollection:
         self.problem = "no state was saved, so that it is not known which weights are loaded"
         return self.highest_model_epoch + 1
 
+    def take_any_model_epoch(self) -> None:
+        """Whatever is told will be forgotten: of which weights it is does not matter."""
+        self._is_any_model_epoch_good = True
+
     def label_sets(self) -> list[LabelSet]:
         """Return the labels of all ranks, in order; empty where they cannot be used."""
         if self.problem or not self.is_over:
@@ -178,10 +183,11 @@ class LabelCollection:
     def _read(self, report: LabelReport) -> LabelSet:
         """Return the labels of a piece; raises ProtocolError where they mean something else."""
         expected = self._expected
+        model_epoch = report.model_epoch if self._is_any_model_epoch_good else expected.model_epoch
         layout = expected.layout_of(report.rank)
         known = [rank.num_blocks for rank in self._ranks.values() if rank.num_blocks is not None]
         for what, found, wanted in (
-            ("model epoch", report.model_epoch, expected.model_epoch),
+            ("model epoch", report.model_epoch, model_epoch),
             ("layout", report.layout_fingerprint, layout or report.layout_fingerprint),
             ("number of blocks", report.num_blocks, known[0] if known else report.num_blocks),
         ):

@@ -16,8 +16,8 @@ from kvcache.offload.hierarchy import TierHierarchy
 @dataclass(frozen=True)
 class OffloadSettings:
     """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
-    for `hold_s` until its request comes, which waits `wait_s` at most. Tiers of an epoch before are
-    taken over within `adoption_s`, or given up. `swap` says what of preempted requests is kept."""
+    for `hold_s` until its request comes, which waits `wait_s` at most. What tiers hold from before
+    the epoch is waited for `adoption_s`. `swap` says what of preempted requests is kept."""
 
     min_load_tokens: int = 1
     hold_s: float = 5.0

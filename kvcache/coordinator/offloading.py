@@ -202,9 +202,10 @@ class Offloading:
             self._kinds[spill.job_id] = JobKind.SPILL
             for key in spill.keys:
                 self._to_discard.pop(key, None)
+        self._discard(told)
+        if spill is not None:  # behind the discards: files that go make room for those that come
             packed = pack_keys(spill.keys, len(spill.keys[0]))
             told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
-        self._discard(told)
         self._emit()
         return told
 
@@ -274,6 +275,7 @@ class Offloading:
             return []
         asked = self._adoption.on_report(report, self._clock.now())
         self._note_discards(self._adoption)
+        self._emit()
         return asked
 
     def on_tick(self) -> list[Outgoing]:
@@ -292,6 +294,7 @@ class Offloading:
             self._loading.on_overdue(late.job_id, now_s)
         self._loading.expire(now_s)
         self._tails.expire(now_s)
+        self._emit()
         return asked
 
     def statistics(self) -> OffloadStatistics:

@@ -3,7 +3,8 @@
 Between the ranks, whose host memory and files outlive a coordinator and a worker, and the tiers'
 books, which begin empty in every epoch. Runs beside steps, which are served meanwhile: whoever asks
 for what is not known yet hears that it is not. Refuses what ranks do not agree on, which they are
-told to forget, and to wait for ever: what has not been told in time is forgotten.
+told to forget, and to let anybody wait for ever: slots that have not been told in time are
+forgotten; files are asked for as long as ranks read their directories, but waited for no longer.
 
     begin ▶ CollectLabels(host, file) ▶ rank ▶ LabelReport ... ▶ all agree ▶ adopt, discard the rest
 """
@@ -47,7 +48,7 @@ class TierAdoption:
         resend_s: float,
         patience_s: float,
     ) -> None:
-        """Take over for `tiers`, which are empty, within `patience_s`."""
+        """Take over for `tiers`, which are empty. Requests wait for it for `patience_s` at most."""
         self._tiers = tiers
         self._patience_s = patience_s
         self._give_up_s = float("inf")
@@ -100,20 +101,33 @@ class TierAdoption:
             for message in collection.on_tick(now_s, self._patience_s)
         ]
         if now_s > self._give_up_s:
-            for collection in self._open.values():
-                collection.problem = collection.problem or "it takes too long"
+            self._give_up_s = float("inf")
+            self._wait_no_longer()
         self._close_what_is_over()
         return asked
 
     def forget(self) -> None:
         """The cache was emptied meanwhile: take nothing over of what was there before."""
         self._is_forgotten = True
+        for collection in self._open.values():
+            collection.take_any_model_epoch()
 
     def take_discards(self) -> tuple[Int32Array, list[OffloadKey]]:
         """Return the slots and keys that ranks have to forget because not all of them have them."""
         slots: Int32Array = np.concatenate([EMPTY_INT32, *self._slots])
         keys, self._slots, self._keys = self._keys, [], []
         return slots, keys
+
+    def _wait_no_longer(self) -> None:
+        """Slots are forgotten then: their memory is written again. Files would stay, and take the
+        room of others: they are there when all is known."""
+        if HOST_MEDIUM in self._open:
+            collection = self._open[HOST_MEDIUM]
+            collection.problem = collection.problem or "it takes too long"
+        if FILE_MEDIUM in self._open:
+            problem = "ranks still read what files there are: none is found before they have"
+            logger.warning("the %s tier is late: %s", FILE_MEDIUM, problem)
+            self._tiers.postpone_disk(problem)
 
     def _close_what_is_over(self) -> None:
         for medium in [medium for medium, each in self._open.items() if each.is_over]:

@@ -86,7 +86,8 @@ class TierHierarchy:
 
     @property
     def is_disk_in_use(self) -> bool:
-        """Whether the disk is asked: it is left alone while it rests or a job of it is overdue."""
+        """Whether the disk is asked: it is left alone while it rests, a job of it is overdue, or it
+        takes too long to say what it has."""
         return self._tiers.answering_disk is not None
 
     @property
@@ -301,6 +302,11 @@ class TierHierarchy:
         """Leave the disk alone for good: a rank cannot use its own."""
         self._tiers.disk_problem = problem
 
+    def postpone_disk(self, problem: str) -> None:
+        """Leave the disk alone until `adopt_disk`: what it has is found out, and waited for by
+        nobody. Until then it is as if there were none."""
+        self._tiers.adoption_problem = problem
+
     def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
         """Note which jobs are overdue; return each once.
 
@@ -365,6 +371,7 @@ class TierHierarchy:
         is_kept = self.disk.states_of(keys) == READY
         gone = [keys[i] for i in refused.tolist() if not is_kept[i]]
         self._tiers.discards.add_keys(gone)
+        self._tiers.adoption_problem = ""
         self.host.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
         self._tiers.spills.wake()
 
@@ -391,6 +398,7 @@ class TierHierarchy:
             num_expired_jobs=self._tiers.book.num_expired,
             num_disk_rests=self._tiers.rest.num_rests,
             disk_problem=self._tiers.disk_problem
+            or self._tiers.adoption_problem
             or (self._tiers.rest.reason if self._tiers.rest.is_on else ""),
         )
 

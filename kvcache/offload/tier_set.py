@@ -40,12 +40,15 @@ class TierSet:
         self.discards = DiscardList()
         self.rest = DiskRest()
         self.disk_problem = ""
+        self.adoption_problem = ""
 
     @property
     def answering_disk(self) -> TierManager | None:
-        """The disk, unless there is none, it rests or a job of it is overdue."""
+        """The disk, unless there is none, nobody waits for what it has any more, it rests or a job
+        of it is overdue."""
         if (
             self.disk_problem
+            or self.adoption_problem
             or self.rest.is_on
             or self.book.num_overdue(JobKind.SPILL, JobKind.FETCH)
         ):

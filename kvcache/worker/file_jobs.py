@@ -8,11 +8,11 @@ then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.commands import Fetch, Spill
 from kvcache.errors import BacklogFullError, MalformedMessageError
 from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
@@ -30,9 +30,12 @@ MAX_DETAILS = 3
 
 @dataclass(frozen=True, eq=False)
 class _Running:
+    """A job and its slots; `unknown` are others that it named, of which there is no label."""
+
     job: Spill | Fetch
     slots: Int32Array
     generations: Generations | None = None
+    unknown: Int32Array = field(default_factory=lambda: EMPTY_INT32)
 
 
 class FileJobs:
@@ -101,11 +104,13 @@ class FileJobs:
         problem = self._holds.problem(slots, to_write=False)
         if problem:
             return problem
+        # A label may have found no room beside others: that is no reason to lose these.
         can_be = self._labels.are_readable(slots) & self._labels.are_labelled(slots)
-        without = np.flatnonzero(~can_be)
-        if len(without):
-            return f"host slot {int(slots[without[0]])} holds nothing whose content is known"
-        labels, keys = self._labels.labels_of(slots), self._keys(job.keys)
+        slots, unknown = slots[can_be], slots[~can_be]
+        if len(unknown) and not len(slots):
+            return _about_unknown(unknown)
+        labels, every_key = self._labels.labels_of(slots), self._keys(job.keys)
+        keys = [every_key[place] for place in np.flatnonzero(can_be).tolist()]
         try:
             held = label_keys(labels)
         except MalformedMessageError as error:
@@ -116,7 +121,7 @@ class FileJobs:
         identity = self.pool.store.identity
         heads = heads_of_labels(
             labels,
-            job.keys,
+            b"".join(keys),
             self._labels.checksums(slots).tolist(),
             layout_fingerprint=identity.layout_fingerprint,
             rank=identity.rank,
@@ -127,7 +132,7 @@ class FileJobs:
         except BacklogFullError as error:
             return str(error)
         self._holds.hold(slots, to_write=False)
-        self._running[job.job_id] = _Running(job, slots)
+        self._running[job.job_id] = _Running(job, slots, unknown=unknown)
         return ""
 
     def _start_fetch(self, job: Fetch) -> str:
@@ -172,7 +177,8 @@ class FileJobs:
         self._labels.finish(arrived, generations[good], checksums)
 
     def _report(self, running: _Running, finished: FinishedFileJob) -> JobReport:
-        if finished.ok:
+        unknown = running.unknown
+        if finished.ok and not len(unknown):
             if isinstance(running.job, Spill):
                 checksums = self._labels.checksums(running.slots)
             else:
@@ -182,12 +188,21 @@ class FileJobs:
             return JobReport(finished.job_id, True, checksum, finished.num_bytes)
         failures = finished.failures
         named = failures[:MAX_REPORTED_BLOCKS]
-        details = "; ".join(failure.detail for failure in failures[:MAX_DETAILS])
+        failed = [int(running.slots[failure.place]) for failure in named] + unknown.tolist()
+        details = [_about_unknown(unknown)] if len(unknown) else []
+        details += [failure.detail for failure in failures[:MAX_DETAILS]]
+        num_failed = len(failures) + len(unknown)
         return JobReport(
             finished.job_id,
             ok=False,
             num_bytes=finished.num_bytes,
-            detail=f"{len(failures)} of {len(running.slots)} blocks failed: {details}",
-            block_ids=tuple(int(running.slots[failure.place]) for failure in named),
+            detail=f"{num_failed} of {len(running.slots) + len(unknown)} blocks failed: "
+            + "; ".join(details),
+            block_ids=tuple(failed[:MAX_REPORTED_BLOCKS]),
             lost_ids=tuple(int(running.slots[f.place]) for f in named if f.is_lost),
         )
+
+
+def _about_unknown(slots: Int32Array) -> str:
+    more = f" ({len(slots)} such slots)" if len(slots) > 1 else ""
+    return f"host slot {int(slots[0])} holds nothing whose content is known{more}"

@@ -21,6 +21,7 @@ from kvcache.offload.statistics import TierStatistics
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_system import DirectoryFiles
 from tests.actors.tier_driver import (
+    BLOCK_BYTES,
     BLOCKS,
     FOUND,
     PATIENCE_S,
@@ -166,6 +167,23 @@ def test_a_full_disk_stores_nothing_more_and_what_is_there_is_found(tmp_path: Pa
         assert player.play(*range(200, 208)) == [0] * 8
         assert player.play(200) == [FOUND]
         assert list(directory_of(tmp_path, 0).glob("??/.*")) == []
+
+
+def test_files_that_go_make_room_for_those_that_come(tmp_path: Path) -> None:
+    # A prompt is three quarters of all that files may take; one thread does what comes in order.
+    disk = {
+        "directory": str(tmp_path),
+        "capacity_per_rank": BLOCKS * 4 // 3 * BLOCK_BYTES,
+        "write": "on_store",
+        "num_threads": 1,
+    }
+    config = tier_config(tmp_path, offload={"disk": disk})
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        player = Player(cluster, client)
+        player.play(*PROMPTS)
+        assert player.disk.num_evicted >= (len(PROMPTS) - 2) * BLOCKS
+        assert (player.figures().num_failed_jobs, player.problems(0)) == (0, {})
+        assert len(files_of(tmp_path, 0)) == player.disk.num_ready == BLOCKS * 4 // 3
 
 
 def test_a_disk_that_is_read_only_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import pytest
 
 from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
-from kvcache.commands import Label, Reset, Store
+from kvcache.commands import Discard, Label, Reset, Spill, Store
 from kvcache.config.tenants import TenantsConfig
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels
@@ -20,14 +21,16 @@ from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.errors import ConfigurationError
+from kvcache.label_agreement import NO_LABELS
 from kvcache.labels import LABEL_VERSION
 from kvcache.messages import LabelReport
+from kvcache.offload.contents import LabelShape
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place, PlaceArray
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
-from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.request import Request
 from kvcache.step import NewRequest, StepRequest
 from tests.manager.managers_under_test import (
@@ -45,16 +48,26 @@ TOKENS = list(range(100, 113))
 class Bench:
     """A manager, a host tier and what connects them."""
 
-    def __init__(self, num_requests: int = 8, tenants: TenantsConfig | None = None) -> None:
+    def __init__(
+        self,
+        num_requests: int = 8,
+        tenants: TenantsConfig | None = None,
+        *,
+        has_files: bool = False,
+    ) -> None:
         self.clock = VirtualClock()
         num_blocks = 8 * num_requests
         self.manager = make_manager(FULL, num_blocks, max_num_seqs=num_requests, tenants=tenants)
         config = make_config(FULL, num_blocks)
-        host = TierOptions(HOST_MEDIUM, 2 * num_requests, tenants=tenants)
+        shape = LabelShape(32, 4)
+        host = TierOptions(HOST_MEDIUM, 2 * num_requests, labels=shape, tenants=tenants)
+        disk = TierOptions(FILE_MEDIUM, 64, labels=shape, tenants=tenants)
         parts = OffloadParts(
             OffloadSettings(adoption_s=5.0),
             TierHitFinder(config, 4),
-            lambda new_job_id: TierHierarchy(make_tier(host), None, new_job_id),
+            lambda new_job_id: TierHierarchy(
+                make_tier(host), make_tier(disk) if has_files else None, new_job_id
+            ),
         )
         self.offloading = Offloading(parts, self.manager, JobBook(1), self.clock)
 
@@ -71,7 +84,12 @@ class Bench:
         self.manager.get_computed_blocks(request)  # it has a hasher now
         return self.offloading.look_up(request, 0).answer
 
-    def report(self, labels: Label) -> LabelReport:
+    def discarded_files(self) -> int:
+        """How many keys ranks are told to remove the files of."""
+        told = self.offloading.commands([])
+        return sum(len(c.keys) for c in told if isinstance(c, Discard)) // 36
+
+    def report(self, labels: Label, medium: str = HOST_MEDIUM, model_epoch: int = 0) -> LabelReport:
         slots = np.arange(len(labels.block_ids), dtype=np.int32)
         held = Label(
             slots,
@@ -85,8 +103,25 @@ class Bench:
             labels.namespace_names,
         )
         checksums = np.full(len(slots), 7, dtype="<i8").tobytes()
+        first, end, total = 0, 16, 16
+        if medium == FILE_MEDIUM:
+            end = total = 256
         return LabelReport(
-            "n", "p", 0, 1, 0, 16, 16, 0, LABEL_VERSION, "", 32, held, checksums, (), HOST_MEDIUM
+            "n",
+            "p",
+            0,
+            1,
+            first,
+            end,
+            total,
+            model_epoch,
+            LABEL_VERSION,
+            "",
+            32,
+            held,
+            checksums,
+            (),
+            medium,
         )
 
 
@@ -174,3 +209,52 @@ def test_of_a_long_prompt_that_no_tier_knows_one_key_is_looked_at() -> None:
     hit = finder.find(request, 8, locate, is_host)
     assert hit is not None
     assert hit.num_tokens == 3996
+
+
+def test_files_that_are_read_for_long_are_not_waited_for_and_found_later() -> None:
+    bench = Bench(has_files=True)
+    (labels,) = Bench().computed()
+    offloading = bench.offloading
+    offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    offloading.on_labels(bench.report(NO_LABELS))
+    assert bench.look_up() is OffloadAnswer.RETRY
+    for _ in range(12):
+        bench.clock.advance(0.5)
+        reading = replace(bench.report(NO_LABELS, FILE_MEDIUM), end_block=0, checksums=b"")
+        offloading.on_labels(reading)
+        offloading.on_tick()
+    assert bench.look_up() is OffloadAnswer.MISS
+    assert offloading.statistics().tiers.disk_problem.startswith("ranks still read what files")
+    assert [c for c in offloading.commands([labels]) if isinstance(c, (Store, Spill))]
+    assert not offloading.tiers.has_spills  # it may have the very file
+    offloading.tiers.reset()
+    offloading.on_labels(bench.report(labels, FILE_MEDIUM))
+    assert offloading.statistics().tiers.disk_problem == ""
+    assert offloading.statistics().num_adopted_blocks == 0  # counted with the next tick
+    offloading.on_tick()
+    assert offloading.statistics().num_adopted_blocks == 3
+    assert bench.look_up() is OffloadAnswer.HIT_PENDING
+    offloading.check()
+
+
+@pytest.mark.parametrize("model_epoch", [0, 1])
+def test_files_of_a_cache_that_is_emptied_meanwhile_are_removed(model_epoch: int) -> None:
+    bench = Bench(has_files=True)
+    (labels,) = Bench().computed()
+    offloading = bench.offloading
+    offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    offloading.commands([Reset(model_epoch)])
+    offloading.on_labels(bench.report(NO_LABELS, HOST_MEDIUM, model_epoch))
+    offloading.on_labels(bench.report(labels, FILE_MEDIUM, model_epoch))
+    assert bench.look_up() is OffloadAnswer.MISS
+    assert bench.discarded_files() == 3
+
+
+def test_what_is_taken_over_is_told_though_no_step_comes() -> None:
+    bench, told = Bench(has_files=True), []
+    bench.manager.tiers.emit = told.append  # type: ignore[method-assign]
+    (labels,) = Bench().computed()
+    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    for medium in (HOST_MEDIUM, FILE_MEDIUM):
+        bench.offloading.on_labels(bench.report(labels, medium))
+    assert [(event.medium, len(event.digests)) for event in told] == [("host", 3), ("storage", 3)]

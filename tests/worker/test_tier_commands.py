@@ -251,6 +251,25 @@ def test_a_block_without_a_label_is_not_spilled(bench: Bench) -> None:
     assert bench.settle(2).detail == "host slot 2 holds nothing whose content is known"
 
 
+def test_a_label_that_found_no_room_costs_its_own_block_and_no_other(
+    bench: Bench, tmp_path: Path
+) -> None:
+    long = replace(label(4), namespace_names=(PLAIN,), extra_keys={0: b"x" * 30_000})
+    bench.send(CONTENT, long)
+    bench.send(Store(1, "host", ids(4, 3, 5), ids(1, 2, 0)))
+    bench.send(Spill(2, "file", ids(1, 2, 0), KEY * 3))
+    report = bench.settle(2)
+    assert (report.ok, report.block_ids, report.lost_ids) == (False, (1, 0), ())
+    assert report.num_bytes == len(block_bytes(bench.worker, 3))
+    assert report.detail == (
+        "2 of 3 blocks failed: host slot 1 holds nothing whose content is known (2 such slots)"
+    )
+    bench.send(Fetch(3, "file", KEY, ids(5)))
+    assert bench.settle(3).ok
+    bench.send(Store(4, "host", ids(5), ids(2)))
+    assert bench.reports[4].ok  # nobody holds the slot
+
+
 def test_a_namespace_that_nobody_can_read_has_no_key(bench: Bench) -> None:
     bench.send(label(3))
     bench.send(Store(1, "host", ids(3), ids(2)))
