@@ -92,6 +92,11 @@ class RowOrder:
         if self.runs[-1] is not None:
             self.runs[-1] = slice(firsts[-1], firsts[-1] + self.num_rows(self.num_pieces - 1))
 
+    @property
+    def is_in_runs(self) -> bool:
+        """Whether the rows of most pieces follow one another."""
+        return 4 * self.runs.count(None) <= self.num_pieces
+
     def num_rows(self, piece: int) -> int:
         """Return how many rows a piece has."""
         return min(self.step, len(self.ids) - piece * self.step)

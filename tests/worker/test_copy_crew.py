@@ -190,6 +190,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
     monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(row_mover, "GATHERED_BYTES", 1 << 13)
     monkeypatch.setattr(block_move, "HELPED_PIECES", 3)
+    monkeypatch.setattr(block_move, "HELPED_ROW_BYTES", 1)
     for seed in range(6):
         memories = Memories(seed, widths)
         to_host = seed % 2 == 0
@@ -266,6 +267,19 @@ def test_few_pieces_are_copied_by_one_thread(crew: CopyCrew) -> None:
     move = memories.move(to_host=True)
     assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew).problem == ""
     assert helpers() == []
+
+
+@pytest.mark.parametrize(("order", "num_helpers"), [("apart", 0), ("in a row", 2)])
+def test_short_rows_that_lie_apart_are_copied_by_one_thread(
+    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch, order: str, num_helpers: int
+) -> None:
+    monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(row_mover, "GATHERED_BYTES", 1 << 14)
+    memories = Memories(1, (4096,))
+    blocks = range(32) if order == "in a row" else range(31, -1, -1)
+    move = BlockMove(memories.device, memories.host, ids(*blocks), ids(*range(32)), True)
+    assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew).problem == ""
+    assert len(helpers()) == num_helpers
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="NO PRIORITIES HERE")
