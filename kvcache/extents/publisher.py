@@ -29,7 +29,6 @@ from kvcache.hashing import (
 from kvcache.request import Request
 
 _NO_BLOCKS: Int32Array = np.empty((0, 0), dtype=np.int32)
-_NO_HANDLES: HandleArray = np.empty((0, 1 << 12), dtype=np.int64)
 
 
 class Publisher:
@@ -88,7 +87,7 @@ class Publisher:
     def publish_new(self, row: Row, start: int, end: int) -> None:
         """Do `publish` for units `[start, end)` of a row whose blocks there are new.
 
-        Nobody has references to those of ordered groups, and nobody else is in these units.
+        Nobody has references to those of ordered groups, not even the row.
         """
         tokens, walk = self._walk(row, start, end)
         if walk.num_units:
@@ -252,9 +251,7 @@ class Publisher:
         if not are_new:
             store.references[new] -= 1
         store.fill(new, self.seal())
-        handles: HandleArray = _NO_HANDLES[:, : end - start]
-        if handles.shape[1] < end - start:
-            handles = np.empty((0, end - start), dtype=np.int64)
+        handles: HandleArray = np.empty((0, end - start), dtype=np.int64)
         if shape.others:
             handles = store.handles_of(beside)
             for group in shape.others:

@@ -125,7 +125,7 @@ class RowServer:
         rows = tables.rows_of(batch.slots)
         if rows is None:
             rows = np.full(len(batch.slots), NO_ROW, dtype=np.intp)
-        if rows is tables.last_rows or not np.count_nonzero(rows < 0):
+        if rows is tables.last_rows:
             return rows
         for place in (rows < 0).nonzero()[0].tolist():
             slot, request = int(batch.slots[place]), batch.requests[place]

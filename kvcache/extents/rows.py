@@ -206,7 +206,7 @@ class RowTables:
         key = slots.tobytes()
         if key == self._last_slots:
             return self.last_rows
-        if int(slots.view(np.uint32).max()) >= len(self._row_of_slot):
+        if int(np.maximum.reduce(slots.view(np.uint32))) >= len(self._row_of_slot):
             return None
         rows = self._row_of_slot.take(slots)
         if not np.count_nonzero(rows < 0):

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INDEX, EMPTY_INT32, Int32Array, index_array, int32_array
+from kvcache.arrays import (
+    EMPTY_INDEX,
+    EMPTY_INT32,
+    IndexArray,
+    Int32Array,
+    index_array,
+    int32_array,
+)
 from kvcache.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits, draft_remedy
 from kvcache.manager.request_book import KnownRequest
@@ -90,6 +97,8 @@ class RowPlanner:
         # below 0, too many, or so many that sums could overflow.
         self._most_new = min(limits.max_model_len, max(0, _MAX_INT32 - limits.max_model_len))
         self._last_seated = _NOBODY
+        # How often each slot is among the rows that were looked for last.
+        self._last_times: IndexArray = EMPTY_INDEX
         self._last_key: tuple[int, int, bytes] | None = None
         self._last_columns = _NO_COLUMNS
         self._last_columns_key: tuple[object, ...] = ()
@@ -128,7 +137,7 @@ class RowPlanner:
             seated = self._find_seated(where, running.slots, client_index, client)
             row_computed, row_tokens = (column[seated.indices] for column in figures)
         if leaving:
-            self._check_not_leaving(where, seated.slots, leaving)
+            self._check_not_leaving(where, leaving)
         settled, counts = row_computed, columns.counts
         if columns.is_strange:
             self._check_counts(where, running, row_computed, row_tokens)
@@ -138,15 +147,15 @@ class RowPlanner:
         is_known = columns is columns_before and seated is seated_before
         num_fitting = self._num_fitting if is_known else 0
         if not num_fitting:
+            if columns.is_decode:
+                num_fitting = self._count_fitting(seated, row_tokens)
             after = row_tokens + counts
             if (
                 columns.is_strange
                 or np.count_nonzero(own_ends > after)
-                or np.count_nonzero(after > self._max_model_len)
+                or (num_fitting <= 0 and np.count_nonzero(after > self._max_model_len))
             ):
                 self._check_lengths(where, running, settled, after)
-            if columns.is_decode:
-                num_fitting = self._count_fitting(seated, row_tokens)
         self._num_fitting = max(0, num_fitting - 1)
         return RowPlan(
             seated,
@@ -225,6 +234,9 @@ class RowPlanner:
 
     def _count_fitting(self, seated: SeatedRows, num_tokens: Int32Array) -> int:
         """Return how many tokens each of these rows can append, one a step, without a check."""
+        num_fitting = self._slots.least_spare(self._max_model_len)
+        if num_fitting > 0:
+            return num_fitting
         longest = self._max_model_len - int(np.maximum.reduce(num_tokens))
         return min(longest, self._slots.num_spare(seated.indices))
 
@@ -255,32 +267,34 @@ class RowPlanner:
         self, where: str, slots: Int32Array, client_index: Int32Array, client: ClientSteps
     ) -> SeatedRows:
         """Return who sits in the slots; refuse those that this client does not run, once each."""
-        num_slots = self._slots.num_slots
         indices = index_array(slots)
-        if int(np.maximum.reduce(indices.view(np.uintp))) >= num_slots:
+        try:
+            owners = client_index.take(indices)
+            times = np.bincount(indices)
+        except (IndexError, ValueError):  # above all slots, below 0
+            num_slots = self._slots.num_slots
             bad = int(slots[(slots < 0) | (slots >= num_slots)][0])
             raise RequestError(
                 f"{where}: slot {bad} does not exist: slots are 0 to {num_slots - 1}"
-            )
-        times = np.bincount(indices)
+            ) from None
         if np.count_nonzero(times) < len(indices):
             raise RequestError(
                 f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
                 "slot once"
             )
-        strange = client_index.take(indices) != client.index
+        strange = owners != client.index
         if np.count_nonzero(strange):
             raise RequestError(
                 f"{where}: slot {int(slots[strange][0])} does not run a request of this client: "
                 "name slots of its running requests only"
             )
-        return self._slots.seated(slots.copy())
+        self._last_times = times
+        return self._slots.seated(slots.copy(), indices)
 
-    def _check_not_leaving(
-        self, where: str, slots: Int32Array, leaving: Collection[KnownRequest]
-    ) -> None:
+    def _check_not_leaving(self, where: str, leaving: Collection[KnownRequest]) -> None:
+        times = self._last_times
         for known in leaving:
-            if not known.is_running or not np.count_nonzero(slots == known.slot):
+            if not known.is_running or known.slot >= len(times) or not times[known.slot]:
                 continue
             raise RequestError(
                 f"{where}: request {known.request.request_id} is finished or preempted and "

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array
 from kvcache.errors import InvariantError
 from kvcache.request import Request
 
@@ -90,6 +90,8 @@ class SlotTable:
         self._decoded: IndexArray | None = None
         self._decoded_tokens = EMPTY_INT32
         self._decoded_figures: RowFigures | None = None
+        # No row has more tokens, or lacks more of them in its request.
+        self._most_tokens = self._most_waiting = 0
         self.newest_generation = -1
         """That of the slot which was taken last."""
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
@@ -143,9 +145,9 @@ class SlotTable:
         request: Request | None = self._requests[slot]
         return request
 
-    def seated(self, slots: Int32Array) -> SeatedRows:
-        """Return who sits in these slots, all of which exist. The requests stay as they are."""
-        indices = index_array(slots)
+    def seated(self, slots: Int32Array, indices: IndexArray) -> SeatedRows:
+        """Return who sits in these slots, all of which exist; `indices` are the slots once more.
+        The requests stay as they are."""
         return SeatedRows(
             slots,
             indices,
@@ -165,6 +167,7 @@ class SlotTable:
         self._forget_decoded()
         request: Request = self._requests[slot]
         num_tokens = request.num_tokens
+        self._most_tokens = max(self._most_tokens, num_tokens)
         self.num_tokens[slot] = self._num_synced[slot] = num_tokens
         self.num_computed[slot] = num_computed
         num_begun = num_tokens % self._unit_tokens
@@ -195,6 +198,17 @@ class SlotTable:
             places = np.repeat(slots * self._width, counts) + positions % self._width
         self._ring_places[places] = token_ids
         self.num_tokens[slots] = num_after
+        most_more = int(np.maximum.reduce(counts))
+        self._most_tokens += most_more
+        self._most_waiting += most_more
+
+    def least_spare(self, max_tokens: int) -> int:
+        """Return how many tokens can be appended to whatever row before one is synced or has more
+        than `max_tokens`, as far as that is known at once: few or none mean nothing."""
+        if self._most_waiting >= self._width or self._most_tokens >= max_tokens:
+            self._most_tokens = int(np.maximum.reduce(self.num_tokens))
+            self._most_waiting = int(np.maximum.reduce(self.num_tokens - self._num_synced))
+        return min(self._width - self._most_waiting, max_tokens - self._most_tokens)
 
     def num_spare(self, slots: IndexArray) -> int:
         """Return how many tokens can be appended to each of these rows before one is synced."""
@@ -208,6 +222,8 @@ class SlotTable:
         self._ring_places[seated.ring_starts + num_tokens % self._width] = token_ids
         num_after = num_tokens + 1
         self.num_tokens[seated.indices] = num_after
+        self._most_tokens += 1
+        self._most_waiting += 1
         self._decoded, self._decoded_tokens = seated.indices, num_after
         self._decoded_figures = None
 
@@ -240,8 +256,8 @@ class SlotTable:
         Of units that the ring does not hold (any more) they are read from the requests.
         """
         starts = units * self._unit_tokens
-        is_in_ring = starts >= self._first_in_ring[slots]
-        is_in_ring &= starts >= self.num_tokens[slots] - self._width
+        is_in_ring = starts >= self._first_in_ring.take(slots)
+        is_in_ring &= starts >= self.num_tokens.take(slots) - self._width
         tokens = self._ring_units[slots, units % self._ring_units.shape[1]]
         if np.count_nonzero(is_in_ring) < len(slots):
             for row in np.flatnonzero(~is_in_ring).tolist():
@@ -266,6 +282,13 @@ class SlotTable:
             raise InvariantError(
                 f"free slots {sorted(self._free)[:8]} are not those without an occupant "
                 f"{np.flatnonzero(self.generation == FREE).tolist()[:8]}"
+            )
+        most_tokens = int(self.num_tokens.max())
+        most_waiting = int((self.num_tokens - self._num_synced).max())
+        if most_tokens > self._most_tokens or most_waiting > self._most_waiting:
+            raise InvariantError(
+                f"a row has {most_tokens} tokens, and one lacks {most_waiting} in its request: "
+                f"{self._most_tokens} and {self._most_waiting} are thought to be the most"
             )
         for slot in range(self.num_slots):
             request = self._requests[slot]

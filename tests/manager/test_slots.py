@@ -30,7 +30,7 @@ def append(table: SlotTable, tokens: dict[int, list[int]]) -> None:
 
 def request_in(table: SlotTable, slot: int) -> Request:
     """The request of a slot as it is, without bringing it up to date."""
-    request: Request = table.seated(int32_array([slot])).requests[0]
+    request: Request = table.seated(int32_array([slot]), index_array([slot])).requests[0]
     return request
 
 
