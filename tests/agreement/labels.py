@@ -43,6 +43,7 @@ class Labels:
 
     def apply(self, label: Label) -> None:
         """Obey a label command; a block that has a label must have lost it before."""
+        self._table.validate(label)
         self._table.apply(label)
         starts = [0, *label.token_counts.cumsum().tolist()]
         for i, block in enumerate(label.block_ids.tolist()):

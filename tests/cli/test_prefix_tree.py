@@ -43,6 +43,7 @@ class Cache:
     def labels(self) -> LabelSet:
         for command in self.manager.take_commands():
             if isinstance(command, Label):
+                self._labels.validate(command)
                 self._labels.apply(command)
         return self._labels.collect(0, 1, 0, "layout")
 

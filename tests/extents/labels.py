@@ -15,6 +15,7 @@ DIGEST_BYTES = 32
 def apply_commands(table: LabelTable, commands: Sequence[Command]) -> None:
     for command in commands:
         if isinstance(command, Label):
+            table.validate(command)
             table.apply(command)
         elif isinstance(command, Unlabel):
             table.withdraw(command.block_ids)

@@ -293,6 +293,7 @@ def labels_of(core: BlockCore, rank: int = 0) -> LabelSet:
     table = LabelTable(core.pool.num_blocks, 32, 4)
     for command in core.take_commands():
         if isinstance(command, Label):
+            table.validate(command)
             table.apply(command)
         elif isinstance(command, Unlabel):
             table.withdraw(command.block_ids)

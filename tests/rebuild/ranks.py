@@ -28,6 +28,7 @@ class Ranks:
         for table in self.tables:
             for command in commands:
                 if isinstance(command, Label):
+                    table.validate(command)
                     table.apply(command)
                 elif isinstance(command, Unlabel):
                     table.withdraw(command.block_ids)

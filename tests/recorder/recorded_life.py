@@ -248,6 +248,7 @@ class RecordedLife:
     def _obey(self, commands: tuple[Command, ...] | list[Command]) -> None:
         for command in commands:
             if isinstance(command, Label):
+                self._labels.validate(command)
                 self._labels.apply(command)
             elif isinstance(command, Unlabel):
                 self._labels.withdraw(command.block_ids)
