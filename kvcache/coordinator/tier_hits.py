@@ -55,7 +55,8 @@ class TierHitFinder:
     ) -> None:
         """Find hits of whole blocks of every group; digests come one per `hash_block_size` tokens.
 
-        With `use_eagle` the last block of a hit will be computed again: it is worth nothing.
+        With `use_eagle` the end of a hit will be computed again: it is worth nothing, but a window
+        has to be there before it, too.
 
         Raises:
             ConfigurationError: a kind of attention whose blocks cannot be loaded by content.
@@ -66,6 +67,7 @@ class TierHitFinder:
         self._hash_block_size = hash_block_size
         self.use_eagle = use_eagle
         self.alignment_tokens = math.lcm(*(group.spec.block_size for group in self._groups))
+        self._num_dropped_tokens = self.alignment_tokens if use_eagle else 0
         self.has_states = any(g.spec.num_state_blocks is not None for g in self._groups)
         unserved = sorted({g.spec.kind for g in self._groups if not g.spec.can_prefix_cache})
         if unserved:
@@ -117,7 +119,8 @@ class TierHitFinder:
         step = self.alignment_tokens
         longest = (request.num_tokens - 1) // step * step
         start = num_device_tokens // step * step
-        least = max(start, num_device_tokens) + (step if self.use_eagle else 0)
+        dropped = self._num_dropped_tokens
+        least = max(start, num_device_tokens) + dropped
         if longest <= least:
             return None
         if not self._may_begin(request, start, longest, locate, is_there):
@@ -129,7 +132,7 @@ class TierHitFinder:
             first = start // size
             keys.append(self.keys_of(request, group.index, range(first, longest // size)))
             present = is_there(locate(keys[-1]))
-            if not group.spec.num_skipped_tokens(longest):
+            if not group.spec.num_skipped_tokens(longest - dropped):
                 # Every block is needed: nothing behind the first one that is missing counts.
                 num_leading = int(np.argmin(present)) if not present.all() else len(present)
                 longest = min(longest, (first + num_leading) * size // step * step)
@@ -137,7 +140,7 @@ class TierHitFinder:
                     return None
             streaks.append(_streaks(present))
         for num_tokens in range(longest, least, -step):
-            firsts = [group.first_needed(num_tokens, start) for group in self._groups]
+            firsts = [group.first_needed(num_tokens - dropped, start) for group in self._groups]
             ends = [num_tokens // group.spec.block_size for group in self._groups]
             if all(
                 first >= end or streak[end - 1 - start // group.spec.block_size] >= end - first

@@ -87,14 +87,17 @@ class PrefixLoads:
         slots: SlotTable,
         *,
         block_sizes: tuple[int, ...],
+        num_dropped_tokens: int = 0,
     ) -> None:
-        """Load nothing. `block_sizes` are tokens per block of each group."""
+        """Load nothing. `block_sizes` are tokens per block of each group. A hit on what was loaded
+        is shorter by `num_dropped_tokens`, and reads what comes before its own end."""
         self._core = core
         self._hasher = hasher
         self._ledger = ledger
         self._slots = slots
         self._control = control
         self._block_sizes = block_sizes
+        self._num_dropped_tokens = num_dropped_tokens
         self._standing: dict[int, _Standing] = {}
         self._held: dict[str, int] = {}
         self._numbers = count(1)
@@ -143,7 +146,8 @@ class PrefixLoads:
         load_id = next(self._numbers)
         stand_in = _stand_in(request, load_id)
         spare = num_spare_blocks if self._slots.num_taken else 0
-        wanted = Reservation(num_tokens, num_tokens, 0, spare, num_tokens)
+        num_hit_tokens = max(0, num_tokens - self._num_dropped_tokens)
+        wanted = Reservation(num_hit_tokens, num_tokens, 0, spare, num_tokens)
         self._control.changed()
         if self._core.reserve(stand_in, wanted, hit if hit.num_tokens else None) is None:
             return None

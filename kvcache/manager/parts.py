@@ -146,7 +146,7 @@ class ManagerParts:
             has_workers=settings.has_workers,
             tenants=self.tenants,
         )
-        self.tiers = self._tier_link(settings.block_sizes, hooks)
+        self.tiers = self._tier_link(settings, hooks)
         self.calls = RequestCalls(
             self.book,
             self.core,
@@ -186,7 +186,8 @@ class ManagerParts:
             tenants=self.tenants,
         )
 
-    def _tier_link(self, block_sizes: tuple[int, ...], hooks: OffloadHooks) -> TierLink:
+    def _tier_link(self, settings: ManagerSettings, hooks: OffloadHooks) -> TierLink:
+        block_sizes = settings.block_sizes
         loads = PrefixLoads(
             self.core,
             self.control,
@@ -194,6 +195,7 @@ class ManagerParts:
             self.ledger,
             self.slots,
             block_sizes=block_sizes,
+            num_dropped_tokens=math.lcm(*block_sizes) if settings.use_eagle else 0,
         )
         return TierLink(
             hooks,

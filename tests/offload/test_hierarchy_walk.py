@@ -266,8 +266,8 @@ def some_of(num_seeds: int, *, quick: int) -> list[Any]:
 def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
     walk = Walk(seed)
     play(walk)
-    # With two slots it may be that nothing stayed until it was wanted.
-    assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots == 2
+    # With a few slots it may be that nothing stayed until it was wanted.
+    assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots <= 5
 
 
 @pytest.mark.parametrize("seed", some_of(24, quick=6))
