@@ -44,11 +44,14 @@ HELPED_PIECES = 4
 """Moves of fewer pieces are copied by one thread: another would wake up when they are over."""
 
 HELPED_ROW_BYTES = 1 << 19
-"""Shorter rows that lie apart are, too: each is a call, and two threads hand Python's lock to and
-fro between them. Two against one, on two idle processors, share of a copy: in a row .89 and .73
-with 16 KiB, 1.06 and .77 with 64, 1.01 and .82 with 256, 1.17 and .85 with 2 MiB; here and there
-.20 and .30 with 4 KiB, .26 and .41 with 16, .49 and .62 with 64, .75 and .73 with 256, 1.15 and .86
-with 2 MiB."""
+HELPED_GATHER_BYTES = 1 << 16
+"""Shorter rows that lie apart are copied by one thread, too: each is a call, and two threads hand
+Python's lock to and fro between them. So are rows below the second length that are gathered into a
+run. Two against one, on two idle processors, share of a copy: in a row .89 and .73 with 16 KiB,
+1.06 and .77 with 64, 1.01 and .82 with 256, 1.17 and .85 with 2 MiB; gathered .39 and .45 with 4
+KiB, .59 and .56 with 16, 1.05 and .65 with 64, .94 and .77 with 256; scattered .51 and .57 with 16,
+.68 and .68 with 64, .62 and .76 with 256; apart on both sides .20 and .30 with 4 KiB, .26 and .41
+with 16, .49 and .62 with 64, .75 and .73 with 256, 1.15 and .86 with 2 MiB."""
 
 
 class HotMove:
@@ -75,9 +78,8 @@ class HotMove:
             if rows.shape[1]
         ]
         self._hasher = PieceHasher(widths, self._step)
-        is_long = max(widths, default=0) >= HELPED_ROW_BYTES
-        self._is_helped = blocks.num_pieces >= HELPED_PIECES and (
-            is_long or (blocks.is_in_runs and slots.is_in_runs)
+        self._is_helped = blocks.num_pieces >= HELPED_PIECES and _takes_long_calls(
+            max(widths, default=0), *((blocks, slots) if move.to_host else (slots, blocks))
         )
 
     def run(self) -> Int64Array:
@@ -130,6 +132,14 @@ class HotMove:
                     state.update(part.data)
                 self._crew.give_way()
         return (state.intdigest(),) if num_hashed else ()
+
+
+def _takes_long_calls(row_bytes: int, sources: RowOrder, destinations: RowOrder) -> bool:
+    """Say whether threads that copy such rows seldom want Python's lock at once."""
+    if row_bytes >= HELPED_ROW_BYTES:
+        return True
+    is_gathered = row_bytes >= HELPED_GATHER_BYTES
+    return destinations.is_in_runs and (is_gathered or sources.is_in_runs)
 
 
 def _each_taken(waiting: deque[_Item]) -> Iterator[_Item]:

@@ -190,7 +190,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
     monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(row_mover, "GATHERED_BYTES", 1 << 13)
     monkeypatch.setattr(block_move, "HELPED_PIECES", 3)
-    monkeypatch.setattr(block_move, "HELPED_ROW_BYTES", 1)
+    monkeypatch.setattr(block_move, "HELPED_ROW_BYTES", 1)  # whatever calls it takes
     for seed in range(6):
         memories = Memories(seed, widths)
         to_host = seed % 2 == 0
@@ -269,15 +269,32 @@ def test_few_pieces_are_copied_by_one_thread(crew: CopyCrew) -> None:
     assert helpers() == []
 
 
-@pytest.mark.parametrize(("order", "num_helpers"), [("apart", 0), ("in a row", 2)])
-def test_short_rows_that_lie_apart_are_copied_by_one_thread(
-    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch, order: str, num_helpers: int
+UP, DOWN = range(32), range(31, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("width", "order", "num_helpers"),
+    [
+        (4096, (UP, UP), 2),
+        (4096, (DOWN, UP), 0),
+        (4096, (UP, DOWN), 0),
+        (1 << 16, (DOWN, UP), 2),
+        (1 << 16, (UP, DOWN), 0),
+        (1 << 19, (DOWN, DOWN), 2),
+    ],
+)
+def test_threads_copy_together_what_takes_long_calls(
+    crew: CopyCrew,
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    order: tuple[range, range],
+    num_helpers: int,
 ) -> None:
-    monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(row_mover, "GATHERED_BYTES", 1 << 14)
-    memories = Memories(1, (4096,))
-    blocks = range(32) if order == "in a row" else range(31, -1, -1)
-    move = BlockMove(memories.device, memories.host, ids(*blocks), ids(*range(32)), True)
+    blocks, slots = order
+    monkeypatch.setattr(row_mover, "PIECE_BYTES", 4 * width)
+    monkeypatch.setattr(row_mover, "GATHERED_BYTES", 4 * width)
+    memories = Memories(1, (width,))
+    move = BlockMove(memories.device, memories.host, ids(*blocks), ids(*slots), True)
     assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew).problem == ""
     assert len(helpers()) == num_helpers
 
