@@ -9,9 +9,10 @@ tenant stay out of digests: they separate look-ups by namespace.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, cast
 
 from kvcache.errors import ConfigurationError, InvalidInputError, RequestError, shown
 from kvcache.hash_algorithms import (
@@ -68,9 +69,12 @@ class RequestBlockHasher:
         parent = known[-1] if known else self.none_hash
         return self.digests(request, len(known), request.num_tokens // self.block_size, parent)
 
-    def hash_plain(self, parent: BlockHash, token_bytes: bytes) -> BlockHash:
-        """Digest of one block of these tokens, without extra keys."""
-        return BlockHash(self.hash_fn.hash_plain(parent, token_bytes))
+    def hash_all_plain(
+        self, parents: Sequence[BlockHash], token_bytes: Sequence[bytes]
+    ) -> list[BlockHash]:
+        """Digest of one block behind each of `parents`, of these tokens, without extra keys."""
+        units = list(map(operator.add, parents, token_bytes))
+        return cast("list[BlockHash]", self.hash_fn.hash_units(units))
 
     def digests(
         self, request: Request, first: int, last: int, parent: BlockHash
@@ -80,8 +84,7 @@ class RequestBlockHasher:
         Changes nothing. The blocks before need not be digested for that.
         """
         size = self.block_size
-        tokens = request.all_token_ids[first * size : last * size]
-        token_bytes = tokens.astype("<i4", copy=False).tobytes()
+        token_bytes = request.token_bytes(first * size, last * size)
         if not need_extra_keys(request):
             return self.hash_fn.chain(parent, token_bytes, size, last - first)
 

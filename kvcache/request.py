@@ -69,8 +69,13 @@ class BlockHasher(Protocol):
     ) -> list[BlockHash]:
         """Digests of the full blocks `[first, last)`; `parent` is the one before. No mutation."""
 
-    def hash_plain(self, parent: BlockHash, token_bytes: bytes) -> BlockHash:
-        """Digest of one block of these tokens, int32, without extra keys. No mutation."""
+    def hash_all_plain(
+        self, parents: Sequence[BlockHash], token_bytes: Sequence[bytes]
+    ) -> list[BlockHash]:
+        """Digest of one block behind each of `parents`, of these tokens, int32, without extra keys.
+
+        No mutation.
+        """
 
 
 class Request:
@@ -335,20 +340,9 @@ class Request:
             "block_hasher=get_request_block_hasher(block_size, hash_fn)"
         )
 
-    def digest_next_block(self, token_bytes: bytes) -> None:
-        """Keep the digest of the next full block, computed from its tokens.
-
-        They are what `token_bytes` says, as little-endian int32: of a running request the object
-        itself may lack them. The block has no extra keys.
-
-        Raises:
-            RequestError: no block hasher is attached.
-        """
-        hasher, hashes = self._block_hasher, self._block_hashes
-        if hasher is None:
-            raise self._without_hasher()
-        parent = hashes[-1] if hashes else hasher.none_hash
-        hashes.append(hasher.hash_plain(parent, token_bytes))
+    def note_next_digest(self, digest: BlockHash) -> None:
+        """Keep the digest of the next full block, of which this object may lack tokens still."""
+        self._block_hashes.append(digest)
 
 
 def _bytes_of(tokens: NDArray[np.int32]) -> bytes:

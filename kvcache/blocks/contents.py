@@ -205,11 +205,14 @@ class ContentIndex:
         objects: ObjectArray = np.empty(len(digests) + 1, dtype=object)
         objects[1:] = digests
         self.digests[block_ids] = objects[1:]
-        objects[starts] = [run.parent for run in runs]
+        if len(runs) == 1:
+            objects[0] = runs[0].parent
+        else:
+            objects[starts] = [run.parent for run in runs]
         self.parents[block_ids] = objects[:-1]
         self.num_cached += len(block_ids)
         table = runs[0].table
-        if len(runs) == 1 or all(run.table is table for run in runs):
+        if len(runs) == 1 or [run.table for run in runs].count(table) == len(runs):
             self._enter(table, runs, block_ids, digests)
         else:
             end = 0
@@ -310,16 +313,23 @@ class ContentIndex:
             is_second = first_blocks != block_ids
             self.is_copied[block_ids[is_second]] = self.is_copied[first_blocks[is_second]] = True
         if table.is_ordered:
-            parent_blocks = np.empty_like(block_ids)
-            parent_blocks[1:] = first_blocks[:-1]
-            start = 0
-            for run in runs:
-                parent_blocks[start] = table.ids.get(run.parent, NULL_BLOCK_ID)
-                start += len(run.block_ids)
+            above = [table.ids.get(run.parent, NULL_BLOCK_ID) for run in runs]
+            if len(runs) == len(block_ids):  # a block of each, as of running rows
+                parent_blocks = index_array(above)
+            else:
+                parent_blocks = np.empty_like(block_ids)
+                parent_blocks[1:] = first_blocks[:-1]
+                start = 0
+                for run, parent_block in zip(runs, above, strict=True):
+                    parent_blocks[start] = parent_block
+                    start += len(run.block_ids)
             self.parent_blocks[block_ids] = parent_blocks
+            is_once = len(runs) == 1 or (
+                len(runs) == len(block_ids) and len(set(above)) == len(above)
+            )
             if has_copies:
                 parent_blocks = parent_blocks[first_blocks == block_ids]
-            if len(runs) == 1 and not has_copies:  # each block has one child of this run at most
+            if is_once and not has_copies:  # each block has one of these children at most
                 self.num_children[parent_blocks] += 1
                 self.num_children[NULL_BLOCK_ID] = 0
             else:

@@ -233,7 +233,7 @@ class ReferencedBlocks:
         """Return ids as an array; raises BlockError if one is none of a block."""
         ids = index_array(block_ids)
         # Read as unsigned an id below 0 is beyond all others.
-        if len(ids) and int(ids.view(np.uintp).max()) >= self.num_blocks:
+        if len(ids) and int(np.maximum.reduce(ids.view(np.uintp))) >= self.num_blocks:
             self._require_known(ids.tolist())
         return ids
 

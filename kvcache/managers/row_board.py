@@ -62,9 +62,9 @@ class RowBoard:
         """
         slots = index_array(rows.slots)
         self._reach(slots)
-        is_busy = rows.num_slot_tokens > self._capacity_tokens[slots]
-        is_busy |= rows.num_cached_tokens >= self._full_tokens[slots]
-        is_busy |= rows.num_computed_tokens >= self._skip_tokens[slots]
+        is_busy = rows.num_slot_tokens > self._capacity_tokens.take(slots)
+        is_busy |= rows.num_cached_tokens >= self._full_tokens.take(slots)
+        is_busy |= rows.num_computed_tokens >= self._skip_tokens.take(slots)
         return is_busy.nonzero()[0]
 
     def missing_blocks(self, slots: Int32Array, num_slot_tokens: Int32Array) -> Int64Array:
@@ -161,6 +161,9 @@ class RowBoard:
     def _reach(self, slots: IndexArray) -> None:
         """Grow to the highest slot there is."""
         if not len(slots):
+            return
+        # Read as unsigned a slot below 0 is beyond all others.
+        if int(np.maximum.reduce(slots.view(np.uintp))) < len(self._owners):
             return
         lowest, highest = int(slots.min()), int(slots.max())
         if lowest < 0:

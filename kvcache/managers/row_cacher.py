@@ -21,7 +21,7 @@ from kvcache.hash_algorithms import TOKEN_BYTES
 from kvcache.hashing import BlockHash, need_extra_keys
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.coordinators import KVCacheCoordinator
-from kvcache.managers.run_maker import none_hash_of
+from kvcache.managers.run_maker import hasher_of
 from kvcache.request import Request
 
 _NOTHING = (NULL_ID, None)
@@ -77,13 +77,18 @@ class RowCacher:
         """
         quick: list[int] = []
         units: list[int] = []
+        parents: list[BlockHash] = []
+        requests: list[Request] = []
         behind: list[int] = []
         for row, num_tokens in wanted:
             request: Request = batch.requests[row]
-            num_known, num_full = len(request.known_block_hashes), num_tokens // self._unit_tokens
+            hashes, num_full = request.known_block_hashes, num_tokens // self._unit_tokens
+            num_known = len(hashes)
             if num_known + 1 == num_full and not need_extra_keys(request):
                 quick.append(row)
                 units.append(num_known)
+                parents.append(hashes[-1] if num_known else hasher_of(request).none_hash)
+                requests.append(request)
             elif num_known < num_full:
                 behind.append(row)
         if behind:
@@ -95,8 +100,10 @@ class RowCacher:
         tokens = batch.tokens.newest_units(index_array(quick), index_array(units))
         # A void item becomes a bytes object of its full length, trailing zeros included.
         pieces = tokens.astype("<i4", copy=False).view(f"V{self._unit_tokens * TOKEN_BYTES}")
-        for row, piece in zip(quick, pieces.ravel().tolist(), strict=True):
-            batch.requests[row].digest_next_block(piece)
+        hasher = hasher_of(requests[0])  # the others have its equals
+        digests = hasher.hash_all_plain(parents, pieces.ravel().tolist())
+        for request, digest in zip(requests, digests, strict=True):
+            request.note_next_digest(digest)
         return dict(zip(quick, tokens, strict=True)) if self._pool.tells_tokens else {}
 
     def _sort(
@@ -114,7 +121,7 @@ class RowCacher:
             table = manager.table(request.request_id)
             if num_new == 1 and column < len(table) and manager.caches_every_block:
                 hashes, end = request.known_block_hashes, (column + 1) * per_block
-                parent = hashes[end - per_block - 1] if column else none_hash_of(request)
+                parent = hashes[end - per_block - 1] if column else hasher_of(request).none_hash
                 before, above = (table[column - 1], parent) if column and is_ordered else _NOTHING
                 block_id, digest = table[column], hashes[end - 1]
                 filled.append(

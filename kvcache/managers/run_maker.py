@@ -18,8 +18,8 @@ from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
 from kvcache.errors import RequestError
-from kvcache.hashing import BlockHash, ExtraKeys, generate_block_hash_extra_keys, need_extra_keys
-from kvcache.request import Request
+from kvcache.hashing import ExtraKeys, generate_block_hash_extra_keys, need_extra_keys
+from kvcache.request import BlockHasher, Request
 from kvcache.specs import KVCacheSpec
 
 
@@ -90,7 +90,7 @@ class RunMaker:
             table=prefix_table or pool.contents.table(request.namespace, self._group),
             block_ids=table[start:end],
             digests=hashes[(start + 1) * per_block - 1 : end * per_block : per_block],
-            parent=hashes[start * per_block - 1] if start else none_hash_of(request),
+            parent=hashes[start * per_block - 1] if start else hasher_of(request).none_hash,
             token_ids=token_ids,
             block_size=size,
             extra_keys=extra_keys,
@@ -102,11 +102,11 @@ class RunMaker:
         )
 
 
-def none_hash_of(request: Request) -> BlockHash:
-    """Return the parent of the request's first block; raises RequestError without a hasher."""
+def hasher_of(request: Request) -> BlockHasher:
+    """Return what computes the digests of a request; raises RequestError if nothing does."""
     hasher = request.block_hasher
     if hasher is None:
         raise RequestError(
             f"request {request.request_id} has no block hasher: attach one before caching"
         )
-    return hasher.none_hash
+    return hasher
