@@ -88,57 +88,48 @@ class LeafTails:
 
 
 class LeafTail:
-    """The units by which one run has grown: those of its row's tail, and full tails before.
+    """The units by which one run has grown: those of its row's tail, and full tails before."""
 
-    It is detached when its row leaves the run. Then it has everything itself.
-    """
-
-    __slots__ = ("_last", "_packed", "_row", "_tails")
+    __slots__ = ("_packed", "_row", "_tails")
 
     def __init__(self, tails: LeafTails, row: int) -> None:
         """Stand for the tail of a row."""
         self._tails = tails
-        self._row: int | None = row
+        self._row = row
         self._packed = bytearray()
-        self._last = b""
 
     @property
     def num_units(self) -> int:
         """How many units there are."""
         count = len(self._packed) // (self._tails.width * _WORD_BYTES)
-        return count if self._row is None else count + self._tails.counts.item(self._row)
+        return count + self._tails.counts.item(self._row)
 
     @property
     def last(self) -> bytes:
         """The digest of the last unit; before the first one that of the unit before it."""
-        return self._last if self._row is None else self._tails.last[self._row].tobytes()
+        last: bytes = self._tails.last[self._row].tobytes()
+        return last
 
     def pack(self) -> None:
         """Make room in the row's tail."""
-        if self._row is not None:
-            tails = self._tails
-            self._packed += tails.units[self._row, : tails.counts.item(self._row)].tobytes()
-            tails.counts[self._row] = 0
-
-    def detach(self) -> None:
-        """Take everything out of the row's tail, which is closed."""
-        row, tails = self._row, self._tails
-        if row is not None:
-            self._packed += tails.units[row, : tails.counts.item(row)].tobytes()
-            self._last = tails.last[row].tobytes()
-            tails.close(row)
-            self._row = None
+        tails = self._tails
+        self._packed += tails.units[self._row, : tails.counts.item(self._row)].tobytes()
+        tails.counts[self._row] = 0
 
     def end(self) -> Piece:
-        """Detach, and return all units as arrays."""
-        self.detach()
+        """Close the row's tail, and return all units as arrays of their own. It ends once."""
         tails = self._tails
-        units: Int32Array = np.frombuffer(self._packed, np.int32).reshape(-1, tails.width)
+        units: Int32Array = tails.units[self._row, : tails.counts.item(self._row)]
+        if self._packed:
+            packed = np.frombuffer(self._packed, np.int32).reshape(-1, tails.width)
+            units = np.concatenate((packed, units))
+        digests = units[1:, : tails.tokens_at].tobytes()
+        if len(units):
+            digests += self.last
         handles: HandleArray = np.empty((0, len(units)), dtype=np.int64)
         if tails.width > tails.handles_at:
             handles = units[:, tails.handles_at :].copy().view(np.int64).T
-        digests = b""
-        if len(units):
-            digests = units[1:, : tails.tokens_at].tobytes() + self._last
         tokens = units[:, tails.tokens_at : tails.ids_at].tobytes()
-        return Piece(tokens, units[:, tails.ids_at : tails.handles_at].T, handles, digests)
+        ids = units[:, tails.ids_at : tails.handles_at].T.copy()
+        tails.close(self._row)
+        return Piece(tokens, ids, handles, digests)

@@ -267,7 +267,10 @@ class Publisher:
                 published = Published([segment], store.handles_of_all(new), is_content=True)
                 published.block_ids, published.num_cut_short = new, store.num_cut_short
             else:
-                ordered = store.handles_of(ids)
+                if has_all:
+                    ordered = store.handles_of_all(new.reshape(ids.shape))
+                else:
+                    ordered = store.handles_of(ids)
                 of_groups = self._in_order_of_groups(ordered, handles)
                 published = Published([segment], of_groups, is_content=True)
             self.conclude(published)

@@ -206,17 +206,22 @@ class Reserver:
     ) -> list[TableChange] | None:
         """Do `admit` where there is one table, with a block for each unit."""
         unit_tokens, store, tables = self._shape.unit_tokens, self._store, self._tables
-        num_held = num_adopted = 0
+        tree, num_held, num_adopted = self._tree, 0, 0
         if match is not None and match.last is not None:
             num_held = match.num_units
-            num_adopted = max(0, num_held - self._tree.held_end(match.last))
+            num_adopted = max(0, num_held - tree.held_end(match.last))
         num_new = max(0, -(-reservation.num_slot_tokens // unit_tokens) - num_held)
         if self._tenants is not None:
             self._tenants.serve(self._tenants.account(request.namespace))
         if not self._has_room(num_new + num_adopted, reservation):
             return None
         self.look_up.forget()
-        row = self._open_row(request, reservation, match)
+        if match is None:
+            run = tree.root(request.namespace)
+            tree.hold(run)
+        else:
+            run = self.hold(match, request)
+        row = tables.open(request, run)
         index = row.index
         table = taken = self._evictor.take_bare(num_new)
         if match is not None:

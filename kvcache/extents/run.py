@@ -58,9 +58,6 @@ class Tail(Protocol):
     def pack(self) -> None:
         """Make room for more where units come first."""
 
-    def detach(self) -> None:
-        """Take no more."""
-
     def end(self) -> Piece:
         """Take no more, and return all of them."""
 

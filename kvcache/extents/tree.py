@@ -163,7 +163,7 @@ class RunTree:
     def release(self, run: Run) -> None:
         """Hold a run no longer. What nobody holds now can be evicted, its tail first."""
         if run.waiting is not None:
-            run.waiting.detach()  # its row may not be there any more
+            run.gather()  # its row may not be there any more
         unheld: list[Run] = []
         standing, has_chain = run, False
         while True:

@@ -96,14 +96,14 @@ class Walk:
             return
         row = self.random.choice(sorted(self.leaves))
         leaf = self.leaves.pop(row)
-        if self.random.random() < 0.5:  # detached first, while another leaf gets its row
-            leaf.tail.detach()
-            start = self.random.randbytes(32)
-            self.leaves[row] = Leaf(start, self.tails.open(row, start))
-            self.grow()
         assert leaf.tail.num_units == len(leaf.tokens)
         assert leaf.tail.last == leaf.digests()[-1]
         piece = leaf.tail.end()
+        if self.random.random() < 0.5:  # another leaf gets its row: the units stay what they were
+            start = self.random.randbytes(32)
+            self.leaves[row] = Leaf(start, self.tails.open(row, start))
+            for _ in range(3):
+                self.grow()
         assert piece.tokens == np.array(leaf.tokens, np.int32).tobytes()
         assert piece.ids.T.tolist() == leaf.ids
         assert piece.handles.T.tolist() == leaf.handles
