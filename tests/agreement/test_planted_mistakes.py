@@ -63,9 +63,9 @@ def test_a_core_that_walks_alone_is_caught_by_the_truth(planted: Planted) -> Non
     ("owner", "method", "family"),
     [
         (RunTree, "hold", Family.DUPLICATES),
-        (RunTree, "walk", Family.EXACT_PRESSURE),
+        (RunTree, "walk", Family.DUPLICATES_PRESSURE),
         (Run, "split", Family.EXACT_PRESSURE),
-        (Evictor, "_evict_tail", Family.EXACT_PRESSURE),
+        (Evictor, "_evict_tail", Family.DUPLICATES_PRESSURE),
         (Settlement, "_is_orphan", Family.EXACT_PRESSURE),
     ],
 )
