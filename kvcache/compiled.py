@@ -33,6 +33,12 @@ def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) ->
     return types.Array(getattr(types, dtype), num_dimensions, "C", readonly=is_read)
 
 
+def tuple_type(item: Signature, count: int) -> Signature:
+    """Return the type of so many items of a type."""
+    make: Any = types.UniTuple
+    return make(item, count)
+
+
 def compiled(*signatures: Signature) -> Callable[[_Function], _Function]:
     """Compile a function for these signatures, now. Calls let other threads run meanwhile.
 

@@ -17,8 +17,10 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.compiled import array_type, compiled
 from kvcache.errors import BlockError, ConfigurationError
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
@@ -87,8 +89,8 @@ class BlockStore:
         self.copy_holds: Counter[int] = Counter()
         self.policy: EvictionPolicy
         self.tenants = tenants
-        # Of each block its handle in its present life.
-        self._handles: HandleArray = np.arange(num_blocks, dtype=np.int64)
+        self.handles: HandleArray = np.arange(num_blocks, dtype=np.int64)
+        """Of each block its handle in its present life. For reading."""
         self._fresh: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_fresh = max(0, num_blocks - 1)
         """Blocks that hold nothing and are held by nobody."""
@@ -120,14 +122,14 @@ class BlockStore:
 
     def handles_of(self, block_ids: IndexArray | Int32Array) -> HandleArray:
         """Return the handles of these blocks in their present lives; null where there is none."""
-        handles: HandleArray = self._handles[block_ids]
+        handles: HandleArray = self.handles[block_ids]
         if np.count_nonzero(block_ids) < block_ids.size:
             handles[block_ids == NULL_BLOCK_ID] = NULL_HANDLE
         return handles
 
     def handles_of_all(self, block_ids: IndexArray) -> HandleArray:
         """Do `handles_of` where no block is the null block."""
-        handles: HandleArray = self._handles[block_ids]
+        handles: HandleArray = self.handles[block_ids]
         return handles
 
     def ids_of(self, handles: HandleArray) -> IndexArray:
@@ -136,18 +138,18 @@ class BlockStore:
 
     def are_valid(self, handles: HandleArray) -> npt.NDArray[np.bool_]:
         """Say which handles mean a block in its present life."""
-        valid: npt.NDArray[np.bool_] = self._handles[handles & _ID_MASK] == handles
+        valid: npt.NDArray[np.bool_] = self.handles[handles & _ID_MASK] == handles
         return valid
 
     def are_waiting(self, handles: HandleArray, block_ids: IndexArray) -> npt.NDArray[np.bool_]:
         """Say which handles, of these blocks, mean one whose present content is not sealed yet."""
         waiting: npt.NDArray[np.bool_] = self.seals[block_ids] > SEALED
-        waiting &= self._handles[block_ids] == handles
+        waiting &= self.handles[block_ids] == handles
         return waiting
 
     def end_lives(self, block_ids: IndexArray) -> None:
         """The contents of these blocks are forgotten: no handle to them is valid any more."""
-        self._handles[block_ids] += _LIFE
+        self.handles[block_ids] += _LIFE
         self.num_cached -= len(block_ids)
         if len(self.is_single):
             self.is_single[block_ids] = False
@@ -160,9 +162,27 @@ class BlockStore:
         if not len(block_ids):
             return
         self.seals[block_ids] = seal
-        self.num_cached += len(block_ids)
-        if seal != SEALED:
-            self.num_unsealed[seal] = self.num_unsealed.get(seal, 0) + len(block_ids)
+        self._count_filled(len(block_ids), seal)
+
+    def fill_units(
+        self,
+        blocks: IndexArray,
+        group_places: IndexArray,
+        seal: int,
+        group_of: npt.NDArray[np.int16],
+    ) -> int:
+        """Do `fill` for the blocks of units, a row for each group; null blocks are left out.
+
+        Blocks of ordered groups, whose `group_places` are not negative, are a run's: nobody has
+        references to them any more. Of the others it is noted that they are single ones, and in
+        `group_of` whose. Returns how many have contents from now on.
+        """
+        count = _fill_units(
+            blocks, group_places, seal, self.references, self.seals, group_of, self.is_single
+        )
+        if count:
+            self._count_filled(count, seal)
+        return count
 
     def seal(self, block_ids: IndexArray | Int32Array, client: int) -> None:
         """These blocks, which all wait for the client of this number, wait no more."""
@@ -172,6 +192,11 @@ class BlockStore:
             self.num_unsealed[client] = left
         else:
             del self.num_unsealed[client]
+
+    def _count_filled(self, count: int, seal: int) -> None:
+        self.num_cached += count
+        if seal != SEALED:
+            self.num_unsealed[seal] = self.num_unsealed.get(seal, 0) + count
 
     def _count_unsealed(self, seals: npt.NDArray[np.int16], change: int) -> None:
         is_waiting = seals > SEALED
@@ -342,3 +367,44 @@ class BlockStore:
             self.policy.discard(unheld)
             self._count_unheld(unheld, -1)
             self.put_fresh(unheld)
+
+
+@compiled(
+    types.intp(
+        array_type("intp", 2, is_read=True),
+        array_type("intp", is_read=True),
+        types.intp,
+        array_type("int32"),
+        array_type("int16"),
+        array_type("int16"),
+        array_type("boolean"),
+    )
+)
+def _fill_units(  # noqa: PLR0917 - all that is known of a block
+    blocks: IndexArray,
+    group_places: IndexArray,
+    seal: int,
+    references: Int32Array,
+    seals: npt.NDArray[np.int16],
+    group_of: npt.NDArray[np.int16],
+    is_single: npt.NDArray[np.bool_],
+) -> int:
+    """Let these blocks, a row for each group, have contents; null blocks are left out.
+
+    See `BlockStore.fill_units`. Returns how many blocks there are.
+    """
+    num_filled = 0
+    for group in range(len(group_places)):
+        is_ordered = group_places[group] >= 0
+        for i in range(blocks.shape[1]):
+            block_id = blocks[group, i]
+            if not block_id:
+                continue
+            num_filled += 1
+            seals[block_id] = seal
+            if is_ordered:
+                references[block_id] = 0
+            else:
+                group_of[block_id] = group
+                is_single[block_id] = True
+    return num_filled

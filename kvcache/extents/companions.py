@@ -17,7 +17,8 @@ import numpy as np
 
 from kvcache.arrays import Int32Array
 from kvcache.extents.parts import CoreParts
-from kvcache.extents.rows import NEVER, Row
+from kvcache.extents.row_columns import NEVER
+from kvcache.extents.rows import Row
 from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape
 

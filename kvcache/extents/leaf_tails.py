@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.extents.row_columns import append_units
 from kvcache.extents.run import HandleArray, Piece
 from kvcache.extents.shape import TreeShape
 
@@ -38,6 +39,7 @@ class LeafTails:
         self.ids_at = self.tokens_at + shape.unit_tokens
         self.handles_at = self.ids_at + len(shape.ordered)
         self.width = self.handles_at + 2 * len(shape.others)
+        self._unit_tokens = shape.unit_tokens
         self.max_units = max(1, min(_MOST_UNITS, _MOST_ROW_BYTES // (_WORD_BYTES * self.width)))
         self.counts: IndexArray = index_array(())
         self.units: npt.NDArray[np.int32] = np.zeros((0, self.max_units, self.width), np.int32)
@@ -62,12 +64,20 @@ class LeafTails:
         return pieces
 
     def append(
-        self, rows: IndexArray, counts: IndexArray, units: npt.NDArray[np.int32], digests: bytes
+        self,
+        rows: IndexArray,
+        units: npt.NDArray[np.int32],
+        digests: bytes,
+        figures: npt.NDArray[np.int64],
     ) -> None:
-        """Put a unit behind those of each row, which has room; `digests` are theirs."""
-        self.units[rows, counts] = units
-        self.counts[rows] = counts + 1
-        self.last[rows] = np.frombuffer(digests, np.int32).reshape(len(rows), -1)
+        """Put a unit behind those of each row, which has room; `digests` are theirs.
+
+        `figures` of the rows say afterwards that it is published, see row_columns.py.
+        """
+        packed = np.frombuffer(digests, np.int32).reshape(len(rows), -1)
+        append_units(
+            self.units, self.counts, self.last, figures, rows, units, packed, self._unit_tokens
+        )
 
     def close(self, row: int) -> None:
         """Let a row's leaf grow no more."""

@@ -19,7 +19,8 @@ from kvcache.extents.forks import RowForks
 from kvcache.extents.look_up import LookUp, Match
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.publisher import Publisher
-from kvcache.extents.rows import NEVER, Row
+from kvcache.extents.row_columns import NEVER
+from kvcache.extents.rows import Row
 from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape
 from kvcache.extents.skips import SkipRule, skip_rule

@@ -9,10 +9,9 @@ first ones that fit get theirs. Rows that keep states or share blocks are served
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
@@ -22,33 +21,83 @@ from kvcache.extents.leaf_growth import LeafGrower
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.pins import BoolArray
 from kvcache.extents.reserver import Reserver
-from kvcache.extents.rows import NO_ROW
-from kvcache.ids import NULL_BLOCK_ID
+from kvcache.extents.row_columns import (
+    BEHIND,
+    CACHED,
+    COMPUTED,
+    FILLED,
+    GROUP,
+    LATE,
+    NUM_FOUND,
+    PLACES,
+    ROWS,
+    SHORT,
+    SLOT_TOKENS,
+    UNSLOTTED,
+    extend_rows,
+    find_busy,
+    plan_skips,
+    take_skipped,
+)
+from kvcache.extents.rows import NO_ROW, Int64Array
 from kvcache.tenants import TenantAccount, TenantLedger
 from kvcache.tenants.ledger import required
 
-Int64Array = npt.NDArray[np.int64]
 
+class _Busy(NamedTuple):
+    """The rows of a batch for which something is to be done: what `find_busy` found.
 
-@dataclass(eq=False)
-class _Busy:
-    """The rows of a batch for which something is to be done: places in the batch, and rows."""
+    `found` is valid until the next batch. `most_lacking` and `most_slot_tokens` are of the rows
+    that lack slots; `is_behind`: one was computed beyond its slots.
+    """
 
-    places: IndexArray
-    rows: IndexArray
-    computed: Int32Array
-    slot_tokens: Int32Array
-    cached: Int32Array
+    found: Int64Array
+    num_rows: int
+    num_late: int
+    num_short: int
+    num_filled: int
+    most_lacking: int
+    most_slot_tokens: int
+    oddity: int
+
+    @property
+    def places(self) -> IndexArray:
+        """Places in the batch."""
+        return self.found[PLACES, : self.num_rows]
+
+    @property
+    def rows(self) -> IndexArray:
+        """Rows of the tables."""
+        return self.found[ROWS, : self.num_rows]
+
+    @property
+    def computed(self) -> Int64Array:
+        """Tokens that are computed for good."""
+        return self.found[COMPUTED, : self.num_rows]
+
+    @property
+    def slot_tokens(self) -> Int64Array:
+        """Tokens for which there are to be slots."""
+        return self.found[SLOT_TOKENS, : self.num_rows]
+
+    @property
+    def cached(self) -> Int64Array:
+        """Tokens that are to be cached."""
+        return self.found[CACHED, : self.num_rows]
+
+    @property
+    def filled(self) -> IndexArray:
+        """Which of the rows fill a unit."""
+        return self.found[FILLED, : self.num_filled]
 
     def select(self, is_chosen: BoolArray) -> _Busy:
-        """Return some of the rows."""
-        return _Busy(
-            self.places[is_chosen],
-            self.rows[is_chosen],
-            self.computed[is_chosen],
-            self.slot_tokens[is_chosen],
-            self.cached[is_chosen],
-        )
+        """Return some of the rows, which get their slots, and which of them fill a unit."""
+        found = self.found[:, : self.num_rows][:, is_chosen]
+        is_filled = np.zeros(self.num_rows, dtype=np.bool_)
+        is_filled[self.filled] = True
+        filled = is_filled[is_chosen].nonzero()[0]
+        found[FILLED, : len(filled)] = filled
+        return self._replace(found=found, num_rows=found.shape[1], num_filled=len(filled))
 
 
 class RowServer:
@@ -72,11 +121,16 @@ class RowServer:
         self._block_sizes: Int64Array = np.array(sizes, dtype=np.int64).reshape(-1, 1)
         # Where all tables are rows of equal blocks, a row has as many columns in each.
         self._is_uniform = len(set(sizes)) == 1 and not parts.lists.by_group
-        self._skipping = [
-            (group.index, rule)
-            for group, rule in zip(parts.shape.groups, reserver.skips, strict=True)
-            if rule.is_skipping
-        ]
+        self._skip_rules: Int64Array = np.array(
+            [
+                (group.index, rule.window, rule.chunk, rule.block_size)
+                for group, rule in zip(parts.shape.groups, reserver.skips, strict=True)
+                if rule.is_skipping
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 4)
+        self._skipping = self._skip_rules[:, GROUP].tolist()
+        self._found: Int64Array = np.empty((NUM_FOUND, 0), dtype=np.int64)
 
     def serve(self, batch: RowBatch) -> RowsReserved:
         """Give every row its slots, or none of them; see `Core.reserve_rows`.
@@ -90,31 +144,29 @@ class RowServer:
         if not count or not self._shape.groups:
             return RowsReserved(is_reserved, EMPTY_PATCH)
         busy = self._busy(batch, self._rows(batch))
-        if busy is None:
+        if not busy.num_rows:
             return RowsReserved(is_reserved, EMPTY_PATCH)
-        filled = self._filled(busy)
-        self._require_possible(batch, busy, filled)
+        self._require_possible(batch, busy)
         self._look_up.forget()
-        if self._lists.states:
-            self._free_skipped_singly(batch, busy)
-        elif self._skipping:
-            self._free_skipped(busy)
+        if busy.num_late:
+            if self._lists.states:
+                self._free_skipped_singly(busy)
+            else:
+                self._free_skipped(busy)
         if not self._can_serve_together(busy):
             is_reserved[busy.places], patch = self._serve_singly(batch, busy)
             return RowsReserved(is_reserved, patch)
-        short = self._short_by_one(busy)
-        if short is not None:
-            patch = self._take_one_each(batch, busy, short)
+        if self._are_short_by_one(busy):
+            patch = self._take_one_each(batch, busy)
         else:
             missing = self._missing(busy)
             if int(missing.sum()) > self._store.num_free:
                 has_room = self._find_room(missing)
                 is_reserved[busy.places[~has_room]] = 0
                 busy, missing = busy.select(has_room), missing[:, has_room]
-                filled = self._filled(busy)
             patch = self._take_blocks(batch, busy, missing)
-        if len(filled):
-            self._publish(batch, busy, filled)
+        if busy.num_filled:
+            self._publish(batch, busy)
         return RowsReserved(is_reserved, patch)
 
     # --- inside --------------------------------------------------------------------------------
@@ -140,48 +192,36 @@ class RowServer:
             rows[place] = row.index
         return rows
 
-    def _busy(self, batch: RowBatch, rows: IndexArray) -> _Busy | None:
+    def _busy(self, batch: RowBatch, rows: IndexArray) -> _Busy:
         """Return the rows for which something may be to be done."""
-        tables = self._tables
-        wanted, cached = batch.num_slot_tokens, batch.num_cached_tokens
-        furthest = wanted if cached is wanted else np.maximum(wanted, cached)
-        is_busy = furthest >= tables.next_tokens.take(rows)
-        if self._skipping or self._lists.states:
-            is_busy |= batch.num_computed_tokens >= tables.skip_tokens.take(rows)
-        places = is_busy.nonzero()[0]
-        if not len(places):
-            return None
-        slot_tokens = wanted.take(places)
-        return _Busy(
-            places,
-            rows.take(places),
-            batch.num_computed_tokens.take(places),
-            slot_tokens,
-            slot_tokens if cached is wanted else cached.take(places),
+        if len(rows) > self._found.shape[1]:
+            self._found = np.empty((NUM_FOUND, 2 * len(rows)), dtype=np.int64)
+        counts = find_busy(
+            self._tables.figures,
+            rows,
+            batch.num_computed_tokens,
+            batch.num_slot_tokens,
+            batch.num_cached_tokens,
+            self._found,
         )
+        return _Busy(self._found, *counts)
 
-    def _filled(self, busy: _Busy) -> IndexArray:
-        """Return which of the rows fill a unit."""
-        is_filled = busy.cached >= self._tables.full_tokens.take(busy.rows)
-        return is_filled.nonzero()[0]
-
-    def _require_possible(self, batch: RowBatch, busy: _Busy, filled: IndexArray) -> None:
+    def _require_possible(self, batch: RowBatch, busy: _Busy) -> None:
         if self._lists.states and batch.states is None:
             raise RequestError(
                 "a batch of rows without states, but a KV cache group keeps states: say where each "
                 "row's forwards end"
             )
-        if busy.cached is not busy.slot_tokens:
-            bad = busy.cached > busy.slot_tokens
-            if bad.any():
-                place = int(bad.argmax())
-                request = batch.requests[busy.places[place]]
-                raise RequestError(
-                    f"request {request.request_id}: {busy.cached[place]} tokens to cache, but "
-                    f"slots for {busy.slot_tokens[place]}: reserve slots for all of them"
-                )
-        if batch.are_tokens_known or not len(filled):
+        if busy.oddity & UNSLOTTED:
+            place = int((busy.cached > busy.slot_tokens).argmax())
+            request = batch.requests[busy.places[place]]
+            raise RequestError(
+                f"request {request.request_id}: {busy.cached[place]} tokens to cache, but "
+                f"slots for {busy.slot_tokens[place]}: reserve slots for all of them"
+            )
+        if batch.are_tokens_known or not busy.num_filled:
             return
+        filled = busy.filled
         cached = busy.cached.take(filled)
         known = batch.tokens.num_tokens(busy.places.take(filled))
         if not np.count_nonzero(known < cached):
@@ -196,55 +236,26 @@ class RowServer:
                 f"{cached[place]} cannot be full: append its tokens first"
             )
 
-    def _free_skipped_singly(self, batch: RowBatch, busy: _Busy) -> None:
+    def _free_skipped_singly(self, busy: _Busy) -> None:
         """Give back what no row reads any more, where states are kept."""
-        late = busy.computed >= self._tables.skip_tokens.take(busy.rows)
-        for place in np.flatnonzero(late).tolist():
+        for place in busy.found[LATE, : busy.num_late].tolist():
             row = self._tables.by_index[int(busy.rows[place])]
             if row is not None:
                 self._reserver.free_skipped(row, int(busy.computed[place]))
 
     def _free_skipped(self, busy: _Busy) -> None:
         """Give back what no row reads any more: row by row, group by group, right to left."""
-        tables = self._tables
-        freed: list[tuple[IndexArray, IndexArray, Int32Array]] = []
-        late = (busy.computed >= tables.skip_tokens.take(busy.rows)).nonzero()[0]
-        if not len(late):
+        tables, count = self._tables, busy.num_late
+        ends = np.empty((len(self._skipping), count), dtype=np.int64)
+        places = np.empty_like(ends)
+        total = plan_skips(tables.figures, self._skip_rules, busy.found, count, ends, places)
+        if not total:
             return
-        rows, computed = busy.rows[late], busy.computed[late].astype(np.int64)
-        for order, (g, rule) in enumerate(self._skipping):
-            start = tables.first_kept[g].take(rows)
-            end = np.minimum(rule.skipped_of_rows(computed), tables.num_columns[g].take(rows))
-            counts = np.maximum(end - start, 0)
-            if np.count_nonzero(counts == 1) == len(rows):
-                places, owners, columns = np.arange(len(rows)), rows, start
-            else:
-                places = np.repeat(np.arange(len(rows)), counts)
-                if not len(places):
-                    continue
-                # Right to left: a row's last skipped column first.
-                ends = np.cumsum(counts)
-                columns = np.repeat(end + ends - counts, counts) - 1 - np.arange(len(places))
-                owners = rows[places]
-            ids = tables.tables[g][owners, columns]
-            tables.tables[g][owners, columns] = NULL_BLOCK_ID
-            tables.first_kept[g][rows] = np.maximum(end, start)
-            freed.append((places, np.full(len(places), order), ids))
-        self._note_skips(rows)
-        if freed:
-            ids = np.concatenate([part[2] for part in freed])
-            if len(freed) > 1:
-                places = np.concatenate([part[0] for part in freed])
-                orders = np.concatenate([part[1] for part in freed])
-                ids = ids[np.lexsort((orders, places))]
-            self._store.give_back(ids)
-
-    def _note_skips(self, rows: IndexArray) -> None:
-        tables = self._tables
-        next_skips = [
-            rule.next_skip_tokens(tables.first_kept[g].take(rows)) for g, rule in self._skipping
-        ]
-        tables.skip_tokens[rows] = next_skips[0] if len(next_skips) == 1 else np.min(next_skips, 0)
+        ids = np.empty(total, dtype=np.intp)
+        for k, g in enumerate(self._skipping):
+            table = tables.tables[g]
+            take_skipped(table, tables.figures, g, busy.found, ends[k], places[k], count, ids)
+        self._store.give_back(ids)
 
     def _missing(self, busy: _Busy) -> Int64Array:
         """Return how many columns the tables lack, shape `(groups, n)`."""
@@ -263,47 +274,42 @@ class RowServer:
             return False
         if self._tenants is not None and not self._have_room(busy, self._tenants):
             return False
-        if not self._skipping:
-            return True
-        return not np.count_nonzero(busy.computed > self._tables.capacity_tokens.take(busy.rows))
+        return not (self._skipping and busy.oddity & BEHIND)
 
-    def _short_by_one(self, busy: _Busy) -> IndexArray | None:
-        """Return which rows lack slots, if each lacks a block per group and there is room for all.
+    def _are_short_by_one(self, busy: _Busy) -> bool:
+        """Say whether each row lacks a block per group at most, and there is room for all.
 
-        So it is where requests decode token by token. None where it is not so.
+        So it is where requests decode token by token.
         """
-        if not self._is_uniform:
-            return None
-        tables, size = self._tables, self._shape.unit_tokens
-        lacking = busy.slot_tokens - tables.capacity_tokens.take(busy.rows)
-        short = (lacking > 0).nonzero()[0]
-        num_wanted = len(short) * len(self._shape.groups)
-        if num_wanted > self._store.num_free or np.count_nonzero(lacking > size):
-            return None
-        return short
+        num_wanted = busy.num_short * len(self._shape.groups)
+        return (
+            self._is_uniform
+            and num_wanted <= self._store.num_free
+            and busy.most_lacking <= self._shape.unit_tokens
+        )
 
-    def _take_one_each(self, batch: RowBatch, busy: _Busy, short: IndexArray) -> BlockTablePatch:
-        """Extend each table of these rows by a block; row by row, group by group."""
-        if not len(short):
+    def _take_one_each(self, batch: RowBatch, busy: _Busy) -> BlockTablePatch:
+        """Extend each table of the rows that lack slots by a block; row by row, group by group."""
+        if not busy.num_short:
             return EMPTY_PATCH
         tables, num_groups = self._tables, len(self._shape.groups)
-        rows = busy.rows.take(short)
-        columns = tables.num_columns[0].take(rows)
-        after = columns + 1
-        ids = self._take(rows if num_groups == 1 else rows.repeat(num_groups))
+        if self._tenants is None:
+            ids = self._evictor.take_bare(busy.num_short * num_groups)
+        else:
+            short = busy.found[SHORT, : busy.num_short]
+            rows = busy.rows.take(short).repeat(num_groups)
+            ids = self._evictor.take_for(self._accounts(rows))
+        size, references = self._shape.unit_tokens, self._store.references
+        num_columns = -(-busy.most_slot_tokens // size)
+        patch = np.empty((4, len(ids)), dtype=np.int32)
         for g in range(num_groups):
-            if np.count_nonzero(columns >= tables.tables[g].shape[1]):
-                tables.reach(g, int(after.max()))
-            tables.tables[g][rows, columns] = ids if num_groups == 1 else ids[g::num_groups]
-            tables.num_columns[g][rows] = after
-        tables.note_capacity(rows, after * self._shape.unit_tokens)
-        slots = batch.slots.take(busy.places.take(short))
-        groups = np.zeros((len(rows), num_groups), dtype=np.int32)
-        if num_groups > 1:
-            groups[:] = self._in_rows
-            slots, columns = slots.repeat(num_groups), columns.repeat(num_groups)
-        counts = _ones(len(ids))
-        return BlockTablePatch(slots, groups.ravel(), columns.astype(np.int32), counts, ids)
+            tables.reach(g, num_columns)
+            table = tables.tables[g]
+            extend_rows(
+                table, tables.figures, g, size, busy.found, ids, references, batch.slots, patch
+            )
+        slots, groups, columns, counts = patch
+        return BlockTablePatch(slots, groups, columns, counts, ids)
 
     def _take(self, rows: IndexArray) -> Int32Array:
         """Take a block for each of these rows; there is room."""
@@ -377,9 +383,9 @@ class RowServer:
                 tables.reach(g, int(columns[here].max()) + 1)
                 tables.tables[g][rows[here], columns[here]] = ids[here]
 
-    def _publish(self, batch: RowBatch, busy: _Busy, filled: IndexArray) -> None:
+    def _publish(self, batch: RowBatch, busy: _Busy) -> None:
         """Publish the rows whose cached tokens fill a unit."""
-        tables = self._tables
+        tables, filled = self._tables, busy.filled
         rows = busy.rows.take(filled)
         places = busy.places.take(filled)
         cached = busy.cached.take(filled)

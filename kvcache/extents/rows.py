@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.extents.row_columns import NEXT, NUM_LIMITS, PUBLISHED, SKIP
 from kvcache.extents.run import Run
 from kvcache.extents.shape import GroupShape, TreeShape
 from kvcache.request import Request
 
-NEVER = 1 << 62
 NO_ROW = -1
 
 Int64Array = npt.NDArray[np.int64]
@@ -79,7 +79,9 @@ class RowTables:
         self.skip_tokens: Int64Array
         self.next_tokens: Int64Array
         # All of these figures are rows of one array, a column for each row of the tables.
-        self._name_figures(np.zeros((2 * self._num_groups + 5, 0), dtype=np.int64))
+        self.figures: Int64Array
+        num_figures = 2 * self._num_groups + NUM_LIMITS
+        self._name_figures(np.zeros((num_figures, 0), dtype=np.int64))
         self.unoffered: dict[int, int] = {}  # by row; few rows have any, and not for long
         self._row_of_slot: IndexArray = index_array(())
         self._last_slots: bytes | None = None
@@ -111,7 +113,7 @@ class RowTables:
         if row.slot != NO_ROW:
             self._row_of_slot[row.slot] = NO_ROW
             self._last_slots = None
-        self._figures[:, index] = 0
+        self.figures[:, index] = 0
         self.unoffered.pop(index, None)
         self.by_index[index] = None
         self.num_special -= not row.is_plain
@@ -237,11 +239,12 @@ class RowTables:
             grown = np.zeros((end, table.shape[1]), dtype=np.int32)
             grown[:start] = table
             self.tables[group] = grown
-        self._name_figures(np.pad(self._figures, ((0, 0), (0, count))))
+        self._name_figures(np.pad(self.figures, ((0, 0), (0, count))))
 
     def _name_figures(self, figures: Int64Array) -> None:
         """Let the figures be rows of this array, a view each."""
-        self._figures, num_groups = figures, self._num_groups
-        self.num_columns, self.first_kept = figures[:num_groups], figures[num_groups:-5]
-        self.published, self.capacity_tokens, self.full_tokens = figures[-5:-2]
-        self.skip_tokens, self.next_tokens = figures[-2:]
+        self.figures, num_groups = figures, self._num_groups
+        self.num_columns = figures[:num_groups]
+        self.first_kept = figures[num_groups:-NUM_LIMITS]
+        self.published, self.capacity_tokens, self.full_tokens = figures[PUBLISHED:SKIP]
+        self.skip_tokens, self.next_tokens = figures[SKIP], figures[NEXT]

@@ -1,7 +1,7 @@
-"""Which leading blocks of a row nobody reads any more, by attention kind; for one row or many.
+"""Which leading blocks of a row nobody reads any more, by attention kind.
 
 Between a row, which knows how far its request has been computed, and the blocks it gives back.
-Refuses to free: it says how many.
+Refuses to free: it says how many. For many rows `row_columns.plan_skips` does, by the same rules.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
-
-from kvcache.extents.rows import NEVER
+from kvcache.extents.row_columns import NEVER
 from kvcache.managers.chunked_local_attention import chunk_tokens
 from kvcache.managers.sliding_window import window_tokens
 from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class SkipRule:
     """Nothing is ever skipped: the rule of kinds that read the whole prefix."""
 
     is_skipping = False
+    window = 0
+    """Tokens of the window that is read, 0 where there is none."""
+    chunk = 0
+    """Tokens of a chunk, 0 where there are none."""
 
     def __init__(self, spec: KVCacheSpec) -> None:
         """Follow the rule of `spec`."""
@@ -34,17 +33,9 @@ class SkipRule:
         """Return how many leading blocks nobody reads after so many computed tokens."""
         return self._spec.num_skipped_tokens(num_computed_tokens) // self.block_size
 
-    def skipped_of_rows(self, num_computed_tokens: Int64Array) -> Int64Array:
-        """Do `num_skipped` for many rows."""
-        return np.zeros(len(num_computed_tokens), dtype=np.int64)
-
     def next_skip(self, first_kept: int) -> int:
         """Return the computed tokens from which on one block more is skipped."""
         return NEVER
-
-    def next_skip_tokens(self, first_kept: Int64Array) -> Int64Array:
-        """Do `next_skip` for many rows."""
-        return np.full(len(first_kept), NEVER, dtype=np.int64)
 
 
 class WindowSkips(SkipRule):
@@ -54,16 +45,10 @@ class WindowSkips(SkipRule):
 
     def __init__(self, spec: KVCacheSpec) -> None:
         super().__init__(spec)
-        self._window = window_tokens(spec)
-
-    def skipped_of_rows(self, num_computed_tokens: Int64Array) -> Int64Array:
-        return np.maximum(num_computed_tokens - (self._window - 1), 0) // self.block_size
+        self.window = window_tokens(spec)
 
     def next_skip(self, first_kept: int) -> int:
-        return (first_kept + 1) * self.block_size + (self._window - 1)
-
-    def next_skip_tokens(self, first_kept: Int64Array) -> Int64Array:
-        return (first_kept + 1) * self.block_size + (self._window - 1)
+        return (first_kept + 1) * self.block_size + (self.window - 1)
 
 
 class ChunkSkips(SkipRule):
@@ -73,16 +58,10 @@ class ChunkSkips(SkipRule):
 
     def __init__(self, spec: KVCacheSpec) -> None:
         super().__init__(spec)
-        self._chunk = chunk_tokens(spec)
-
-    def skipped_of_rows(self, num_computed_tokens: Int64Array) -> Int64Array:
-        return num_computed_tokens // self._chunk * self._chunk // self.block_size
+        self.chunk = chunk_tokens(spec)
 
     def next_skip(self, first_kept: int) -> int:
-        return (first_kept * self.block_size // self._chunk + 1) * self._chunk
-
-    def next_skip_tokens(self, first_kept: Int64Array) -> Int64Array:
-        return (first_kept * self.block_size // self._chunk + 1) * self._chunk
+        return (first_kept * self.block_size // self.chunk + 1) * self.chunk
 
 
 SKIP_RULES: Mapping[str, type[SkipRule]] = MappingProxyType(

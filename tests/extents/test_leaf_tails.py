@@ -12,6 +12,7 @@ import pytest
 
 from kvcache.arrays import index_array
 from kvcache.extents.leaf_tails import LeafTail, LeafTails
+from kvcache.extents.row_columns import CAPACITY, FULL, NEXT, NUM_LIMITS, PUBLISHED
 from kvcache.extents.shape import TreeShape
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from tests.managers.core_builders import full, window
@@ -51,6 +52,8 @@ class Walk:
     def __init__(self, shape: TreeShape, seed: int) -> None:
         self.random = random.Random(seed)
         self.shape, self.tails = shape, LeafTails(shape)
+        num_figures = 2 * len(shape.groups) + NUM_LIMITS
+        self.figures = np.zeros((num_figures, NUM_ROWS), dtype=np.int64)
         self.leaves: dict[int, Leaf] = {}
 
     def open(self) -> None:
@@ -73,8 +76,17 @@ class Walk:
             self._put(unit, self.leaves[row])
         pieces = self.tails.hashed(units)
         digests = b"".join(sha256(piece).digest() for piece in pieces)
-        counts = self.tails.counts.take(rows)
-        self.tails.append(index_array(rows), counts, units, digests)
+        before = self.figures.copy()
+        self.tails.append(index_array(rows), units, digests, self.figures)
+        self._require_published(rows, before)
+
+    def _require_published(self, rows: list[int], before: np.ndarray) -> None:
+        """Each of the rows has published a unit more, and may fill the next one; no other has."""
+        after = before
+        after[PUBLISHED, rows] += 1
+        after[FULL, rows] = (after[PUBLISHED, rows] + 1) * self.shape.unit_tokens
+        after[NEXT, rows] = np.minimum(after[CAPACITY, rows] + 1, after[FULL, rows])
+        assert np.array_equal(self.figures, after)
 
     def _put(self, unit: np.ndarray, leaf: Leaf) -> None:
         draw, shape, tails = self.random.randrange, self.shape, self.tails

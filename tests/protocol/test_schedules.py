@@ -14,7 +14,9 @@ import pytest
 from kvcache.coordinator.job_book import JobBook
 from kvcache.core import Reservation
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
+from kvcache.extents import row_batch
 from kvcache.extents.look_up import LookUp
+from kvcache.extents.row_columns import COMPUTED, plan_skips
 from kvcache.extents.skips import ChunkSkips
 from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
 from kvcache.managers.encoder_tables import EncoderColumns
@@ -178,15 +180,17 @@ def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
     def one_early(self: ChunkedLocalAttentionManager, num_computed_tokens: int) -> int:
         return self.spec.num_skipped_tokens(num_computed_tokens + 1) // self.block_size
 
-    def rows_one_early(self: ChunkSkips, num_computed_tokens: Any) -> Any:
-        return skipped_of_rows(self, num_computed_tokens + 1)
+    def rows_one_early(figures: Any, rules: Any, found: Any, *others: Any) -> int:
+        early = found.copy()
+        early[COMPUTED] += 1
+        return plan_skips(figures, rules, early, *others)
 
     def row_one_early(self: ChunkSkips, num_computed_tokens: int) -> int:
         return num_skipped(self, num_computed_tokens + 1)
 
-    skipped_of_rows, num_skipped = ChunkSkips.skipped_of_rows, ChunkSkips.num_skipped
+    num_skipped = ChunkSkips.num_skipped
     monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
-    monkeypatch.setattr(ChunkSkips, "skipped_of_rows", rows_one_early)
+    monkeypatch.setattr(row_batch, "plan_skips", rows_one_early)
     monkeypatch.setattr(ChunkSkips, "num_skipped", row_one_early)
     assert turns_red(60, model, core, first_seed=29 if model == "chunk" else 5)
 
