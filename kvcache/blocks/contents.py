@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
 from kvcache.blocks.descendants import with_descendants
+from kvcache.blocks.lineage import enter_runs, way_to
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.prefix_table import PrefixTable
 from kvcache.blocks.run import NO_STEP, CachedRun
@@ -173,13 +174,8 @@ class ContentIndex:
         if not found:
             return EMPTY_INT32
         block_id = table.ids[digests[found - 1]]
-        # One by one the memory of an array is read in half the time that the array takes.
-        block_ids, block_above = [block_id], self.parent_blocks.data
-        for _ in range(found - 1):
-            block_id = block_above[block_id]
-            block_ids.append(block_id)
-        block_ids.reverse()
-        return int32_array(block_ids)
+        blocks: Int32Array = way_to(self.parent_blocks, block_id, found)
+        return blocks
 
     def find_sealed(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return a sealed block that holds a digest, for whoever asks; None if there is none."""
@@ -306,39 +302,23 @@ class ContentIndex:
         """Enter runs into their table, and count blocks as children of their parents."""
         entered: list[int] = runs[0].block_ids if len(runs) == 1 else block_ids.tolist()
         firsts = table.add(entered, digests)
-        has_copies = firsts is not entered
         self.table_numbers[block_ids] = table.number
-        first_blocks = index_array(firsts) if has_copies else block_ids
-        if has_copies:
+        first_blocks = block_ids
+        if firsts is not entered:
+            first_blocks = index_array(firsts)
             is_second = first_blocks != block_ids
             self.is_copied[block_ids[is_second]] = self.is_copied[first_blocks[is_second]] = True
         if table.is_ordered:
             above = [table.ids.get(run.parent, NULL_BLOCK_ID) for run in runs]
-            if len(runs) == len(block_ids):  # a block of each, as of running rows
-                parent_blocks = index_array(above)
-            else:
-                parent_blocks = np.empty_like(block_ids)
-                parent_blocks[1:] = first_blocks[:-1]
-                start = 0
-                for run, parent_block in zip(runs, above, strict=True):
-                    parent_blocks[start] = parent_block
-                    start += len(run.block_ids)
-            self.parent_blocks[block_ids] = parent_blocks
-            is_once = len(runs) == 1 or (
-                len(runs) == len(block_ids) and len(set(above)) == len(above)
+            ends = list(accumulate([len(run.block_ids) for run in runs]))
+            enter_runs(
+                self.parent_blocks,
+                self.num_children,
+                block_ids,
+                first_blocks,
+                index_array(ends),
+                index_array(above),
             )
-            if has_copies:
-                parent_blocks = parent_blocks[first_blocks == block_ids]
-            if is_once and not has_copies:  # each block has one of these children at most
-                self.num_children[parent_blocks] += 1
-                self.num_children[NULL_BLOCK_ID] = 0
-            else:
-                self._count_children(parent_blocks, 1)
-
-    def _count_children(self, parent_blocks: npt.NDArray[np.integer], change: int) -> None:
-        """Note that these blocks have one child more or less each; the null block has none."""
-        np.add.at(self.num_children, parent_blocks, change)
-        self.num_children[NULL_BLOCK_ID] = 0
 
     def _parts(self, block_ids: IndexArray, numbers: Int32Array) -> Iterator[IndexArray]:
         """Cut blocks into those of one table each, and blocks with copies from all others.

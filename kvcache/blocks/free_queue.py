@@ -1,20 +1,36 @@
 """Blocks that nobody holds and that hold nothing, in the order in which they are handed out.
 
 Stands inside the pool, which takes from it before anything cached is evicted. What is named after
-single blocks or `_n` validates before it changes anything; the pool, which has counted, uses the
-unchecked bulk operations of `EntryQueue`.
+single blocks or `_n` validates before it changes anything; the pool, which has counted, uses
+`pop_many` and `prepend_many`, which do not.
+
+A linked list in two arrays, closed by an end that is no block:
+
+    4 ▶ 9 ▶ 2      next     end: 4   4: 9   9: 2   2: end
+                   before   end: 2   2: 9   9: 4   4: end
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcache.errors import OutOfBlocksError
-from kvcache.policies.entry_queue import EntryQueue
+import numpy as np
+from numba import types
+
+from kvcache.arrays import Ids, IndexArray, Int32Array, index_array
+from kvcache.compiled import array_type, compiled
+from kvcache.errors import BlockError, InvariantError, OutOfBlocksError
+
+_OUT = -1
+"""Stands for the next one of a block that is not here."""
 
 
-class FreeKVCacheBlockQueue(EntryQueue):
-    """A queue of block ids; any of them can leave it in O(1)."""
+class FreeKVCacheBlockQueue:
+    """A queue of block ids; any of them can leave it in O(1).
+
+    Invariant: following `_next` from the end leads through `_length` blocks back to the end, and
+    following `_before` leads through them in reverse; of all other blocks `_next` is `_OUT`.
+    """
 
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
         """Make a queue for ids below `num_blocks` that holds `block_ids`, in that order.
@@ -22,13 +38,17 @@ class FreeKVCacheBlockQueue(EntryQueue):
         Raises:
             BlockError: an id is not below `num_blocks`, or given twice.
         """
-        super().__init__(num_blocks)
+        self._end = num_blocks
+        self._next: Int32Array = np.full(num_blocks + 1, _OUT, dtype=np.int32)
+        self._before: Int32Array = np.full(num_blocks + 1, _OUT, dtype=np.int32)
+        self._next[self._end] = self._before[self._end] = self._end
+        self._length = 0
         self.append_n(list(block_ids))
 
     @property
     def num_free_blocks(self) -> int:
         """How many blocks are here."""
-        return len(self)
+        return self._length
 
     def popleft(self) -> int:
         """Take the first block; raises OutOfBlocksError if there is none."""
@@ -36,12 +56,18 @@ class FreeKVCacheBlockQueue(EntryQueue):
 
     def popleft_n(self, n: int) -> list[int]:
         """Take the first `n` blocks; raises OutOfBlocksError, unchanged, if there are fewer."""
-        if n > len(self):
+        if n > self._length:
             raise OutOfBlocksError(
-                f"{n} blocks are wanted, {len(self)} are in the free queue: free some first"
+                f"{n} blocks are wanted, {self._length} are in the free queue: free some first"
             )
         block_ids: list[int] = self.pop_many(n).tolist()
         return block_ids
+
+    def pop_many(self, n: int) -> IndexArray:
+        """Take the first `n` blocks. There are so many."""
+        self._length -= n
+        taken: IndexArray = _take_first(self._next, self._before, n)
+        return taken
 
     def remove(self, block_id: int) -> None:
         """Take one block from wherever it stands; raises BlockError if it is not here."""
@@ -49,8 +75,12 @@ class FreeKVCacheBlockQueue(EntryQueue):
 
     def remove_n(self, block_ids: Sequence[int]) -> None:
         """Take several; raises BlockError, unchanged, if one is not here."""
-        self.require_present(block_ids)
-        self.remove_many(block_ids)
+        ids = self._known(block_ids)
+        missing = ids[self._next[ids] == _OUT].tolist()
+        if missing:
+            raise BlockError(f"blocks {missing[:5]} are not in the queue: add them first")
+        _take_out(self._next, self._before, ids)
+        self._length -= len(ids)
 
     def append(self, block_id: int) -> None:
         """Put one block at the back; raises BlockError if it is here already."""
@@ -58,14 +88,98 @@ class FreeKVCacheBlockQueue(EntryQueue):
 
     def append_n(self, block_ids: Sequence[int]) -> None:
         """Put blocks at the back, in order; raises BlockError, unchanged, if one is here."""
-        self.require_absent(block_ids)
-        self.append_many(block_ids)
+        self._insert(int(self._before[self._end]), self._absent(block_ids))
 
     def prepend_n(self, block_ids: Sequence[int]) -> None:
         """Put blocks at the front, the first foremost; otherwise as `append_n`."""
-        self.require_absent(block_ids)
-        self.prepend_many(block_ids)
+        self._insert(self._end, self._absent(block_ids))
+
+    def prepend_many(self, block_ids: Ids) -> None:
+        """Put blocks at the front, the first foremost. They are distinct and none is here."""
+        self._insert(self._end, index_array(block_ids))
 
     def get_all_free_blocks(self) -> list[int]:
         """Return all blocks, the next to be taken first. O(n); for tests and audits."""
-        return self.to_list()
+        block_ids: list[int] = []
+        after = self._next.tolist()
+        block_id = after[self._end]
+        while block_id != self._end and len(block_ids) <= self._length:
+            block_ids.append(block_id)
+            block_id = after[block_id]
+        return block_ids
+
+    def check(self) -> None:
+        """Raise InvariantError unless both ways lead through as many blocks as are counted. O(n)"""
+        block_ids = self.get_all_free_blocks()
+        num_here = int(np.count_nonzero(self._next != _OUT)) - 1
+        if not len(block_ids) == num_here == self._length:
+            raise InvariantError(
+                f"a free queue of length {self._length} has {len(block_ids)} blocks in order, and "
+                f"{num_here} know a next one"
+            )
+        ways = zip([self._end, *block_ids], [*block_ids, self._end], strict=True)
+        torn = [(one, other) for one, other in ways if self._before[other] != one]
+        if torn:
+            raise InvariantError(f"a free queue does not lead back from {torn[0][1]} to {torn[0]}")
+
+    def _insert(self, place: int, block_ids: IndexArray) -> None:
+        _insert_behind(self._next, self._before, place, block_ids)
+        self._length += len(block_ids)
+
+    def _absent(self, block_ids: Sequence[int]) -> IndexArray:
+        """Return ids as an array; raises BlockError if one is unknown, given twice or here."""
+        ids = self._known(block_ids)
+        here = ids[self._next[ids] != _OUT].tolist()
+        if here:
+            raise BlockError(f"blocks {here[:5]} are in the queue already: remove them first")
+        return ids
+
+    def _known(self, block_ids: Sequence[int]) -> IndexArray:
+        """Return ids as an array; raises BlockError if one is unknown or given twice."""
+        unknown = [block_id for block_id in block_ids if not 0 <= block_id < self._end]
+        if unknown:
+            raise BlockError(f"blocks {unknown[:5]} do not exist: use ids below {self._end}")
+        if len(set(block_ids)) < len(block_ids):
+            twice = sorted({b for b in block_ids if list(block_ids).count(b) > 1})
+            raise BlockError(f"blocks {twice[:5]} are given twice: give each one once")
+        return index_array(block_ids)
+
+
+_LINKS = array_type("int32")
+_IDS = array_type("intp", is_read=True)
+
+
+@compiled(types.void(_LINKS, _LINKS, types.intp, _IDS))
+def _insert_behind(
+    after: Int32Array, before: Int32Array, place: int, block_ids: IndexArray
+) -> None:
+    """Put blocks, in order, behind the one at `place`, which may be the end."""
+    follower = after[place]
+    for block_id in block_ids:
+        after[place], before[block_id] = block_id, place
+        place = block_id
+    after[place], before[follower] = follower, place
+
+
+@compiled(types.void(_LINKS, _LINKS, _IDS))
+def _take_out(after: Int32Array, before: Int32Array, block_ids: IndexArray) -> None:
+    """Join the neighbours of each of these blocks, all of which are here."""
+    for block_id in block_ids:
+        one, other = before[block_id], after[block_id]
+        after[one], before[other] = other, one
+        after[block_id] = _OUT
+
+
+@compiled(types.intp[::1](_LINKS, _LINKS, types.intp))
+def _take_first(after: Int32Array, before: Int32Array, count: int) -> IndexArray:
+    """Take the first blocks; there are so many."""
+    taken = np.empty(count, np.intp)
+    end = len(after) - 1
+    block_id = after[end]
+    for index in range(count):
+        taken[index] = block_id
+        follower = after[block_id]
+        after[block_id] = _OUT
+        block_id = follower
+    after[end], before[block_id] = block_id, end
+    return taken

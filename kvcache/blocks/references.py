@@ -15,6 +15,12 @@ from kvcache.arrays import Ids, IndexArray, Int32Array, index_array
 from kvcache.blocks.block import BlockState
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
+from kvcache.blocks.reference_counts import (
+    are_holdable,
+    count_unheld,
+    give_references,
+    take_references,
+)
 from kvcache.core import ReferenceKind
 from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
@@ -90,9 +96,7 @@ class ReferencedBlocks:
 
     def num_unheld(self, block_ids: Ids) -> int:
         """Return how many of these distinct blocks have no reference, null blocks left out."""
-        ids = index_array(block_ids)
-        # The null block never has a reference.
-        return int(np.count_nonzero(ids)) - int(np.count_nonzero(self._num_references[ids]))
+        return int(count_unheld(self._num_references, index_array(block_ids)))
 
     def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
         """Return a copy of the counts of a kind other than REQUEST: block id to references."""
@@ -114,43 +118,31 @@ class ReferencedBlocks:
         is_empty = block_id != NULL_ID and self.contents.table_numbers[block_id] == NO_TABLE
         return bool(is_empty) and block_id not in self._quarantined
 
+    def can_all_be_cached(self, block_ids: IndexArray) -> bool:
+        """Say `can_be_cached` of many blocks."""
+        is_taken = np.count_nonzero(self.contents.table_numbers[block_ids])
+        has_null = np.count_nonzero(block_ids) < len(block_ids)
+        return not (is_taken or has_null or self.find_quarantined(block_ids))
+
     def touch(
         self, block_ids: Sequence[int] | IndexArray, kind: ReferenceKind = ReferenceKind.REQUEST
     ) -> None:
-        """Take one reference more of each block, and save it from eviction.
+        """Take one reference more of each block, as often as it is named; save it from eviction.
 
         Raises:
             BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
         """
         ids = index_array(block_ids)
-        more = ids
-        if len(set(ids.tolist())) < len(ids):
-            more = index_array(list(dict.fromkeys(ids.tolist())))
-        self.hold(more)
-        if more is not ids:
-            np.add.at(self._num_references, ids, 1)
-            self._num_references[more] -= 1
+        counts = self._num_references
+        if self._quarantined or not are_holdable(counts, self.contents.table_numbers, ids):
+            self._require_holdable(ids)
+        unheld = take_references(counts, ids)
+        if len(unheld):
+            self._policy.remove(unheld)
         if kind is not ReferenceKind.REQUEST:
             held = self._references[kind]
             for block_id in ids.tolist():
                 held[block_id] = held.get(block_id, 0) + 1
-
-    def hold(self, block_ids: IndexArray) -> None:
-        """Do what `touch` does for request references of distinct blocks, as of a table.
-
-        Raises:
-            BlockError: as `touch`; nothing changed.
-        """
-        ids = self._known(block_ids)
-        if self._quarantined and not self._quarantined.isdisjoint(ids.tolist()):
-            bad = sorted(self._quarantined.intersection(ids.tolist()))
-            raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
-        counts = self._num_references[ids]
-        free = ids[counts == 0]
-        if len(free):
-            self._require_cached(free)
-            self._policy.remove(free)
-        self._num_references[ids] = counts + 1
 
     def free_blocks(
         self, block_ids: Sequence[int], kind: ReferenceKind = ReferenceKind.REQUEST
@@ -177,33 +169,16 @@ class ReferencedBlocks:
     def give_back(self, block_ids: Sequence[int] | IndexArray) -> None:
         """Do what `free_blocks` does for request references, on the caller's word that he has them.
 
-        For managers, whose tables are their word; `check` compares the two.
+        For managers, whose tables are their word; `check` compares the two. A block that is named
+        several times goes at the last time.
         """
-        references = self._num_references
-        ids = index_array(block_ids)
-        counts = references[ids]
-        if not np.count_nonzero(counts != 1) or len(set(ids.tolist())) == len(ids):
-            self._release(ids, counts)
-            return
-        # Shared blocks may be given back several times in one call: at the last time they go.
-        np.subtract.at(references, ids, 1)
-        last_first = dict.fromkeys(ids[references[ids] == 0][::-1].tolist())
-        if last_first:
-            self._put_free(index_array(list(last_first)[::-1]))
-
-    def release(self, block_ids: IndexArray) -> None:
-        """Do what `give_back` does, for distinct blocks, as of a table."""
-        self._release(block_ids, self._num_references[block_ids])
-
-    def _release(self, block_ids: IndexArray, counts: Int32Array) -> None:
-        """Give one reference of each of these distinct blocks back, of `counts` that they have."""
-        if not np.count_nonzero(counts != 1):
-            self._num_references[block_ids] = 0
-        else:
-            self._num_references[block_ids] = counts - 1
-            block_ids = block_ids[counts == 1]
-        if len(block_ids):
-            self._put_free(block_ids)
+        empty, cached = give_references(
+            self._num_references, self.contents.table_numbers, index_array(block_ids)
+        )
+        if len(empty):
+            self._put_free(empty)
+        if len(cached):
+            self._policy.insert(cached)
 
     def begin_transfer(self, block_ids: Sequence[int]) -> None:
         """A copy starts to read or write these blocks: they stay until it has ended."""
@@ -214,20 +189,13 @@ class ReferencedBlocks:
         self.free_blocks(block_ids, ReferenceKind.TRANSFER)
 
     def _put_free(self, block_ids: IndexArray) -> None:
-        """Queue blocks that have just lost their last reference."""
+        """Queue empty blocks that have just lost their last reference."""
         if self.tenants is not None:
-            self.tenants.freed(block_ids[self.contents.table_numbers[block_ids] == NO_TABLE])
+            self.tenants.freed(block_ids)
         if self._quarantined:
             block_ids = index_array([b for b in block_ids.tolist() if b not in self._quarantined])
         # Distinct, and nowhere queued: their references have just become zero.
-        has_content = self.contents.table_numbers[block_ids] != NO_TABLE
-        num_cached = int(np.count_nonzero(has_content))
-        if num_cached == len(block_ids):
-            self._policy.insert(block_ids)
-        else:
-            self._blank.prepend_many(block_ids[~has_content])
-            if num_cached:
-                self._policy.insert(block_ids[has_content])
+        self._blank.prepend_many(block_ids)
 
     def _known(self, block_ids: Sequence[int] | IndexArray) -> IndexArray:
         """Return ids as an array; raises BlockError if one is none of a block."""
@@ -237,16 +205,21 @@ class ReferencedBlocks:
             self._require_known(ids.tolist())
         return ids
 
-    def _require_cached(self, free: IndexArray) -> None:
-        """Raise BlockError unless these unheld blocks can be held: they have contents."""
-        if np.count_nonzero(self.contents.table_numbers[free]) == len(free):
-            return  # the null block has none
-        if np.count_nonzero(free) < len(free):
+    def _require_holdable(self, block_ids: IndexArray) -> None:
+        """Raise BlockError unless all blocks exist, and are held or have a content that is good."""
+        ids: list[int] = block_ids.tolist()
+        self._require_known(ids)
+        if not self._quarantined.isdisjoint(ids):
+            bad = sorted(self._quarantined.intersection(ids))
+            raise BlockError(f"blocks {bad[:5]} are quarantined: release them first")
+        numbers, counts = self.contents.table_numbers, self._num_references
+        if NULL_ID in ids:
             raise BlockError("the null block cannot be held: leave it out")
-        empty = free[self.contents.table_numbers[free] == NO_TABLE]
-        raise BlockError(
-            f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
-        )
+        empty = block_ids[(counts[block_ids] == 0) & (numbers[block_ids] == NO_TABLE)]
+        if len(empty):
+            raise BlockError(
+                f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
+            )
 
     def _require_known(self, block_ids: Sequence[int]) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:

@@ -97,7 +97,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         num_kept, first_kept = np.count_nonzero(ids), 0
         if num_kept < len(ids):
             first_kept = int((ids != NULL_ID).argmax()) if num_kept else len(ids)
-        self._pool.hold(ids[first_kept:])
+        self._pool.touch(ids[first_kept:])
         self._tables[request_id], self._leading[request_id] = ids.tolist(), ids
         self.note_cached(request_id, len(ids))
         self._first_kept[request_id] = first_kept

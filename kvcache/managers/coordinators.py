@@ -132,7 +132,7 @@ class KVCacheCoordinator(ABC):
             (manager,) = self.managers
             ids = manager.columns(request_id, 0, len(manager.table(request_id)))
             manager.forget_request(request_id)
-            self.pool.release(ids[::-1])
+            self.pool.give_back(ids[::-1].copy())
             return
         self.pool.give_back(
             self.tail_first([manager.forget_request(request_id) for manager in self.managers])

@@ -8,12 +8,10 @@ keys, a block that has a content already) go the way of single requests, after t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
-from kvcache.blocks.contents import NO_TABLE
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
 from kvcache.core import RowBatch
@@ -28,6 +26,14 @@ _NOTHING = (NULL_ID, None)
 """Before a block that can be found whatever is before it."""
 
 
+class _Wanted(NamedTuple):
+    """A row whose full blocks up to `num_tokens` are to be hittable."""
+
+    row: int
+    request: Request
+    num_tokens: int
+
+
 class _Filled(NamedTuple):
     """A row whose next block, in column `column` of its table, is full.
 
@@ -35,9 +41,7 @@ class _Filled(NamedTuple):
     none, or it does not matter, that is the null block, which holds None.
     """
 
-    row: int
-    num_tokens: int
-    request: Request
+    wanted: _Wanted
     column: int
     block_id: int
     before: int
@@ -57,65 +61,67 @@ class RowCacher:
 
     def cache(self, batch: RowBatch, rows: IndexArray) -> None:
         """Make the full blocks of these rows hittable, up to their tokens to cache."""
-        wanted = list(zip(rows.tolist(), batch.num_cached_tokens[rows].tolist(), strict=True))
+        columns = (
+            rows.tolist(),
+            batch.requests[rows].tolist(),
+            batch.num_cached_tokens[rows].tolist(),
+        )
+        wanted = list(map(_Wanted, *columns))
         tokens = self._extend_digests(batch, wanted)
         for manager in self._coordinator.managers:
-            filled, singly = self._sort(manager, batch, wanted)
+            filled, singly = self._sort(manager, wanted)
             if filled:
                 singly += self._cache_together(manager, filled, tokens)
             if singly:
-                batch.tokens.sync(index_array([row for row, _ in singly]))
-                for row, num_tokens in singly:
-                    manager.cache_blocks(batch.requests[row], num_tokens)
+                batch.tokens.sync(index_array([each.row for each in singly]))
+                for _, request, num_tokens in singly:
+                    manager.cache_blocks(request, num_tokens)
 
-    def _extend_digests(
-        self, batch: RowBatch, wanted: list[tuple[int, int]]
-    ) -> dict[int, Int32Array]:
+    def _extend_digests(self, batch: RowBatch, wanted: list[_Wanted]) -> dict[int, Int32Array]:
         """Give requests that lack one digest that digest; return the tokens it is of, by row.
 
         Those that lack more, or have extra keys, are brought up to date: they compute their own.
         """
         quick: list[int] = []
         units: list[int] = []
-        parents: list[BlockHash] = []
         requests: list[Request] = []
-        behind: list[int] = []
-        for row, num_tokens in wanted:
-            request: Request = batch.requests[row]
-            hashes, num_full = request.known_block_hashes, num_tokens // self._unit_tokens
-            num_known = len(hashes)
+        behind: list[_Wanted] = []
+        for each in wanted:
+            row, request, num_tokens = each
+            num_known, num_full = len(request.known_block_hashes), num_tokens // self._unit_tokens
             if num_known + 1 == num_full and not need_extra_keys(request):
                 quick.append(row)
                 units.append(num_known)
-                parents.append(hashes[-1] if num_known else hasher_of(request).none_hash)
                 requests.append(request)
             elif num_known < num_full:
-                behind.append(row)
+                behind.append(each)
         if behind:
-            batch.tokens.sync(index_array(behind))
-            for row in behind:
-                _ = batch.requests[row].block_hashes  # computes them
+            batch.tokens.sync(index_array([each.row for each in behind]))
+            for each in behind:
+                _ = each.request.block_hashes  # computes them
         if not quick:
             return {}
         tokens = batch.tokens.newest_units(index_array(quick), index_array(units))
         # A void item becomes a bytes object of its full length, trailing zeros included.
         pieces = tokens.astype("<i4", copy=False).view(f"V{self._unit_tokens * TOKEN_BYTES}")
         hasher = hasher_of(requests[0])  # the others have its equals
+        known = [request.known_block_hashes for request in requests]
+        parents = [hashes[-1] if hashes else hasher.none_hash for hashes in known]
         digests = hasher.hash_all_plain(parents, pieces.ravel().tolist())
         for request, digest in zip(requests, digests, strict=True):
             request.note_next_digest(digest)
         return dict(zip(quick, tokens, strict=True)) if self._pool.tells_tokens else {}
 
     def _sort(
-        self, manager: SingleTypeKVCacheManager, batch: RowBatch, wanted: list[tuple[int, int]]
-    ) -> tuple[list[_Filled], list[tuple[int, int]]]:
+        self, manager: SingleTypeKVCacheManager, wanted: list[_Wanted]
+    ) -> tuple[list[_Filled], list[_Wanted]]:
         """Return the rows that have filled one block of the group, and those with several."""
         size, per_block = manager.block_size, manager.block_size // self._unit_tokens
         is_ordered = manager.spec.reads_whole_prefix
         filled: list[_Filled] = []
-        several: list[tuple[int, int]] = []
-        for row, num_tokens in wanted:
-            request: Request = batch.requests[row]
+        several: list[_Wanted] = []
+        for each in wanted:
+            _, request, num_tokens = each
             column = manager.num_cached_blocks(request.request_id)
             num_new = num_tokens // size - column
             table = manager.table(request.request_id)
@@ -123,14 +129,10 @@ class RowCacher:
                 hashes, end = request.known_block_hashes, (column + 1) * per_block
                 parent = hashes[end - per_block - 1] if column else hasher_of(request).none_hash
                 before, above = (table[column - 1], parent) if column and is_ordered else _NOTHING
-                block_id, digest = table[column], hashes[end - 1]
-                filled.append(
-                    _Filled(
-                        row, num_tokens, request, column, block_id, before, above, parent, digest
-                    )
-                )
+                digest = hashes[end - 1]
+                filled.append(_Filled(each, column, table[column], before, above, parent, digest))
             elif num_new > 0:
-                several.append((row, num_tokens))
+                several.append(each)
         return filled, several
 
     def _cache_together(
@@ -138,37 +140,47 @@ class RowCacher:
         manager: SingleTypeKVCacheManager,
         filled: list[_Filled],
         tokens: dict[int, Int32Array],
-    ) -> list[tuple[int, int]]:
+    ) -> list[_Wanted]:
         """Make one block of each of these rows hittable; return those for which that is too quick.
 
         That is where the block is null, has a content, is quarantined or in another row's table
         too, where the one before has lost its content, and where tokens are told and not at hand.
         """
-        contents, ids = self._pool.contents, index_array([each.block_id for each in filled])
-        fits = contents.table_numbers[ids] == NO_TABLE
-        fits &= ids != NULL_ID
-        held = contents.digests[index_array([each.before for each in filled])].tolist()
-        fits &= [digest == each.above for digest, each in zip(held, filled, strict=True)]
-        if self._pool.tells_tokens:
-            is_one_unit = manager.block_size == self._unit_tokens
-            fits &= [is_one_unit and each.row in tokens for each in filled]
-        fits[self._pool.find_quarantined(ids)] = False
-        if len(set(ids.tolist())) < len(ids):
-            is_first = np.zeros_like(fits)
-            is_first[np.unique(ids, return_index=True)[1]] = True
-            fits &= is_first
-        others: list[tuple[int, int]] = []
-        if np.count_nonzero(fits) < len(filled):
-            others = [
-                (each.row, each.num_tokens)
-                for each, is_fit in zip(filled, fits.tolist(), strict=True)
-                if not is_fit
-            ]
-            filled = [each for each, is_fit in zip(filled, fits.tolist(), strict=True) if is_fit]
+        fits = self._fit_together(manager, filled, tokens)
+        others = [each.wanted for each, is_fit in zip(filled, fits, strict=True) if not is_fit]
+        if others:
+            filled = [each for each, is_fit in zip(filled, fits, strict=True) if is_fit]
         self._pool.cache_runs(self._runs(manager, filled, tokens))
         for each in filled:
-            manager.note_cached(each.request.request_id, each.column + 1)
+            manager.note_cached(each.wanted.request.request_id, each.column + 1)
         return others
+
+    def _fit_together(
+        self,
+        manager: SingleTypeKVCacheManager,
+        filled: list[_Filled],
+        tokens: dict[int, Int32Array],
+    ) -> Sequence[bool]:
+        """Say which of these rows can be cached together; mostly all can, which is seen at once."""
+        pool = self._pool
+        block_ids = [each.block_id for each in filled]
+        held = pool.contents.digests[index_array([each.before for each in filled])].tolist()
+        are_told = [not pool.tells_tokens] * len(filled)
+        if pool.tells_tokens and manager.block_size == self._unit_tokens:
+            are_told = [each.wanted.row in tokens for each in filled]
+        if (
+            held == [each.above for each in filled]
+            and len(set(block_ids)) == len(block_ids)
+            and pool.can_all_be_cached(index_array(block_ids))
+            and all(are_told)
+        ):
+            return are_told
+        fits, seen = [], set()
+        for each, digest, is_told in zip(filled, held, are_told, strict=True):
+            is_new = each.block_id not in seen and pool.can_be_cached(each.block_id)
+            fits.append(is_new and digest == each.above and is_told)
+            seen.add(each.block_id)
+        return fits
 
     def _runs(
         self,
@@ -195,7 +207,7 @@ class RowCacher:
                 client_id,
                 step,
             )
-            for table, (row, _, request, column, block_id, _, _, parent, digest) in zip(
+            for table, ((row, request, _), column, block_id, _, _, parent, digest) in zip(
                 tables, filled, strict=True
             )
         ]

@@ -50,6 +50,9 @@ class RunMaker:
     def uncached_parts(self, ids: IndexArray, start: int) -> Sequence[Part]:
         """Return the unbroken ranges of blocks that hold nothing yet; `ids` are those from column
         `start` on."""
+        end = start + len(ids)
+        if self._pool.can_all_be_cached(ids):
+            return [Part(start, end, ids)]
         is_new = self._pool.contents.table_numbers[ids] == NO_TABLE
         is_new &= ids != NULL_ID
         for index in self._pool.find_quarantined(ids):
@@ -57,9 +60,6 @@ class RunMaker:
                 # What follows would be a content without its prefix.
                 is_new[index:] = False
             is_new[index] = False
-        end = start + len(ids)
-        if np.count_nonzero(is_new) == len(ids):
-            return [Part(start, end, ids)]
         flags = is_new.tolist()
         parts = []
         for wanted, positions in groupby(range(start, end), key=lambda i: flags[i - start]):
