@@ -52,7 +52,6 @@ from kvcache.worker.copy_measurement import (
 )
 from kvcache.worker.engine_choice import find_kernel
 from kvcache.worker.layout import PoolLayout
-from kvcache.worker.row_mover import ROW_BYTES
 
 MAX_MEASURED_PAGE_BYTES = 16 * 2**20
 """Longer pages are as fast as a plain copy; they are not measured."""
@@ -258,14 +257,11 @@ def _share(figure: CopyFigure | None, plain: CopyFigure | None) -> str:
 
 
 def _choices(measurement: CopyMeasurement) -> list[str]:
-    """Say in words what is chosen, and on CPU what the engine uses without measuring."""
-    lines = [
+    """Say in words what is chosen."""
+    return [
         f"{c.direction}: {c.below} below {bytes_text(c.piece_bytes)} a piece, {c.above} from there"
         for c in measurement.crossovers
     ]
-    if measurement.device == "cpu":
-        lines.append(f"the engine's own limit is {bytes_text(ROW_BYTES)} a piece")
-    return lines
 
 
 def _as_json(found: Examination) -> dict[str, object]:

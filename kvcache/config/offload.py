@@ -61,8 +61,7 @@ class OffloadConfig(Section):
     goes behind steps and everything else on the node (`low`), gets only what processors have to
     spare (`idle`: steps are disturbed least, and on a node whose processors are all busy a load
     may take seconds), or is everybody's equal (`normal`). On CPU, `copy_threads` of a worker copy
-    one store or load together, where its blocks follow one another or are of 512 KiB or more, or
-    of 64 KiB or more and stored in slots that follow one another.
+    one store or load of 2 MiB or more together.
 
     `swap` says what becomes of the unsealed tokens of a request that is preempted by swap: they go
     to host memory and come back (`always`), are computed again (`never`), or (`auto`) whatever

@@ -1,8 +1,7 @@
 """Which blocks move between a device and host memory; and, where the CPU reaches both, moving them.
 
-Below copy_task.py. `HotMove` copies a piece of some blocks, over all tensors, and hashes it while
-the processor's cache has it. What is found is looked at when all is copied, because a few calls for
-each piece would cost as much as the hash. Refuses to know what a checksum should be.
+Below copy_task.py. `HotMove` copies a piece of some blocks, over all tensors, and hashes it on the
+way. Refuses to know what a checksum should be.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 from typing import TypeVar
 
-import numpy as np
 import torch
 import xxhash
 
 from kvcache.arrays import Int32Array
-from kvcache.worker.checksums import BoolArray, Int64Array, PieceHasher, as_checksums
+from kvcache.worker.checksums import Int64Array, as_checksums
 from kvcache.worker.copy_crew import Crew
 from kvcache.worker.host_pool import HostPool
-from kvcache.worker.row_mover import RowBuffer, RowMover, RowOrder, Rows, rows_per_piece
+from kvcache.worker.row_kernel import BoolArray, can_hash
+from kvcache.worker.row_mover import BlockHashes, PieceHashes, RowMover, Side
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,103 +42,78 @@ _Item = TypeVar("_Item")
 HELPED_PIECES = 4
 """Moves of fewer pieces are copied by one thread: another would wake up when they are over."""
 
-HELPED_ROW_BYTES = 1 << 19
-HELPED_GATHER_BYTES = 1 << 16
-"""Shorter rows that lie apart are copied by one thread, too: each is a call, and two threads hand
-Python's lock to and fro between them. So are rows below the second length that are gathered into a
-run. Two against one, on two idle processors, share of a copy: in a row .89 and .73 with 16 KiB,
-1.06 and .77 with 64, 1.01 and .82 with 256, 1.17 and .85 with 2 MiB; gathered .39 and .45 with 4
-KiB, .59 and .56 with 16, 1.05 and .65 with 64, .94 and .77 with 256; scattered .51 and .57 with 16,
-.68 and .68 with 64, .62 and .76 with 256; apart on both sides .20 and .30 with 4 KiB, .26 and .41
-with 16, .49 and .62 with 64, .75 and .73 with 256, 1.15 and .86 with 2 MiB."""
+PIECE_BYTES = 1 << 19
+"""Copied at once; between pieces copies give way. A tenth of a millisecond or less."""
 
 
 class HotMove:
-    """Carries a move out, a piece of some blocks after another, and hashes what it has just
-    copied: of a block of many tensors one tensor's rows at a time, so that they are as many as
-    where a block is one row."""
+    """Carries a move out, a piece of some blocks after another, and hashes what it copies."""
 
     def __init__(self, move: BlockMove, is_hashed: BoolArray, crew: Crew) -> None:
         """Look at the ids, of which there is at least one; copy nothing yet. `is_hashed[i]` says
         it of block `i`. `crew` copies, and gives way between copies of a piece's size."""
         self._crew = crew
-        self._is_hashed = is_hashed
-        tensors = [
-            (r.numpy(), h.numpy()) for r, h in zip(move.rows, move.host.tensors, strict=True)
-        ]
-        widths = [rows.shape[1] for rows, _ in tensors if rows.shape[1]]
-        self._step = rows_per_piece(max(widths, default=1), move.block_ids, move.slots)
-        blocks, slots = (RowOrder(ids, self._step) for ids in (move.block_ids, move.slots))
-        self._movers = [
-            RowMover(rows, blocks, host, slots)
-            if move.to_host
-            else RowMover(host, slots, rows, blocks)
-            for rows, host in tensors
+        self._hashes = BlockHashes.of(is_hashed)
+        sides = [
+            (Side(rows.numpy(), move.block_ids), Side(host.numpy(), move.slots))
+            for rows, host in zip(move.rows, move.host.tensors, strict=True)
             if rows.shape[1]
         ]
-        self._hasher = PieceHasher(widths, self._step)
-        self._is_helped = blocks.num_pieces >= HELPED_PIECES and _takes_long_calls(
-            max(widths, default=0), *((blocks, slots) if move.to_host else (slots, blocks))
-        )
+        self._widths = [on_device.width for on_device, _ in sides]
+        self._does_hash = bool(is_hashed.any())
+        self._can_hash = can_hash(self._widths)
+        starts = (0, *accumulate(self._widths))
+        self._movers = [
+            RowMover(*(pair if move.to_host else pair[::-1]), start, starts[-1])
+            for pair, start in zip(sides, starts, strict=False)
+        ]
+        self._written = [pair[1] if move.to_host else pair[0] for pair in sides]
+        self._step = min(len(is_hashed), max(1, PIECE_BYTES // max(self._widths, default=1)))
 
     def run(self) -> Int64Array:
         """Copy everything; return the checksums of the blocks that are hashed, in order."""
-        starts = np.arange(0, len(self._is_hashed), self._step)
-        counts = np.add.reduceat(self._is_hashed, starts, dtype=np.intp).tolist()
-        digests: list[Sequence[int]] = [()] * len(counts)
-        waiting = deque(enumerate(counts))
-        take = self._one if self._step == 1 else self._several
+        starts = range(0, len(self._hashes.is_hashed), self._step)
+        waiting = deque(starts)
 
         def copy_pieces() -> None:
             """Copy while there is something: whoever gets less of a processor copies less."""
-            buffer = RowBuffer()
             try:
-                for piece, num_hashed in _each_taken(waiting):
-                    digests[piece] = take(piece, num_hashed, buffer)
+                for start in _each_taken(waiting):
+                    self.copy_piece(start)
             except Exception:
                 waiting.clear()  # nobody goes on
                 raise
 
-        if self._is_helped:
+        if len(starts) >= HELPED_PIECES:
             self._crew.run(copy_pieces)
         else:
             copy_pieces()
-        return as_checksums(list(chain.from_iterable(digests)))
+        return as_checksums(self._hashes.digests[self._hashes.is_hashed])
 
-    def _several(self, piece: int, num_hashed: int, buffer: RowBuffer) -> Sequence[int]:
-        """Copy a piece; return the digests of those blocks of it that are hashed."""
-        is_hashed = self._is_hashed[piece * self._step : (piece + 1) * self._step]
-        chosen = None if num_hashed == len(is_hashed) else is_hashed.nonzero()[0].tolist()
-        parts = self._parts(piece, chosen, buffer)
-        if num_hashed:
-            return self._hasher.digests(parts)
-        deque(parts, maxlen=0)
-        return ()
-
-    def _parts(self, piece: int, chosen: Sequence[int] | None, buffer: RowBuffer) -> Iterator[Rows]:
-        """Copy a piece, tensor after tensor, and yield the rows that are hashed of each."""
-        for mover in self._movers:
-            self._crew.give_way()
-            rows = mover.move(piece, buffer)
-            yield rows if chosen is None else [rows[i] for i in chosen]
-
-    def _one(self, piece: int, num_hashed: int, buffer: RowBuffer) -> Sequence[int]:
-        """Copy the one block of a piece, part after part; return its digest if it is hashed."""
-        state = xxhash.xxh3_64()
-        for mover in self._movers:
-            for part in mover.move_parts(piece):
-                if num_hashed:
-                    state.update(part.data)
+    def copy_piece(self, first: int) -> None:
+        """Copy the piece that begins with this block, a tensor's rows after another's."""
+        end = min(first + self._step, len(self._hashes.is_hashed))
+        piece = PieceHashes(self._hashes, first, end)
+        for mover, width in zip(self._movers, self._widths, strict=True):
+            for low in range(0, width, PIECE_BYTES):
                 self._crew.give_way()
-        return (state.intdigest(),) if num_hashed else ()
+                high = min(width, low + PIECE_BYTES)
+                if self._does_hash and self._can_hash:
+                    mover.copy_hashed(piece, low, high)
+                else:
+                    mover.copy(first, end, low, high)
+        if self._does_hash and not self._can_hash:
+            self._hash(range(first, end))
 
-
-def _takes_long_calls(row_bytes: int, sources: RowOrder, destinations: RowOrder) -> bool:
-    """Say whether threads that copy such rows seldom want Python's lock at once."""
-    if row_bytes >= HELPED_ROW_BYTES:
-        return True
-    is_gathered = row_bytes >= HELPED_GATHER_BYTES
-    return destinations.is_in_runs and (is_gathered or sources.is_in_runs)
+    def _hash(self, places: Sequence[int]) -> None:
+        """Hash blocks that the kernel does not: odd or short ones."""
+        hashes = self._hashes
+        for place in places:
+            if hashes.is_hashed[place]:
+                state = xxhash.xxh3_64()
+                for side in self._written:
+                    state.update(side.rows[side.ids[place]].data)
+                hashes.digests[place] = state.intdigest()
 
 
 def _each_taken(waiting: deque[_Item]) -> Iterator[_Item]:

@@ -17,7 +17,8 @@ import xxhash
 
 from kvcache.arrays import Int32Array
 from kvcache.errors import ConfigurationError
-from kvcache.worker.row_mover import Rows
+from kvcache.worker.row_kernel import BoolArray, UInt64Array, can_hash
+from kvcache.worker.row_mover import hashes_of_rows
 
 CHECKSUM_MASK = (1 << 63) - 1
 """Checksums are kept and sent as non-negative int64."""
@@ -26,7 +27,6 @@ SAMPLE_INTERVAL = 16
 """Blocks of which one is compared when only a sample is."""
 
 Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 VerifyMode: TypeAlias = Literal["always", "sample", "never"]
 
@@ -74,60 +74,21 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
     return int(state.intdigest()) & CHECKSUM_MASK
 
 
-class PieceHasher:
-    """Hashes pieces of blocks, a tensor's rows after another's.
-
-    Slices are made once, for all pieces: for short rows they cost as much as the hash.
-    """
-
-    def __init__(self, widths: Sequence[int], num_rows: int) -> None:
-        """Expect a part of each of these widths, of at most so many rows."""
-        cuts = {w: [slice(i * w, (i + 1) * w) for i in range(num_rows)] for w in set(widths)}
-        self._slices = [cuts[width] for width in widths]
-
-    def digests(self, parts: Iterable[Rows]) -> Sequence[int]:
-        """Return 64 bits for each block, whose bytes are row `i` of every part, in order. A part is
-        hashed before the next one is asked for."""
-        states: list[xxhash.xxh3_64] = []
-        for rows, cuts in zip(parts, self._slices, strict=True):
-            views = _views(rows, cuts)
-            if len(self._slices) == 1:
-                return list(map(xxhash.xxh3_64_intdigest, views))
-            states = states or [xxhash.xxh3_64() for _ in rows]
-            for state, view in zip(states, views, strict=True):
-                state.update(view)
-        return [state.intdigest() for state in states]
-
-
-def as_checksums(digests: Sequence[int]) -> Int64Array:
-    """Return digests of 64 bits as checksums."""
-    masked: Int64Array = np.array(digests, dtype=np.uint64).view(np.int64) & CHECKSUM_MASK
+def as_checksums(hashes: UInt64Array) -> Int64Array:
+    """Return hashes of 64 bits as checksums."""
+    masked: Int64Array = hashes.view(np.int64) & CHECKSUM_MASK
     return masked
-
-
-def _views(rows: Rows, cuts: Sequence[slice]) -> Iterable[memoryview]:
-    """Return the bytes of each row."""
-    if not isinstance(rows, np.ndarray) or not rows.flags.c_contiguous:
-        return [row.data for row in rows]
-    return map(rows.reshape(-1).data.__getitem__, cuts[: len(rows)])
 
 
 def checksums_of_rows(tensors: Sequence[npt.NDArray[np.uint8]], rows: Int32Array) -> Int64Array:
     """Return the checksum of each row, over all `(num_rows, width)` tensors, in order.
 
-    Only contiguous tensors. Nothing is copied.
+    Nothing is copied. Raises IndexError for a row that is not there.
     """
-    views = [(t.reshape(-1).data, t.shape[1]) for t in tensors if t.shape[1]]
-    if len(views) == 1:
-        view, width = views[0]
-        digest = xxhash.xxh3_64_intdigest
-        starts = (rows.astype(np.int64) * width).tolist()
-        values = [digest(view[start : start + width]) & CHECKSUM_MASK for start in starts]
-    else:
-        values = [
-            checksum_of(view[row * width : (row + 1) * width] for view, width in views)
-            for row in rows.tolist()
-        ]
+    parts = [tensor for tensor in tensors if tensor.shape[1]]
+    if can_hash([part.shape[1] for part in parts]):
+        return as_checksums(hashes_of_rows(parts, rows))
+    values = [checksum_of(part[row].data for part in parts) for row in rows.tolist()]
     return np.array(values, dtype=np.int64)
 
 

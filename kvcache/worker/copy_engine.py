@@ -21,14 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.arrays import Int32Array
-from kvcache.worker.row_mover import (
-    ROW_BYTES,
-    ByteRows,
-    RowBuffer,
-    RowMover,
-    RowOrder,
-    rows_per_piece,
-)
+from kvcache.worker.row_mover import ByteRows, copy_rows
 
 _FIRST = np.zeros(1, dtype=np.int64)
 
@@ -132,11 +125,6 @@ class CpuCopyEngine:
 
     copies_at_once = True
 
-    def __init__(self, gathers_below_bytes: int = ROW_BYTES) -> None:
-        """Gather rows shorter than this where they lie apart on both sides; otherwise a slice for
-        each."""
-        self._gathers_below_bytes = gathers_below_bytes
-
     def copy_blocks(
         self,
         sources: torch.Tensor,
@@ -146,8 +134,7 @@ class CpuCopyEngine:
     ) -> PendingCopy:
         """Copy now. Rows may overlap: then all sources are gathered first."""
         source_rows, destination_rows = _rows(sources), _rows(destinations)
-        row_bytes = source_rows.shape[1]
-        if not len(source_ids) or not row_bytes:
+        if not len(source_ids) or not source_rows.shape[1]:
             return DoneCopy()
         if len(source_ids) == 1:
             destination_rows[destination_ids[0]] = source_rows[source_ids[0]]
@@ -157,19 +144,8 @@ class CpuCopyEngine:
         )
         if is_overlapping:
             destination_rows[destination_ids] = source_rows[source_ids]
-            return DoneCopy()
-        step = rows_per_piece(row_bytes, source_ids, destination_ids)
-        order = RowOrder(source_ids, step)
-        mover = RowMover(
-            source_rows,
-            order,
-            destination_rows,
-            RowOrder(destination_ids, step),
-            gathers_below_bytes=self._gathers_below_bytes,
-        )
-        buffer = RowBuffer()
-        for piece in range(order.num_pieces):
-            mover.move(piece, buffer)
+        else:
+            copy_rows(source_rows, source_ids, destination_rows, destination_ids)
         return DoneCopy()
 
     def copy_within(

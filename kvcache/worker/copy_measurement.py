@@ -3,8 +3,7 @@
 Beside the engines, which it runs as they run in service: pages here and there, of several sizes, a
 few milliseconds each, against one plain copy of as many bytes. `engine_choice.py` takes what comes
 of it on a device; `kvcache doctor` shows it. Device memory is given back; pinned memory stays in
-torch's pool. Refuses to choose for anybody: an engine is given its limits when it is made, and has
-constants without.
+torch's pool. Refuses to choose for anybody: an engine is given its limits when it is made.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvcache.worker.copy_engine import CopyEngine, CpuCopyEngine
 from kvcache.worker.cuda_engine import CudaCopyEngine, KernelChoice, RowCopier
 
 Direction = Literal["host to host", "host to device", "device to host", "device to device"]
-Way = Literal["gather", "slices", "kernel", "copy units", "torch", "plain"]
+Way = Literal["kernel", "copy units", "torch", "plain"]
 
 PLAIN: Way = "plain"
 """One copy of all bytes in one piece: what the memory or the bus can do."""
@@ -129,23 +128,19 @@ def measure_cpu(
     limits: MeasureLimits | None = None,
     clock: Clock | None = None,
 ) -> CopyMeasurement:
-    """Measure gathers against slices between two memories of this machine.
+    """Measure the engine between two memories of this machine.
 
     `page_bytes` are measured beside the usual sizes.
     """
     limits = limits or MeasureLimits()
     stopwatch = _Stopwatch(clock or SystemClock(), limits)
-    ways: dict[Way, CopyEngine] = {
-        "gather": CpuCopyEngine(gathers_below_bytes=NEVER_BYTES),
-        "slices": CpuCopyEngine(gathers_below_bytes=0),
-    }
+    ways: dict[Way, CopyEngine] = {"kernel": CpuCopyEngine()}
     sizes = _sizes(CPU_PAGE_BYTES, page_bytes)
     figures: list[CopyFigure] = []
     for size in sizes:
         pages = _Pages.make(size, limits, torch.device("cpu"), torch.device("cpu"))
         figures += _measure("host to host", ways, pages, stopwatch, lambda: None)
-    crossover = _crossover("host to host", "gather", "slices", figures)
-    return CopyMeasurement("cpu", tuple(figures), (crossover,))
+    return CopyMeasurement("cpu", tuple(figures), ())
 
 
 def measure_cuda(
@@ -188,8 +183,8 @@ def measure_cuda(
     crossovers: tuple[Crossover, ...] = ()
     if kernel is not None:
         crossovers = (
-            _crossover("host to device", "kernel", "copy units", figures),
-            _crossover("device to device", "kernel", "torch", figures),
+            crossover_of("host to device", "kernel", "copy units", figures),
+            crossover_of("device to device", "kernel", "torch", figures),
         )
     name = torch.cuda.get_device_name(device)
     return CopyMeasurement(name, tuple(figures), crossovers, tuple(notes))
@@ -290,9 +285,10 @@ def _measure(
     ]
 
 
-def _crossover(
+def crossover_of(
     direction: Direction, below: Way, above: Way, figures: Sequence[CopyFigure]
 ) -> Crossover:
+    """Return where two ways of a direction meet; all figures have both at the same sizes."""
     seconds: dict[Way, dict[int, float]] = {below: {}, above: {}}
     for figure in figures:
         if figure.direction == direction and figure.way in seconds:

@@ -16,21 +16,14 @@ import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.worker.block_move import BlockMove, HotMove
-from kvcache.worker.checksums import (
-    BoolArray,
-    Int64Array,
-    checksums_of_rows,
-)
+from kvcache.worker.checksums import Int64Array, checksums_of_rows
 from kvcache.worker.copy_crew import ALONE, Crew
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
 from kvcache.worker.host_labels import NO_CHECKSUM
+from kvcache.worker.row_kernel import BoolArray
 
 PIECE_BYTES = 1 << 26
 """Asked of an engine at once: large enough for one call to describe many copies."""
-
-HASHED_BYTES = 1 << 20
-"""Hashed before other threads are let in: short buffers are hashed without letting go of Python's
-lock."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +64,8 @@ class CopyTask:
 
     A store with `takes_checksums` returns those of what was written. Of a slot that a load with a
     `comparison` finds wrong no byte is left in its block. Where an engine copies, slots are
-    compared before, and nothing is copied once one was found. Where the processor does, what it has
-    just copied is compared, while the cache has it, and zeroed where it is wrong: nobody reads a
+    compared before, and nothing is copied once one was found. Where the processor does, what it
+    copies is hashed on the way, and zeroed where it was wrong: nobody reads a
     load's blocks before it is over.
     """
 
@@ -217,13 +210,7 @@ class CopyTask:
             self._checksums[piece.places] = self._hash(self._move.slots[piece.places])
 
     def _hash(self, slots: Int32Array) -> Int64Array:
-        step = max(1, HASHED_BYTES // max(1, self._move.host.slot_bytes))
-        hashed = []
-        for start in range(0, len(slots), step):
-            if start:
-                time.sleep(0)  # lets go of Python's lock
-            hashed.append(checksums_of_rows(self._host_rows, slots[start : start + step]))
-        return np.concatenate(hashed)
+        return checksums_of_rows(self._host_rows, slots)
 
 
 def _wait_all(copies: Sequence[PendingCopy], timeout_s: float) -> bool:

@@ -2,8 +2,7 @@
 
 Between the worker, which asks once when it starts, and the engines. The measurement takes a
 fraction of a second and compiles the kernel, so that no step waits for that. Never chooses a way
-that has not just moved bytes on this device. On CPU nothing is measured: the engine's own limit is
-used.
+that has not just moved bytes on this device. On CPU nothing is measured: there is one way.
 """
 
 from __future__ import annotations

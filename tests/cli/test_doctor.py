@@ -29,12 +29,10 @@ from actors.cli.doctor_network import (
     port_problems,
     ray_problems,
 )
-from actors.cli.tables import bytes_text
 from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.planner import plan_cluster
 from kvcache.worker.copy_measurement import CopyMeasurement, MeasureLimits, measure_cpu
-from kvcache.worker.row_mover import ROW_BYTES
 
 GIB = 2**30
 ROOMY = NodeFigures(64 * GIB, 16 * GIB, None, (80 * GIB, 60 * GIB))
@@ -113,9 +111,8 @@ def memory_whats(config: ClusterConfig, node: NodeFigures, *, prevent: bool = Tr
 
 def test_without_a_configuration_the_machine_is_shown() -> None:
     shown = run()
-    for text in ("torch", "ray", "available", "/dev/shm free", "gather", "slices", "plain"):
+    for text in ("torch", "ray", "available", "/dev/shm free", "kernel", "plain"):
         assert text in shown
-    assert f"the engine's own limit is {bytes_text(ROW_BYTES)} a piece" in shown
 
 
 def test_the_pages_of_the_plan_are_measured(small: Path) -> None:

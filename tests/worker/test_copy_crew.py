@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.commands import Load, Store
 from kvcache.errors import ConfigurationError
-from kvcache.worker import CpuCopyEngine, block_move, copy_crew, row_mover
+from kvcache.worker import CpuCopyEngine, block_move, copy_crew
 from kvcache.worker.block_move import BlockMove, HotMove
 from kvcache.worker.copy_crew import CopyCrew
 from kvcache.worker.copy_priority import CopyPriority
@@ -164,8 +164,7 @@ class Company:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
         self.threads: set[int] = set()
         self._together = threading.Barrier(num_threads)
-        for name in ("_several", "_one"):
-            monkeypatch.setattr(HotMove, name, self._meeting(getattr(HotMove, name)))
+        monkeypatch.setattr(HotMove, "copy_piece", self._meeting(HotMove.copy_piece))
 
     def _meeting(self, take: object) -> object:
         def met(move: HotMove, *arguments: object) -> object:
@@ -187,10 +186,8 @@ def run(task: CopyTask, crew: CopyCrew) -> CopyResult:
 def test_every_block_arrives_and_is_hashed_whoever_copies_it(
     crew: CopyCrew, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(row_mover, "GATHERED_BYTES", 1 << 13)
+    monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(block_move, "HELPED_PIECES", 3)
-    monkeypatch.setattr(block_move, "HELPED_ROW_BYTES", 1)  # whatever calls it takes
     for seed in range(6):
         memories = Memories(seed, widths)
         to_host = seed % 2 == 0
@@ -225,20 +222,19 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
 def test_one_thread_that_fails_ends_the_move(
     crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_mover, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 12)
     Company(monkeypatch, 3)
-    meeting, copied = HotMove._one, []
+    meeting, copied = HotMove.copy_piece, []
 
-    def fail_in_a_helper(move: HotMove, piece: int, *rest: object) -> object:
-        digests = meeting(move, piece, *rest)  # type: ignore[arg-type]
-        copied.append(piece)
+    def fail_in_a_helper(move: HotMove, first: int) -> None:
+        meeting(move, first)
+        copied.append(first)
         if threading.current_thread().name == f"{NAME}-1":
             raise MemoryError("no room")
         assert failed.wait(TIMEOUT_S)
-        return digests
 
     failed = threading.Event()
-    monkeypatch.setattr(HotMove, "_one", fail_in_a_helper)
+    monkeypatch.setattr(HotMove, "copy_piece", fail_in_a_helper)
     memories = Memories(1, (4096,))
     every = ids(*range(32))
     move = BlockMove(memories.device, memories.host, every, every, True)
@@ -269,36 +265,6 @@ def test_few_pieces_are_copied_by_one_thread(crew: CopyCrew) -> None:
     assert helpers() == []
 
 
-UP, DOWN = range(32), range(31, -1, -1)
-
-
-@pytest.mark.parametrize(
-    ("width", "order", "num_helpers"),
-    [
-        (4096, (UP, UP), 2),
-        (4096, (DOWN, UP), 0),
-        (4096, (UP, DOWN), 0),
-        (1 << 16, (DOWN, UP), 2),
-        (1 << 16, (UP, DOWN), 0),
-        (1 << 19, (DOWN, DOWN), 2),
-    ],
-)
-def test_threads_copy_together_what_takes_long_calls(
-    crew: CopyCrew,
-    monkeypatch: pytest.MonkeyPatch,
-    width: int,
-    order: tuple[range, range],
-    num_helpers: int,
-) -> None:
-    blocks, slots = order
-    monkeypatch.setattr(row_mover, "PIECE_BYTES", 4 * width)
-    monkeypatch.setattr(row_mover, "GATHERED_BYTES", 4 * width)
-    memories = Memories(1, (width,))
-    move = BlockMove(memories.device, memories.host, ids(*blocks), ids(*slots), True)
-    assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew).problem == ""
-    assert len(helpers()) == num_helpers
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="NO PRIORITIES HERE")
 def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     crew, together, found = CopyCrew(1, NAME, "idle"), threading.Barrier(2), {}
@@ -315,7 +281,7 @@ def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_with_more_threads_keeps_every_byte_and_ends_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(row_mover, "PIECE_BYTES", 16)
+    monkeypatch.setattr(block_move, "PIECE_BYTES", 64)
     monkeypatch.setattr(block_move, "HELPED_PIECES", 2)
     bench = make(copy_threads=3)
     bench.engine.copies_at_once = True

@@ -20,6 +20,7 @@ from kvcache.worker.copy_measurement import (
     Crossover,
     MeasureLimits,
     crossover_bytes,
+    crossover_of,
     measure_cpu,
 )
 from kvcache.worker.cuda_engine import KernelChoice
@@ -49,49 +50,11 @@ def test_the_large_way_begins_where_it_is_never_slower_any_more(
 def test_every_way_is_measured_at_every_size_and_against_a_plain_copy() -> None:
     measurement = measure_cpu([1536, 256, 0], SMALL, VirtualClock())
     sizes = sorted({*CPU_PAGE_BYTES, 1536})
-    expected = {(way, size) for way in ("gather", "slices", PLAIN) for size in sizes}
+    expected = {(way, size) for way in ("kernel", PLAIN) for size in sizes}
     assert {(f.way, f.page_bytes) for f in measurement.figures} == expected
     assert len(measurement.figures) == len(expected)
     assert all(f.num_bytes >= 2 * f.page_bytes for f in measurement.figures)
     assert measurement.device == "cpu"
-
-
-class PricedEngine(CpuCopyEngine):
-    """Takes virtual seconds: for every page, and for every byte."""
-
-    def __init__(self, clock: VirtualClock, page_s: float, byte_s: float) -> None:
-        super().__init__()
-        self.clock, self.page_s, self.byte_s = clock, page_s, byte_s
-
-    def copy_blocks(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> PendingCopy:
-        pages = len(source_ids)
-        self.clock.advance(pages * (self.page_s + self.byte_s * sources.shape[1]))
-        return super().copy_blocks(sources, source_ids, destinations, destination_ids)
-
-
-def test_the_crossover_is_where_the_dearer_page_no_longer_matters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = VirtualClock()
-
-    def priced(gathers_below_bytes: int) -> PricedEngine:
-        is_gather = gathers_below_bytes > 0
-        return PricedEngine(clock, *((0.0, 2.0) if is_gather else (10_000.0, 1.0)))
-
-    monkeypatch.setattr("kvcache.worker.copy_measurement.CpuCopyEngine", priced)
-    measurement = measure_cpu(limits=SMALL, clock=clock)
-    assert measurement.crossovers == (Crossover("host to host", "gather", "slices", 16384),)
-    figure = measurement.figure("host to host", "gather", 4096)
-    assert figure is not None
-    assert figure.bytes_per_s == 0.5
-    assert measurement.way("host to host", 4096) == "gather"
-    assert measurement.way("host to host", 16384) == "slices"
 
 
 def test_pages_are_here_and_there_and_both_ways_move_the_same_bytes() -> None:
@@ -119,6 +82,23 @@ def figures(direction: str, **seconds: float) -> tuple[CopyFigure, ...]:
         CopyFigure(direction, way.replace("_", " "), 4096, 8192, taken)  # type: ignore[arg-type]
         for way, taken in seconds.items()
     )
+
+
+def test_the_crossover_is_where_the_dearer_page_no_longer_matters() -> None:
+    sizes = (4096, 8192, 16384, 65536)
+    found = tuple(
+        CopyFigure("host to device", way, size, 2 * size, 2 * (page_s + byte_s * size))
+        for way, page_s, byte_s in (("kernel", 0.0, 2.0), ("copy units", 10_000.0, 1.0))
+        for size in sizes
+    )
+    crossover = crossover_of("host to device", "kernel", "copy units", found)
+    assert crossover == Crossover("host to device", "kernel", "copy units", 16384)
+    measurement = CopyMeasurement("x", found, (crossover,))
+    figure = measurement.figure("host to device", "kernel", 4096)
+    assert figure is not None
+    assert figure.bytes_per_s == 0.5
+    assert measurement.way("host to device", 4096) == "kernel"
+    assert measurement.way("host to device", 16384) == "copy units"
 
 
 def test_a_direction_with_one_way_goes_that_way() -> None:
@@ -152,14 +132,4 @@ def test_without_a_gpu_there_is_no_kernel_and_it_is_said_why() -> None:
 
 
 def test_no_time_at_all_is_no_error() -> None:
-    assert CopyFigure("host to host", "gather", 1, 1, 0.0).bytes_per_s == float("inf")
-
-
-@pytest.mark.parametrize("limit", [0, 2**62])
-def test_a_cpu_engine_moves_the_same_bytes_with_every_limit(limit: int) -> None:
-    rng = np.random.default_rng(limit % 7)
-    rows = torch.from_numpy(rng.integers(0, 256, (40, 96), dtype=np.uint8))
-    target, order = torch.zeros_like(rows), rng.permutation(40).astype(np.int32)
-    places = np.arange(40, dtype=np.int32)
-    CpuCopyEngine(limit).copy_blocks(rows, order, target, places)
-    assert torch.equal(target, rows[order.tolist()])
+    assert CopyFigure("host to host", "kernel", 1, 1, 0.0).bytes_per_s == float("inf")

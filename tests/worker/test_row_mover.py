@@ -1,4 +1,4 @@
-"""Rows copied piece by piece, and blocks hashed on the way, against the naive way."""
+"""Rows copied, and blocks hashed on the way, against the naive way."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.worker import CpuCopyEngine, HostPool, row_mover
+from kvcache.worker import CpuCopyEngine, HostPool, block_move, row_mover
 from kvcache.worker import copy_task as tasks
 from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import checksum_of
@@ -17,7 +18,16 @@ from kvcache.worker.copy_crew import Alone
 from kvcache.worker.copy_runner import InlineCopies
 from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
 from kvcache.worker.host_segment import HostSegment, SegmentShape
-from kvcache.worker.row_mover import RowBuffer, RowMover, RowOrder, rows_per_piece
+from kvcache.worker.row_kernel import can_hash
+from kvcache.worker.row_mover import (
+    BlockHashes,
+    ByteRows,
+    PieceHashes,
+    RowMover,
+    Side,
+    copy_rows,
+    hashes_of_rows,
+)
 from kvcache.worker.shared_memory import make_memory
 
 PIECE_BYTES = 1 << 16
@@ -29,8 +39,8 @@ NUM_ROWS = 32
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_mover, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(row_mover, "GATHERED_BYTES", PIECE_BYTES // 2)
+    monkeypatch.setattr(block_move, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(row_mover, "STREAMED_BYTES", PIECE_BYTES)
 
 
 def some_ids(rng: np.random.Generator, order: str, count: int) -> Int32Array:
@@ -43,40 +53,34 @@ def some_ids(rng: np.random.Generator, order: str, count: int) -> Int32Array:
     return int32_array(mixed[:count])
 
 
+def noise(rng: np.random.Generator, num_rows: int, width: int, *, stride: int = 0) -> ByteRows:
+    """Rows that begin between stripes, as far as `stride` lets them."""
+    stride = max(stride, width)
+    memory = rng.integers(0, 256, num_rows * stride + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    rows: ByteRows = memory[first : first + num_rows * stride].reshape(num_rows, stride)[:, :width]
+    return rows
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("order", ["run", "runs", "apart"])
-@pytest.mark.parametrize("is_solid", [True, False])
-def test_rows_arrive_whatever_their_order(width: int, order: str, is_solid: bool) -> None:
+@pytest.mark.parametrize("gap", [0, 24, 64])
+def test_rows_arrive_whatever_their_order(width: int, order: str, gap: int) -> None:
     for other in ("run", "runs", "apart"):
         rng = np.random.default_rng([width, len(order), len(other)])
         count = int(rng.integers(1, NUM_ROWS // 2))
-        stride = width if is_solid else width + 24
-        sources = rng.integers(0, 256, (NUM_ROWS, stride), np.uint8)[:, :width]
-        destinations = rng.integers(0, 256, (NUM_ROWS, stride), np.uint8)[:, :width]
+        sources, destinations = (noise(rng, NUM_ROWS, width, stride=width + gap) for _ in range(2))
         source_ids, ids = some_ids(rng, order, count), some_ids(rng, other, count)
-        expected, rows_seen = destinations.copy(), []
+        expected = destinations.copy()
         expected[ids] = sources[source_ids]
-        step = rows_per_piece(width, source_ids, ids)
-        from_order, buffer = RowOrder(source_ids, step), RowBuffer()
-        mover = RowMover(sources, from_order, destinations, RowOrder(ids, step))
-        for piece in range(from_order.num_pieces):
-            rows_seen += [bytes(row) for row in mover.move(piece, buffer)]
+        copy_rows(sources, source_ids, destinations, ids)
         assert np.array_equal(destinations, expected)
-        assert rows_seen == [bytes(row) for row in sources[source_ids]]
-
-
-@pytest.mark.parametrize("order", ["run", "apart"])
-def test_a_piece_has_no_more_rows_than_there_are(order: str) -> None:
-    ids = some_ids(np.random.default_rng(3), order, 5)
-    assert rows_per_piece(4, ids, ids) == 5
-    assert rows_per_piece(PIECE_BYTES // 4, ids, int32_array(range(5))) == 4
-    assert rows_per_piece(PIECE_BYTES * 4, ids, ids) == 1
 
 
 @pytest.mark.parametrize("width", [24, 4096, 50_000])
 def test_rows_of_one_memory_arrive_where_no_source_is_written(width: int) -> None:
     rng = np.random.default_rng(width)
-    rows = rng.integers(0, 256, (NUM_ROWS, width), np.uint8)
+    rows = noise(rng, NUM_ROWS, width)
     mixed = int32_array(rng.permutation(NUM_ROWS))
     for sources, ids in (
         (mixed[:10], mixed[10:20]),
@@ -84,12 +88,84 @@ def test_rows_of_one_memory_arrive_where_no_source_is_written(width: int) -> Non
         (int32_array(range(16)), mixed[mixed >= 16]),
     ):
         before = rows.copy()
-        order, buffer = RowOrder(sources, 6), RowBuffer()
-        mover = RowMover(rows, order, rows, RowOrder(ids, 6))
-        for piece in range(order.num_pieces):
-            mover.move(piece, buffer)
+        copy_rows(rows, sources, rows, ids)
         before[ids] = before[sources]
         assert np.array_equal(rows, before)
+
+
+HASHED_WIDTHS = [
+    *((64 * n,) for n in (4, 5, 15, 16, 17, 31, 32, 33, 48, 49, 1024)),
+    (64, 0, 128, 64),
+    (1024, 1024),
+    (960, 64, 64),
+    (64,) * 40,
+    (2048, 64, 4096),
+]
+
+
+@pytest.mark.parametrize("widths", HASHED_WIDTHS)
+@pytest.mark.parametrize("part_bytes", [64, 320, 1024, PIECE_BYTES])
+@pytest.mark.parametrize("streamed_bytes", [1, 1 << 40])
+def test_what_is_hashed_on_the_way_has_the_hash_that_others_know(
+    widths: tuple[int, ...], part_bytes: int, streamed_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_mover, "STREAMED_BYTES", streamed_bytes)
+    assert can_hash(widths)
+    rng = np.random.default_rng([*widths, part_bytes])
+    count = int(rng.integers(2, 12))
+    source_ids, ids = (some_ids(rng, "apart", count) for _ in range(2))
+    hashes = BlockHashes.of(rng.random(count) < 0.7)
+    sources = [noise(rng, NUM_ROWS, width) for width in widths]
+    destinations = [noise(rng, NUM_ROWS, width) for width in widths]
+    starts = [sum(widths[:place]) for place in range(len(widths))]
+    cut = int(rng.integers(1, count))
+    for first, end in ((cut, count), (0, cut)):
+        piece = PieceHashes(hashes, first, end)
+        for place, width in enumerate(widths):
+            sides = Side(sources[place], source_ids), Side(destinations[place], ids)
+            mover = RowMover(*sides, starts[place], sum(widths))
+            for low in range(0, width, part_bytes):
+                mover.copy_hashed(piece, low, min(width, low + part_bytes))
+    blocks = [b"".join(bytes(rows[source]) for rows in sources) for source in source_ids]
+    assert [b"".join(bytes(rows[i]) for rows in destinations) for i in ids] == blocks
+    expected = [xxhash.xxh3_64_intdigest(block) for block in blocks]
+    chosen = hashes.is_hashed.nonzero()[0].tolist()
+    assert hashes.digests[chosen].tolist() == [expected[place] for place in chosen]
+    stay = [rows for rows in sources if rows.shape[1]]
+    assert hashes_of_rows(stay, source_ids).tolist() == expected
+
+
+def test_the_kernel_leaves_odd_and_short_blocks_to_others() -> None:
+    assert not can_hash(())
+    assert not can_hash((64, 64, 64))
+    assert not can_hash((4096, 8))
+    assert can_hash((64,) * 4)
+
+
+def test_rows_that_are_not_there_are_refused_and_nothing_is_written() -> None:
+    rows = np.zeros((4, 64), np.uint8)
+    for wrong in ([0, 4], [-1, 0]):
+        with pytest.raises(IndexError, match="of 4: ids begin at 0"):
+            copy_rows(rows, int32_array(wrong), rows.copy(), int32_array([2, 3]))
+        with pytest.raises(IndexError, match="of 4: ids begin at 0"):
+            copy_rows(rows + 1, int32_array([2, 3]), rows, int32_array(wrong))
+        with pytest.raises(IndexError, match="of 4: ids begin at 0"):
+            hashes_of_rows([rows], int32_array(wrong))
+    assert not rows.any()
+    with pytest.raises(ValueError, match="2 apart"):
+        copy_rows(rows[:, ::2], int32_array([0]), np.zeros((1, 32), np.uint8), int32_array([0]))
+    with pytest.raises(ValueError, match="64 bytes to rows of 32"):
+        copy_rows(rows, int32_array([0]), np.zeros((1, 32), np.uint8), int32_array([0]))
+    with pytest.raises(ValueError, match="1 rows to 2"):
+        copy_rows(rows, int32_array([0]), rows.copy(), int32_array([0, 1]))
+
+
+def test_ids_need_not_lie_side_by_side() -> None:
+    rng = np.random.default_rng(1)
+    sources, destinations = noise(rng, 8, 64), noise(rng, 8, 64)
+    ids = int32_array(range(8))
+    copy_rows(sources, ids[::2], destinations, ids[1::2])
+    assert np.array_equal(destinations[1::2], sources[::2])
 
 
 class Memories:

@@ -1,0 +1,289 @@
+"""Rows of bytes copied and hashed in one pass, as machine code.
+
+Below row_mover.py, which says what is copied, and checksums.py, which hashes what stays where it
+is. A row is read once: what was read is written and goes into the hash, 64 bytes at a time, a
+*stripe*. That hash is xxh3 with 64 bits and no seed (github.com/Cyan4973/xxHash,
+doc/xxhash_spec.md), so that whatever else knows it finds the same. What is written for somebody
+later goes past the processor's cache, which a step beside it needs.
+
+Hashes what consists of whole stripes and is longer than `SHORTEST_HASHED`; the hash has other
+rules for less. Refuses to check: ids, sizes and lengths are the callers'.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils as untyped_cgutils
+from numba.extending import intrinsic, register_jitable
+
+from kvcache.arrays import Int32Array
+from kvcache.compiled import array_type, compiled
+
+STRIPE_BYTES = 64
+SHORTEST_HASHED = 241
+"""Bytes. Hashed in stripes from this length on."""
+
+PREFETCHED_BYTES = 1 << 16
+"""While a row up to this length is copied, the next one is fetched if it lies elsewhere: the
+processor foresees nothing beyond a page of memory. Stored with its hash, against a plain copy: .56
+and .77 with rows of 4 KiB that are gathered, .51 and .71 where both sides are apart; .68 and .95,
+.66 and .84 with 16 KiB. Into its second cache, not the first: .69 and .55 with 4 KiB."""
+
+COPIED, STREAMED, ONLY_READ = range(3)
+"""What becomes of the bytes: written by way of the cache, past it, or nowhere."""
+
+cgutils: Any = untyped_cgutils  # numba has types, these of its functions have none
+
+UInt64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_STRIPES_PER_BLOCK = (len(_SECRET) - STRIPE_BYTES) // 8
+
+
+def _keys(*starts: int) -> UInt64Array:
+    """Return the 8 words of the secret from each of these places on: `(len(starts), 8)`."""
+    return np.array([np.frombuffer(_SECRET, "<u8", 8, start) for start in starts])
+
+
+# Of stripe i of a block row i; then of the block's end, of the last stripe, and of the result.
+_KEYS = _keys(*range(0, 8 * _STRIPES_PER_BLOCK, 8), len(_SECRET) - 64, len(_SECRET) - 64 - 7, 11)
+_BLOCK_END, _LAST, _RESULT = range(_STRIPES_PER_BLOCK, _STRIPES_PER_BLOCK + 3)
+_PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_FIRST_LANES = np.array(
+    (
+        *(_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3),
+        *(_PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1),
+    ),
+    np.uint64,
+)
+_LANE_PRIME = np.uint64(_PRIME32_1)
+_LENGTH_PRIME = np.uint64(_PRIME64_1)
+_END_PRIME = np.uint64(0x165667919E3779F9)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_HALF, _37, _47 = np.uint64(32), np.uint64(37), np.uint64(47)
+
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LANES = ir.VectorType(_I64, 8)
+_NEIGHBOURS = ir.Constant(ir.VectorType(_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+
+
+def _all_lanes(value: int) -> Any:
+    return ir.Constant(_LANES, [value] * 8)
+
+
+def _stripes(way: int, hashes: bool) -> Any:
+    """Make the loop over stripes that copies in one `way`, and hashes or does not.
+
+    The loop that it makes is called with addresses: `(source, destination, ahead, num_stripes,
+    keys, lanes)`. It fetches what lies at `ahead`, 64 bytes a stripe.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        source, destination, ahead, num_stripes, keys, lanes = arguments
+        lanes_at = _LANES.as_pointer()
+        products, sums = (cgutils.alloca_once_value(builder, _all_lanes(0)) for _ in range(2))
+        with cgutils.for_range(builder, num_stripes, intp=_I64) as loop:
+            offset = builder.mul(loop.index, ir.Constant(_I64, STRIPE_BYTES))
+
+            def at(address: Any) -> Any:
+                return builder.inttoptr(builder.add(address, offset), lanes_at)
+
+            _prefetch(builder, builder.inttoptr(builder.add(ahead, offset), _I8.as_pointer()))
+            words = builder.load(at(source), align=1)
+            if way != ONLY_READ:
+                is_streamed = way == STREAMED
+                store = builder.store(
+                    words, at(destination), align=STRIPE_BYTES if is_streamed else 1
+                )
+                if is_streamed:
+                    mark = builder.module.add_metadata([ir.Constant(_I32, 1)])
+                    store.set_metadata("nontemporal", mark)
+            if hashes:
+                keyed = builder.xor(words, builder.load(at(keys), align=8))
+                low = builder.and_(keyed, _all_lanes(0xFFFFFFFF))
+                product = builder.mul(low, builder.lshr(keyed, _all_lanes(32)))
+                builder.store(builder.add(builder.load(products), product), products)
+                builder.store(builder.add(builder.load(sums), words), sums)
+        if hashes:
+            here = builder.inttoptr(lanes, lanes_at)
+            none = ir.Constant(_LANES, ir.Undefined)
+            crossed = builder.shuffle_vector(builder.load(sums), none, _NEIGHBOURS)
+            lane = builder.add(builder.load(here, align=8), builder.load(products))
+            builder.store(builder.add(lane, crossed), here, align=8)
+
+    def stripes(  # type: ignore[no-untyped-def] # noqa: PLR0917 (a call's arguments)
+        typing_context, source, destination, ahead, num_stripes, keys, lanes
+    ):
+        signature = types.void(*(types.intp,) * 6)
+        return signature, generate
+
+    return intrinsic(stripes)
+
+
+def _prefetch(builder: Any, pointer: Any) -> None:
+    """Fetch what is there into the second cache, to be read."""
+    numbers = [ir.Constant(_I32, number) for number in (0, 2, 1)]
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *numbers])
+
+
+def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no-untyped-def]
+    """Copy bytes that do not overlap, as the system's library does."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        source, destination, num_bytes = arguments
+        pointer = _I8.as_pointer()
+        read, written = (builder.inttoptr(a, pointer) for a in (source, destination))
+        cgutils.raw_memcpy(builder, written, read, num_bytes, 1)
+
+    return types.void(*(types.intp,) * 3), generate
+
+
+def _finishing(typing_context):  # type: ignore[no-untyped-def]
+    """What was written past the cache is there for other threads before anything that follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        builder.fence("seq_cst")
+
+    return types.void(), generate
+
+
+_copy: Any = intrinsic(_copying)
+_finish_writes: Any = intrinsic(_finishing)
+_copy_and_hash = _stripes(COPIED, True)
+_stream_and_hash = _stripes(STREAMED, True)
+_hash = _stripes(ONLY_READ, True)
+_stream = _stripes(STREAMED, False)
+
+
+# Indices, not slices of `lanes`: numba counts who refers to a slice, and counting, like all that is
+# atomic, waits until everything that was written past the cache has arrived.
+
+
+@register_jitable
+def _end_block(lanes: UInt64Array, row: int) -> None:
+    for i in range(8):
+        lane = lanes[row, i]
+        lanes[row, i] = (lane ^ (lane >> _47) ^ _KEYS[_BLOCK_END, i]) * _LANE_PRIME
+
+
+@register_jitable
+def _hash_of(lanes: UInt64Array, row: int, num_bytes: int) -> Any:
+    """Return the hash of as many bytes, whose stripes were all hashed."""
+    result = np.uint64(num_bytes) * _LENGTH_PRIME
+    for i in range(0, 8, 2):
+        a, b = lanes[row, i] ^ _KEYS[_RESULT, i], lanes[row, i + 1] ^ _KEYS[_RESULT, i + 1]
+        a_low, a_high, b_low, b_high = a & _LOW_HALF, a >> _HALF, b & _LOW_HALF, b >> _HALF
+        # The product of 128 bits, from products of halves.
+        low, cross = a_low * b_low, a_high * b_low
+        middle = (low >> _HALF) + (cross & _LOW_HALF) + a_low * b_high
+        high = (cross >> _HALF) + (middle >> _HALF) + a_high * b_high
+        result += high ^ (middle << _HALF | low & _LOW_HALF)
+    result = (result ^ (result >> _37)) * _END_PRIME
+    return result ^ (result >> _HALF)
+
+
+_READ_IDS = array_type("int32", is_read=True)
+
+
+@compiled(
+    types.void(
+        *(types.intp, types.intp, _READ_IDS),
+        *(types.intp, types.intp, _READ_IDS),
+        *(types.intp,) * 6,
+        array_type("boolean", is_read=True),
+        *(array_type("uint64", 2), array_type("uint64")),
+        types.intp,
+    )
+)
+def move_rows(  # noqa: PLR0917 (compiled code has no others)
+    source: int,
+    source_stride: int,
+    source_ids: Int32Array,
+    destination: int,
+    stride: int,
+    ids: Int32Array,
+    first: int,
+    end: int,
+    low: int,
+    high: int,
+    start: int,
+    total: int,
+    is_hashed: BoolArray,
+    lanes: UInt64Array,
+    digests: UInt64Array,
+    way: int,
+) -> None:
+    """Copy bytes `low` to `high` of rows `first` to `end` of both ids, and hash those `is_hashed`.
+
+    From the address `destination` on there is a row every `stride` bytes; of sources, too. A block
+    is `total` bytes, of several memories maybe: a row is those from `start` on. `lanes[i - first]`
+    is kept between the calls for a block's parts, which come in order; with the last one
+    `digests[i]` is there. What is hashed or streamed has `low`, `high` and `start` between stripes;
+    what is streamed is written there.
+    """
+    num_bytes = high - low
+    key_at, lanes_at = _KEYS.ctypes.data, lanes.ctypes.data
+    for place in range(first, end):
+        here = source + source_ids[place] * source_stride + low
+        there = destination + ids[place] * stride + low
+        ahead = here
+        if num_bytes <= PREFETCHED_BYTES and place + 1 < end:
+            following = source_ids[place + 1]
+            if following != source_ids[place] + 1:
+                ahead = source + following * source_stride + low
+        if not is_hashed[place]:
+            if way == COPIED:
+                _copy(here, there, num_bytes)
+            elif way == STREAMED:
+                _stream(here, there, ahead, num_bytes // STRIPE_BYTES, key_at, lanes_at)
+            continue
+        row = place - first
+        lane_at = lanes_at + row * STRIPE_BYTES
+        if start + low == 0:
+            for i in range(8):
+                lanes[row, i] = _FIRST_LANES[i]
+        # The last stripe is hashed with a key of its own, and ends no block.
+        stripe, last = (start + low) // STRIPE_BYTES, total // STRIPE_BYTES - 1
+        stripe_end = (start + high) // STRIPE_BYTES
+        while stripe < stripe_end:
+            of_block = stripe % _STRIPES_PER_BLOCK
+            key, count = key_at + of_block * STRIPE_BYTES, 1
+            if stripe == last:
+                key = key_at + _LAST * STRIPE_BYTES
+            else:
+                count = min(_STRIPES_PER_BLOCK - of_block, min(stripe_end, last) - stripe)
+            if way == STREAMED:
+                _stream_and_hash(here, there, ahead, count, key, lane_at)
+            elif way == COPIED:
+                _copy_and_hash(here, there, ahead, count, key, lane_at)
+            else:
+                _hash(here, there, ahead, count, key, lane_at)
+            if stripe < last and of_block + count == _STRIPES_PER_BLOCK:
+                _end_block(lanes, row)
+            stripe += count
+            here += count * STRIPE_BYTES
+            there += count * STRIPE_BYTES
+            ahead += count * STRIPE_BYTES
+        if start + high == total:
+            digests[place] = _hash_of(lanes, row, total)
+    if way == STREAMED:
+        _finish_writes()
+
+
+def can_hash(widths: Sequence[int]) -> bool:
+    """Say whether blocks are hashed here, whose parts are as long."""
+    return sum(widths) >= SHORTEST_HASHED and not any(width % STRIPE_BYTES for width in widths)
