@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.digests import join_digests
 from kvcache.errors import RequestError, shown
 from kvcache.hash_algorithms import BlockHash
 from kvcache.request_content import (
@@ -104,6 +105,7 @@ class Request:
         "_block_hashes",
         "_num_computed_tokens",
         "_num_tokens",
+        "_packed_hashes",
         "_prompt_bytes",
         "_tokens",
         "cache_salt",
@@ -184,6 +186,8 @@ class Request:
         self._num_computed_tokens = 0
         self._block_hasher = block_hasher
         self._block_hashes: list[BlockHash] = []
+        # Those of them that were computed at once, first: joined while they are at hand.
+        self._packed_hashes = b""
 
     def __repr__(self) -> str:
         return (
@@ -278,7 +282,10 @@ class Request:
         self._num_tokens = num_tokens
         self._num_computed_tokens = min(self._num_computed_tokens, num_tokens)
         if self._block_hasher is not None:
-            del self._block_hashes[num_tokens // self._block_hasher.block_size :]
+            num_full = num_tokens // self._block_hasher.block_size
+            if num_full < len(self._block_hashes):
+                del self._block_hashes[num_full:]
+                self._packed_hashes = b""
 
     def _as_count(self, num_tokens: int) -> int:
         try:
@@ -331,8 +338,18 @@ class Request:
             raise self._without_hasher()
         hashes = self._block_hashes
         if (len(hashes) + 1) * hasher.block_size <= self._num_tokens:
-            hashes.extend(hasher(self, hashes))
+            new = hasher(self, hashes)
+            if not hashes:
+                self._packed_hashes = join_digests(new)
+            hashes.extend(new)
         return hashes
+
+    def packed_block_hashes(self, first: int, end: int) -> bytes:
+        """Return the digests of full blocks `[first, end)`, which are known, joined."""
+        size = len(self._block_hashes[0])
+        if end * size <= len(self._packed_hashes):
+            return self._packed_hashes[first * size : end * size]
+        return join_digests(self._block_hashes[first:end])
 
     def _without_hasher(self) -> RequestError:
         return RequestError(

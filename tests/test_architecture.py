@@ -72,7 +72,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kv_cache_manager",),
     ),
     "extents": (
-        ("shape", "run", "match_tokens", "row_columns"),
+        ("shape", "run", "match_tokens", "row_columns", "block_moves"),
         ("label_units",),
         ("block_store", "leaf_tails"),
         ("published", "tree", "rows"),

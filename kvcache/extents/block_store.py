@@ -17,11 +17,10 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.compiled import array_type, compiled
+from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.errors import BlockError, ConfigurationError
+from kvcache.extents.block_moves import end_lives, fill, fill_units, give_back
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.policies import EvictionPolicy
@@ -36,9 +35,6 @@ FIRST_CLIENT = 2
 
 NULL_HANDLE = -(1 << 32)
 """The handle of no block: it is never valid."""
-
-_FEW_BLOCKS = 8
-"""Fewer blocks than this are quicker given back one by one: numpy's fixed costs are higher."""
 
 _LIFE = 1 << 32
 _ID_MASK = _LIFE - 1
@@ -149,13 +145,12 @@ class BlockStore:
 
     def end_lives(self, block_ids: IndexArray) -> None:
         """The contents of these blocks are forgotten: no handle to them is valid any more."""
-        self.handles[block_ids] += _LIFE
-        self.num_cached -= len(block_ids)
-        if len(self.is_single):
-            self.is_single[block_ids] = False
-        if self.num_unsealed:
+        if not end_lives(
+            block_ids, self.handles, self.seals, self.is_single, bool(self.num_unsealed)
+        ):
             self._count_unsealed(self.seals[block_ids], -1)
-        self.seals[block_ids] = NO_CONTENT
+            end_lives(block_ids, self.handles, self.seals, self.is_single, False)
+        self.num_cached -= len(block_ids)
 
     def fill(self, block_ids: IndexArray | Int32Array, seal: int) -> None:
         """These blocks have contents from now on: sealed ones, or such as wait for a client."""
@@ -177,12 +172,17 @@ class BlockStore:
         references to them any more. Of the others it is noted that they are single ones, and in
         `group_of` whose. Returns how many have contents from now on.
         """
-        count = _fill_units(
+        count = fill_units(
             blocks, group_places, seal, self.references, self.seals, group_of, self.is_single
         )
         if count:
             self._count_filled(count, seal)
         return count
+
+    def fill_all(self, block_ids: Int32Array, seal: int, handles_of: HandleArray) -> None:
+        """Do `fill`, and write the blocks' handles to `handles_of`, unless that is empty."""
+        fill(block_ids, seal, self.seals, self.handles, handles_of)
+        self._count_filled(len(block_ids), seal)
 
     def seal(self, block_ids: IndexArray | Int32Array, client: int) -> None:
         """These blocks, which all wait for the client of this number, wait no more."""
@@ -268,64 +268,23 @@ class BlockStore:
     def give_back(self, block_ids: IndexArray | Int32Array) -> None:
         """Give one reference of each back, of repeated ones several; the first is evicted first.
 
-        Blocks with content wait in the policy, others are fresh.
+        Null blocks are left out. Blocks with content wait in the policy, others are fresh.
         """
-        if len(block_ids) < _FEW_BLOCKS:
-            self._give_few_back(block_ids.tolist())
-            return
-        references = self.references
-        block_ids = index_array(block_ids)
-        counts = references[block_ids]
-        if np.count_nonzero(counts == 1) == len(counts):
-            references[block_ids] = 0
-            unheld = block_ids
-        else:
-            np.subtract.at(references, block_ids, 1)
-            left = block_ids[references[block_ids] == 0]
-            last_first = dict.fromkeys(left[::-1].tolist())
-            unheld = index_array(list(last_first)[::-1])
-        if not len(unheld):
-            return
-        has_content = self.seals[unheld] != NO_CONTENT
-        num_with_content = np.count_nonzero(has_content)
-        if num_with_content == len(unheld):
-            cached = unheld
-        elif not num_with_content:
-            self.put_fresh(unheld)
-            return
-        else:
-            cached = unheld[has_content]
-            self.put_fresh(unheld[~has_content])
-        if len(self.is_single):
-            cached = cached[self.is_single[cached]]
-        elif len(cached):
-            return  # a copy held a block that has become a run's meanwhile
-        if len(cached):
-            self.put_unheld(cached)
-
-    def _give_few_back(self, block_ids: list[int]) -> None:
-        """Do `give_back` in plain Python."""
-        references, seals = self.references, self.seals
-        cached: list[int] = []
-        fresh: list[int] = []
-        for block_id in block_ids:
-            left = references[block_id] - 1
-            references[block_id] = left
-            if left:
-                continue
-            if seals[block_id] == NO_CONTENT:
-                fresh.append(block_id)
-            elif len(self.is_single) and self.is_single[block_id]:
-                cached.append(block_id)
-            # else: a copy held a block that has become a run's meanwhile
         start = self.num_fresh
-        self.num_fresh = start + len(fresh)
-        if fresh:
-            self._fresh[start : self.num_fresh] = fresh[::-1]
-            if self.tenants is not None:
-                self.tenants.freed(fresh)
-        if cached:
-            self.put_unheld(cached)
+        cached: IndexArray = np.empty(len(block_ids) if len(self.is_single) else 0, dtype=np.intp)
+        self.num_fresh, num_cached = give_back(
+            int32_array(block_ids),
+            self.references,
+            self.seals,
+            self.is_single,
+            self._fresh,
+            start,
+            cached,
+        )
+        if self.tenants is not None and self.num_fresh > start:
+            self.tenants.freed(self._fresh[start : self.num_fresh][::-1])
+        if num_cached:
+            self.put_unheld(cached[:num_cached])
 
     def put_unheld(self, block_ids: Sequence[int] | IndexArray) -> None:
         """Single blocks with content have come out of use; the first of them is evicted first."""
@@ -367,44 +326,3 @@ class BlockStore:
             self.policy.discard(unheld)
             self._count_unheld(unheld, -1)
             self.put_fresh(unheld)
-
-
-@compiled(
-    types.intp(
-        array_type("intp", 2, is_read=True),
-        array_type("intp", is_read=True),
-        types.intp,
-        array_type("int32"),
-        array_type("int16"),
-        array_type("int16"),
-        array_type("boolean"),
-    )
-)
-def _fill_units(  # noqa: PLR0917 - all that is known of a block
-    blocks: IndexArray,
-    group_places: IndexArray,
-    seal: int,
-    references: Int32Array,
-    seals: npt.NDArray[np.int16],
-    group_of: npt.NDArray[np.int16],
-    is_single: npt.NDArray[np.bool_],
-) -> int:
-    """Let these blocks, a row for each group, have contents; null blocks are left out.
-
-    See `BlockStore.fill_units`. Returns how many blocks there are.
-    """
-    num_filled = 0
-    for group in range(len(group_places)):
-        is_ordered = group_places[group] >= 0
-        for i in range(blocks.shape[1]):
-            block_id = blocks[group, i]
-            if not block_id:
-                continue
-            num_filled += 1
-            seals[block_id] = seal
-            if is_ordered:
-                references[block_id] = 0
-            else:
-                group_of[block_id] = group
-                is_single[block_id] = True
-    return num_filled

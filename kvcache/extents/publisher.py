@@ -28,8 +28,6 @@ from kvcache.hashing import (
 )
 from kvcache.request import Request
 
-_NO_BLOCKS: Int32Array = np.empty((0, 0), dtype=np.int32)
-
 
 class Publisher:
     """Publishes rows of one core."""
@@ -113,10 +111,8 @@ class Publisher:
         hasher = request.block_hasher
         if hasher is None:
             return join_digests(request.block_hashes[first_unit:end_unit])
-        known = request.known_block_hashes
-        if len(known) >= end_unit:
-            is_all = first_unit == 0 and end_unit == len(known)
-            return join_digests(known if is_all else known[first_unit:end_unit])
+        if len(request.known_block_hashes) >= end_unit:
+            return request.packed_block_hashes(first_unit, end_unit)
         return join_digests(hasher.digests(request, first_unit, end_unit, BlockHash(parent)))
 
     # --- inside --------------------------------------------------------------------------------
@@ -243,6 +239,9 @@ class Publisher:
     def _add(self, row: Row, tokens: bytes, start: int, end: int, *, are_new: bool) -> None:
         """Let the row's units `[start, end)`, of these match tokens, become the tree's."""
         store, shape = self._store, self._shape
+        if shape.is_simple:
+            self._add_simply(row, tokens, start, end, are_new=are_new)
+            return
         parent = row.run.last_digest(shape.digest_bytes)
         digests = self._digests_of(row, tokens, start, end, parent)
         ids, beside = self._blocks(row, start, end)
@@ -262,25 +261,37 @@ class Publisher:
         row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
         if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
             segment = self.segment_of(row.run, row.request, start, end - start, digests, parent)
-            if shape.is_simple:
-                new = new.reshape(ids.shape)
-                published = Published([segment], store.handles_of_all(new), is_content=True)
-                published.block_ids, published.num_cut_short = new, store.num_cut_short
+            if has_all:
+                ordered = store.handles_of_all(new.reshape(ids.shape))
             else:
-                if has_all:
-                    ordered = store.handles_of_all(new.reshape(ids.shape))
-                else:
-                    ordered = store.handles_of(ids)
-                of_groups = self._in_order_of_groups(ordered, handles)
-                published = Published([segment], of_groups, is_content=True)
+                ordered = store.handles_of(ids)
+            of_groups = self._in_order_of_groups(ordered, handles)
+            self.conclude(Published([segment], of_groups, is_content=True))
+
+    def _add_simply(self, row: Row, tokens: bytes, start: int, end: int, *, are_new: bool) -> None:
+        """Do `_add` where there is one group, with a block for each unit."""
+        store, run, index = self._store, row.run, row.index
+        parent = run.last_digest(self._digest_bytes)
+        digests = self._digests_of(row, tokens, start, end, parent)
+        ids: Int32Array = self._tables.tables[0][index : index + 1, start:end].copy()
+        if not are_new:
+            store.references[ids[0]] -= 1
+        is_waiting = self._ledger.is_open
+        is_told = is_waiting or self._announcer.tells_contents or self._announcer.offload
+        handles: HandleArray = np.empty((1, end - start if is_told else 0), dtype=np.int64)
+        store.fill_all(ids[0], self._ledger.number() if is_waiting else SEALED, handles[0])
+        beside: HandleArray = np.empty((0, end - start), dtype=np.int64)
+        row.run = run = self._tree.extend(run, tokens, ids, beside, digests)
+        if is_told:
+            segment = self.segment_of(run, row.request, start, end - start, digests, parent)
+            published = Published([segment], handles, is_content=True)
+            published.block_ids = index_array(ids)
+            published.num_cut_short = store.num_cut_short
             self.conclude(published)
 
     def _blocks(self, row: Row, start: int, end: int) -> tuple[Int32Array, Int32Array]:
         """Return copies of a row's blocks of ordered and of other groups, a row for each group."""
         shape = self._shape
-        if shape.is_plain and not shape.others:
-            g, index = shape.ordered[0].index, row.index
-            return self._tables.tables[g][index : index + 1, start:end].copy(), _NO_BLOCKS
         ids = np.empty((len(shape.ordered), end - start), dtype=np.int32)
         for group in shape.ordered:
             ids[group.place] = self.table_blocks(group, row, start, end)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, index_array, int32_array
+from kvcache.arrays import EMPTY_INT32, Int32Array, index_array, int32_array
 from kvcache.core import CacheHit, Reservation, TableChange
 from kvcache.errors import RequestError
+from kvcache.extents.block_moves import seat
 from kvcache.extents.block_store import NULL_HANDLE
 from kvcache.extents.forks import RowForks
 from kvcache.extents.look_up import LookUp, Match
@@ -118,6 +119,11 @@ class Reserver:
         """Give back the single blocks of a row, tail first, those of ordered groups last."""
         self.forks.forget(row)
         tables, index, store = self._tables, row.index, self._store
+        if self._is_simple and not row.doubles:
+            start, end = tables.published.item(index), tables.num_columns.item(0, index)
+            if start < end:
+                store.give_back(tables.tables[0][index, start:end][::-1])
+            return
         for group in self._shape.others:
             g = group.index
             kept = self._parts.table_of(row, g)
@@ -125,8 +131,6 @@ class Reserver:
                 self._lists.by_group[g].forget_request(row.request.request_id)
             else:
                 kept = kept[int(tables.first_kept[g, index]) :]
-            if np.count_nonzero(kept) < len(kept):
-                kept = kept[kept != NULL_BLOCK_ID]
             store.give_back(kept[::-1])
         published = int(tables.published[index])
         for group in self._shape.ordered:
@@ -224,23 +228,26 @@ class Reserver:
             run = self.hold(match, request)
         row = tables.open(request, run)
         index = row.index
-        table = taken = self._evictor.take_bare(num_new)
-        if match is not None:
-            table = np.concatenate((match.hit.block_ids[0], taken))
-        tables.fill(0, index, table, 0)
+        taken = self._evictor.take_bare(num_new)
         num_units, full_tokens = num_held, NEVER
         if self.can_publish:
             num_cached = min(reservation.num_cached_tokens, request.num_tokens)
             num_units = max(num_held, num_cached // unit_tokens)
             full_tokens = (num_units + 1) * unit_tokens
-        own = taken[num_units - num_held :]
-        if len(own):  # others get no reference: they are the tree's at once
-            store.references[own] = 1
+        adopted = EMPTY_INT32 if match is None else int32_array(match.hit.block_ids[0])
+        num_blocks = num_held + num_new
+        if num_blocks > tables.tables[0].shape[1]:
+            tables.reach(0, num_blocks)
+        # Those that are published get no reference: they are the tree's at once.
+        num_bare = num_units - num_held
+        table: Int32Array = np.empty(num_blocks, dtype=np.int32)
+        seat(adopted, taken, num_bare, store.references, tables.tables[0][index], table)
+        tables.num_columns[0, index] = num_blocks
         if num_units > num_held:
             self.publisher.publish_new(row, num_held, num_units)
-        tables.note_limits(index, len(table) * unit_tokens, full_tokens)
+        tables.note_limits(index, num_blocks * unit_tokens, full_tokens)
         tables.skip_tokens[index] = NEVER
-        return [TableChange(0, 0, table)] if len(table) else []
+        return [TableChange(0, 0, table)] if num_blocks else []
 
     def _has_room(self, num_blocks: int, reservation: Reservation) -> bool:
         """Say whether so many blocks can be had, cached ones included, by whoever is served."""

@@ -197,12 +197,12 @@ class Run:
             pieces = self._pieces or []
             self._end_units(pieces)
             self._pieces = None
-            tokens, ids, handles, digests = zip(*pieces, strict=True)
-            self.tokens = b"".join((self.tokens, *tokens))
-            self.digests = b"".join((self.digests, *digests))
-            self.ids = np.concatenate((self.ids, *ids), axis=1)
+            self.tokens = b"".join([self.tokens, *[piece.tokens for piece in pieces]])
+            self.digests = b"".join([self.digests, *[piece.digests for piece in pieces]])
+            self.ids = np.concatenate([self.ids, *[piece.ids for piece in pieces]], axis=1)
             if len(self.handles):
-                self.handles = np.concatenate((self.handles, *handles), axis=1)
+                handles = [piece.handles for piece in pieces]
+                self.handles = np.concatenate([self.handles, *handles], axis=1)
             else:
                 self.handles = np.empty((0, self._num_units), dtype=np.int64)
 
