@@ -83,7 +83,7 @@ class BlockHashes:
     @classmethod
     def of(cls, is_hashed: BoolArray) -> BlockHashes:
         """Hash these, none yet."""
-        return cls(is_hashed, np.zeros(len(is_hashed), np.uint64))
+        return cls(np.ascontiguousarray(is_hashed), np.zeros(len(is_hashed), np.uint64))
 
 
 class PieceHashes:
@@ -112,6 +112,8 @@ class RowMover:
             raise ValueError(f"rows of {source.width} bytes to rows of {destination.width}")
         if len(source.ids) != len(destination.ids):
             raise ValueError(f"{len(source.ids)} rows to {len(destination.ids)}")
+        if not destination.rows.flags.writeable:
+            raise ValueError("the rows to write are read-only")
         is_streamed = destination.is_aligned and len(source.ids) * source.width >= STREAMED_BYTES
         self._start = start
         self._total = total

@@ -156,6 +156,10 @@ def test_rows_that_are_not_there_are_refused_and_nothing_is_written() -> None:
         copy_rows(rows[:, ::2], int32_array([0]), np.zeros((1, 32), np.uint8), int32_array([0]))
     with pytest.raises(ValueError, match="64 bytes to rows of 32"):
         copy_rows(rows, int32_array([0]), np.zeros((1, 32), np.uint8), int32_array([0]))
+    fixed = rows.copy()
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        copy_rows(rows + 1, int32_array([0]), fixed, int32_array([0]))
     with pytest.raises(ValueError, match="1 rows to 2"):
         copy_rows(rows, int32_array([0]), rows.copy(), int32_array([0, 1]))
 
