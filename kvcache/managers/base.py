@@ -23,7 +23,7 @@ from kvcache.blocks.run import CachedRun
 from kvcache.core import Reservation
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
-from kvcache.managers.block_tables import BlockTables
+from kvcache.managers.block_tables import BlockTables, RowLimits
 from kvcache.managers.run_maker import Part, RunMaker
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheSpec, ceil_div
@@ -242,6 +242,14 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
     def next_full_tokens(self, request_id: str) -> int:
         """Return the tokens from which on one more block could be made hittable."""
         return (self._num_cached.get(request_id, 0) + 1) * self.block_size
+
+    def row_limits(self, request_id: str) -> RowLimits:
+        """Return how far a request can go on before anything must be done for it here."""
+        return RowLimits(
+            self.capacity_tokens(request_id),
+            self.next_full_tokens(request_id),
+            self.next_skip_tokens(request_id),
+        )
 
     def forget_request(self, request_id: str) -> list[int]:
         self._num_cached.pop(request_id, None)

@@ -35,9 +35,9 @@ from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.managers.audit import check_tables, dump_tables
+from kvcache.managers.block_tables import RowLimits
 from kvcache.managers.coordinators import (
     KVCacheCoordinator,
-    RowLimits,
     get_kv_cache_coordinator,
     ordered_groups,
 )
@@ -406,7 +406,7 @@ class BlockCore:
             and not reservation.num_spare_blocks
             and not self._forks.is_sharing(request_id)
             and reservation.num_slot_tokens <= limits.capacity_tokens
-            and computed < limits.next_skip_tokens
+            and computed < limits.skip_tokens
         ):
             self._cache(request, reservation)
             return []

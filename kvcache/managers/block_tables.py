@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcache.arrays import Ids, index_array
 from kvcache.core import ForkOrigin, Reservation
@@ -21,6 +21,18 @@ NEVER = 1 << 62
 
 UNBOUNDED_TOKENS = 1 << 40
 """Tokens per column where a table does not grow with them; sums and products stay in 64 bits."""
+
+
+class RowLimits(NamedTuple):
+    """How far a request can go on before anything must be done for it, in tokens.
+
+    Its tables do for slots that end at or before `capacity_tokens`; nothing becomes hittable before
+    `full_tokens` are to be, and nothing is skipped before `skip_tokens` are computed.
+    """
+
+    capacity_tokens: int
+    full_tokens: int
+    skip_tokens: int
 
 
 class TablePool(Protocol):

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from math import gcd, lcm
-from typing import NamedTuple
 
 from kvcache.arrays import EMPTY_INT32, Ids, int32_array
 from kvcache.blocks.pool import BlockPool
@@ -21,23 +20,14 @@ from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
-from kvcache.managers.block_tables import NEVER
+from kvcache.managers.block_tables import NEVER, RowLimits
 from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig, KVCacheSpec
 
 logger = logging.getLogger(__name__)
 
-
-class RowLimits(NamedTuple):
-    """How far a request can go on before anything must be done for it, in tokens.
-
-    Its tables do for slots that end at or before `capacity_tokens`, and for all that is computed
-    before `next_skip_tokens`.
-    """
-
-    capacity_tokens: int
-    next_skip_tokens: int
+_NO_LIMITS = RowLimits(NEVER, NEVER, NEVER)
 
 
 class KVCacheCoordinator(ABC):
@@ -188,16 +178,10 @@ class KVCacheCoordinator(ABC):
 
     def row_limits(self, request_id: str) -> RowLimits:
         """Return how far a request can go on before anything must be done for it."""
-        return RowLimits(
-            min((m.capacity_tokens(request_id) for m in self.managers), default=NEVER),
-            self.next_skip_tokens(request_id),
-        )
-
-    def next_full_tokens(self, request_id: str) -> int:
-        """Return the cached tokens from which on one more block of some group is full."""
-        if not self.can_hit:
-            return NEVER
-        return min((m.next_full_tokens(request_id) for m in self.managers), default=NEVER)
+        limits = [manager.row_limits(request_id) for manager in self.managers]
+        if len(limits) == 1:
+            return limits[0]
+        return RowLimits(*map(min, zip(_NO_LIMITS, *limits, strict=True)))
 
     def next_skip_tokens(self, request_id: str) -> int:
         """Return the computed tokens from which on one more block of some group is skipped."""

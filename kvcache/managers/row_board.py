@@ -9,28 +9,22 @@ here whenever anything else happens to it. Refuses to know blocks: it counts the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.compiled import array_type, compiled
 from kvcache.core import RowBatch
 from kvcache.errors import InvariantError, RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
+from kvcache.managers.block_tables import NEVER, RowLimits
 from kvcache.request import Request
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 """Token counts: sums of int32 figures and block sizes do not overflow."""
-
-
-class TableLimits(NamedTuple):
-    """Before which figures a row needs nothing, in tokens: those that it has slots for, those that
-    it caches and those that are computed."""
-
-    capacity_tokens: int
-    full_tokens: int
-    skip_tokens: int
 
 
 class RowBoard:
@@ -44,9 +38,9 @@ class RowBoard:
 
     def __init__(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
         """Know no row. `managers[g]` says how long tables of group `g` are."""
-        self._block_sizes = _column([manager.block_size for manager in managers])
-        self._column_tokens = _column([manager.tokens_per_column for manager in managers])
-        self._extra_columns = _column([manager.num_extra_columns for manager in managers])
+        self._block_sizes = _figures([manager.block_size for manager in managers])
+        self._column_tokens = _figures([manager.tokens_per_column for manager in managers])
+        self._extra_columns = _figures([manager.num_extra_columns for manager in managers])
         self._owners: npt.NDArray[np.object_] = np.full(0, None, dtype=object)
         self._slots: dict[str, int] = {}
         self._num_blocks: Int64Array = np.zeros((len(managers), 0), dtype=np.int64)
@@ -62,17 +56,29 @@ class RowBoard:
         """
         slots = index_array(rows.slots)
         self._reach(slots)
-        is_busy = rows.num_slot_tokens > self._capacity_tokens.take(slots)
-        is_busy |= rows.num_cached_tokens >= self._full_tokens.take(slots)
-        is_busy |= rows.num_computed_tokens >= self._skip_tokens.take(slots)
-        return is_busy.nonzero()[0]
+        busy: IndexArray = _busy_rows(
+            slots,
+            rows.num_slot_tokens,
+            rows.num_cached_tokens,
+            rows.num_computed_tokens,
+            self._capacity_tokens,
+            self._full_tokens,
+            self._skip_tokens,
+        )
+        return busy
 
     def missing_blocks(self, slots: Int32Array, num_slot_tokens: Int32Array) -> Int64Array:
         """Return how many columns each row lacks in each group, shape `(groups, n)`."""
-        wanted = -(-num_slot_tokens.astype(np.int64) // self._column_tokens)
-        wanted += self._extra_columns
-        missing: Int64Array = np.maximum(wanted - self.num_blocks(slots), 0)
+        missing: Int64Array = _missing_columns(
+            slots, num_slot_tokens, self._num_blocks, self._column_tokens, self._extra_columns
+        )
         return missing
+
+    def growth(self, slots: Int32Array, missing: Int64Array) -> Int32Array:
+        """Return how tables grow by `missing` columns, row by row and group by group: row, group,
+        first new column and how many, shape `(4, k)`. Changes nothing."""
+        growth: Int32Array = _growth(slots, missing, self._num_blocks)
+        return growth
 
     def num_blocks(self, slots: Int32Array) -> Int64Array:
         """Return the lengths of the rows' tables, shape `(groups, n)`."""
@@ -100,7 +106,7 @@ class RowBoard:
         return is_unknown.nonzero()[0]
 
     def note(
-        self, slot: int, request: Request, num_blocks: Sequence[int], limits: TableLimits
+        self, slot: int, request: Request, num_blocks: Sequence[int], limits: RowLimits
     ) -> None:
         """Note a row anew."""
         self.forget(request.request_id)
@@ -114,8 +120,7 @@ class RowBoard:
 
     def note_cached(self, slots: Int32Array, num_cached_tokens: Int32Array) -> None:
         """Note that the full blocks of these rows are hittable up to so many tokens."""
-        next_full = (num_cached_tokens // self._block_sizes + 1) * self._block_sizes
-        self._full_tokens[slots] = next_full.min(axis=0)
+        _note_full(slots, num_cached_tokens, self._full_tokens, self._block_sizes)
 
     def note_skip(self, slot: int, skip_tokens: int) -> None:
         """Note from which number of computed tokens on a row skips one more block."""
@@ -123,11 +128,14 @@ class RowBoard:
 
     def add_blocks(self, slots: Int32Array, num_blocks: Int64Array) -> None:
         """Note that the tables of these rows have grown; `num_blocks` is of shape `(groups, n)`."""
-        # Group by group: numpy indexes one row of an array far quicker than a column of rows.
-        for lengths, more in zip(self._num_blocks, num_blocks, strict=True):
-            lengths[slots] += more
-        capacities = (self.num_blocks(slots) - self._extra_columns) * self._column_tokens
-        self._capacity_tokens[slots] = capacities.min(axis=0)
+        _add_columns(
+            slots,
+            num_blocks,
+            self._num_blocks,
+            self._capacity_tokens,
+            self._column_tokens,
+            self._extra_columns,
+        )
 
     def forget(self, request_id: str) -> None:
         """Something else happened to this request: what was noted no longer holds."""
@@ -177,5 +185,96 @@ class RowBoard:
             self._skip_tokens = np.pad(self._skip_tokens, (0, spare))
 
 
-def _column(values: Sequence[int]) -> Int64Array:
-    return np.array(values, dtype=np.int64).reshape(-1, 1)
+_SLOTS = array_type("int32", is_read=True)
+_INDICES = array_type("intp", is_read=True)
+_FIGURES = array_type("int64")
+_READ_FIGURES = array_type("int64", is_read=True)
+_OF_GROUPS = array_type("int64", 2)
+_READ_OF_GROUPS = array_type("int64", 2, is_read=True)
+
+
+@compiled(types.intp[::1](_INDICES, *[_SLOTS] * 3, *[_READ_FIGURES] * 3))
+def _busy_rows(  # noqa: PLR0917 - three figures of rows, then before which they need nothing
+    slots: IndexArray,
+    num_slot_tokens: Int32Array,
+    num_cached_tokens: Int32Array,
+    num_computed_tokens: Int32Array,
+    capacity_tokens: Int64Array,
+    full_tokens: Int64Array,
+    skip_tokens: Int64Array,
+) -> IndexArray:
+    busy = np.empty(len(slots), np.intp)
+    num_busy = 0
+    for row, slot in enumerate(slots):
+        if (
+            num_slot_tokens[row] > capacity_tokens[slot]
+            or num_cached_tokens[row] >= full_tokens[slot]
+            or num_computed_tokens[row] >= skip_tokens[slot]
+        ):
+            busy[num_busy] = row
+            num_busy += 1
+    return busy[:num_busy]
+
+
+@compiled(types.int64[:, ::1](_SLOTS, _SLOTS, _READ_OF_GROUPS, _READ_FIGURES, _READ_FIGURES))
+def _missing_columns(
+    slots: Int32Array,
+    num_tokens: Int32Array,
+    num_blocks: Int64Array,
+    column_tokens: Int64Array,
+    extra_columns: Int64Array,
+) -> Int64Array:
+    missing = np.empty((len(num_blocks), len(slots)), np.int64)
+    for group in range(len(num_blocks)):
+        size, num_extra = column_tokens[group], extra_columns[group]
+        for row, slot in enumerate(slots):
+            wanted = -(-np.int64(num_tokens[row]) // size) + num_extra
+            missing[group, row] = max(0, wanted - num_blocks[group, slot])
+    return missing
+
+
+@compiled(types.int32[:, ::1](_SLOTS, _READ_OF_GROUPS, _READ_OF_GROUPS))
+def _growth(slots: Int32Array, missing: Int64Array, num_blocks: Int64Array) -> Int32Array:
+    growth = np.empty((4, np.count_nonzero(missing)), np.int32)
+    index = 0
+    for row, slot in enumerate(slots):
+        for group in range(len(missing)):
+            if missing[group, row]:
+                growth[0, index], growth[1, index] = row, group
+                growth[2, index] = num_blocks[group, slot]
+                growth[3, index] = missing[group, row]
+                index += 1
+    return growth
+
+
+@compiled(types.void(_SLOTS, _SLOTS, _FIGURES, _READ_FIGURES))
+def _note_full(
+    slots: Int32Array, num_tokens: Int32Array, full_tokens: Int64Array, block_sizes: Int64Array
+) -> None:
+    for row, slot in enumerate(slots):
+        first = NEVER
+        for size in block_sizes:
+            first = min(first, (num_tokens[row] // size + 1) * size)
+        full_tokens[slot] = first
+
+
+@compiled(types.void(_SLOTS, _READ_OF_GROUPS, _OF_GROUPS, _FIGURES, _READ_FIGURES, _READ_FIGURES))
+def _add_columns(  # noqa: PLR0917 - what is added, what it changes, how columns count
+    slots: Int32Array,
+    num_more: Int64Array,
+    num_blocks: Int64Array,
+    capacity_tokens: Int64Array,
+    column_tokens: Int64Array,
+    extra_columns: Int64Array,
+) -> None:
+    for row, slot in enumerate(slots):
+        capacity = NEVER
+        for group in range(len(num_blocks)):
+            num_blocks[group, slot] += num_more[group, row]
+            num_columns = num_blocks[group, slot] - extra_columns[group]
+            capacity = min(capacity, num_columns * column_tokens[group])
+        capacity_tokens[slot] = capacity
+
+
+def _figures(values: Sequence[int]) -> Int64Array:
+    return np.array(values, dtype=np.int64)

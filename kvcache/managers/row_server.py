@@ -37,7 +37,7 @@ from kvcache.errors import RequestError
 from kvcache.managers.block_tables import NEVER
 from kvcache.managers.coordinators import KVCacheCoordinator
 from kvcache.managers.forks import TableForks
-from kvcache.managers.row_board import Int64Array, RowBoard, TableLimits
+from kvcache.managers.row_board import Int64Array, RowBoard
 from kvcache.managers.row_cacher import RowCacher
 from kvcache.request import Request
 from kvcache.tenants import TenantAccount, TenantLedger
@@ -110,7 +110,7 @@ class RowServer:
             patch = self._serve_together(batch, missing)
         else:
             others = np.delete(np.arange(len(busy)), jumping)
-            together = self._serve_together(_select(batch, others), missing[:, others])
+            together = self._serve_together(_select(batch, others), missing.take(others, axis=1))
             is_reserved[busy[jumping]], singly = self._serve_singly(_select(batch, jumping))
             patch = _joined(together, singly)
         return RowsReserved(is_reserved, patch)
@@ -127,11 +127,14 @@ class RowServer:
                 "row's forwards end"
             )
         cached, wanted = batch.num_cached_tokens, batch.num_slot_tokens
-        for row in (cached > wanted).nonzero()[0].tolist():
+        if np.count_nonzero(cached > wanted):
+            row = int((cached > wanted).argmax())
             raise RequestError(
                 f"request {batch.requests[row].request_id}: {cached[row]} tokens to cache, "
                 f"but slots for {wanted[row]}: reserve slots for all of them"
             )
+        if batch.are_tokens_known:
+            return
         num_tokens = batch.tokens.num_tokens(np.arange(len(cached)))
         # Only where more is to be cached than there are tokens it matters where blocks end.
         lacking = (cached > num_tokens).nonzero()[0]
@@ -150,14 +153,10 @@ class RowServer:
             request: Request = batch.requests[row]
             request_id = request.request_id
             limits = coordinator.row_limits(request_id)
-            full = coordinator.next_full_tokens(request_id) if self._may_cache(request) else NEVER
+            if not self._may_cache(request):
+                limits = limits._replace(full_tokens=NEVER)
             lengths = [len(manager.table(request_id)) for manager in coordinator.managers]
-            board.note(
-                int(batch.slots[row]),
-                request,
-                lengths,
-                TableLimits(limits.capacity_tokens, full, limits.next_skip_tokens),
-            )
+            board.note(int(batch.slots[row]), request, lengths, limits)
 
     def _free_skipped(self, batch: RowBatch) -> None:
         board, coordinator = self._board, self._coordinator
@@ -208,9 +207,10 @@ class RowServer:
         if self._pool.tenants is not None:
             if len(jumping) or not self._have_room(batch, missing, self._pool.tenants):
                 return False
-        elif int(missing.sum()) - num_null > self._pool.get_num_free_blocks():
+        elif int(np.add.reduce(missing, axis=None)) - num_null > self._pool.get_num_free_blocks():
             return False
-        return not (batch.num_computed_tokens > self._board.capacities(batch.slots)).any()
+        is_behind = batch.num_computed_tokens > self._board.capacities(batch.slots)
+        return not np.count_nonzero(is_behind)
 
     def _have_room(self, batch: RowBatch, missing: Int64Array, tenants: TenantLedger) -> bool:
         """Say whether each tenant has room for all that its rows lack."""
@@ -220,13 +220,11 @@ class RowServer:
 
     def _take_blocks(self, batch: RowBatch, missing: Int64Array) -> BlockTablePatch:
         """Extend all tables; row by row, group by group, as `missing` says."""
-        rows, groups = np.nonzero(missing.T)
-        if not len(rows):
+        rows, groups, first_indices, counts = growth = self._board.growth(batch.slots, missing)
+        if not growth.size:
             return EMPTY_PATCH
-        counts = missing[groups, rows]
-        first_indices = self._board.num_blocks(batch.slots)[groups, rows]
         if self._pool.tenants is None:
-            block_ids = self._pool.get_new_blocks(int(counts.sum()))
+            block_ids = self._pool.get_new_blocks(int(np.add.reduce(counts)))
         else:
             accounts = _accounts(batch, np.repeat(rows, counts), self._pool.tenants)
             block_ids = self._pool.get_new_blocks_for(accounts)
@@ -238,9 +236,9 @@ class RowServer:
         self._board.add_blocks(batch.slots, missing)
         return BlockTablePatch(
             slots=batch.slots[rows],
-            groups=int32_array(groups),
-            first_indices=int32_array(first_indices),
-            counts=int32_array(counts),
+            groups=groups,
+            first_indices=first_indices,
+            counts=counts,
             block_ids=int32_array(block_ids),
         )
 
@@ -291,6 +289,7 @@ def _select(rows: RowBatch, indices: IndexArray) -> RowBatch:
         rows.num_cached_tokens[indices],
         _SelectedTokens(rows.tokens, indices),
         states,
+        rows.are_tokens_known,
     )
 
 
