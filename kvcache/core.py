@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -248,8 +248,7 @@ class RowTokens(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
-class RowBatch:
+class RowBatch(NamedTuple):
     """Running requests that want slots for more tokens, in the order in which they are served.
 
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
@@ -268,11 +267,13 @@ class RowBatch:
 
     def require_columns(self) -> None:
         """Raise RequestError if a column has not one entry per request."""
-        columns = [self.slots, self.num_computed_tokens, self.num_slot_tokens]
-        columns.append(self.num_cached_tokens)
-        if (states := self.states) is not None:
-            columns += vars(states).values()
-        lengths, num_rows = list(map(len, columns)), len(self.requests)
+        _, slots, computed, wanted, cached, _, states, _ = self
+        num_rows = len(self.requests)
+        fits = num_rows == len(slots) == len(computed) == len(wanted) == len(cached)
+        if fits and states is None:
+            return
+        of_states = [] if states is None else [*vars(states).values()]
+        lengths = list(map(len, [slots, computed, wanted, cached, *of_states]))
         if lengths.count(num_rows) != len(lengths):
             raise RequestError(
                 f"a batch of {num_rows} rows has columns of {lengths} entries: give one per row"

@@ -62,7 +62,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("policy",),
     ),
     "manager": (
-        ("cache_blocks", "prefix_statistics", "slots", "pins"),
+        ("cache_blocks", "prefix_statistics", "slots", "pins", "step_columns"),
         ("core_registry", "statistics", "events_buffer", "model_limits"),
         ("request_book", "step_ledger", "admission", "forks"),
         ("cache_control", "loads", "tiers"),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.arrays import EMPTY_INDEX, IndexArray, Int32Array, index_array
 from kvcache.core import RowTokens
 from kvcache.extents.block_store import NULL_HANDLE
 from kvcache.extents.grown_segments import GrownSegments
@@ -20,7 +20,7 @@ from kvcache.extents.parts import CoreParts
 from kvcache.extents.pins import BoolArray
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.publisher import Publisher
-from kvcache.extents.row_columns import gather_units, pack_units
+from kvcache.extents.row_columns import FILLED, gather_units, pack_units
 from kvcache.extents.rows import Int64Array, Row
 from kvcache.hashing import BlockHash
 
@@ -62,19 +62,17 @@ class LeafGrower:
             for group in groups
         ]
 
-    def publish_units(
-        self, rows: IndexArray, cached: Int64Array, tokens: RowTokens, places: IndexArray
-    ) -> IndexArray:
-        """Publish the unit that each row's `cached` tokens fill, where its own leaf grows by it.
+    def publish_units(self, found: Int64Array, num_filled: int, tokens: RowTokens) -> IndexArray:
+        """Publish the unit that each row fills, where its own leaf grows by it.
 
-        `places` are the rows' places in the batch whose `tokens` these are. Returns the indices of
-        the rows that must be published one by one.
+        So many rows do by what `find_busy` found in the batch whose `tokens` these are. Returns
+        which of them, by their numbers among the busy ones, must be published one by one.
         """
         tables, tails = self._tables, self._tails
         tails.reach(len(tables.by_index))
-        units = np.empty(len(rows), dtype=np.intp)
-        blocks = np.empty((len(self._sizes), len(rows)), dtype=np.intp)
-        marks = np.empty((2, len(rows)), dtype=np.bool_)
+        growing = np.empty((3, num_filled), dtype=np.intp)
+        blocks = np.empty((len(self._sizes), num_filled), dtype=np.intp)
+        marks = np.empty((2, num_filled), dtype=np.bool_)
         num_odd = num_full = 0
         for sizes in self._sizes:
             table = tables.tables[sizes[0]]
@@ -83,26 +81,26 @@ class LeafGrower:
                 tables.figures,
                 self._store.references,
                 tails.counts,
-                rows,
-                cached,
+                found,
                 sizes,
-                units,
+                growing,
                 blocks,
                 marks,
             )
         others: list[int] = []
         if num_odd or num_full:
-            others = self._others_of(rows, marks)
+            others = self._others_of(growing[1], marks)
             if others:
-                chosen = np.delete(np.arange(len(rows)), others)
-                rows, units, places = rows[chosen], units[chosen], places[chosen]
+                chosen = np.delete(np.arange(num_filled), others)
+                growing = np.ascontiguousarray(growing[:, chosen])
                 blocks = np.ascontiguousarray(blocks[:, chosen])
+        places, rows, units = growing
         if len(rows):
             if self._is_mixed:  # labels of longer blocks tell tokens of earlier units too
                 tokens.sync(places)
             contents = tokens.newest_units(places, units)
             self._grow(_Growth(rows, units, blocks, contents))
-        return index_array(others)
+        return found[FILLED].take(others) if others else EMPTY_INDEX
 
     def _others_of(self, rows: IndexArray, marks: BoolArray) -> list[int]:
         """Return which rows have no leaf of their own that grows by one unit.

@@ -92,7 +92,7 @@ class _Busy(NamedTuple):
 
     def select(self, is_chosen: BoolArray) -> _Busy:
         """Return some of the rows, which get their slots, and which of them fill a unit."""
-        found = self.found[:, : self.num_rows][:, is_chosen]
+        found = np.ascontiguousarray(self.found[:, : self.num_rows][:, is_chosen])
         is_filled = np.zeros(self.num_rows, dtype=np.bool_)
         is_filled[self.filled] = True
         filled = is_filled[is_chosen].nonzero()[0]
@@ -385,20 +385,18 @@ class RowServer:
 
     def _publish(self, batch: RowBatch, busy: _Busy) -> None:
         """Publish the rows whose cached tokens fill a unit."""
-        tables, filled = self._tables, busy.filled
-        rows = busy.rows.take(filled)
-        places = busy.places.take(filled)
-        cached = busy.cached.take(filled)
-        single = self._grower.publish_units(rows, cached, batch.tokens, places)
-        if len(single):
-            batch.tokens.sync(places.take(single))
-            for i in single.tolist():
-                row = tables.by_index[int(rows[i])]
-                if row is not None:
-                    row.request = batch.requests[places[i]]
-                    self._publisher.publish(row, int(cached[i]))
-            rows = rows.take(single)
-            tables.note_full(rows, (tables.published.take(rows) + 1) * self._shape.unit_tokens)
+        single = self._grower.publish_units(busy.found, busy.num_filled, batch.tokens)
+        if not len(single):
+            return
+        tables, rows = self._tables, busy.rows.take(single)
+        places, cached = busy.places.take(single), busy.cached.take(single)
+        batch.tokens.sync(places)
+        for index, place, num_tokens in zip(rows, places, cached.tolist(), strict=True):
+            row = tables.by_index[index]
+            if row is not None:
+                row.request = batch.requests[place]
+                self._publisher.publish(row, num_tokens)
+        tables.note_full(rows, (tables.published.take(rows) + 1) * self._shape.unit_tokens)
 
     def _serve_singly(self, batch: RowBatch, busy: _Busy) -> tuple[Int32Array, BlockTablePatch]:
         is_reserved: list[int] = []

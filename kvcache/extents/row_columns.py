@@ -51,7 +51,7 @@ _READ_FOUND = array_type("int64", 2, is_read=True)
 _READ_TABLE = array_type("int32", 2, is_read=True)
 _READ_BLOCKS = array_type("intp", 2, is_read=True)
 _READ_HANDLES = array_type("int64", is_read=True)
-_TOKENS_WIDE = array_type("int64", is_read=True)
+_BLOCKS = array_type("intp", 2)
 
 
 @compiled(tuple_type(types.intp, 7)(_READ_FIGURES, _ROWS, _TOKENS, _TOKENS, _TOKENS, _FOUND))
@@ -233,11 +233,10 @@ def take_skipped(  # noqa: PLR0917 - what `plan_skips` found, and where it goes
         _READ_FIGURES,
         _TOKENS,
         _ROWS,
-        _ROWS,
-        _TOKENS_WIDE,
+        _READ_FOUND,
         tuple_type(types.intp, 5),
-        array_type("intp"),
-        array_type("intp", 2),
+        _BLOCKS,
+        _BLOCKS,
         array_type("boolean", 2),
     )
 )
@@ -246,33 +245,34 @@ def gather_units(  # noqa: PLR0917 - what is known, and what comes of it
     figures: Int64Array,
     references: Int32Array,
     tail_counts: IndexArray,
-    rows: IndexArray,
-    num_cached: Int64Array,
+    found: Int64Array,
     sizes: tuple[int, int, int, int, int],
-    units: IndexArray,
+    growing: IndexArray,
     blocks: IndexArray,
     marks: BoolArray,
 ) -> tuple[int, int]:
-    """Note the unit that each row publishes next, and the block of a group that ends with it.
+    """Note which units the rows that fill one do, and the block of a group that ends with each.
 
     `sizes`: which group; how many units its blocks are long; whether it is ordered; tokens of a
-    unit; units of a tail. `units[i]` and `blocks[group, i]` (0: none ends there) become those of
-    row `i`. It is odd (`marks[0, i]`) where it fills further units or where others have references
-    to its block of an ordered group, and full (`marks[1, i]`) where its tail is. Groups come in
-    order, and the last one's answer counts: how many rows are odd, how many full.
+    unit; units of a tail. `growing[:, i]` becomes the place, row and unit of the one numbered `i`
+    among them, `blocks[group, i]` its block (0: none ends there). It is odd (`marks[0, i]`) where
+    it fills further units or where others have references to its block of an ordered group, and
+    full (`marks[1, i]`) where its tail is. Groups come in order, and the last one's answer counts:
+    how many rows are odd, how many full.
     """
     group, num_units, is_ordered, unit_tokens, max_units = sizes
     num_odd = num_full = 0
-    for i in range(len(rows)):
-        row = rows[i]
+    for i in range(blocks.shape[1]):
+        busy = found[FILLED, i]
+        row = found[ROWS, busy]
         unit = figures[PUBLISHED, row]
         block_id = 0
         if (unit + 1) % num_units == 0:
             block_id = table[row, unit // num_units]
         blocks[group, i] = block_id
         if group == 0:
-            units[i] = unit
-            marks[0, i] = num_cached[i] >= (unit + 2) * unit_tokens
+            growing[0, i], growing[1, i], growing[2, i] = found[PLACES, busy], row, unit
+            marks[0, i] = found[CACHED, busy] >= (unit + 2) * unit_tokens
             marks[1, i] = tail_counts[row] >= max_units
         if is_ordered and references[block_id] > 1:
             marks[0, i] = True

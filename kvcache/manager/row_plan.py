@@ -24,12 +24,18 @@ from kvcache.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits, draft_remedy
 from kvcache.manager.request_book import KnownRequest
 from kvcache.manager.slots import FREE, RowFigures, SeatedRows, SlotTable
+from kvcache.manager.step_columns import (
+    ARE_SAME_SLOTS,
+    IS_DECODE,
+    check_shapes,
+    fit,
+    look_at,
+    require_token_ids,
+    token_counts,
+)
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest
 
-_TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
-_ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
-_INT32 = np.dtype(np.int32)
 _MAX_INT32 = 2**31 - 1
 _FEW_ROWS = 256
 
@@ -72,7 +78,6 @@ _NOBODY = SeatedRows(
     EMPTY_INDEX,
     np.empty(0, dtype=np.int64),
     np.empty(0, dtype=object),
-    EMPTY_INDEX,
 )
 _NO_COLUMNS = _Columns(EMPTY_INT32, has_drafts=False, is_strange=False, is_decode=False)
 NO_ROWS = RowPlan(_NOBODY, *(EMPTY_INT32,) * 7)
@@ -99,10 +104,10 @@ class RowPlanner:
         self._last_seated = _NOBODY
         # How often each slot is among the rows that were looked for last.
         self._last_times: IndexArray = EMPTY_INDEX
-        self._last_key: tuple[int, int, bytes] | None = None
+        self._last_key: tuple[int, int] | None = None
         self._last_columns = _NO_COLUMNS
         self._last_columns_key: tuple[object, ...] = ()
-        self._know_decodes(_FEW_ROWS)
+        self._ones: Int32Array = np.ones(_FEW_ROWS, dtype=np.int32)
         # So many tokens more fit the rows of the last step, if they decode on.
         self._num_fitting = 0
 
@@ -125,12 +130,18 @@ class RowPlanner:
         if running is EMPTY_RUNNING:
             return NO_ROWS
         columns_before, seated_before = self._last_columns, self._last_seated
-        columns = self._columns(where, running)
-        _require_token_ids(where, running)
+        seen = look_at(running, self._last_seated.slots)
+        is_decode = bool(seen & IS_DECODE)
+        if is_decode:
+            columns = self._decode_columns(len(running.slots))
+        else:
+            columns = self._columns(where, running)
+            require_token_ids(where, running)
         if not len(running.slots):
             return NO_ROWS
         if rollback is None:
-            seated = self._seated_again(where, running.slots, client)
+            are_same = bool(seen & ARE_SAME_SLOTS)
+            seated = self._seated_again(where, running.slots, client, are_same=are_same)
             row_computed, row_tokens = self._slots.figures_of(seated.indices)
         else:
             client_index, figures = self._figures_after(rollback)
@@ -171,10 +182,8 @@ class RowPlanner:
 
     def _columns(self, where: str, running: RunningRequests) -> _Columns:
         """Check what columns say by themselves; equal ones as the last time are known."""
-        if not _fit(running):
-            _check_shapes(where, running)
-        if self._is_decode(running):
-            return self._decode_columns(len(running.slots))
+        if not fit(running):
+            check_shapes(where, running)
         num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
         key = (
             num_new.tobytes(),
@@ -186,7 +195,7 @@ class RowPlanner:
         )
         if key == self._last_columns_key:
             return self._last_columns
-        counts = _token_counts(where, running)
+        counts = token_counts(where, running)
         has_drafts = bool(np.count_nonzero(num_draft))
         is_strange = (
             has_drafts
@@ -197,36 +206,12 @@ class RowPlanner:
         self._last_columns_key = key
         return self._last_columns
 
-    def _is_decode(self, running: RunningRequests) -> bool:
-        """Whether each row appends a token and computes one, and nothing else is said of it.
-
-        Whole columns are compared as bytes with what they are then.
-        """
-        count = len(running.slots)
-        if count != len(running.token_ids) or len(running.draft_token_ids):
-            return False
-        if count > len(self._ones):
-            self._know_decodes(2 * count)
-        size = count * _INT32.itemsize
-        zeros = self._zero_bytes[:size]
-        return (
-            running.num_new_tokens.tobytes() == self._one_bytes[:size]
-            and running.num_draft_tokens.tobytes() == zeros
-            and running.num_rejected_tokens.tobytes() == zeros
-            and running.token_offsets.tobytes() == self._offset_bytes[: size + _INT32.itemsize]
-        )
-
-    def _know_decodes(self, most_rows: int) -> None:
-        """Note what the columns of so many rows are that decode a token each."""
-        self._ones: Int32Array = np.full(most_rows, 1, dtype=np.int32)
-        self._one_bytes = self._ones.tobytes()
-        self._zero_bytes = bytes(len(self._one_bytes))
-        self._offset_bytes = np.arange(most_rows + 1, dtype=np.int32).tobytes()
-
     def _decode_columns(self, count: int) -> _Columns:
         """Return the columns of so many rows that decode a token each: the last ones if alike."""
         last = self._last_columns
         if not last.is_decode or len(last.counts) != count:
+            if count > len(self._ones):
+                self._ones = np.ones(2 * count, dtype=np.int32)
             counts = self._ones[:count]
             last = _Columns(counts, has_drafts=False, is_strange=False, is_decode=True)
             self._last_columns, self._last_columns_key = last, ()
@@ -254,10 +239,12 @@ class RowPlanner:
                 client_index[known.slot] = FREE
         return client_index, RowFigures(computed, tokens)
 
-    def _seated_again(self, where: str, slots: Int32Array, client: ClientSteps) -> SeatedRows:
+    def _seated_again(
+        self, where: str, slots: Int32Array, client: ClientSteps, *, are_same: bool
+    ) -> SeatedRows:
         """Do `_find_seated` unless these rows are those of the last time and still sit there."""
-        key = client.index, self._slots.num_changes, slots.tobytes()
-        if key != self._last_key:
+        key = client.index, self._slots.num_changes
+        if not are_same or key != self._last_key:
             owners = self._slots.client_index
             self._last_seated = self._find_seated(where, slots, owners, client)
             self._last_key = key
@@ -344,78 +331,6 @@ class RowPlanner:
                 f"{where}: slot {int(slots[i])} would have {int(tokens[i])} tokens, the model "
                 f"takes {self._max_model_len}: finish the request"
             )
-
-
-def _token_counts(where: str, running: RunningRequests) -> Int32Array:
-    """Return how many tokens each row appends; refuse counts that do not fit each other."""
-    offsets, token_ids = running.token_offsets, running.token_ids
-    counts = offsets[1:] - offsets[:-1]
-    first, last = int(offsets[0]), int(offsets[-1])
-    # Falling offsets could seem to rise where the difference overflows: none may be below 0.
-    rises = np.count_nonzero(counts < 0) == 0 and np.count_nonzero(offsets < 0) == 0
-    if first != 0 or last != len(token_ids) or not rises:
-        raise RequestError(
-            f"{where}: running.token_offsets run from {first} to {last} for "
-            f"{len(token_ids)} token ids: pass offsets that rise from 0 to that number"
-        )
-    if len(running.draft_token_ids):
-        num_drafts = int(running.num_draft_tokens.sum())
-        if len(running.draft_token_ids) != num_drafts:
-            raise RequestError(
-                f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} "
-                "drafts: pass one per draft or none"
-            )
-    return counts
-
-
-def _require_token_ids(where: str, running: RunningRequests) -> None:
-    """Refuse what is no token id."""
-    for name, ids in (
-        ("token_ids", running.token_ids),
-        ("draft_token_ids", running.draft_token_ids),
-    ):
-        if len(ids) and np.count_nonzero(ids < 0):
-            i = int(ids.argmin())
-            raise RequestError(
-                f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
-            )
-
-
-def _fit(running: RunningRequests) -> bool:
-    """Whether all arrays are int32 and of the right shapes."""
-    slots, offsets, token_ids = running.slots, running.token_offsets, running.token_ids
-    num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
-    rejected, draft_ids = running.num_rejected_tokens, running.draft_token_ids
-    shape = (len(slots),)
-    return (
-        shape == slots.shape == num_new.shape == num_draft.shape == rejected.shape
-        and offsets.shape == (len(slots) + 1,)
-        and token_ids.ndim == 1
-        and _INT32 == slots.dtype == num_new.dtype == num_draft.dtype == rejected.dtype
-        and _INT32 == offsets.dtype == token_ids.dtype == draft_ids.dtype
-    )
-
-
-def _check_shapes(where: str, running: RunningRequests) -> None:
-    """Refuse arrays of other types or shapes."""
-    n = len(running.slots)
-    for name in (*_ROW_FIELDS, *_TOKEN_FIELDS):
-        values = getattr(running, name)
-        if values.dtype != _INT32:
-            raise RequestError(f"{where}: running.{name} is of {values.dtype}: pass int32 arrays")
-    for name in _ROW_FIELDS:
-        values = getattr(running, name)
-        if values.shape != (n,):
-            raise RequestError(
-                f"{where}: running.{name} has shape {values.shape} for {n} slots: pass one number "
-                "per slot"
-            )
-    offsets, token_ids = running.token_offsets, running.token_ids
-    if offsets.shape != (n + 1,) or token_ids.ndim != 1:
-        raise RequestError(
-            f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
-            f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
-        )
 
 
 def _refuse(  # noqa: PLR0917

@@ -23,8 +23,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
+from kvcache.compiled import array_type, compiled
 from kvcache.errors import InvariantError
 from kvcache.request import Request
 
@@ -43,14 +45,12 @@ _TOKEN_BYTES = 4
 
 
 class SeatedRows(NamedTuple):
-    """Who sits in some slots. Shapes `(n,)`; `indices` are the slots once more, to index with, and
-    `ring_starts` the places of the whole ring at which theirs begins."""
+    """Who sits in some slots. Shapes `(n,)`; `indices` are the slots once more, to index with."""
 
     slots: Int32Array
     indices: IndexArray
     generations: Int64Array
     requests: npt.NDArray[np.object_]
-    ring_starts: IndexArray
 
 
 class RowFigures(NamedTuple):
@@ -100,7 +100,6 @@ class SlotTable:
         # Pages that no row has reached are not touched, and so take no memory.
         self._ring: npt.NDArray[np.int32] = np.zeros((num_slots, self._width), dtype=np.int32)
         self._ring_places = self._ring.reshape(-1)
-        self._ring_units = self._ring.reshape(num_slots, -1, unit_tokens)
 
     @property
     def num_free(self) -> int:
@@ -149,11 +148,7 @@ class SlotTable:
         """Return who sits in these slots, all of which exist; `indices` are the slots once more.
         The requests stay as they are."""
         return SeatedRows(
-            slots,
-            indices,
-            self.generation.take(indices),
-            self._requests.take(indices),
-            indices * self._width,
+            slots, indices, self.generation.take(indices), self._requests.take(indices)
         )
 
     def figures_of(self, indices: IndexArray) -> RowFigures:
@@ -219,9 +214,10 @@ class SlotTable:
         self, seated: SeatedRows, num_tokens: Int32Array, token_ids: Int32Array
     ) -> None:
         """Append a token to each of these rows, which have `num_tokens` and can spare one."""
-        self._ring_places[seated.ring_starts + num_tokens % self._width] = token_ids
-        num_after = num_tokens + 1
-        self.num_tokens[seated.indices] = num_after
+        num_after = np.empty(len(num_tokens), dtype=np.int32)
+        _append_one_each(
+            self._ring, seated.indices, num_tokens, token_ids, self.num_tokens, num_after
+        )
         self._most_tokens += 1
         self._most_waiting += 1
         self._decoded, self._decoded_tokens = seated.indices, num_after
@@ -255,16 +251,16 @@ class SlotTable:
 
         Of units that the ring does not hold (any more) they are read from the requests.
         """
-        starts = units * self._unit_tokens
-        is_in_ring = starts >= self._first_in_ring.take(slots)
-        is_in_ring &= starts >= self.num_tokens.take(slots) - self._width
-        tokens = self._ring_units[slots, units % self._ring_units.shape[1]]
-        if np.count_nonzero(is_in_ring) < len(slots):
-            for row in np.flatnonzero(~is_in_ring).tolist():
-                slot, start = int(slots[row]), int(starts[row])
-                self.sync(slot)
-                request: Request = self._requests[slot]
-                tokens[row] = request.all_token_ids[start : start + self._unit_tokens]
+        tokens = np.empty((len(slots), self._unit_tokens), dtype=np.int32)
+        missing = np.empty(len(slots), dtype=np.intp)
+        num_missing = _read_units(
+            self._ring, self._first_in_ring, self.num_tokens, slots, units, tokens, missing
+        )
+        for row in missing[:num_missing].tolist():
+            slot, start = int(slots[row]), int(units[row]) * self._unit_tokens
+            self.sync(slot)
+            request: Request = self._requests[slot]
+            tokens[row] = request.all_token_ids[start : start + self._unit_tokens]
         return tokens
 
     def roll_back(self, slot: int, num_computed: int, num_tokens: int) -> None:
@@ -339,4 +335,62 @@ class BatchTokens:
 
     def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
         """Return the tokens of full units, `(k, unit_tokens)`; see `SlotTable.newest_units`."""
-        return self.table.newest_units(self.slots[rows], units)
+        return self.table.newest_units(self.slots.take(rows), index_array(units))
+
+
+_READ_INDICES = array_type("intp", is_read=True)
+_READ = array_type("int32", is_read=True)
+_TABLE = array_type("int32", 2)
+
+
+@compiled(types.void(_TABLE, _READ_INDICES, _READ, _READ, array_type("int32"), array_type("int32")))
+def _append_one_each(  # noqa: PLR0917 - the columns of a table
+    ring: Int32Array,
+    slots: IndexArray,
+    num_tokens: Int32Array,
+    token_ids: Int32Array,
+    num_tokens_of_slots: Int32Array,
+    num_after: Int32Array,
+) -> None:
+    """Append a token to each row, in the ring and in the table's count; note the new counts."""
+    width = ring.shape[1]
+    for i in range(len(slots)):
+        slot, count = slots[i], num_tokens[i]
+        ring[slot, count % width] = token_ids[i]
+        num_tokens_of_slots[slot] = num_after[i] = count + 1
+
+
+@compiled(
+    types.intp(
+        array_type("int32", 2, is_read=True),
+        _READ,
+        _READ,
+        _READ_INDICES,
+        _READ_INDICES,
+        _TABLE,
+        array_type("intp"),
+    )
+)
+def _read_units(  # noqa: PLR0917 - what a ring holds, and where it goes
+    ring: Int32Array,
+    first_in_ring: Int32Array,
+    num_tokens: Int32Array,
+    slots: IndexArray,
+    units: IndexArray,
+    tokens: Int32Array,
+    missing: IndexArray,
+) -> int:
+    """Copy the tokens of row `i`'s unit `units[i]` into `tokens[i]`; return how many units are
+    `missing` in the ring, whose indices these become."""
+    width, unit_tokens = ring.shape[1], tokens.shape[1]
+    num_missing = 0
+    for i in range(len(slots)):
+        slot, start = slots[i], units[i] * unit_tokens
+        if start < max(first_in_ring[slot], num_tokens[slot] - width):
+            missing[num_missing] = i
+            num_missing += 1
+            continue
+        column = start % width
+        for k in range(unit_tokens):
+            tokens[i, k] = ring[slot, column + k]
+    return num_missing

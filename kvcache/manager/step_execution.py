@@ -106,12 +106,15 @@ class StepExecutor:
 
         record, answer = StepRecord(step.step), _Answer()
         self._core.open_step(client.client_id, step.step)
-        self._let_go(plan, record)
+        if not plan.names_nobody:
+            self._let_go(plan, record)
         self._note_merges(answer)
-        self._fork_all(plan, record, answer)
+        if plan.forks:
+            self._fork_all(plan, record, answer)
         is_reserved, patch = self._run_rows(plan, record)
         self._refuse_rows(plan.rows, is_reserved, answer)
-        self._admit_all(plan, record, answer)
+        if not plan.names_nobody:
+            self._admit_all(plan, record, answer)
         self._core.close_step()
         if not record.is_empty:
             client.records.append(record)
@@ -322,6 +325,16 @@ class StepExecutor:
     def _result(
         self, plan: StepPlan, answer: _Answer, is_reserved: Int32Array, patch: BlockTablePatch
     ) -> StepResult:
+        step = plan.request
+        if plan.names_nobody and not answer.refused and not answer.changes:
+            return StepResult(
+                step.client_id,
+                step.step,
+                step.epoch,
+                seq=0,
+                running_scheduled=is_reserved,
+                patches=patch,
+            )
         rolled_back = () if plan.rollback is None else plan.rollback.rows
         withdrawn: tuple[str, ...] = ()
         if plan.rollback is not None:
@@ -331,9 +344,9 @@ class StepExecutor:
                 known.request.request_id for known in (*plan.rollback.forgotten, *again)
             )
         return StepResult(
-            plan.request.client_id,
-            plan.request.step,
-            plan.request.epoch,
+            step.client_id,
+            step.step,
+            step.epoch,
             seq=0,
             admitted_slots=_column(answer.slots),
             num_hit_tokens=_column(answer.num_hit),

@@ -33,6 +33,8 @@ class StepPlan(NamedTuple):
     resumed: tuple[tuple[KnownRequest, int], ...]
     new: tuple[tuple[Request, NewRequest], ...]
     forks: tuple[tuple[KnownRequest, str], ...]
+    names_nobody: bool = False
+    """Whether it comes with running rows at most, and takes nothing back."""
 
 
 class StepPlanner:
@@ -71,7 +73,7 @@ class StepPlanner:
         if rollback is None and _names_nobody(request):
             running = self._rows.plan(where, request, client, None, ())
             _check_lookahead(where, request)
-            return StepPlan(request, client, None, (), (), running, (), (), ())
+            return StepPlan(request, client, None, (), (), running, (), (), (), names_nobody=True)
         forgotten: set[int] = set()
         waiting: set[int] = set()
         if rollback is not None:
