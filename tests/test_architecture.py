@@ -81,7 +81,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("evictor", "hits", "skips"),
         ("list_tables",),
         ("parts",),
-        ("look_up", "pins", "digest_look_up"),
+        ("look_up", "pins", "digest_look_up", "unit_swaps"),
         ("duplicates",),
         ("companions",),
         ("publisher",),

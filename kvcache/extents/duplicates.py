@@ -25,6 +25,7 @@ from kvcache.extents.published import NO_STEP, Published, Segment
 from kvcache.extents.rows import Row
 from kvcache.extents.run import HandleArray, Run
 from kvcache.extents.shape import GroupShape
+from kvcache.extents.unit_swaps import UnitSwaps
 from kvcache.ids import NULL_BLOCK_ID
 
 
@@ -79,6 +80,7 @@ class DuplicateMerger:
         self._changes: list[tuple[str, TableChange]] = []
         self._left: dict[Row, list[_Note]] = {}
         self._replaced: list[Published] = []
+        self._swaps = UnitSwaps(parts)
 
     @property
     def num_waiting(self) -> int:
@@ -112,10 +114,13 @@ class DuplicateMerger:
         """Settle what the client's steps up to `through_step` noted, after they were sealed."""
         waiting = self._waiting.get(client_id)
         while waiting and waiting[0].step <= through_step:
+            note = waiting.popleft()
             if self._is_wanted:
-                self._merge(waiting.popleft())
-            else:
-                self._take_place(waiting.popleft())
+                self._merge(note)
+            elif not self._swaps.add(note.row, note.segment):
+                self._settle_swaps()
+                self._take_place(note)
+        self._settle_swaps()
         self._tell_replaced()
         self._forget_if_idle(client_id)
 
@@ -176,6 +181,11 @@ class DuplicateMerger:
             self._leave(note)
         if (handles != NULL_HANDLE).any():
             self._replaced.append(Published([note.segment], handles, is_content=True))
+
+    def _settle_swaps(self) -> None:
+        replaced = self._swaps.settle()
+        if replaced is not None:
+            self._replaced.append(replaced)
 
     def _tell_replaced(self) -> None:
         """Have the blocks labelled that took the place of others, after those lost their labels."""
@@ -267,12 +277,16 @@ class DuplicateMerger:
         row, start = note.row, note.start
         if self._tables.get(row.request.request_id) is not row or not row.doubles:
             return
-        handles = np.full((len(self._shape.groups), note.end - start), NULL_HANDLE, np.int64)
-        way, run = [], row.run
+        way, run, num_waiting = [], row.run, 0
         while run.parent is not None and run.end > start:
             run.settle()
             way.append(run)
+            noted = run.ids[:, max(0, start - run.start) : max(0, note.end - run.start)]
+            num_waiting += np.count_nonzero(self._store.seals[noted] > SEALED)
             run = run.parent
+        if not num_waiting:
+            return
+        handles = np.full((len(self._shape.groups), note.end - start), NULL_HANDLE, np.int64)
         for group in self._shape.ordered:
             if not self._ends_unsealed(run, group):
                 for each in reversed(way):

@@ -103,6 +103,14 @@ class MatchTokens:
         return number
 
 
+def num_common(ours: bytes, tokens: bytes, offset: int, max_tokens: int) -> int:
+    """Return how many of the first `max_tokens` match tokens are those from byte `offset` on."""
+    theirs = np.frombuffer(tokens, np.int32, max_tokens, offset)
+    differs = np.frombuffer(ours, np.int32, max_tokens) != theirs
+    first = int(differs.argmax())
+    return first if differs[first] else max_tokens
+
+
 def numbers_in(tokens: bytes, unit_tokens: int) -> list[int]:
     """Return the numbers among a run's match tokens."""
     firsts = np.frombuffer(tokens, np.int32)[::unit_tokens]

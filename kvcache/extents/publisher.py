@@ -150,19 +150,38 @@ class Publisher:
         """Let the row end where the tree has its next units already; its own are doubles."""
         last, path = walk.path[-1], walk.path
         if walk.num_of_last < last.num_units:
+            is_below = self._shape.is_simple and last.parent is row.run
+            if is_below and last.can_hand_up and not self._tree.keeps_pasts:
+                self._follow_within(row, last, walk.num_of_last, are_new=are_new)
+                return
             last = path[-1] = self._tree.split(last, walk.num_of_last)
         self._tree.hold(last)
         self._tree.release(row.run)
         row.run = last
-        for group in self._shape.ordered:
-            self._note_doubles(group, row, path, are_new=are_new)
         start, end = path[0].start, last.end
+        for group in self._shape.ordered:
+            theirs = np.concatenate([run.ids[group.place] for run in path])
+            self._note_doubles(group, row, start, theirs, are_new=are_new)
         segment = self._path_segment(row, path, start, end)
-        if is_offering:
-            self._put_beside(row, path, segment)
-        elif self._shape.others:
-            self._tables.leave_unoffered(row.index, start)
+        if self._shape.others:
+            if is_offering:
+                self._put_beside(row, path, segment)
+            else:
+                self._tables.leave_unoffered(row.index, start)
         self._duplicates.note(row, segment)
+
+    def _follow_within(self, row: Row, below: Run, num_units: int, *, are_new: bool) -> None:
+        """Do `_follow` for the first units of the run below the row's, which the row's takes over.
+
+        So an answer that is cached already is no chain of runs of a unit each.
+        """
+        size, start = self._digest_bytes, row.run.end
+        parent = row.run.last_digest(size)
+        below.settle()
+        theirs, digests = below.ids[0, :num_units], below.digests[: num_units * size]
+        self._tree.hand_up(below, num_units)
+        self._note_doubles(self._shape.ordered[0], row, start, theirs, are_new=are_new)
+        self._duplicates.note(row, self.segment(row, start, num_units, digests, parent))
 
     def _offer(self, row: Row, end: int) -> None:
         """Put a row's blocks beside its units up to `end`, which others have published."""
@@ -179,14 +198,16 @@ class Publisher:
         if end < self._tables.published.item(row.index):
             self._tables.leave_unoffered(row.index, end)
 
-    def _note_doubles(self, group: GroupShape, row: Row, path: list[Run], *, are_new: bool) -> None:
-        start, end = path[0].start, path[-1].end
-        ours = self.table_blocks(group, row, start, end)
-        theirs = np.concatenate([run.ids[group.place] for run in path])
-        is_same = (ours == theirs) & (ours != 0)
-        if is_same.any():  # shared with a fork that published them: the tree's hold is enough
+    def _note_doubles(
+        self, group: GroupShape, row: Row, start: int, theirs: Int32Array, *, are_new: bool
+    ) -> None:
+        """Note which of a row's blocks from unit `start` on are not the tree's, but as good."""
+        ours = self.table_blocks(group, row, start, start + len(theirs))
+        doubles = ((ours != theirs) & (ours != 0)).nonzero()[0]
+        if len(doubles) < len(ours):
+            # Shared with a fork that published them: the tree's hold is enough.
+            is_same = (ours == theirs) & (ours != 0)
             self._store.references[ours[is_same]] -= 1
-        doubles = np.flatnonzero((ours != theirs) & (ours != 0))
         if len(doubles):
             if are_new:
                 self._store.references[ours[doubles]] = 1

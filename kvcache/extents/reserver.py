@@ -119,7 +119,7 @@ class Reserver:
         """Give back the single blocks of a row, tail first, those of ordered groups last."""
         self.forks.forget(row)
         tables, index, store = self._tables, row.index, self._store
-        if self._is_simple and not row.doubles:
+        if self._is_simple and not row.doubles.get(0):
             start, end = tables.published.item(index), tables.num_columns.item(0, index)
             if start < end:
                 store.give_back(tables.tables[0][index, start:end][::-1])

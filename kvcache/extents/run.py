@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import Int32Array
+from kvcache.errors import InvariantError
 from kvcache.tenants import TenantAccount
 
 HandleArray: TypeAlias = npt.NDArray[np.int64]
@@ -237,6 +238,42 @@ class Run:
         self.parent = head
         head.children = {self.tokens[:unit_bytes]: self}
         return head
+
+    @property
+    def can_hand_up(self) -> bool:
+        """Whether the run above can take over units: one ends with it and nobody else holds it,
+        and nobody holds this one, its only child."""
+        above = self.parent
+        return (
+            above is not None
+            and above.parent is not None
+            and above.num_holders == 1
+            and not self.num_holders
+            and len(above.children) == 1
+        )
+
+    def hand_up(self, num_units: int) -> None:
+        """Let the run above, whose only child this is, end behind the first units of this one."""
+        above = self.parent
+        if above is None:
+            raise InvariantError(f"{self} has no run above to hand units to")
+        self.settle()
+        unit_bytes = len(self.tokens) // self._num_units
+        digest_bytes = len(self.digests) // self._num_units
+        cut, digest_cut = num_units * unit_bytes, num_units * digest_bytes
+        above.append(
+            self.tokens[:cut],
+            self.ids[:, :num_units],
+            self.handles[:, :num_units],
+            self.digests[:digest_cut],
+            num_units,
+        )
+        self.tokens, self.digests = self.tokens[cut:], self.digests[digest_cut:]
+        self.ids = self.ids[:, num_units:].copy()
+        self.handles = self.handles[:, num_units:].copy()
+        self._num_units -= num_units
+        self.start += num_units
+        above.children = {self.tokens[:unit_bytes]: self}
 
     def absorb(self, above: list[Run]) -> None:
         """Take in the runs above, nearest first; each is the only child of the next one.

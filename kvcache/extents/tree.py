@@ -21,6 +21,7 @@ import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
 from kvcache.extents.block_store import BlockStore
+from kvcache.extents.match_tokens import num_common
 from kvcache.extents.run import FIRST_ENTRY, NO_ENTRY, HandleArray, Run
 from kvcache.extents.shape import TreeShape
 from kvcache.ids import NULL_BLOCK_ID
@@ -119,7 +120,10 @@ class RunTree:
             if part > 1 and (
                 matched + part > max_units or not tokens.startswith(child.tokens, offset)
             ):
-                part = self._common_units(child, tokens, offset, min(part, max_units - matched))
+                part = min(part, max_units - matched)
+                if part > 1:  # the first one is the same: that is how the child was found
+                    size = self.shape.unit_tokens
+                    part = num_common(child.tokens, tokens, offset, part * size) // size
                 matched += part
                 break
             matched += part
@@ -224,6 +228,14 @@ class RunTree:
                 self._drop_blockless(run)
         return head
 
+    def hand_up(self, run: Run, num_units: int) -> None:
+        """Let the run above take over the first units of a run that `can_hand_up`, but not all.
+
+        Whoever ends with the run above holds their blocks, one for each, from now on.
+        """
+        run.hand_up(num_units)
+        self._count_unheld(run, -num_units)
+
     def hand_over_entry(self, tail: Run, head: Run) -> None:
         """Let the first part of a run that was split be evicted in its place, the rest never."""
         head.entry, tail.entry = tail.entry, NO_ENTRY
@@ -286,7 +298,7 @@ class RunTree:
             run.trim(num_units)
         else:
             if run.entry:
-                self._take_entry(run)
+                self._take_entries([run])
             self._unlink(run)
 
     def detach(self, run: Run) -> list[Run]:
@@ -328,15 +340,6 @@ class RunTree:
                     run.tenant.num_ties -= 1
 
     # --- inside --------------------------------------------------------------------------------
-
-    def _common_units(self, run: Run, tokens: bytes, offset: int, max_units: int) -> int:
-        """Return how many of a run's first `max_units` units the tokens at `offset` are."""
-        words = max_units * self.shape.unit_tokens
-        theirs = np.frombuffer(tokens, np.int32, words, offset)
-        ours = np.frombuffer(run.tokens, np.int32, words)
-        differs = theirs != ours
-        first = int(differs.argmax())
-        return first // self.shape.unit_tokens if differs[first] else max_units
 
     def _joined(self, unheld: list[Run]) -> list[Run]:
         """Let unheld runs, each the parent of the one before, grow together where none branches
@@ -412,9 +415,6 @@ class RunTree:
         self._store.num_unheld_cached += change
         if run.tenant is not None and self._tenants is not None:
             self._tenants.count_unheld(run.tenant, change)
-
-    def _take_entry(self, run: Run) -> int:
-        return self._take_entries([run])[0]
 
     def _unlink(self, run: Run) -> None:
         """Take a run out of its parent's children; a parent of no more use goes too."""

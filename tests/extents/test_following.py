@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
+from kvcache.commands import Label, Unlabel
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
+from kvcache.extents.extent_core import ExtentCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.extents.builders import make_core
+from tests.extents.builders import make_core, run_request
 from tests.extents.test_fork_contents import NUM_TOKENS, TOKENS, hits
 from tests.managers.core_builders import full, make_request, window
 from tests.managers.core_builders import make_core as make_block_core
@@ -448,3 +450,86 @@ def test_a_fork_does_not_cache_what_was_evicted_of_any_kind(
     hit = core.look_up(make_request("probe", [*TOKENS, 99]))
     assert last not in hit.block_ids[-1].tolist()
     leave(core, parent, child)
+
+
+ANSWER_UNITS = 6
+
+
+def answer_again(core: ExtentCore, first_step: int = 1) -> Request:
+    """Let a request decode what another one, which has gone, has cached; a unit in each step."""
+    tokens = [number for number in range(1, 3 + ANSWER_UNITS) for _ in range(4)]
+    first = make_request("first", tokens)
+    core.open_step("engine", 0)
+    run_request(core, first)
+    core.close_step()
+    core.complete_steps("engine", 0)
+    core.free(first)
+    again = make_request("again", tokens[:9])
+    core.open_step("engine", first_step)
+    run_request(core, again)
+    core.close_step()
+    for unit in range(2, 2 + ANSWER_UNITS):
+        again.append_output_token_ids(tokens[again.num_tokens : 4 * unit + 4])
+        end = again.num_tokens
+        core.open_step("engine", first_step + unit)
+        assert core.reserve(again, Reservation(4 * unit, end, end)) is not None
+        core.close_step()
+        core.check()
+    return again
+
+
+def test_an_answer_that_is_cached_already_is_followed_in_one_run() -> None:
+    core = make_core(NUM_BLOCKS)
+    again = answer_again(core)
+    # Two units that were hit, what was followed, and nothing behind it.
+    assert core.tree.num_runs <= 3
+    assert core.tables.by_id["again"].run.end == 2 + ANSWER_UNITS
+    leave(core, again)
+    assert core.tree.num_runs == 1
+    assert core.look_up(make_request("later", [*again.all_token_ids.tolist(), 7])).num_tokens == 32
+
+
+def test_blocks_of_an_answer_computed_again_take_the_place_of_those_that_nobody_holds() -> None:
+    core = make_core(NUM_BLOCKS)
+    again = answer_again(core)
+    num_free = core.num_free_blocks()
+    core.take_commands()
+    core.complete_steps("engine", 100)
+    core.check()
+    assert core.num_free_blocks() == num_free + ANSWER_UNITS
+    hit = core.look_up(make_request("later", [*again.all_token_ids.tolist(), 7]))
+    assert [ids.tolist() for ids in hit.block_ids] == list(core.block_ids("again"))
+    commands = core.take_commands()
+    (unlabel,) = [each for each in commands if isinstance(each, Unlabel)]
+    (label,) = [each for each in commands if isinstance(each, Label)]
+    assert set(unlabel.block_ids.tolist()).isdisjoint(label.block_ids.tolist())
+    assert label.block_ids.tolist() == core.block_ids("again")[0][2:]
+    leave(core, again)
+
+
+def test_an_answer_whose_steps_failed_is_cached_as_it_was() -> None:
+    core = make_core(NUM_BLOCKS)
+    again = answer_again(core)
+    core.fail_steps("engine", 4)
+    core.check()
+    core.complete_steps("engine", 100)
+    core.check()
+    hit = core.look_up(make_request("later", [*again.all_token_ids.tolist(), 7]))
+    assert hit.num_tokens == 32
+    assert hit.block_ids[0].tolist()[:3] == core.block_ids("again")[0][:3]
+    assert set(hit.block_ids[0].tolist()[3:]).isdisjoint(core.block_ids("again")[0])
+    leave(core, again)
+
+
+def test_of_two_that_follow_one_answer_neither_takes_the_place_of_what_the_other_holds() -> None:
+    core = make_core(NUM_BLOCKS)
+    again = answer_again(core)
+    hit = core.look_up(make_request("other", [*again.all_token_ids.tolist(), 7]))
+    other = make_request("other", [*again.all_token_ids.tolist(), 7])
+    run_request(core, other)
+    before = core.num_free_blocks()
+    core.complete_steps("engine", 100)
+    core.check()
+    assert core.num_free_blocks() == before
+    assert core.block_ids("other")[0][:8] == hit.block_ids[0].tolist()
+    leave(core, other, again)
