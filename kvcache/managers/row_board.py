@@ -90,15 +90,15 @@ class RowBoard:
         capacities: Int64Array = self._capacity_tokens[slots]
         return capacities
 
-    def fills(self, slots: Int32Array, num_cached_tokens: Int32Array) -> npt.NDArray[np.bool_]:
-        """Say which rows have full blocks that are not hittable yet."""
-        full: npt.NDArray[np.bool_] = num_cached_tokens >= self._full_tokens[slots]
-        return full
+    def filling(self, slots: Int32Array, num_cached_tokens: Int32Array) -> IndexArray:
+        """Return the rows that have full blocks that are not hittable yet."""
+        rows: IndexArray = _rows_reaching(slots, num_cached_tokens, self._full_tokens)
+        return rows
 
-    def skips(self, slots: Int32Array, num_computed_tokens: Int32Array) -> npt.NDArray[np.bool_]:
-        """Say which rows no longer read some of their blocks."""
-        skips: npt.NDArray[np.bool_] = num_computed_tokens >= self._skip_tokens[slots]
-        return skips
+    def skipping(self, slots: Int32Array, num_computed_tokens: Int32Array) -> IndexArray:
+        """Return the rows that no longer read some of their blocks."""
+        rows: IndexArray = _rows_reaching(slots, num_computed_tokens, self._skip_tokens)
+        return rows
 
     def unknown_rows(self, rows: RowBatch) -> IndexArray:
         """Return the rows whose slots' figures are not those of their requests."""
@@ -214,6 +214,17 @@ def _busy_rows(  # noqa: PLR0917 - three figures of rows, then before which they
             busy[num_busy] = row
             num_busy += 1
     return busy[:num_busy]
+
+
+@compiled(types.intp[::1](_SLOTS, _SLOTS, _READ_FIGURES))
+def _rows_reaching(slots: Int32Array, num_tokens: Int32Array, limits: Int64Array) -> IndexArray:
+    rows = np.empty(len(slots), np.intp)
+    num_rows = 0
+    for row, slot in enumerate(slots):
+        if num_tokens[row] >= limits[slot]:
+            rows[num_rows] = row
+            num_rows += 1
+    return rows[:num_rows]
 
 
 @compiled(types.int64[:, ::1](_SLOTS, _SLOTS, _READ_OF_GROUPS, _READ_FIGURES, _READ_FIGURES))

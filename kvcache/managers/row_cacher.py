@@ -8,7 +8,6 @@ keys, a block that has a content already) go the way of single requests, after t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array
@@ -146,9 +145,10 @@ class RowCacher:
         That is where the block is null, has a content, is quarantined or in another row's table
         too, where the one before has lost its content, and where tokens are told and not at hand.
         """
-        fits = self._fit_together(manager, filled, tokens)
-        others = [each.wanted for each, is_fit in zip(filled, fits, strict=True) if not is_fit]
-        if others:
+        others: list[_Wanted] = []
+        if not self._fit_together(manager, filled, tokens):
+            fits = self._fit_singly(manager, filled, tokens)
+            others = [each.wanted for each, is_fit in zip(filled, fits, strict=True) if not is_fit]
             filled = [each for each, is_fit in zip(filled, fits, strict=True) if is_fit]
         self._pool.cache_runs(self._runs(manager, filled, tokens))
         for each in filled:
@@ -160,25 +160,35 @@ class RowCacher:
         manager: SingleTypeKVCacheManager,
         filled: list[_Filled],
         tokens: dict[int, Int32Array],
-    ) -> Sequence[bool]:
-        """Say which of these rows can be cached together; mostly all can, which is seen at once."""
-        pool = self._pool
+    ) -> bool:
+        """Say whether all of these rows can be cached together, as mostly they can."""
+        if self._pool.tells_tokens:
+            is_one_unit = manager.block_size == self._unit_tokens
+            if not (is_one_unit and all(each.wanted.row in tokens for each in filled)):
+                return False
         block_ids = [each.block_id for each in filled]
-        held = pool.contents.digests[index_array([each.before for each in filled])].tolist()
-        are_told = [not pool.tells_tokens] * len(filled)
-        if pool.tells_tokens and manager.block_size == self._unit_tokens:
-            are_told = [each.wanted.row in tokens for each in filled]
-        if (
-            held == [each.above for each in filled]
+        above = self._pool.contents.digests[index_array([each.before for each in filled])]
+        return (
+            above.tolist() == [each.above for each in filled]
             and len(set(block_ids)) == len(block_ids)
-            and pool.can_all_be_cached(index_array(block_ids))
-            and all(are_told)
-        ):
-            return are_told
-        fits, seen = [], set()
-        for each, digest, is_told in zip(filled, held, are_told, strict=True):
+            and self._pool.can_all_be_cached(index_array(block_ids))
+        )
+
+    def _fit_singly(
+        self,
+        manager: SingleTypeKVCacheManager,
+        filled: list[_Filled],
+        tokens: dict[int, Int32Array],
+    ) -> list[bool]:
+        """Say which of these rows can be cached together, looking at each."""
+        pool, digests = self._pool, self._pool.contents.digests
+        is_one_unit = manager.block_size == self._unit_tokens
+        fits: list[bool] = []
+        seen: set[int] = set()
+        for each in filled:
             is_new = each.block_id not in seen and pool.can_be_cached(each.block_id)
-            fits.append(is_new and digest == each.above and is_told)
+            is_told = not pool.tells_tokens or (is_one_unit and each.wanted.row in tokens)
+            fits.append(is_new and is_told and digests[each.before] == each.above)
             seen.add(each.block_id)
         return fits
 

@@ -162,7 +162,7 @@ class RowServer:
         board, coordinator = self._board, self._coordinator
         freed: list[int] = []
         computed = batch.num_computed_tokens
-        for row in board.skips(batch.slots, computed).nonzero()[0].tolist():
+        for row in board.skipping(batch.slots, computed).tolist():
             request_id = batch.requests[row].request_id
             freed += coordinator.take_skipped_blocks(request_id, int(computed[row]))
             board.note_skip(int(batch.slots[row]), coordinator.next_skip_tokens(request_id))
@@ -243,7 +243,7 @@ class RowServer:
         )
 
     def _cache(self, batch: RowBatch) -> None:
-        filled = self._board.fills(batch.slots, batch.num_cached_tokens).nonzero()[0]
+        filled = self._board.filling(batch.slots, batch.num_cached_tokens)
         if len(filled):
             if batch.states is not None:
                 own_ends = batch.states.num_own_tokens[filled].tolist()
