@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from numba import types
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import (
@@ -23,6 +23,7 @@ from kvcache.commands import (
     Store,
     WriteExpected,
 )
+from kvcache.compiled import array_type, compiled
 from kvcache.errors import MalformedMessageError
 from kvcache.labels import validate_label_command
 
@@ -36,10 +37,21 @@ def _same_length(command: object, **arrays: Int32Array) -> int:
     return lengths.pop()
 
 
+@compiled(types.int64(array_type("int32", is_read=True)))
+def _sum_of(counts: Int32Array) -> int:
+    """Return the sum of counts, -1 if one is negative."""
+    total = 0
+    for count in counts:
+        if count < 0:
+            return -1
+        total += count
+    return total
+
+
 def _counts_match(command: object, what: str, counts: Int32Array, items: Int32Array) -> None:
-    if np.count_nonzero(counts < 0):
+    total = _sum_of(counts)
+    if total < 0:
         raise MalformedMessageError(f"{type(command).__name__} with a negative count of {what}")
-    total = int(np.add.reduce(counts, dtype=np.int64))
     if total != len(items):
         raise MalformedMessageError(
             f"{type(command).__name__} announces {total} {what} and brings {len(items)}"
@@ -47,13 +59,15 @@ def _counts_match(command: object, what: str, counts: Int32Array, items: Int32Ar
 
 
 def _validate_patch(patch: BlockTablePatch) -> None:
-    _same_length(
-        patch,
-        slots=patch.slots,
-        groups=patch.groups,
-        first_indices=patch.first_indices,
-        counts=patch.counts,
-    )
+    count = len(patch.slots)
+    if not (count == len(patch.groups) == len(patch.first_indices) == len(patch.counts)):
+        _same_length(
+            patch,
+            slots=patch.slots,
+            groups=patch.groups,
+            first_indices=patch.first_indices,
+            counts=patch.counts,
+        )
     _counts_match(patch, "block ids", patch.counts, patch.block_ids)
 
 

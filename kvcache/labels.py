@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,15 @@ import numpy.typing as npt
 from kvcache.arrays import Int32Array, are_below, are_distinct, are_ids, int32_array
 from kvcache.commands import Label
 from kvcache.errors import BlockError, InvariantError, MalformedMessageError, VersionMismatchError
+from kvcache.label_columns import (
+    GROUP,
+    NAMESPACE,
+    NUM_FIGURES,
+    SLOT,
+    TOKEN_COUNT,
+    are_sound,
+    write_labels,
+)
 from kvcache.sealed_contents import SealedContents
 
 LABEL_VERSION = 1
@@ -89,8 +99,23 @@ class LabelSet:
             )
 
 
-def validate_label_command(label: Label, digest_bytes: int) -> None:
-    """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing."""
+class LabelBounds(NamedTuple):
+    """What blocks there are, the null block included, and the most tokens of one."""
+
+    num_blocks: int = (1 << 31) - 1
+    max_block_tokens: int = (1 << 31) - 1
+
+
+_ANY_BLOCKS = LabelBounds()
+
+
+def validate_label_command(
+    label: Label, digest_bytes: int, bounds: LabelBounds = _ANY_BLOCKS
+) -> bool:
+    """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing.
+
+    Returns whether all of its blocks are known to be within `bounds`: False is no error.
+    """
     count = len(label.block_ids)
     if digest_bytes < 1:
         raise MalformedMessageError(f"label with digests of {digest_bytes} bytes")
@@ -101,6 +126,16 @@ def validate_label_command(label: Label, digest_bytes: int) -> None:
         and count * digest_bytes == len(label.digests) == len(label.parent_digests)
     ):
         raise _uneven(label, digest_bytes)
+    if not label.extra_keys and are_sound(
+        label.block_ids,
+        label.token_counts,
+        label.namespaces,
+        len(label.token_ids),
+        len(label.namespace_names),
+        bounds.num_blocks,
+        bounds.max_block_tokens,
+    ):
+        return True
     if np.count_nonzero(label.token_counts < 0):
         raise MalformedMessageError("label has a negative token count")
     num_tokens = int(np.add.reduce(label.token_counts, dtype=np.int64))
@@ -114,6 +149,7 @@ def validate_label_command(label: Label, digest_bytes: int) -> None:
         raise MalformedMessageError(f"label of {count} blocks has extra keys for other ones")
     if not are_distinct(label.block_ids):
         raise MalformedMessageError("label names a block twice")
+    return False
 
 
 def _uneven(label: Label, digest_bytes: int) -> MalformedMessageError:
@@ -190,13 +226,15 @@ class LabelTable:
         """Make an empty table. `max_block_tokens` is the largest block size of any group."""
         self._digest_bytes = digest_bytes
         self._max_block_tokens = max_block_tokens
-        self._group = np.full(num_blocks, UNLABELLED, dtype=np.int32)
-        self._slot = np.full(num_blocks, UNLABELLED, dtype=np.int32)
+        self._bounds = LabelBounds(num_blocks, max_block_tokens)
+        # Those of a block that has no label yet stand for nothing.
+        self._figures = np.full((NUM_FIGURES, num_blocks), UNLABELLED, dtype=np.int32)
+        self._group, self._slot = self._figures[GROUP], self._figures[SLOT]
+        self._namespace = self._figures[NAMESPACE]
+        self._token_count = self._figures[TOKEN_COUNT]
         self._digest = np.zeros((num_blocks, digest_bytes), dtype=np.uint8)
         self._parent = np.zeros((num_blocks, digest_bytes), dtype=np.uint8)
-        self._token_count = np.zeros(num_blocks, dtype=np.int32)
         self._tokens = np.zeros((num_blocks, max_block_tokens), dtype=np.int32)
-        self._namespace = np.zeros(num_blocks, dtype=np.int32)
         self._checksum = np.full(num_blocks, -1, dtype=np.int64)
         self._extra_keys: dict[int, bytes] = {}
         self._namespace_names: list[bytes] = []
@@ -207,7 +245,8 @@ class LabelTable:
 
     def validate(self, label: Label) -> None:
         """Raise unless `label` could be applied. Changes nothing."""
-        validate_label_command(label, self._digest_bytes)
+        if validate_label_command(label, self._digest_bytes, self._bounds):
+            return
         self._validate_ids(label.block_ids)
         if not are_below(label.token_counts, self._max_block_tokens + 1):
             raise BlockError(
@@ -220,19 +259,25 @@ class LabelTable:
         ids = label.block_ids
         if not len(ids):
             return
-        size = self._digest_bytes
         if self._extra_keys:
             self._drop_extra_keys(ids)
-        self._group[ids] = label.groups
-        self._slot[ids] = label.slots
-        self._digest[ids] = np.frombuffer(label.digests, np.uint8).reshape(-1, size)
-        self._parent[ids] = np.frombuffer(label.parent_digests, np.uint8).reshape(-1, size)
-        self._token_count[ids] = label.token_counts
-        self._checksum[ids] = -1
-        self._write_tokens(label)
-        self._forget_unused_namespaces()
-        names = [self._intern(name) for name in label.namespace_names]
-        self._namespace[ids] = names[0] if len(names) == 1 else int32_array(names)[label.namespaces]
+        self._forget_unused_namespaces(ids)
+        write_labels(
+            self._figures,
+            self._digest,
+            self._parent,
+            self._tokens,
+            self._checksum,
+            ids,
+            label.groups,
+            label.slots,
+            np.frombuffer(label.digests, np.uint8),
+            np.frombuffer(label.parent_digests, np.uint8),
+            label.token_counts,
+            label.token_ids,
+            label.namespaces,
+            int32_array([self._intern(name) for name in label.namespace_names]),
+        )
         for index, keys in label.extra_keys.items():
             self._extra_keys[int(ids[index])] = keys
 
@@ -357,21 +402,11 @@ class LabelTable:
         for block_id in block_ids.tolist():
             self._extra_keys.pop(block_id, None)
 
-    def _write_tokens(self, label: Label) -> None:
-        counts = label.token_counts
-        width = len(label.token_ids) // len(counts)
-        # None is longer: as many tokens as that are only there if all are as long.
-        if width == self._max_block_tokens or not np.count_nonzero(counts != width):
-            self._tokens[label.block_ids, :width] = label.token_ids.reshape(len(counts), width)
-            return
-        ends = np.cumsum(counts)
-        for block_id, start, end in zip(label.block_ids, ends - counts, ends, strict=True):
-            self._tokens[block_id, : end - start] = label.token_ids[start:end]
-
-    def _forget_unused_namespaces(self) -> None:
-        """Keep only the names of labelled blocks, when many others have gathered."""
+    def _forget_unused_namespaces(self, block_ids: Int32Array) -> None:
+        """Keep only the names of labelled blocks but these, when many others have gathered."""
         if len(self._namespace_names) < len(self._group) + MIN_FORGOTTEN_NAMESPACES:
             return
+        self._group[block_ids] = UNLABELLED
         is_labelled = self._group != UNLABELLED
         used, renumbered = np.unique(self._namespace[is_labelled], return_inverse=True)
         self._namespace[is_labelled] = renumbered

@@ -23,6 +23,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("commands",),
     ("sealed_contents",),
+    ("label_columns",),
     ("step", "labels"),
     ("label_agreement",),
     ("messages",),

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvcache.arrays import EMPTY_INDEX, IndexArray, Int32Array, index_array
 from kvcache.core import RowTokens
-from kvcache.extents.block_store import NULL_HANDLE
 from kvcache.extents.grown_segments import GrownSegments
 from kvcache.extents.parts import CoreParts
 from kvcache.extents.pins import BoolArray
@@ -134,9 +133,7 @@ class LeafGrower:
         packed = np.empty((len(rows), tails.width), dtype=np.int32)
         handles = np.empty(blocks.shape, dtype=np.int64)
         places = self._group_places
-        pack_units(
-            tails.last, contents, blocks, store.handles, rows, places, NULL_HANDLE, packed, handles
-        )
+        pack_units(tails.last, contents, blocks, store.handles, rows, places, packed, handles)
         digests = self._digests(rows, tails.hashed(packed))
         all_digests = b"".join(digests)
         tails.append(rows, packed, all_digests, tables.figures)

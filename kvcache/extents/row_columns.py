@@ -27,7 +27,9 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 NEVER = 1 << 62
-NULL_BLOCK = 0
+_NULL_BLOCK = 0
+_NULL_HANDLE = -(1 << 32)
+"""As in `BlockStore`: what is compiled sees its own file only."""
 
 PUBLISHED, CAPACITY, FULL, SKIP, NEXT = -5, -4, -3, -2, -1
 NUM_LIMITS = 5
@@ -222,7 +224,7 @@ def take_skipped(  # noqa: PLR0917 - what `plan_skips` found, and where it goes
         first, end, place = first_kept[row], ends[i], places[i]
         for column in range(end - 1, first - 1, -1):
             block_ids[place] = table[row, column]
-            table[row, column] = NULL_BLOCK
+            table[row, column] = _NULL_BLOCK
             place += 1
         first_kept[row] = end
 
@@ -289,7 +291,6 @@ def gather_units(  # noqa: PLR0917 - what is known, and what comes of it
         _READ_HANDLES,
         _ROWS,
         _ROWS,
-        types.intp,
         _TABLE,
         _FIGURES,
     )
@@ -301,7 +302,6 @@ def pack_units(  # noqa: PLR0917 - what a unit is made of
     present_handles: Int64Array,
     rows: IndexArray,
     group_places: IndexArray,
-    null_handle: int,
     packed: Int32Array,
     handles: Int64Array,
 ) -> None:
@@ -322,7 +322,7 @@ def pack_units(  # noqa: PLR0917 - what a unit is made of
             packed[i, num_digest + k] = tokens[i, k]
         for group in range(len(group_places)):
             block_id, place = blocks[group, i], group_places[group]
-            handle = present_handles[block_id] if block_id else null_handle
+            handle = present_handles[block_id] if block_id else _NULL_HANDLE
             handles[group, i] = handle
             if place >= 0:
                 packed[i, ids_at + place] = block_id

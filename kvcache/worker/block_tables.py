@@ -11,9 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import types
 
 from kvcache.arrays import Int32Array, are_below
 from kvcache.commands import BlockTablePatch
+from kvcache.compiled import array_type, compiled
 from kvcache.errors import BlockError, MalformedMessageError
 
 Int64Array = npt.NDArray[np.int64]
@@ -67,6 +69,17 @@ class BlockTables:
 
     def validate(self, patch: BlockTablePatch) -> None:
         """Raise unless `patch` fits. Changes nothing."""
+        if _fits(
+            self._widths,
+            self._max_num_seqs,
+            self._num_blocks,
+            patch.slots,
+            patch.groups,
+            patch.first_indices,
+            patch.counts,
+            patch.block_ids,
+        ):
+            return
         count = len(patch.slots)
         sizes = len(patch.groups), len(patch.first_indices), len(patch.counts)
         if sizes != (count, count, count):
@@ -103,15 +116,16 @@ class BlockTables:
         """Write the runs of a validated patch."""
         if not len(patch.block_ids):
             return
-        groups = patch.groups
-        firsts = self._bases[groups] + patch.slots * self._widths[groups] + patch.first_indices
-        if len(patch.block_ids) == len(firsts) and bool((patch.counts == 1).all()):
-            self._flat[firsts] = patch.block_ids
-        else:
-            counts = patch.counts.astype(np.int64)
-            starts = np.cumsum(counts) - counts
-            indices = np.arange(len(patch.block_ids)) + np.repeat(firsts - starts, counts)
-            self._flat[indices] = patch.block_ids
+        _write_runs(
+            self._flat,
+            self._bases,
+            self._widths,
+            patch.slots,
+            patch.groups,
+            patch.first_indices,
+            patch.counts,
+            patch.block_ids,
+        )
         self._is_device_stale = self._device.type != "cpu"
 
 
@@ -121,3 +135,58 @@ def _require_range(what: str, values: Int32Array, limit: int) -> None:
             f"block table patch has {what} {int(values.min())}..{int(values.max())}, this rank "
             f"has 0..{limit - 1}"
         )
+
+
+_READ = array_type("int32", is_read=True)
+_WIDTHS = array_type("int64", is_read=True)
+
+
+@compiled(types.boolean(_WIDTHS, types.intp, types.intp, _READ, _READ, _READ, _READ, _READ))
+def _fits(  # noqa: PLR0917 - the tables there are, and the columns of a patch
+    widths: Int64Array,
+    num_slots: int,
+    num_blocks: int,
+    slots: Int32Array,
+    groups: Int32Array,
+    firsts: Int32Array,
+    counts: Int32Array,
+    block_ids: Int32Array,
+) -> bool:
+    """Say whether a patch may be applied. False: it deserves a closer look."""
+    num_runs, total = len(slots), 0
+    if not (len(groups) == len(firsts) == len(counts) == num_runs):
+        return False
+    for i in range(num_runs):
+        slot, group, first, count = slots[i], groups[i], firsts[i], counts[i]
+        if not (0 <= slot < num_slots and 0 <= group < len(widths) and first >= 0 and count >= 0):
+            return False
+        if first + count > widths[group]:
+            return False
+        total += count
+    for block_id in block_ids:
+        if not 0 <= block_id < num_blocks:
+            return False
+    return bool(total == len(block_ids))
+
+
+@compiled(
+    types.void(array_type("int32"), _WIDTHS, _WIDTHS, _READ, _READ, _READ, _READ, _READ),
+)
+def _write_runs(  # noqa: PLR0917 - where the tables are, and the columns of a patch
+    flat: Int32Array,
+    bases: Int64Array,
+    widths: Int64Array,
+    slots: Int32Array,
+    groups: Int32Array,
+    firsts: Int32Array,
+    counts: Int32Array,
+    block_ids: Int32Array,
+) -> None:
+    """Write the runs of a patch into the tables, which lie one behind the other."""
+    start = 0
+    for i in range(len(slots)):
+        group = groups[i]
+        place = bases[group] + slots[i] * widths[group] + firsts[i]
+        for k in range(counts[i]):
+            flat[place + k] = block_ids[start + k]
+        start += counts[i]
