@@ -57,22 +57,6 @@ def end_lives(
     return True
 
 
-@compiled(types.void(_ids, types.intp, _seals, array_type("int64", is_read=True), _int64))
-def fill(
-    block_ids: Int32Array,
-    seal: int,
-    seals: Int16Array,
-    handles: Int64Array,
-    handles_of: Int64Array,
-) -> None:
-    """Give blocks a content of this seal state; their handles go to `handles_of`, if it is not
-    empty."""
-    for block_id in block_ids:
-        seals[block_id] = seal
-    for i in range(len(handles_of)):
-        handles_of[i] = handles[block_ids[i]]
-
-
 @compiled(
     types.intp(
         array_type("intp", 2, is_read=True), _indices, types.intp, _int32, _seals, _seals, _bools
@@ -105,24 +89,52 @@ def fill_units(  # noqa: PLR0917 - all that is known of a block
     return num_filled
 
 
-@compiled(types.void(_ids, _ids, types.intp, _int32, _int32, _int32))
+@compiled(types.void(_ids, types.intp, _ids, types.intp, _int32, _int32, _int32))
 def seat(  # noqa: PLR0917 - all that there is to write
     adopted: Int32Array,
+    num_null: int,
     taken: Int32Array,
     num_bare: int,
     references: Int32Array,
     columns: Int32Array,
     table: Int32Array,
 ) -> None:
-    """Fill the table of a new row: what it adopts, then blocks that it takes, of which all but the
-    first `num_bare` get their reference. The row's `columns`, as many or more, get it too."""
-    num_adopted = len(adopted)
-    for i in range(num_adopted):
+    """Fill the table of a new row: what it adopts, nulls, then blocks that it takes, of which all
+    but the first `num_bare` get their reference. The row's `columns`, as many or more, get it too.
+    """
+    start = len(adopted)
+    for i in range(start):
         table[i] = columns[i] = adopted[i]
+    for i in range(start, start + num_null):
+        table[i] = columns[i] = _NULL_BLOCK
+    start += num_null
     for i in range(len(taken)):
-        table[num_adopted + i] = columns[num_adopted + i] = taken[i]
+        table[start + i] = columns[start + i] = taken[i]
     for i in range(num_bare, len(taken)):
         references[taken[i]] = 1
+
+
+@compiled(types.intp(_ids, _int32, array_type("int16", is_read=True), array_type("intp")))
+def touch(
+    block_ids: Int32Array, references: Int32Array, seals: Int16Array, unheld: IndexArray
+) -> int:
+    """Give each of these distinct blocks but null ones a reference.
+
+    Those that nobody held go to `unheld`, as long as `block_ids`, in order; returns how many these
+    are. -1, and nothing was changed, if one of them has no content either.
+    """
+    for block_id in block_ids:
+        if block_id != _NULL_BLOCK and not references[block_id] and seals[block_id] == _NO_CONTENT:
+            return -1
+    num_unheld = 0
+    for block_id in block_ids:
+        if block_id == _NULL_BLOCK:
+            continue
+        if not references[block_id]:
+            unheld[num_unheld] = block_id
+            num_unheld += 1
+        references[block_id] += 1
+    return num_unheld
 
 
 @compiled(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.errors import BlockError, ConfigurationError
-from kvcache.extents.block_moves import end_lives, fill, fill_units, give_back
+from kvcache.extents.block_moves import end_lives, fill_units, give_back, touch
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.policies import EvictionPolicy
@@ -179,11 +179,6 @@ class BlockStore:
             self._count_filled(count, seal)
         return count
 
-    def fill_all(self, block_ids: Int32Array, seal: int, handles_of: HandleArray) -> None:
-        """Do `fill`, and write the blocks' handles to `handles_of`, unless that is empty."""
-        fill(block_ids, seal, self.seals, self.handles, handles_of)
-        self._count_filled(len(block_ids), seal)
-
     def seal(self, block_ids: IndexArray | Int32Array, client: int) -> None:
         """These blocks, which all wait for the client of this number, wait no more."""
         self.seals[block_ids] = SEALED
@@ -249,21 +244,23 @@ class BlockStore:
     def touch(self, block_ids: IndexArray | Int32Array) -> None:
         """Take one reference more of each of these distinct blocks of unordered groups or rows.
 
+        Null blocks are left out.
+
         Raises:
             BlockError: one of them is fresh; nothing was changed.
         """
-        block_ids = index_array(block_ids)
-        counts = self.references[block_ids]
-        unheld = block_ids[counts == 0]
-        if len(unheld):
-            if np.count_nonzero(self.seals[unheld]) < len(unheld):  # NO_CONTENT is 0
-                empty = unheld[self.seals[unheld] == NO_CONTENT]
-                raise BlockError(
-                    f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
-                )
-            self.policy.remove(unheld)
-            self._count_unheld(unheld, -1)
-        self.references[block_ids] = counts + 1
+        ids = int32_array(block_ids)
+        unheld: IndexArray = np.empty(len(ids), dtype=np.intp)
+        num_unheld = touch(ids, self.references, self.seals, unheld)
+        if num_unheld < 0:
+            is_fresh = (self.references[ids] == 0) & (self.seals[ids] == NO_CONTENT)
+            empty = ids[is_fresh & (ids != NULL_BLOCK_ID)]
+            raise BlockError(
+                f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
+            )
+        if num_unheld:
+            self.policy.remove(unheld[:num_unheld])
+            self._count_unheld(unheld[:num_unheld], -1)
 
     def give_back(self, block_ids: IndexArray | Int32Array) -> None:
         """Give one reference of each back, of repeated ones several; the first is evicted first.

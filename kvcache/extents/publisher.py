@@ -23,10 +23,11 @@ from kvcache.extents.rows import Row
 from kvcache.extents.run import HandleArray, Run
 from kvcache.extents.shape import GroupShape
 from kvcache.extents.tree import NO_WALK, Walk
-from kvcache.hashing import (
-    BlockHash,
-)
+from kvcache.hashing import BlockHash
+from kvcache.ids import NULL_BLOCK_ID
 from kvcache.request import Request
+
+_NO_HANDLES: HandleArray = np.empty((0, 0), dtype=np.int64)
 
 
 class Publisher:
@@ -48,6 +49,11 @@ class Publisher:
         self._longest = max((group.num_units for group in parts.shape.groups), default=1)
         self._lists = parts.lists
         self._companions = Companions(parts)
+        groups = parts.shape.groups
+        self._ordered = [group.index for group in groups if group.is_ordered]
+        self._others = [group.index for group in groups if not group.is_ordered]
+        places = [group.place if group.is_ordered else -1 for group in groups]
+        self._group_places = index_array(places)
 
     def publish(self, row: Row, num_tokens: int, *, are_new: bool = False) -> None:
         """Make the row's full units up to `num_tokens` hittable, in the open step if there is one.
@@ -260,76 +266,51 @@ class Publisher:
     def _add(self, row: Row, tokens: bytes, start: int, end: int, *, are_new: bool) -> None:
         """Let the row's units `[start, end)`, of these match tokens, become the tree's."""
         store, shape = self._store, self._shape
-        if shape.is_simple:
-            self._add_simply(row, tokens, start, end, are_new=are_new)
-            return
-        parent = row.run.last_digest(shape.digest_bytes)
+        parent = row.run.last_digest(self._digest_bytes)
         digests = self._digests_of(row, tokens, start, end, parent)
-        ids, beside = self._blocks(row, start, end)
-        has_all = shape.is_plain or shape.num_ordered_blocks(start, end) == ids.size
-        new = index_array(ids.ravel() if has_all else ids[ids != 0])
-        if not are_new:
-            store.references[new] -= 1
-        store.fill(new, self.seal())
-        handles: HandleArray = np.empty((0, end - start), dtype=np.int64)
-        if shape.others:
-            handles = store.handles_of(beside)
-            for group in shape.others:
-                filled = beside[group.place]
-                self.fill_single(group, filled[filled != 0])
-        if self._evictor.digest_of.size:
-            self.note_digests(handles, digests)
-        row.run = self._tree.extend(row.run, tokens, ids, handles, digests)
-        if self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload:
-            segment = self.segment_of(row.run, row.request, start, end - start, digests, parent)
-            if has_all:
-                ordered = store.handles_of_all(new.reshape(ids.shape))
-            else:
-                ordered = store.handles_of(ids)
-            of_groups = self._in_order_of_groups(ordered, handles)
-            self.conclude(Published([segment], of_groups, is_content=True))
-
-    def _add_simply(self, row: Row, tokens: bytes, start: int, end: int, *, are_new: bool) -> None:
-        """Do `_add` where there is one group, with a block for each unit."""
-        store, run, index = self._store, row.run, row.index
-        parent = run.last_digest(self._digest_bytes)
-        digests = self._digests_of(row, tokens, start, end, parent)
-        ids: Int32Array = self._tables.tables[0][index : index + 1, start:end].copy()
-        if not are_new:
-            store.references[ids[0]] -= 1
-        is_waiting = self._ledger.is_open
-        is_told = is_waiting or self._announcer.tells_contents or self._announcer.offload
-        handles: HandleArray = np.empty((1, end - start if is_told else 0), dtype=np.int64)
-        store.fill_all(ids[0], self._ledger.number() if is_waiting else SEALED, handles[0])
+        ids = self._blocks(row, start, end)
+        blocks: IndexArray = ids.astype(np.intp)
+        if are_new:
+            num_blocks = self._fill(blocks)
+        else:
+            # Others may have references too: copies, and forks that follow.
+            ordered = blocks[self._ordered]
+            ordered = ordered[ordered != NULL_BLOCK_ID]
+            left = store.references[ordered] - 1
+            num_blocks = self._fill(blocks)
+            store.references[ordered] = left
+        is_told = self._ledger.is_open or self._announcer.tells_contents or self._announcer.offload
+        handles = store.handles_of(blocks) if is_told or shape.others else _NO_HANDLES
         beside: HandleArray = np.empty((0, end - start), dtype=np.int64)
-        row.run = run = self._tree.extend(run, tokens, ids, beside, digests)
+        if shape.others:
+            ids, beside = ids[self._ordered], handles[self._others]
+        if self._evictor.digest_of.size:
+            self.note_digests(beside, digests)
+        row.run = self._tree.extend(row.run, tokens, ids, beside, digests)
         if is_told:
-            segment = self.segment_of(run, row.request, start, end - start, digests, parent)
+            segment = self.segment(row, start, end - start, digests, parent)
             published = Published([segment], handles, is_content=True)
-            published.block_ids = index_array(ids)
-            published.num_cut_short = store.num_cut_short
+            if num_blocks == blocks.size:
+                published.block_ids, published.num_cut_short = blocks, store.num_cut_short
             self.conclude(published)
 
-    def _blocks(self, row: Row, start: int, end: int) -> tuple[Int32Array, Int32Array]:
-        """Return copies of a row's blocks of ordered and of other groups, a row for each group."""
-        shape = self._shape
-        ids = np.empty((len(shape.ordered), end - start), dtype=np.int32)
-        for group in shape.ordered:
-            ids[group.place] = self.table_blocks(group, row, start, end)
-        beside = np.empty((len(shape.others), end - start), dtype=np.int32)
-        for group in shape.others:
-            beside[group.place] = self.beside_blocks(group, row, start, end)
-        return ids, beside
+    def _fill(self, blocks: IndexArray) -> int:
+        """Let these blocks, a row for each group, have contents; return how many there are."""
+        return self._store.fill_units(
+            blocks, self._group_places, self.seal(), self._evictor.group_of
+        )
 
-    def _in_order_of_groups(self, ordered: HandleArray, others: HandleArray) -> HandleArray:
-        """Return the handles of all groups, a row for each."""
+    def _blocks(self, row: Row, start: int, end: int) -> Int32Array:
+        """Return copies of a row's blocks that end with units `[start, end)`, a row per group."""
         shape = self._shape
-        if not shape.others:
-            return ordered
-        handles: HandleArray = np.empty((len(shape.groups), ordered.shape[1]), dtype=np.int64)
+        if shape.is_simple:
+            own: Int32Array = self._tables.tables[0][row.index : row.index + 1, start:end].copy()
+            return own
+        ids: Int32Array = np.empty((len(shape.groups), end - start), dtype=np.int32)
         for group in shape.groups:
-            handles[group.index] = (ordered if group.is_ordered else others)[group.place]
-        return handles
+            blocks = self.table_blocks if group.is_ordered else self.beside_blocks
+            ids[group.index] = blocks(group, row, start, end)
+        return ids
 
     def segment(
         self, row: Row, start: int, num_units: int, digests: bytes, parent: bytes

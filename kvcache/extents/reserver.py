@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, index_array, int32_array
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.core import CacheHit, Reservation, TableChange
 from kvcache.errors import RequestError
 from kvcache.extents.block_moves import seat
@@ -241,7 +241,7 @@ class Reserver:
         # Those that are published get no reference: they are the tree's at once.
         num_bare = num_units - num_held
         table: Int32Array = np.empty(num_blocks, dtype=np.int32)
-        seat(adopted, taken, num_bare, store.references, tables.tables[0][index], table)
+        seat(adopted, 0, taken, num_bare, store.references, tables.tables[0][index], table)
         tables.num_columns[0, index] = num_blocks
         if num_units > num_held:
             self.publisher.publish_new(row, num_held, num_units)
@@ -298,30 +298,28 @@ class Reserver:
         if self.can_publish:
             num_tokens = min(reservation.num_cached_tokens, row.request.num_tokens)
             num_units = num_tokens // self._shape.unit_tokens
-        changes = []
+        changes, references = [], self._store.references
         taken = self._evictor.take_bare(sum([columns.num_blocks for columns in wanted]))
         start = 0
         for place, columns in enumerate(wanted):
             group, end = columns.group, start + columns.num_blocks
-            table: Int32Array = taken[start:end]
-            num_held = num_null = 0
-            if adopted:
-                held, num_null = adopted[place]
-                num_held = len(held)
-            if columns.num_null:
-                num_null = num_held + columns.num_null
-                nulls = np.zeros(columns.num_null, dtype=np.int32)
-                table = np.concatenate((held, nulls, table) if num_held else (nulls, table))
-            elif num_held:
-                table = np.concatenate((held, table))
-            own = start
+            held, num_kept_null = adopted[place] if adopted else (EMPTY_INT32, 0)
+            num_before = len(held) + columns.num_null
+            num_bare = 0
             if group.is_ordered and num_units:
-                own += max(0, num_units // group.num_units - num_held - columns.num_null)
-            if own < end:
-                self._store.references[taken[own:end]] = 1
+                num_bare = max(0, num_units // group.num_units - num_before)
+            table: Int32Array = np.empty(num_before + columns.num_blocks, dtype=np.int32)
             if len(table):
-                self._tables.fill(group.index, row.index, table, num_null)
-                changes.append(TableChange(group.index, 0, table))
+                g, index = group.index, row.index
+                self._tables.reach(g, len(table))
+                in_row = self._tables.tables[g][index]
+                own = taken[start:end]
+                seat(int32_array(held), columns.num_null, own, num_bare, references, in_row, table)
+                self._tables.num_columns[g, index] = len(table)
+                self._tables.first_kept[g, index] = (
+                    num_before if columns.num_null else num_kept_null
+                )
+                changes.append(TableChange(g, 0, table))
             start = end
         return changes
 
@@ -336,8 +334,8 @@ class Reserver:
         skipped = self.skips[group.index].num_skipped(reservation.num_computed_tokens)
         ids = ids.copy()
         ids[:skipped] = NULL_BLOCK_ID
+        self._store.touch(ids)
         kept = ids.nonzero()[0]
-        self._store.touch(index_array(ids[kept]))
         return ids, int(kept[0]) if len(kept) else len(ids)
 
     def hold(self, match: Match, request: Request | None) -> Run:

@@ -41,41 +41,33 @@ def test_no_life_ends_where_one_of_the_blocks_waits_and_must_not() -> None:
     assert block_moves.end_lives(index_array([3]), handles, seals, NO_SINGLES, True)
 
 
-@pytest.mark.parametrize("wants_handles", [False, True])
-def test_filled_blocks_have_their_seal_and_tell_their_handles(wants_handles: bool) -> None:
-    handles = np.arange(NUM_BLOCKS, dtype=np.int64) + LIFE
-    seals, told = seals_of(), np.zeros(2 if wants_handles else 0, dtype=np.int64)
-    block_moves.fill(int32_array([7, 2]), WAITING, seals, handles, told)
-    assert np.flatnonzero(seals == WAITING).tolist() == [2, 7]
-    assert told.tolist() == ([LIFE + 7, LIFE + 2] if wants_handles else [])
-
-
 @pytest.mark.parametrize(
-    ("adopted", "taken", "num_bare", "referenced"),
+    ("adopted", "num_null", "taken", "num_bare", "referenced"),
     [
-        ([], [], 0, []),
-        ([4, 9], [], 0, []),
-        ([], [6], 0, [6]),
-        ([4, 9], [6, 1, 8], 2, [8]),
-        ([4], [6, 1], 2, []),
+        ([], 0, [], 0, []),
+        ([4, 9], 0, [], 0, []),
+        ([], 2, [6], 0, [6]),
+        ([4, 9], 0, [6, 1, 8], 2, [8]),
+        ([4], 3, [6, 1], 2, []),
     ],
 )
 def test_a_new_row_has_what_it_adopts_then_what_it_takes(
-    adopted: list[int], taken: list[int], num_bare: int, referenced: list[int]
+    adopted: list[int], num_null: int, taken: list[int], num_bare: int, referenced: list[int]
 ) -> None:
-    table = np.zeros(len(adopted) + len(taken), dtype=np.int32)
+    table = np.zeros(len(adopted) + num_null + len(taken), dtype=np.int32)
     columns = np.full(len(table) + 1, -1, dtype=np.int32)
     references = np.zeros(NUM_BLOCKS, dtype=np.int32)
     block_moves.seat(
         int32_array(adopted) if adopted else EMPTY_INT32,
+        num_null,
         int32_array(taken),
         num_bare,
         references,
         columns,
         table,
     )
-    assert table.tolist() == adopted + taken
-    assert columns.tolist() == [*adopted, *taken, -1]
+    assert table.tolist() == adopted + [0] * num_null + taken
+    assert columns.tolist() == [*table.tolist(), -1]
     assert np.flatnonzero(references).tolist() == referenced
 
 
@@ -100,3 +92,18 @@ def test_nothing_given_back_changes_nothing() -> None:
         EMPTY_INT32, references, seals_of((1, NO_CONTENT)), NO_SINGLES, fresh, 5, index_array([])
     )
     assert counts == (5, 0)
+
+
+def test_a_touched_block_has_a_reference_more_and_those_that_had_none_are_named() -> None:
+    references, seals = np.zeros(NUM_BLOCKS, np.int32), seals_of((4, SEALED), (6, WAITING))
+    references[5] = 2
+    unheld = index_array([-1, -1, -1, -1])
+    assert block_moves.touch(int32_array([6, 0, 5, 4]), references, seals, unheld) == 2
+    assert references.tolist() == [0, 0, 0, 0, 1, 3, 1, 0, 0, 0, 0, 0]
+    assert unheld.tolist() == [6, 4, -1, -1]
+
+
+def test_no_block_is_touched_where_one_of_them_is_fresh() -> None:
+    references, seals = np.zeros(NUM_BLOCKS, np.int32), seals_of((4, SEALED))
+    assert block_moves.touch(int32_array([4, 3]), references, seals, index_array([0, 0])) == -1
+    assert not references.any()
