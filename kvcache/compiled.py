@@ -5,19 +5,24 @@ signatures that it is given and no others, so that no step ever waits for a comp
 made is kept beside the source, and later processes load it. A module that uses this is imported by
 a service when it starts, and not by a command that only asks for help.
 
-What is kept is looked up by the file that the function stands in: it calls nothing compiled of
-another file, whose changes would go unseen. Refuses to replace numpy: what a few of its calls can
-say, they do.
+What is kept goes by the text of the file that the function stands in, the processor and the
+versions (`_Kept`): a function calls nothing compiled of another file, whose changes would go
+unseen. Refuses to replace numpy: what a few of its calls can say, they do.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar, cast
 
+import llvmlite
+import numba
 from numba import njit, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,12 @@ Signature: TypeAlias = Any
 """The result called with the arguments: `types.int64(array_type("int32"), types.intp)`."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+
+_njit: Any = njit
+_NumbaCache: Any = FunctionCache  # these of numba's have no types, or too narrow ones
+_NumbaFile: Any = IndexDataCacheFile
 
 
 def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) -> types.Array:
@@ -46,15 +57,58 @@ def compiled(*signatures: Signature) -> Callable[[_Function], _Function]:
     """
 
     def compile_now(function: _Function) -> _Function:
-        compile_for = partial(
-            njit, list(signatures), nogil=True, boundscheck=False, error_model="numpy"
-        )
-        made: Any
+        made: Any = _njit(**_OPTIONS)(function)
         try:
-            made = compile_for(cache=True)(function)
+            made._cache = _Kept(function, made.targetctx)
         except RuntimeError as error:  # nowhere to keep it, neither here nor at home
             logger.info("%s is compiled anew in every process: %s", function.__name__, error)
-            made = compile_for()(function)
+        for signature in signatures:
+            made.compile(signature)
+        made.disable_compile()
         return cast(_Function, made)
 
     return compile_now
+
+
+class _Kept(_NumbaCache):  # type: ignore[misc]
+    """What was made of one function: files of their own for each source, processor and version.
+
+    numba numbers the files with code and writes the list of them first. With the list of another
+    source, or of a processor that shares the directory, a number would name their code, for good
+    where the writer ended between the two or found no room. A file that cannot be read or written
+    costs the time of a compilation, and nothing else.
+    """
+
+    def __init__(self, function: Callable[..., Any], target: Any) -> None:
+        """Look for files of the function; raises RuntimeError where there is no place for any."""
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        versions = numba.__version__, llvmlite.__version__
+        made_of = stamp, versions, target.codegen().magic_tuple(), sorted(_OPTIONS.items())
+        name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+        base = f"{self._impl.filename_base}-{name}"
+        self._cache_file = _NumbaFile(self._cache_path, base, stamp)
+
+    def load_overload(self, sig: Signature, target_context: Any) -> Any:
+        """Return what was kept for a signature, or None."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # half a file says anything
+            logger.warning("%s is compiled again: %r", self._name, error)
+            self._drop_unreadable_list()
+            return None
+
+    def save_overload(self, sig: Signature, data: Any) -> None:
+        """Keep it, if there is room."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:  # as whoever reads it; a full disk is no reason not to start
+            logger.warning("%s is compiled anew in every process: %r", self._name, error)
+
+    def _drop_unreadable_list(self) -> None:
+        """Let a list be written anew that nobody can read. Code that nobody can is replaced."""
+        try:
+            self._cache_file._load_index()
+        except Exception:  # as above
+            with suppress(OSError):
+                os.unlink(self._cache_file._index_path)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
 import numpy as np
 import pytest
 from numba import types
@@ -55,3 +62,68 @@ def test_without_a_place_to_keep_it_a_function_is_compiled_all_the_same(
         double = compiled(types.int64(types.int64))(names["double"])  # type: ignore[type-var]
     assert double(21) == 42  # type: ignore[operator]
     assert "double is compiled anew in every process" in caplog.text
+
+
+def make(directory: Path, added: int) -> Callable[[int], int]:
+    """Import a module as a new process does, whose file was written just now."""
+    source = directory / "adding.py"
+    source.write_text(
+        "from numba import types\n"
+        "from kvcache.compiled import compiled\n"
+        "@compiled(types.int64(types.int64))\n"
+        "def add(value):\n"
+        f"    return value + {added}\n"
+    )
+    spec = importlib.util.spec_from_file_location("adding", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    exec(compile(source.read_text(), source, "exec"), module.__dict__)
+    return cast(Callable[[int], int], module.add)
+
+
+def kept(directory: Path, ending: str) -> list[Path]:
+    return sorted((directory / "__pycache__").glob(f"*.{ending}"))
+
+
+def test_what_is_kept_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="kvcache.compiled"):
+        assert make(tmp_path, 1)(10) == 11
+        (code,) = kept(tmp_path, "nbc")
+        written = code.stat().st_ino  # files are replaced, not changed
+        assert make(tmp_path, 1)(10) == 11
+    assert [path.stat().st_ino for path in kept(tmp_path, "nbc")] == [written]
+    assert not caplog.records
+
+
+def test_code_of_another_source_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    assert make(tmp_path, 1)(10) == 11
+    (old,) = kept(tmp_path, "nbc")
+    code = old.read_bytes()
+    assert make(tmp_path, 2)(10) == 12
+    old.write_bytes(code)  # as if whoever wrote the new list had ended before the code
+    assert make(tmp_path, 2)(10) == 12
+    assert make(tmp_path, 1)(10) == 11
+
+
+def test_a_full_disk_and_half_a_file_cost_a_compilation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert make(tmp_path, 1)(10) == 11
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # room for the list alone
+    try:
+        assert make(tmp_path, 2)(10) == 12
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "is compiled anew in every process" in caplog.text
+    assert make(tmp_path, 2)(10) == 12
+    for ending in ("nbc", "nbi"):
+        caplog.clear()
+        for path in kept(tmp_path, ending):
+            path.write_bytes(path.read_bytes()[:5])
+        assert make(tmp_path, 2)(10) == 12
+        assert "is compiled again" in caplog.text
+        caplog.clear()
+        assert make(tmp_path, 2)(10) == 12
+        assert not caplog.text  # it is whole again
