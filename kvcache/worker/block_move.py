@@ -51,7 +51,11 @@ class HotMove:
 
     def __init__(self, move: BlockMove, is_hashed: BoolArray, crew: Crew) -> None:
         """Look at the ids, of which there is at least one; copy nothing yet. `is_hashed[i]` says
-        it of block `i`. `crew` copies, and gives way between copies of a piece's size."""
+        it of block `i`. `crew` copies, and gives way between copies of a piece's size. Raises
+        ValueError where there are not as many of these as blocks."""
+        if not len(move.block_ids) == len(move.slots) == len(is_hashed):
+            counts = len(move.block_ids), len(move.slots), len(is_hashed)
+            raise ValueError("{} blocks, {} slots, {} marks: one for each".format(*counts))
         self._crew = crew
         self._hashes = BlockHashes.of(is_hashed)
         sides = [

@@ -301,3 +301,12 @@ def test_what_goes_wrong_on_the_way_is_in_the_result(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tasks.HotMove, "run", fail)
     result = run(CopyTask(memories.move(to_host=True), CpuCopyEngine(), takes_checksums=True))
     assert "no room" in result.problem
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_marks_for_other_blocks_than_those_that_move_are_refused(count: int) -> None:
+    memories = Memories(1, (4096,))
+    before = [tensor.clone() for tensor in memories.host.tensors]
+    with pytest.raises(ValueError, match=f"3 blocks, 3 slots, {count} marks: one for each"):
+        block_move.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), Alone())
+    assert all(map(torch.equal, memories.host.tensors, before))
