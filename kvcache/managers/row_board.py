@@ -20,7 +20,7 @@ from kvcache.compiled import array_type, compiled
 from kvcache.core import RowBatch
 from kvcache.errors import InvariantError, RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
-from kvcache.managers.block_tables import NEVER, RowLimits
+from kvcache.managers.block_tables import RowLimits
 from kvcache.request import Request
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -185,6 +185,10 @@ class RowBoard:
             self._skip_tokens = np.pad(self._skip_tokens, (0, spare))
 
 
+# Spelled out: what is compiled is kept until this file changes, whatever others do.
+_MOST_TOKENS = 1 << 62
+"""More than any row has: the least of several figures is below."""
+
 _SLOTS = array_type("int32", is_read=True)
 _INDICES = array_type("intp", is_read=True)
 _FIGURES = array_type("int64")
@@ -263,7 +267,7 @@ def _note_full(
     slots: Int32Array, num_tokens: Int32Array, full_tokens: Int64Array, block_sizes: Int64Array
 ) -> None:
     for row, slot in enumerate(slots):
-        first = NEVER
+        first = _MOST_TOKENS
         for size in block_sizes:
             first = min(first, (num_tokens[row] // size + 1) * size)
         full_tokens[slot] = first
@@ -279,7 +283,7 @@ def _add_columns(  # noqa: PLR0917 - what is added, what it changes, how columns
     extra_columns: Int64Array,
 ) -> None:
     for row, slot in enumerate(slots):
-        capacity = NEVER
+        capacity = _MOST_TOKENS
         for group in range(len(num_blocks)):
             num_blocks[group, slot] += num_more[group, row]
             num_columns = num_blocks[group, slot] - extra_columns[group]
