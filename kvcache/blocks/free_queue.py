@@ -4,10 +4,7 @@ Stands inside the pool, which takes from it before anything cached is evicted. W
 single blocks or `_n` validates before it changes anything; the pool, which has counted, uses
 `pop_many` and `prepend_many`, which do not.
 
-A linked list in two arrays, closed by an end that is no block:
-
-    4 ▶ 9 ▶ 2      next     end: 4   4: 9   9: 2   2: end
-                   before   end: 2   2: 9   9: 4   4: end
+A linked list in two arrays, as in `policies/entry_queue.py`.
 """
 
 from __future__ import annotations
@@ -15,21 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numba import types
 
 from kvcache.arrays import Ids, IndexArray, Int32Array, index_array
-from kvcache.compiled import array_type, compiled
 from kvcache.errors import BlockError, InvariantError, OutOfBlocksError
-
-_OUT = -1
-"""Stands for the next one of a block that is not here."""
+from kvcache.policies.entry_queue import OUT, insert_behind, take_first, take_out
 
 
 class FreeKVCacheBlockQueue:
     """A queue of block ids; any of them can leave it in O(1).
 
     Invariant: following `_next` from the end leads through `_length` blocks back to the end, and
-    following `_before` leads through them in reverse; of all other blocks `_next` is `_OUT`.
+    following `_before` leads through them in reverse; of all other blocks `_next` is `OUT`.
     """
 
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
@@ -39,8 +32,8 @@ class FreeKVCacheBlockQueue:
             BlockError: an id is not below `num_blocks`, or given twice.
         """
         self._end = num_blocks
-        self._next: Int32Array = np.full(num_blocks + 1, _OUT, dtype=np.int32)
-        self._before: Int32Array = np.full(num_blocks + 1, _OUT, dtype=np.int32)
+        self._next: Int32Array = np.full(num_blocks + 1, OUT, dtype=np.int32)
+        self._before: Int32Array = np.full(num_blocks + 1, OUT, dtype=np.int32)
         self._next[self._end] = self._before[self._end] = self._end
         self._length = 0
         self.append_n(list(block_ids))
@@ -66,7 +59,8 @@ class FreeKVCacheBlockQueue:
     def pop_many(self, n: int) -> IndexArray:
         """Take the first `n` blocks. There are so many."""
         self._length -= n
-        taken: IndexArray = _take_first(self._next, self._before, n)
+        taken: IndexArray = np.empty(n, dtype=np.intp)
+        take_first(self._next, self._before, taken)
         return taken
 
     def remove(self, block_id: int) -> None:
@@ -76,10 +70,10 @@ class FreeKVCacheBlockQueue:
     def remove_n(self, block_ids: Sequence[int]) -> None:
         """Take several; raises BlockError, unchanged, if one is not here."""
         ids = self._known(block_ids)
-        missing = ids[self._next[ids] == _OUT].tolist()
+        missing = ids[self._next[ids] == OUT].tolist()
         if missing:
             raise BlockError(f"blocks {missing[:5]} are not in the queue: add them first")
-        _take_out(self._next, self._before, ids)
+        take_out(self._next, self._before, ids)
         self._length -= len(ids)
 
     def append(self, block_id: int) -> None:
@@ -111,7 +105,7 @@ class FreeKVCacheBlockQueue:
     def check(self) -> None:
         """Raise InvariantError unless both ways lead through as many blocks as are counted. O(n)"""
         block_ids = self.get_all_free_blocks()
-        num_here = int(np.count_nonzero(self._next != _OUT)) - 1
+        num_here = int(np.count_nonzero(self._next != OUT)) - 1
         if not len(block_ids) == num_here == self._length:
             raise InvariantError(
                 f"a free queue of length {self._length} has {len(block_ids)} blocks in order, and "
@@ -123,13 +117,13 @@ class FreeKVCacheBlockQueue:
             raise InvariantError(f"a free queue does not lead back from {torn[0][1]} to {torn[0]}")
 
     def _insert(self, place: int, block_ids: IndexArray) -> None:
-        _insert_behind(self._next, self._before, place, block_ids)
+        insert_behind(self._next, self._before, place, block_ids)
         self._length += len(block_ids)
 
     def _absent(self, block_ids: Sequence[int]) -> IndexArray:
         """Return ids as an array; raises BlockError if one is unknown, given twice or here."""
         ids = self._known(block_ids)
-        here = ids[self._next[ids] != _OUT].tolist()
+        here = ids[self._next[ids] != OUT].tolist()
         if here:
             raise BlockError(f"blocks {here[:5]} are in the queue already: remove them first")
         return ids
@@ -143,43 +137,3 @@ class FreeKVCacheBlockQueue:
             twice = sorted({b for b in block_ids if list(block_ids).count(b) > 1})
             raise BlockError(f"blocks {twice[:5]} are given twice: give each one once")
         return index_array(block_ids)
-
-
-_LINKS = array_type("int32")
-_IDS = array_type("intp", is_read=True)
-
-
-@compiled(types.void(_LINKS, _LINKS, types.intp, _IDS))
-def _insert_behind(
-    after: Int32Array, before: Int32Array, place: int, block_ids: IndexArray
-) -> None:
-    """Put blocks, in order, behind the one at `place`, which may be the end."""
-    follower = after[place]
-    for block_id in block_ids:
-        after[place], before[block_id] = block_id, place
-        place = block_id
-    after[place], before[follower] = follower, place
-
-
-@compiled(types.void(_LINKS, _LINKS, _IDS))
-def _take_out(after: Int32Array, before: Int32Array, block_ids: IndexArray) -> None:
-    """Join the neighbours of each of these blocks, all of which are here."""
-    for block_id in block_ids:
-        one, other = before[block_id], after[block_id]
-        after[one], before[other] = other, one
-        after[block_id] = _OUT
-
-
-@compiled(types.intp[::1](_LINKS, _LINKS, types.intp))
-def _take_first(after: Int32Array, before: Int32Array, count: int) -> IndexArray:
-    """Take the first blocks; there are so many."""
-    taken = np.empty(count, np.intp)
-    end = len(after) - 1
-    block_id = after[end]
-    for index in range(count):
-        taken[index] = block_id
-        follower = after[block_id]
-        after[block_id] = _OUT
-        block_id = follower
-    after[end], before[block_id] = block_id, end
-    return taken

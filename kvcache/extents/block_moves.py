@@ -137,6 +137,15 @@ def touch(
     return num_unheld
 
 
+@compiled(types.intp(_ids, _ids))
+def num_unheld(block_ids: Int32Array, references: Int32Array) -> int:
+    """Return how many of these blocks but null ones have no reference."""
+    count = 0
+    for block_id in block_ids:
+        count += block_id != _NULL_BLOCK and references[block_id] == 0
+    return count
+
+
 @compiled(
     tuple_type(types.intp, 2)(
         _ids,

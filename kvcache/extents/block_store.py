@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.errors import BlockError, ConfigurationError
-from kvcache.extents.block_moves import end_lives, fill_units, give_back, touch
+from kvcache.extents.block_moves import end_lives, fill_units, give_back, num_unheld, touch
 from kvcache.extents.run import HandleArray
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.policies import EvictionPolicy
@@ -251,16 +251,16 @@ class BlockStore:
         """
         ids = int32_array(block_ids)
         unheld: IndexArray = np.empty(len(ids), dtype=np.intp)
-        num_unheld = touch(ids, self.references, self.seals, unheld)
-        if num_unheld < 0:
+        count = touch(ids, self.references, self.seals, unheld)
+        if count < 0:
             is_fresh = (self.references[ids] == 0) & (self.seals[ids] == NO_CONTENT)
             empty = ids[is_fresh & (ids != NULL_BLOCK_ID)]
             raise BlockError(
                 f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
             )
-        if num_unheld:
-            self.policy.remove(unheld[:num_unheld])
-            self._count_unheld(unheld[:num_unheld], -1)
+        if count:
+            self.policy.remove(unheld[:count])
+            self._count_unheld(unheld[:count], -1)
 
     def give_back(self, block_ids: IndexArray | Int32Array) -> None:
         """Give one reference of each back, of repeated ones several; the first is evicted first.
@@ -302,9 +302,7 @@ class BlockStore:
 
     def num_unheld(self, block_ids: IndexArray | Int32Array) -> int:
         """Return how many of these distinct blocks nobody holds, null blocks left out."""
-        indices = index_array(block_ids)
-        num_held = np.count_nonzero(self.references[indices[indices != NULL_BLOCK_ID]])
-        return int(np.count_nonzero(indices) - num_held)
+        return num_unheld(int32_array(block_ids), self.references)
 
     def drop_victims(self, block_ids: IndexArray) -> None:
         """Forget single blocks that the policy has just given out; they are fresh now."""

@@ -50,8 +50,8 @@ class Publisher:
         self._lists = parts.lists
         self._companions = Companions(parts)
         groups = parts.shape.groups
-        self._ordered = [group.index for group in groups if group.is_ordered]
-        self._others = [group.index for group in groups if not group.is_ordered]
+        self._ordered = index_array([group.index for group in groups if group.is_ordered])
+        self._others = index_array([group.index for group in groups if not group.is_ordered])
         places = [group.place if group.is_ordered else -1 for group in groups]
         self._group_places = index_array(places)
 
@@ -274,7 +274,7 @@ class Publisher:
             num_blocks = self._fill(blocks)
         else:
             # Others may have references too: copies, and forks that follow.
-            ordered = blocks[self._ordered]
+            ordered = blocks.take(self._ordered, axis=0)
             ordered = ordered[ordered != NULL_BLOCK_ID]
             left = store.references[ordered] - 1
             num_blocks = self._fill(blocks)
@@ -283,7 +283,7 @@ class Publisher:
         handles = store.handles_of(blocks) if is_told or shape.others else _NO_HANDLES
         beside: HandleArray = np.empty((0, end - start), dtype=np.int64)
         if shape.others:
-            ids, beside = ids[self._ordered], handles[self._others]
+            ids, beside = ids.take(self._ordered, axis=0), handles.take(self._others, axis=0)
         if self._evictor.digest_of.size:
             self.note_digests(beside, digests)
         row.run = self._tree.extend(row.run, tokens, ids, beside, digests)

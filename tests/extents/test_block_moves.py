@@ -107,3 +107,9 @@ def test_no_block_is_touched_where_one_of_them_is_fresh() -> None:
     references, seals = np.zeros(NUM_BLOCKS, np.int32), seals_of((4, SEALED))
     assert block_moves.touch(int32_array([4, 3]), references, seals, index_array([0, 0])) == -1
     assert not references.any()
+
+
+def test_null_blocks_are_not_among_those_that_nobody_holds() -> None:
+    references = np.zeros(NUM_BLOCKS, np.int32)
+    references[[4, 7]] = 1, 3
+    assert block_moves.num_unheld(int32_array([0, 4, 5, 0, 7, 6]), references) == 2
