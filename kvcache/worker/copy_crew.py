@@ -26,6 +26,9 @@ it, from the message to the answer."""
 LONGEST_PAUSE_S = 0.002
 """How long a piece is held up at most, however often the worker says so."""
 
+END_S = 1.0
+"""How long the end of helpers is waited for."""
+
 
 class Crew(Protocol):
     """Threads that copy together. One of them is the caller's."""
@@ -91,9 +94,12 @@ class CopyCrew:
             now_s = time.monotonic()
 
     def close(self) -> None:
-        """Let the helpers end; they have nothing to do."""
+        """End the helpers, which have nothing to do; leave one behind that gets no processor."""
         for _ in self._helpers:
             self._shifts.put(None)
+        end_s = time.monotonic() + END_S
+        for helper in self._helpers:
+            helper.join(max(0.0, end_s - time.monotonic()))
 
     def _drop_waiting(self) -> None:
         """Take out what no helper has come to; each shift is over."""
@@ -141,6 +147,9 @@ class _Shift:
             with self._changed:
                 self._is_over = True
                 self._changed.wait_for(lambda: not self._num_inside)
+            # No helper has the last word on tensors: one that gives them back while the
+            # interpreter ends takes the process down.
+            self._work = _nothing
         if self._error is not None:
             raise self._error
 
@@ -158,3 +167,7 @@ class _Shift:
             with self._changed:
                 self._num_inside -= 1
                 self._changed.notify()
+
+
+def _nothing() -> None:
+    """Do nothing."""

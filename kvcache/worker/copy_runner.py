@@ -164,7 +164,6 @@ class CopyThread:
         self._finished: deque[FinishedCopy] = deque()
         self._is_closing = False
         self._crew = CopyCrew(num_threads - 1, name, priority)
-        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: CopyTask) -> PendingCopy:
@@ -202,7 +201,9 @@ class CopyThread:
         """See `CopyRunner.close`. A thread whose copies hang is left behind."""
         self._is_closing = True
         self._submitted.put(None)
-        return self._thread.ident is None or self._has_ended.wait(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     # --- in the thread
 
@@ -216,7 +217,6 @@ class CopyThread:
                 tasks = [running for running in tasks if not self._advance(running)]
         finally:
             self._crew.close()
-            self._has_ended.set()
 
     def _take_submitted(self, timeout_s: float | None) -> Iterator[_RunningTask]:
         """Yield what has been submitted; wait for it, or for a sign, at most `timeout_s`."""

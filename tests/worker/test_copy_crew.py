@@ -158,6 +158,26 @@ def test_where_no_thread_starts_the_caller_does_all(
     ]
 
 
+def test_what_was_copied_is_given_back_by_the_one_who_asked(crew: CopyCrew) -> None:
+    class Work:
+        """Says which thread drops it last."""
+
+        def __call__(self) -> None:
+            together.wait(TIMEOUT_S)
+
+        def __del__(self) -> None:
+            dropped.append(threading.current_thread())
+
+    together, dropped = threading.Barrier(3), []  # type: ignore[var-annotated]
+    for _ in range(50):
+        crew.run(Work())
+    assert dropped == [threading.current_thread()] * 50
+    threads = helpers()
+    assert len(threads) == 2
+    crew.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
 class Company:
     """Lets a crew's threads copy their first piece only when all of them have one."""
 
