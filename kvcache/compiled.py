@@ -60,7 +60,7 @@ def compiled(*signatures: Signature) -> Callable[[_Function], _Function]:
         made: Any = _njit(**_OPTIONS)(function)
         try:
             made._cache = _Kept(function, made.targetctx)
-        except RuntimeError as error:  # nowhere to keep it, neither here nor at home
+        except Exception as error:  # nowhere to keep it, or a numba that keeps it otherwise
             logger.info("%s is compiled anew in every process: %s", function.__name__, error)
         for signature in signatures:
             made.compile(signature)
