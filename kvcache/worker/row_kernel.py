@@ -69,11 +69,10 @@ _FIRST_LANES = np.array(
     ),
     np.uint64,
 )
-_LANE_PRIME = np.uint64(_PRIME32_1)
 _LENGTH_PRIME = np.uint64(_PRIME64_1)
 _END_PRIME = np.uint64(0x165667919E3779F9)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
-_HALF, _37, _47 = np.uint64(32), np.uint64(37), np.uint64(47)
+_HALF, _37 = np.uint64(32), np.uint64(37)
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(_I64, 8)
@@ -153,6 +152,23 @@ def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no
     return types.void(*(types.intp,) * 3), generate
 
 
+def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
+    """Mix the lanes at an address, as behind every block, with the key at another.
+
+    All eight at once, as they are written and read elsewhere: what is read in another size than it
+    was written is waited for until it, and all that was written past the cache before, is there.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        here, key_at = (builder.inttoptr(a, _LANES.as_pointer()) for a in arguments)
+        lane = builder.load(here, align=8)
+        mixed = builder.xor(lane, builder.lshr(lane, _all_lanes(47)))
+        mixed = builder.xor(mixed, builder.load(key_at, align=8))
+        builder.store(builder.mul(mixed, _all_lanes(_PRIME32_1)), here, align=8)
+
+    return types.void(*(types.intp,) * 2), generate
+
+
 def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
     """Fetch what is at an address, and with it where its page is in memory."""
 
@@ -172,6 +188,7 @@ def _finishing(typing_context):  # type: ignore[no-untyped-def]
 
 
 _copy: Any = intrinsic(_copying)
+_end_block: Any = intrinsic(_ending)
 _fetch: Any = intrinsic(_fetching)
 _finish_writes: Any = intrinsic(_finishing)
 _copy_and_hash = _stripes(COPIED, True)
@@ -182,13 +199,6 @@ _stream = _stripes(STREAMED, False)
 
 # Indices, not slices of `lanes`: numba counts who refers to a slice, and counting, like all that is
 # atomic, waits until everything that was written past the cache has arrived.
-
-
-@register_jitable
-def _end_block(lanes: UInt64Array, row: int) -> None:
-    for i in range(8):
-        lane = lanes[row, i]
-        lanes[row, i] = (lane ^ (lane >> _47) ^ _KEYS[_BLOCK_END, i]) * _LANE_PRIME
 
 
 @register_jitable
@@ -285,7 +295,7 @@ def move_rows(  # noqa: PLR0917 (compiled code has no others)
             else:
                 _hash(here, there, ahead, count, key, lane_at)
             if stripe < last and of_block + count == _STRIPES_PER_BLOCK:
-                _end_block(lanes, row)
+                _end_block(lane_at, key_at + _BLOCK_END * STRIPE_BYTES)
             stripe += count
             here += count * STRIPE_BYTES
             there += count * STRIPE_BYTES

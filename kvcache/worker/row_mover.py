@@ -94,7 +94,10 @@ class PieceHashes:
         self.hashes = hashes
         self.first = first
         self.end = end
-        self.lanes = np.empty((end - first, 8), np.uint64)
+        # Of one line of the cache each.
+        memory = np.empty(8 * (end - first) + 7, np.uint64)
+        start = -memory.ctypes.data % STRIPE_BYTES // 8
+        self.lanes = memory[start : start + 8 * (end - first)].reshape(-1, 8)
 
 
 class RowMover:
