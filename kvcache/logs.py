@@ -1,0 +1,63 @@
+"""Loggers that cannot be flooded: each place in the code writes a bounded number of lines.
+
+Use `get_logger(__name__)` where a line may follow from what a peer sends, or from a fault that
+repeats. Lines beyond the bound are counted; the next line that passes says how many there were.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+MAX_LINES = 20
+"""Lines that one place in the code may write in a period."""
+
+PERIOD_S = 10.0
+
+
+class LineLimit(logging.Filter):
+    """Passes `max_lines` records per place (file and line) and period; counts the others.
+
+    Periods are taken from the records' own times. Safe to use from several threads.
+    """
+
+    def __init__(self, max_lines: int = MAX_LINES, period_s: float = PERIOD_S) -> None:
+        """Start with nothing counted."""
+        super().__init__()
+        self._max_lines = max_lines
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._places: dict[tuple[str, int], _Period] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether this record is written; append the number of those left out before it."""
+        place = (record.pathname, record.lineno)
+        with self._lock:
+            period = self._places.get(place)
+            if period is None or record.created - period.start_s >= self._period_s:
+                left_out = 0 if period is None else period.num_lines - self._max_lines
+                self._places[place] = _Period(record.created)
+                if left_out > 0:
+                    record.msg = f"{record.getMessage()} ({left_out} more lines were left out)"
+                    record.args = None
+                return True
+            period.num_lines += 1
+            return period.num_lines <= self._max_lines
+
+
+class _Period:
+    """The lines of one place since `start_s`."""
+
+    __slots__ = ("num_lines", "start_s")
+
+    def __init__(self, start_s: float) -> None:
+        self.start_s = start_s
+        self.num_lines = 1
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the standard logger of this name, with a LineLimit (one, however often it is asked)."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(known, LineLimit) for known in logger.filters):
+        logger.addFilter(LineLimit())
+    return logger

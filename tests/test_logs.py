@@ -1,0 +1,40 @@
+"""Loggers that cannot be flooded."""
+
+from __future__ import annotations
+
+import logging
+
+from kvcache.logs import LineLimit, get_logger
+
+
+def record(created: float, line: int = 1, text: str = "rank %d") -> logging.LogRecord:
+    made = logging.LogRecord("x", logging.WARNING, "a.py", line, text, (3,), None)
+    made.created = created
+    return made
+
+
+def test_a_place_writes_a_bounded_number_of_lines_in_a_period() -> None:
+    limit = LineLimit(max_lines=2, period_s=10)
+    assert [limit.filter(record(at)) for at in (0, 1, 2, 9.9)] == [True, True, False, False]
+
+
+def test_other_places_are_not_silenced() -> None:
+    limit = LineLimit(max_lines=1, period_s=10)
+    assert limit.filter(record(0)) and not limit.filter(record(0))
+    assert limit.filter(record(0, line=2))
+
+
+def test_the_next_period_says_how_many_lines_were_left_out() -> None:
+    limit = LineLimit(max_lines=1, period_s=10)
+    for _ in range(4):
+        limit.filter(record(0))
+    after, later = record(10), record(20)
+    assert limit.filter(after) and limit.filter(later)
+    assert after.getMessage() == "rank 3 (3 more lines were left out)"
+    assert later.getMessage() == "rank 3"
+
+
+def test_a_logger_gets_one_limit_however_often_it_is_asked_for() -> None:
+    logger = get_logger("kvcache.tests.logs")
+    assert get_logger("kvcache.tests.logs") is logger
+    assert sum(isinstance(known, LineLimit) for known in logger.filters) == 1
