@@ -56,7 +56,7 @@ class _Period:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the standard logger of this name, with a LineLimit (one, however often it is asked)."""
+    """Return the standard logger of this name, with one LineLimit."""
     logger = logging.getLogger(name)
     if not any(isinstance(known, LineLimit) for known in logger.filters):
         logger.addFilter(LineLimit())
