@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 
 from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.unix_channel import ROOT, UnixChannel, framed, is_trusted, socket_name
@@ -58,8 +59,7 @@ class UnixPeer:
         try:
             is_sent = channel is not None and channel.send(framed((payload,)))
         except OSError:
-            self._disconnect()
-            is_sent = False
+            is_sent = False  # reading finds the end, after what came before it
         if is_sent:
             self._num_sent += 1
             if channel is not None and channel.has_waiting and not was_waiting:
@@ -117,7 +117,7 @@ class UnixPeer:
             while channel.has_waiting and poller.poll(PUSH_MS):
                 channel.flush()
         except OSError:
-            self._disconnect()
+            return  # reading finds the end, after what came before it
 
     def _read(self, channel: UnixChannel, timeout_s: float) -> list[bytes]:
         try:
@@ -147,11 +147,8 @@ class UnixPeer:
         channel = self._channel or self._connect()
         if channel is None:
             return []
-        try:
+        with suppress(OSError):  # reading finds the end, after what came before it
             channel.flush()
-        except OSError:
-            self._disconnect()
-            return []
         return self._read(channel, 0.0)
 
     def _wait(self, timeout_s: float) -> None:

@@ -181,8 +181,8 @@ class UnixServer:
         try:
             is_sent = channel.send(frames)
         except OSError:
+            # What it sent before it closed is still to be read: reading finds the end after that.
             self._counts["undeliverable"] += num_frames
-            self._cut_off(connection)
             return
         if is_sent:
             self._num_sent += num_frames

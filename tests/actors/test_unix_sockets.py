@@ -236,6 +236,38 @@ def test_nothing_arrives_at_a_peer_that_is_closed(cleanup: ExitStack, server: No
     assert peer.statistics().undeliverable == 1
 
 
+def test_the_last_words_of_a_peer_are_read_although_it_takes_nothing_more(
+    cleanup: ExitStack, server: NodeServer
+) -> None:
+    peer = make_peer(cleanup, server.bind(unix_address(), False))
+    hear(server, peer)
+    peer.send(b"goodbye")
+    peer.close()
+    server.send([ClientAddress("friend")], b"too late")
+    assert server.statistics().undeliverable == 1
+    assert [inbound.payload for inbound in server.receive(DEADLINE_S)] == [b"goodbye"]
+    wait_for_disconnections(server, 1)
+    assert not server._near.is_connected(ClientAddress("friend"))
+
+
+@pytest.mark.parametrize("receives_slowly", [False, True])
+def test_the_last_words_of_the_server_are_read_although_it_takes_nothing_more(
+    cleanup: ExitStack, server: NodeServer, receives_slowly: bool
+) -> None:
+    peer = make_peer(cleanup, server.bind(unix_address(), False))
+    hear(server, peer)
+    while peer.receive(0.0):
+        pass
+    server.send([ClientAddress("friend")], b"goodbye")
+    server.close()
+    peer.send(b"too late")
+    assert peer.statistics().undeliverable == 1
+    receive = peer.receive_or_wake if receives_slowly else peer.receive
+    assert receive(DEADLINE_S) == [b"goodbye"]
+    assert receive(0.0) == []
+    assert peer.statistics().disconnections == 1
+
+
 def test_a_flood_of_refused_messages_is_not_waited_in(
     cleanup: ExitStack, server: NodeServer
 ) -> None:
