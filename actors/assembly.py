@@ -42,6 +42,7 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
         is_content_checking=config.content_check.enabled,
         max_unacknowledged=config.transport.window,
         max_client_steps=config.transport.window,
+        max_clients=config.transport.max_clients,
         resend_s=config.transport.resend_s,
         heartbeat_s=config.transport.heartbeat_s,
         worker_silence_s=config.deadlines.worker_silence_s,

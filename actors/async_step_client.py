@@ -69,11 +69,9 @@ class AsyncStepClient(SessionView):
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         try:
             await self._wait(self._connection.is_attached, limit_s, "be attached")
-        except DeadlineError as error:
-            lost = await self._lost_workers()
-            if lost:
-                raise lost_workers_error(StaleEpochError(str(error)), lost) from error
-            raise DeadlineError(f"{error}: {session.reason or 'no answer came'}") from error
+        except DeadlineError:
+            error = session.not_attached(limit_s)
+            raise lost_workers_error(error, await self._lost_workers()) from None
 
     async def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
         """Schedule one step and return its answer. See `StepClient.step`."""

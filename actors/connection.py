@@ -17,7 +17,7 @@ from kvcache import errors
 from kvcache.client_session import ClientSession, SessionSettings, SessionState, Submitted
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
-from kvcache.errors import KVCacheError, ProtocolError, StaleEpochError, WorkerLostError
+from kvcache.errors import KVCacheError, ProtocolError, WorkerLostError
 from kvcache.messages import CallResult, FromClient, ToClient
 from kvcache.step import StepResult
 from kvcache.wire import decode, encode
@@ -174,8 +174,7 @@ class ClientConnection:
         self._num_disconnections = self.transport.statistics().disconnections
 
     def is_attached(self) -> bool:
-        """Whether steps can be submitted; raises DeadlineError when attaching takes too long."""
-        self.session.require_attaching()
+        """Whether steps can be submitted."""
         return self.session.state is SessionState.ATTACHED
 
     def close(self) -> None:
@@ -185,8 +184,9 @@ class ClientConnection:
             self.transport.close(linger_s=DETACH_LINGER_S)
 
 
-def lost_workers_error(error: StaleEpochError, lost: str) -> KVCacheError:
-    """Return what to raise for a step that is void: which ranks are lost, if that is why."""
+def lost_workers_error(error: KVCacheError, lost: str) -> KVCacheError:
+    """Return what to raise for a step that is void, or a client that is not attached: which ranks
+    are lost, if that is why."""
     return WorkerLostError(f"{lost}: {error}") if lost else error
 
 

@@ -88,21 +88,19 @@ class StepClient(SessionView):
         session = self._connection.session
         self._begin_to_write()
         try:
-            if session.state in (SessionState.ATTACHED, SessionState.ATTACHING):
+            if session.state is SessionState.ATTACHED:
                 return
-            self._book.forget()
-            self._connection.send(session.attach())
+            if session.state is not SessionState.ATTACHING:
+                self._book.forget()
+                self._connection.send(session.attach())
         finally:
             self._end_to_write()
         limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         try:
             self._wait(self._connection.is_attached, limit_s, "be attached")
-        except DeadlineError as error:
-            reason = session.reason
-            lost = self._lost_workers()
-            if lost:
-                raise lost_workers_error(StaleEpochError(str(error)), lost) from error
-            raise DeadlineError(f"{error}{': ' + reason if reason else ''}") from error
+        except DeadlineError:
+            error = session.not_attached(limit_s)
+            raise lost_workers_error(error, self._lost_workers()) from None
 
     # --- steps
 

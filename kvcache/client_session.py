@@ -240,13 +240,18 @@ class ClientSession:
         return self._has_reached(step, self._progress.finished_step)
 
     def require_attaching(self) -> None:
-        """Raise `DeadlineError` when attaching takes too long; the message says what was heard."""
+        """Raise `not_attached` when attaching takes longer than `step_s`."""
         waited_s = self._clock.now() - self._attach_since_s
         if self._state is SessionState.ATTACHING and waited_s > self.settings.step_s:
-            raise DeadlineError(
-                f"client {self.client_id} is not attached after {waited_s:.1f} s: "
-                f"{self.reason or 'no answer came'}"
-            )
+            raise self.not_attached(waited_s)
+
+    def not_attached(self, waited_s: float) -> DeadlineError:
+        """Return the error of an attempt to attach that has lasted `waited_s`: it says what the
+        coordinator answered last."""
+        return DeadlineError(
+            f"client {self.client_id} is not attached after {waited_s:.1f} s: "
+            f"{self.reason or 'no answer came'}"
+        )
 
     # --- messages and time
 

@@ -29,8 +29,9 @@ RAY_SCHEME = "ray:"
 COLLECT_TIMEOUT_S = 0.25
 """How long one `collect` call waits in the coordinator before it returns empty."""
 
-MAX_OUTBOXES = 256
-"""Clients the server keeps answers for; the one unheard of for longest is forgotten."""
+MAX_OUTBOXES = 8192
+"""Clients the server keeps answers for, twice as many as `transport.max_clients` can be; the one
+unheard of for longest is forgotten."""
 
 ActorHandle = Any
 """Ray's handles have the methods of whatever class they belong to."""

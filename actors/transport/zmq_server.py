@@ -37,8 +37,9 @@ LOCAL_ENDPOINT = "ipc://@kvcache-"
 HARD_LIMIT_FACTOR = 2
 """Frames longer than this many limits are cut off by libzmq, with their connection."""
 
-MAX_KNOWN_PEERS = 4096
-"""Identities that are remembered with what they mean."""
+MAX_KNOWN_PEERS = 16_384
+"""Identities that are remembered with what they mean: `transport.max_clients` can be 4096, and each
+rank may have several processes."""
 
 MONITORED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

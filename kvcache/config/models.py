@@ -131,13 +131,15 @@ class TransportConfig(Section):
 
     Peers on the coordinator's node use local sockets, others TCP at `bind_host`, or at the node's
     own address where that is loopback only. `curve` "auto": connections beyond loopback need the
-    cluster's keys; "always": all do.
+    cluster's keys; "always": all do. `max_clients` may be attached at a time; another one is told
+    so and waits until one detaches, or for `deadlines.step_s`.
     """
 
     kind: Literal["zmq", "ray", "inprocess"] = "zmq"
     curve: Literal["auto", "always"] = "auto"
     bind_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     window: Count = 64
+    max_clients: FewThousand = 64
     max_message_bytes: Bytes = 64 * MIB
     resend_s: Seconds = 0.5
     heartbeat_s: Seconds = 1.0

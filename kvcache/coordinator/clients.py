@@ -70,8 +70,8 @@ class Clients:
         if ledger is None:
             if len(self._ledgers) >= self._settings.max_clients:
                 return (
-                    f"{len(self._ledgers)} clients are attached, the limit: detach one or raise "
-                    "max_clients"
+                    f"{len(self._ledgers)} clients are attached, no more are let in: detach one or "
+                    "raise transport.max_clients"
                 )
             max_stored = self._settings.max_client_steps
             self._ledgers[client_id] = ClientLedger(client_id, max_stored, next_step, now_s)

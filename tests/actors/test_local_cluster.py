@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from kvcache.config import ClusterConfig
 from kvcache.errors import (
     BacklogFullError,
     ConfigurationError,
+    DeadlineError,
     MalformedMessageError,
     NotRunningError,
     RequestError,
+    StaleEpochError,
 )
 from kvcache.request import Request
 from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
@@ -65,6 +68,46 @@ def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
         after = client.step(StepRequest("", 0, 0, new=(prompt("a", 40),)))
         client.wait_finished(after.step)
         assert (after.step, client.num_resent) == (before + 1, 0)
+
+
+def test_one_client_too_many_is_told_once_which_key_to_raise(make_config: MakeConfig) -> None:
+    config = make_config(transport={"max_clients": 2}, deadlines={"step_s": 0.2})
+    with (
+        LocalCluster(config) as cluster,
+        cluster.client(),
+        cluster.client(),
+        pytest.raises(DeadlineError) as caught,
+    ):
+        cluster.client("third")
+    said = re.sub(r"third-[0-9a-f]{16}", "third", str(caught.value))
+    assert said == (
+        "client third is not attached after 0.2 s: 2 clients are attached, no more are let in: "
+        "detach one or raise transport.max_clients"
+    )
+
+
+def test_a_key_of_the_configuration_says_how_many_clients_may_attach(
+    make_config: MakeConfig,
+) -> None:
+    with LocalCluster(make_config(transport={"max_clients": 65})) as cluster:
+        for _ in range(65):
+            assert cluster.client().is_attached
+    with pytest.raises(ConfigurationError, match="max_clients"):
+        make_config(transport={"max_clients": 0})
+
+
+def test_a_client_that_found_no_place_attaches_once_there_is_one(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config(transport={"max_clients": 1})) as cluster:
+        first = cluster.client()
+        cluster.restart_coordinator()
+        with pytest.raises(StaleEpochError):
+            first.wait_finished(first.submit(EMPTY))
+        with cluster.client("second"):
+            for _ in range(2):
+                with pytest.raises(DeadlineError, match=r"raise transport\.max_clients"):
+                    first.attach(timeout_s=0.1)
+        first.attach()
+        first.wait_finished(first.step(EMPTY).step)
 
 
 def test_a_draft_head_gets_the_last_block_of_a_hit_computed_again(make_config: MakeConfig) -> None:
