@@ -7,6 +7,8 @@ call has a deadline. Refuses to wait for a keeper that is not there.
 from __future__ import annotations
 
 import os
+import socket
+import time
 from dataclasses import dataclass
 
 from kvcache.errors import (
@@ -17,6 +19,9 @@ from kvcache.errors import (
     NotRunningError,
 )
 from kvcache.keeper.protocol import is_trusted, make_socket, receive, send, socket_name
+
+RETRY_S = 0.01
+"""How long after an attempt to connect that found no room the next one is made."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class KeeperClient:
     def _ask(self, verb: str, name: str, descriptor: int | None = None) -> int | None:
         with make_socket(self._timeout_s) as connected:
             try:
-                connected.connect(self._name)
+                self._connect(connected)
                 if not is_trusted(connected):
                     raise NotRunningError(f"the keeper at {self._address} is another user's")
                 send(connected, [verb, name], descriptor)
@@ -87,4 +92,16 @@ class KeeperClient:
             os.close(received)
         if len(values) == 2 and values[0] is False:
             raise ExhaustedError(f"the keeper at {self._address} refuses: {values[1]}")
-        raise ClusterError(f"the keeper at {self._address} answers {values!r}")
+        raise ClusterError(f"the keeper at {self._address} gives no answer that can be meant")
+
+    def _connect(self, connected: socket.socket) -> None:
+        """Connect; while too many others wait to be accepted, try again. Raises OSError."""
+        give_up_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                connected.connect(self._name)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > give_up_s:
+                    raise TimeoutError from error
+                time.sleep(RETRY_S)

@@ -1,18 +1,20 @@
 """The keeper of a node: holds the memory of workers that come and go.
 
-A plain class with a thread of its own; whoever wants it to live as long as a cluster runs it in a
-process that does. It holds descriptors and never maps them, so that the memory is as safe as this
-process is alive, and gone when nobody has it any more. Workers of the same user are served, one
-question at a time; what is kept is bounded. Refuses to know what the memory holds.
+A plain class with a thread of its own, for a process that lives as long as the cluster. It holds
+descriptors and never maps them, so that the memory is as safe as this process is alive, and gone
+when the last process that has it is. Processes of the same user are served, one question for each
+connection; what is kept is bounded, and so are the connections that have not asked yet. Refuses to
+know what the memory holds.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import selectors
 import socket
 import stat
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,25 +28,38 @@ from kvcache.keeper.protocol import (
     send,
     socket_name,
 )
+from kvcache.logs import get_logger
+from kvcache.serving_loop import LoopStatistics, ServingLoop
 from kvcache.specs import require_count
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
-MAX_WAITING = 64
-"""Connections that wait to be served."""
+BACKLOG = 1024
+"""Connections that the system holds until they are accepted."""
 
-ACCEPT_S = 0.2
+MAX_SILENT = 256
+"""Connections that have not asked yet. The oldest is cut off for a new one."""
+
+ACCEPTED_AT_ONCE = 64
+
+WAIT_S = 0.2
 """How long the thread waits for a connection before it looks whether it shall end."""
 
 
 @dataclass(frozen=True)
 class KeeperStatistics:
-    """What is kept, and how many questions were answered and refused so far."""
+    """What is kept, under which names, and what became of questions so far.
+
+    `num_refused`: questions that could not be answered, and connections that asked nothing in time.
+    `loop`: the thread that answers.
+    """
 
     num_segments: int
     num_bytes: int
     num_answered: int
     num_refused: int
+    names: tuple[str, ...]
+    loop: LoopStatistics
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class MemoryKeeper:
     def __init__(
         self, address: str, *, max_segments: int, max_bytes: int, timeout_s: float = 5.0
     ) -> None:
-        """Bind to `address` (`unix:@name`); `serve` answers.
+        """Bind to `address` (`unix:@name`); `serve` answers. A connection has `timeout_s` to ask.
 
         Raises AlreadyRunningError if somebody listens there, ConfigurationError.
         """
@@ -70,38 +85,52 @@ class MemoryKeeper:
         self._timeout_s = timeout_s
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
-        self._is_closing = threading.Event()
         self._num_answered = self._num_refused = 0
-        self._thread: threading.Thread | None = None
-        self._socket = make_socket(ACCEPT_S)
+        self._silent: dict[socket.socket, float] = {}  # until when they may ask; the oldest first
+        self._accept_again_s = 0.0
+        self._loop = ServingLoop("kvcache-keeper", self._turn)
+        self._listener = make_socket(0.0)
         try:
-            self._socket.bind(socket_name(address))
-            self._socket.listen(MAX_WAITING)
+            self._listener.bind(socket_name(address))
+            self._listener.listen(BACKLOG)
         except OSError as error:
-            self._socket.close()
+            self._listener.close()
             raise AlreadyRunningError(
                 f"no keeper can listen at {address} ({error.strerror}): end the one that is there, "
                 "or use another name"
             ) from error
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Start the thread that answers. May be called once."""
-        self._thread = threading.Thread(target=self._run, name="kvcache-keeper", daemon=True)
-        self._thread.start()
+        self._loop.start()
+
+    def ensure_serving(self) -> None:
+        """Start the thread again should it have ended by itself."""
+        self._loop.ensure_running()
 
     def statistics(self) -> KeeperStatistics:
         """Return the figures, frozen."""
         with self._lock:
             return KeeperStatistics(
-                len(self._kept), self._num_bytes(), self._num_answered, self._num_refused
+                len(self._kept),
+                self._num_bytes(),
+                self._num_answered,
+                self._num_refused,
+                tuple(sorted(self._kept)),
+                self._loop.statistics(),
             )
 
     def close(self) -> None:
         """Answer nothing more, and let go of everything. May be called again."""
-        self._is_closing.set()
-        if self._thread is not None:
-            self._thread.join(self._timeout_s + 2 * ACCEPT_S)
-        self._socket.close()
+        self._loop.stop()
+        self._loop.join(self._timeout_s + 2 * WAIT_S)
+        for connected in self._silent:
+            connected.close()
+        self._silent.clear()
+        self._selector.close()
+        self._listener.close()
         with self._lock:
             for kept in self._kept.values():
                 os.close(kept.descriptor)
@@ -109,53 +138,109 @@ class MemoryKeeper:
 
     # --- the thread
 
-    def _run(self) -> None:
-        while not self._is_closing.is_set():
-            try:
-                connected, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._is_closing.wait(ACCEPT_S):
-                    return
-                logger.error("the keeper cannot take a connection: %s", error)
-                continue
-            with connected:
-                connected.settimeout(self._timeout_s)
-                self._serve(connected)
+    def _turn(self) -> None:
+        """Wait for connections and questions, and serve those that are there."""
+        now_s = time.monotonic()
+        wait_s = WAIT_S
+        if self._silent:
+            wait_s = min(wait_s, max(0.0, next(iter(self._silent.values())) - now_s))
+        if self._accept_again_s and now_s >= self._accept_again_s:
+            self._accept_again_s = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in self._selector.select(wait_s)]
+        for connected in ready:
+            if isinstance(connected, socket.socket) and connected is not self._listener:
+                self._take(connected)
+        if self._listener in ready:
+            self._accept()
+        self._cut_off_late(time.monotonic())
 
-    def _serve(self, connected: socket.socket) -> None:
-        """Answer one question; nothing that the other end does may end the thread."""
-        descriptor: int | None = None
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connected, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.error("the keeper cannot take a connection: %s", error)
+                self._selector.unregister(self._listener)
+                self._accept_again_s = time.monotonic() + WAIT_S
+                return
+            connected.setblocking(False)
+            self._selector.register(connected, selectors.EVENT_READ)
+            self._silent[connected] = time.monotonic() + self._timeout_s
+            if len(self._silent) > MAX_SILENT:
+                self._cut_off(next(iter(self._silent)), "others came, and it asked nothing")
+            self._take(connected)  # most have asked already
+
+    def _cut_off_late(self, now_s: float) -> None:
+        while self._silent:
+            connected, until_s = next(iter(self._silent.items()))
+            if now_s < until_s:
+                return
+            self._cut_off(connected, f"it asked nothing for {self._timeout_s:g} s")
+
+    def _cut_off(self, connected: socket.socket, reason: str) -> None:
+        self._note_refused(reason)
+        self._forget(connected)
+
+    def _take(self, connected: socket.socket) -> None:
+        """Answer a connection's question if it is there, and end the connection then."""
         try:
-            if not is_trusted(connected):
-                raise MalformedMessageError("it comes from another user")
-            values, descriptor = receive(connected)
+            self._answer(connected)
+        except BlockingIOError:
+            return
+        except (KVCacheError, OSError) as error:
+            self._refuse(connected, str(error))
+        except Exception as error:
+            self._refuse(connected, self._loop.faults.note("a question", error))
+        self._forget(connected)
+
+    def _answer(self, connected: socket.socket) -> None:
+        """Raises BlockingIOError while there is no question."""
+        if not is_trusted(connected):
+            raise MalformedMessageError("it comes from another user")
+        values, descriptor = receive(connected)
+        try:
             with self._lock:
                 found = self._obey(values, descriptor)
                 descriptor = None if values[0] == "put" else descriptor
                 self._num_answered += 1
-            send(connected, [True, ""], found)
-        except (KVCacheError, OSError) as error:
-            with self._lock:
-                self._num_refused += 1
-            logger.warning("the keeper refuses a question: %s", error)
-            self._refuse(connected, str(error))
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+        self._send(connected, [True, ""], found)
 
-    @staticmethod
-    def _refuse(connected: socket.socket, reason: str) -> None:
+    def _refuse(self, connected: socket.socket, reason: str) -> None:
+        self._note_refused(reason)
+        self._send(connected, [False, reason[:MAX_NAME_BYTES]])
+
+    def _send(
+        self, connected: socket.socket, values: list[Any], descriptor: int | None = None
+    ) -> None:
+        """Send an answer; the other end may have gone, or take none."""
         try:
-            send(connected, [False, reason[:MAX_NAME_BYTES]])
+            send(connected, values, descriptor)
         except OSError:
             return
+        except Exception as error:
+            self._loop.faults.note("an answer", error)
+
+    def _forget(self, connected: socket.socket) -> None:
+        if self._silent.pop(connected, None) is not None:
+            self._selector.unregister(connected)
+            connected.close()
+
+    def _note_refused(self, reason: str) -> None:
+        with self._lock:
+            self._num_refused += 1
+        logger.warning("the keeper refuses a question: %s", reason)
 
     def _obey(self, values: list[Any], descriptor: int | None) -> int | None:
         """Do what is asked; return the descriptor to hand over. Raises MalformedMessageError,
         nothing changed. Takes the descriptor over if it is kept."""
-        if len(values) != 2 or values[0] not in VERBS or type(values[1]) is not str:
+        is_text = len(values) == 2 and type(values[0]) is str and type(values[1]) is str
+        if not is_text or values[0] not in VERBS:
             raise MalformedMessageError("it is no question that a keeper knows")
         verb, name = values
         if len(name.encode()) > MAX_NAME_BYTES or (descriptor is None) != (verb != "put"):

@@ -20,6 +20,7 @@ from typing import Any
 import msgpack
 
 from kvcache.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
+from kvcache.serving_loop import describe_error
 
 KEEPER_VERSION = 1
 MAX_PACKET_BYTES = 4096
@@ -84,7 +85,7 @@ def receive(connected: socket.socket) -> tuple[list[Any], int | None]:
         values = _values_of(data, flags)
         if len(descriptors) > 1:
             raise MalformedMessageError(f"{len(descriptors)} descriptors came with one packet")
-    except (MalformedMessageError, VersionMismatchError):
+    except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
@@ -96,8 +97,9 @@ def _values_of(data: bytes, flags: int) -> list[Any]:
         raise MalformedMessageError(f"a packet of {len(data)} bytes that is not whole")
     try:
         values = msgpack.unpackb(data)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedMessageError(f"a packet that cannot be read: {error}") from error
+    except Exception as error:
+        text = describe_error(error)
+        raise MalformedMessageError(f"a packet that cannot be read: {text}") from error
     if type(values) is not list or not values or type(values[0]) is not int:
         raise MalformedMessageError("a packet without a version")
     if values[0] != KEEPER_VERSION:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +38,8 @@ from tests.worker.tier_support import SHAPE, fill
 
 TIMEOUT_S = 60.0
 NUMBERS = itertools.count()
+OF_A_KEEPER = 2
+"""Descriptors of a keeper that keeps nothing: its socket, and what it waits with."""
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def test_what_is_put_is_handed_out_until_it_is_dropped(keeper: MemoryKeeper, add
     assert client.attach("a") is None
     assert keeper.statistics().num_segments == 0
     keeper.close()
-    assert open_descriptors() == before - 1
+    assert open_descriptors() == before - OF_A_KEEPER
     os.close(memory)
 
 
@@ -138,6 +144,22 @@ def say_too_much(connected: socket.socket) -> None:
     connected.send(b"x" * 5000)
 
 
+def say_unhashable(connected: socket.socket) -> None:
+    send(connected, [{}, "x"])
+
+
+def say_unhashable_after_a_verb(connected: socket.socket) -> None:
+    send(connected, ["attach", {}])
+
+
+def say_far_too_deep(connected: socket.socket) -> None:
+    connected.send(b"\x91" * 4000 + b"\x01")
+
+
+def say_deep(connected: socket.socket) -> None:
+    connected.send(b"\x93\x01" + b"\x91" * 900 + b"\x01" + b"\xa1x")
+
+
 def put_nothing(connected: socket.socket) -> None:
     send(connected, ["put", "a"])
 
@@ -158,6 +180,10 @@ def attach_with_memory(connected: socket.socket) -> None:
         say_another_version,
         say_unknown,
         say_too_much,
+        say_unhashable,
+        say_unhashable_after_a_verb,
+        say_far_too_deep,
+        say_deep,
         put_nothing,
         bring_two,
         attach_with_memory,
@@ -176,19 +202,76 @@ def test_whatever_is_said_the_keeper_goes_on(
     assert KeeperClient(address).attach("a") is None
     assert keeper.statistics().num_refused == 1
     keeper.close()
-    assert open_descriptors() == before - 1
+    assert open_descriptors() == before - OF_A_KEEPER
 
 
-def test_who_connects_and_says_nothing_holds_up_the_others_for_a_deadline_only(
-    address: str,
-) -> None:
-    keeper = MemoryKeeper(address, max_segments=1, max_bytes=4096, timeout_s=0.05)
+def test_connections_that_say_nothing_hold_up_no_other_and_are_cut_off(address: str) -> None:
+    keeper = MemoryKeeper(address, max_segments=1, max_bytes=4096, timeout_s=0.2)
     keeper.serve()
-    with make_socket(TIMEOUT_S) as silent:
-        silent.connect(socket_name(address))
+    with ExitStack() as silent:
+        connections = [connect(silent, address) for _ in range(50)]
         assert KeeperClient(address, TIMEOUT_S).attach("a") is None
-    assert keeper.statistics().num_refused == 1
+        assert [connected.recv(1) for connected in connections] == [b""] * 50
+    assert keeper.statistics().num_refused == 50
+    assert keeper.statistics().loop.num_faults == 0
     keeper.close()
+
+
+def test_more_silent_connections_than_are_kept_hold_up_no_question(
+    keeper: MemoryKeeper, address: str
+) -> None:
+    client = KeeperClient(address, TIMEOUT_S)
+    with ExitStack() as silent:
+        first = connect(silent, address)
+        for _ in range(memory_keeper.MAX_SILENT):
+            connect(silent, address)
+        assert client.attach("a") is None
+        assert first.recv(1) == b""
+
+
+def test_an_error_of_any_kind_costs_one_question(
+    keeper: MemoryKeeper, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryKeeper, "_obey", raise_memory_error)
+        with pytest.raises(ExhaustedError, match=r"a question: MemoryError: far too much$"):
+            KeeperClient(address).attach("a")
+    assert KeeperClient(address).attach("a") is None
+    told = keeper.statistics()
+    assert (told.num_answered, told.num_refused, told.loop.num_faults) == (1, 1, 1)
+    assert told.loop.last_fault == "a question: MemoryError: far too much"
+    assert told.loop.is_running
+
+
+def test_without_descriptors_the_keeper_waits_and_goes_on(
+    keeper: MemoryKeeper, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_refused = threading.Event()
+
+    def no_descriptor(_: socket.socket) -> None:
+        is_refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with ExitStack() as stack, monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", no_descriptor)
+        connect(stack, address)
+        assert is_refused.wait(TIMEOUT_S)
+    assert KeeperClient(address, TIMEOUT_S).attach("a") is None
+
+
+def raise_memory_error(*_: object) -> None:
+    raise MemoryError("far too much")
+
+
+def connect(stack: ExitStack, address: str) -> socket.socket:
+    connected = stack.enter_context(make_socket(TIMEOUT_S))
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            connected.connect(socket_name(address))
+            return connected
+        except BlockingIOError:  # too many wait to be accepted
+            assert time.monotonic() < give_up_s
 
 
 def test_strangers_are_refused_by_both_ends(
