@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
 
 from actors.cluster_access import ClusterAccess, ask, connect_to_ray
 from actors.dialing import Dialer
@@ -30,7 +29,7 @@ from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
-from kvcache.errors import AlreadyRunningError, ConfigurationError, NotRunningError
+from kvcache.errors import ConfigurationError, NotRunningError
 from kvcache.metrics.inspection import CacheInspection
 from kvcache.recorder import RecordedBatch
 
@@ -131,12 +130,7 @@ class KVCacheCluster(ClusterAccess):
         Raises AlreadyRunningError while another listener records, and as `status` does.
         """
         asked = self._parts.coordinator.record_requests.remote(listener, salt, is_last)
-        try:
-            batch: RecordedBatch = ask(asked, "the coordinator")
-        except RayTaskError as error:
-            if isinstance(error.cause, AlreadyRunningError):
-                raise AlreadyRunningError(str(error.cause)) from error
-            raise
+        batch: RecordedBatch = ask(asked, "the coordinator")
         return batch
 
     def inspect(self) -> CacheInspection:

@@ -12,7 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from actors.connection import Dialing
 from actors.launch import first_line
@@ -22,7 +28,13 @@ from actors.reports import ClusterStatus, HostStatistics
 from actors.service import ServiceStatistics
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import DeadlineError, NotRunningError, StartupError, WorkerLostError
+from kvcache.errors import (
+    DeadlineError,
+    KVCacheError,
+    NotRunningError,
+    StartupError,
+    WorkerLostError,
+)
 
 if TYPE_CHECKING:
     from actors.async_client import AsyncKVCacheClient
@@ -182,9 +194,14 @@ def connect_to_ray() -> None:
 
 
 def ask(call: Any, who: str) -> Any:
-    """Return the answer to a call of an actor; Ray's errors become ours."""
+    """Return the answer to a call of an actor; what it raises of ours is raised here, and Ray's
+    errors become ours."""
     try:
         return ray.get(call, timeout=CALL_TIMEOUT_S)
+    except RayTaskError as error:
+        if isinstance(error.cause, KVCacheError):
+            raise error.cause from error
+        raise
     except GetTimeoutError as error:
         raise DeadlineError(f"{who} gave no answer within {CALL_TIMEOUT_S:g} s") from error
     except ActorUnavailableError as error:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from actors.cli.admin_commands import add_admin_commands
-from actors.cli.outcomes import EXIT_DIFFERENT, EXIT_PREVENTED, EXIT_STUCK
+from actors.cli.outcomes import EXIT_CODES, EXIT_DIFFERENT, EXIT_PREVENTED, EXIT_STUCK
 from actors.cli.outcomes import run_command as _run
 from actors.cli.simulation_commands import add_simulation_commands
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="KV-cache coordinator for distributed LLM inference on Ray.",
+    epilog=EXIT_CODES,
 )
 
 events_app = typer.Typer(no_args_is_help=True, help="Cache events, as routers read them.")
@@ -218,7 +219,7 @@ def stop(name: NameOption = None, verbose: VerboseOption = False) -> None:
     _run(work, verbose)
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def replay(
     workload: Annotated[
         str,
@@ -254,6 +255,12 @@ def replay(
     pipeline_depth: Annotated[
         int, typer.Option(help="Steps that may run while the next is scheduled.", min=1)
     ] = 1,
+    skip_too_long: Annotated[
+        bool,
+        typer.Option(
+            "--skip-too-long", help="Leave out and count requests longer than max_model_len."
+        ),
+    ] = False,
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
     verbose: VerboseOption = False,
@@ -273,6 +280,7 @@ def replay(
             blocks=blocks,
             block_size=block_size,
             pipeline_depth=pipeline_depth,
+            skips_too_long=skip_too_long,
             as_json=as_json,
             has_progress=not no_progress,
         )

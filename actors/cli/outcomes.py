@@ -1,13 +1,15 @@
-"""What becomes of a command: its exit code, and one line for an error of ours.
+"""What becomes of a command: its exit code, and one line for an error.
 
-Exit codes: 0 done, 1 wrong bytes, a recording that does not replay to the same, something stuck, or
-a machine on which a launch would fail, 2 an error of ours (one line on stderr; `--verbose` shows
-the traceback), 130 interrupted.
+Scripts tell by the exit code whether bytes are wrong, the input is wrong, or the cluster is gone.
+`EXIT_CODES` is the table that `--help` shows. `--verbose` shows the traceback of an error, with the
+same exit code. Refuses to end with 1 for anything that was not found wrong.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable
 
 import typer
@@ -16,22 +18,61 @@ EXIT_WRONG_BYTES = 1
 EXIT_DIFFERENT = 1
 EXIT_STUCK = 1
 EXIT_PREVENTED = 1
-EXIT_ERROR = 2
+EXIT_INPUT = 2
+EXIT_CLUSTER = 3
+EXIT_BUG = 4
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141
+"""As of a process that SIGPIPE ends: nobody reads what it prints."""
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 something is wrong: wrong bytes, a recording that replays differently, "
+    "work that is stuck, a machine on which a launch would fail; 2 bad input: an option, a "
+    "configuration, a workload, or more than there is room for; 3 the cluster: not running, not "
+    "started, lost, or without an answer; 4 a bug; 130 interrupted."
+)
 
 
 def run_command(work: Callable[[], None], verbose: bool) -> None:
-    """Do a command's work; errors of ours become one line and an exit code."""
-    from kvcache.errors import KVCacheError, WrongBytesError
-
+    """Do a command's work; every error becomes one line and an exit code, a bug its traceback."""
     try:
         work()
-    except KVCacheError as error:
-        if verbose:
-            raise
-        print(f"kvcache: {error}", file=sys.stderr)
-        is_wrong = isinstance(error, WrongBytesError)
-        raise typer.Exit(EXIT_WRONG_BYTES if is_wrong else EXIT_ERROR) from error
+    except (typer.Exit, typer.Abort):
+        raise
     except KeyboardInterrupt:
         print("kvcache: interrupted", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (BrokenPipeError, SystemExit):  # rich makes the one into the other
+        # Python flushes stdout once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_UNREAD) from None
+    except Exception as error:
+        code, line = outcome_of(error)
+        if verbose or code == EXIT_BUG:
+            traceback.print_exc()
+        print(f"kvcache: {line}", file=sys.stderr)
+        raise typer.Exit(code) from error
+
+
+def outcome_of(error: Exception) -> tuple[int, str]:
+    """Return the exit code for an error, and the line that says what happened."""
+    from kvcache.errors import ClusterError, ExhaustedError, InvalidInputError, WrongBytesError
+
+    if isinstance(error, WrongBytesError):
+        return EXIT_WRONG_BYTES, str(error)
+    if isinstance(error, (InvalidInputError, ExhaustedError)):
+        return EXIT_INPUT, str(error)
+    if isinstance(error, ClusterError):
+        return EXIT_CLUSTER, str(error)
+    if _is_rays(error):
+        from actors.launch import first_line
+
+        line = f"Ray failed: {first_line(error)}: look at `ray status` and `kvcache status`"
+        return EXIT_CLUSTER, line
+    return EXIT_BUG, f"unexpected {type(error).__name__}: {error}: this is a bug, please report it"
+
+
+def _is_rays(error: Exception) -> bool:
+    """Say whether Ray raised it: a process that has not imported Ray asks without importing it."""
+    exceptions = sys.modules.get("ray.exceptions")
+    return exceptions is not None and isinstance(error, exceptions.RayError)

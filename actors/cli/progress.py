@@ -33,20 +33,29 @@ class WorkloadSize:
         return self.num_input_tokens + self.num_output_tokens
 
 
-def measure_workload(workload: Workload) -> WorkloadSize:
-    """Read all of a workload once, without making its tokens.
+def measure_workload(workload: Workload, max_num_tokens: int | None = None) -> WorkloadSize:
+    """Read all of a workload once, without making its tokens. With `max_num_tokens`, longer
+    requests do not count.
 
     Whatever is broken in it is found here, before anything has been started. Raises TraceError
     when there is nothing to play.
     """
-    num_requests = num_input_tokens = num_output_tokens = 0
+    num_requests = num_input_tokens = num_output_tokens = num_skipped = 0
     longest: WorkloadRequest | None = None
     for request in workload:
+        if max_num_tokens is not None and request.num_tokens > max_num_tokens:
+            num_skipped += 1
+            continue
         if longest is None or request.num_tokens > longest.num_tokens:
             longest = request
         num_requests += 1
         num_input_tokens += request.num_prompt_tokens
         num_output_tokens += request.num_output_tokens
+    if longest is None and num_skipped:
+        raise TraceError(
+            f"every request of {workload.name} ({num_skipped:,}) is longer than max_model_len "
+            f"({max_num_tokens}): raise it, or give another workload"
+        )
     if longest is None:
         raise TraceError(f"{workload.name} holds no request: give a workload with at least one")
     return WorkloadSize(num_requests, num_input_tokens, num_output_tokens, longest)

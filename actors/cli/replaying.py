@@ -12,18 +12,19 @@ from pathlib import Path
 from rich.console import Console
 
 from actors.cli.playground import open_playground
-from actors.cli.progress import ReplayProgress, measure_workload
+from actors.cli.progress import ReplayProgress, WorkloadSize, measure_workload
 from actors.cli.tables import bytes_text, print_facts, print_json
 from actors.cli.trace_choices import UNLIMITED, parse_capacity
 from kvcache.clock import SystemClock
 from kvcache.config import load_config
-from kvcache.errors import WrongBytesError
+from kvcache.errors import ConfigurationError, WrongBytesError
 from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import require_model_len
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.stepper import TierFigures
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.opening import open_workload
+from kvcache.simulate.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,20 @@ class ReplayChoices:
     blocks: str
     block_size: int | None
     pipeline_depth: int
+    skips_too_long: bool
     as_json: bool
     has_progress: bool
 
 
 def count_prefills(choices: ReplayChoices) -> None:
-    """Count the hits of the prompts alone and print the figures."""
+    """Count the hits of the prompts alone and print the figures.
+
+    Raises ConfigurationError for `--skip-too-long`: no model limits a count.
+    """
+    if choices.skips_too_long:
+        raise ConfigurationError(
+            "--prefill-only has no model, so no request is too long: leave --skip-too-long out"
+        )
     options = CountingOptions(parse_capacity(choices.blocks), choices.block_size)
     workload = open_workload(choices.workload, limit=choices.limit, seed=choices.seed)
     clock = SystemClock()
@@ -65,12 +74,16 @@ def replay_workload(choices: ReplayChoices) -> None:
     if choices.config is not None:
         max_model_len = load_config(choices.config).model.max_model_len
         if max_model_len != "auto":
-            require_model_len(workload.name, size.longest, max_model_len)
+            size = _playable(workload, size, max_model_len, choices.skips_too_long)
     with open_playground(choices.config, choices.name, choices.is_local) as ground:
-        require_model_len(workload.name, size.longest, ground.limits.max_model_len)
+        size = _playable(workload, size, ground.limits.max_model_len, choices.skips_too_long)
         title = f"{workload.name} on {ground.title}"
         progress = ReplayProgress(title, size, clock, is_shown=choices.has_progress)
-        limits = replace(ground.limits, pipeline_depth=choices.pipeline_depth)
+        limits = replace(
+            ground.limits,
+            pipeline_depth=choices.pipeline_depth,
+            skips_too_long=choices.skips_too_long,
+        )
         engine = ReplayEngine(workload, ground.stepper, limits, clock, progress.show_replay)
         try:
             with progress:
@@ -79,6 +92,20 @@ def replay_workload(choices: ReplayChoices) -> None:
             _print_report(engine.report(), ground.title, choices.as_json)
             raise
     _print_report(report, ground.title, choices.as_json)
+
+
+def _playable(
+    workload: Workload, size: WorkloadSize, max_model_len: int, skips_too_long: bool
+) -> WorkloadSize:
+    """Return how much of a workload a model of `max_model_len` tokens plays.
+
+    Raises RequestError when a request is too long and none is to be skipped, or when all are.
+    """
+    if size.longest.num_tokens <= max_model_len:
+        return size
+    if not skips_too_long:
+        require_model_len(workload.name, size.longest, max_model_len)
+    return measure_workload(workload, max_model_len)
 
 
 def _print_count(count: PrefillCount) -> None:
@@ -109,7 +136,7 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
         Console(),
         f"{report.workload} on {title}",
         {
-            "requests": f"{report.num_requests:,}",
+            "requests": f"{report.num_requests:,}{_skipped_text(report)}",
             "tokens": tokens,
             "hit rate": f"{report.hit_rate:.1%} of prompt tokens",
             "not computed again": f"{report.num_hit_tokens:,} tokens",
@@ -141,6 +168,11 @@ def _tier_facts(tiers: TierFigures | None) -> dict[str, str]:
         "requests swapped": f"{tiers.num_swapped_out:,} out, {tiers.num_swapped_in:,} in, "
         f"{tiers.num_swap_saved_tokens:,} tokens saved",
     }
+
+
+def _skipped_text(report: ReplayReport) -> str:
+    skipped = report.num_skipped_requests
+    return f" ({skipped:,} skipped, longer than max_model_len)" if skipped else ""
 
 
 def _wrong_text(report: ReplayReport) -> str:

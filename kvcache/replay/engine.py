@@ -13,7 +13,7 @@ which block it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.clock import Clock
@@ -34,7 +34,7 @@ from kvcache.replay.tally import ReplayTally
 from kvcache.replay.undo import Before, StepRecord, UndoLog
 from kvcache.replay.waiting import WaitingRequests
 from kvcache.simulate.tokens import num_encoder_tokens
-from kvcache.simulate.workload import Workload
+from kvcache.simulate.workload import Workload, WorkloadRequest
 from kvcache.step import (
     NO_SLOT,
     NO_STEP,
@@ -81,8 +81,8 @@ class ReplayEngine:
         self._clock = clock
         self._on_progress = on_progress
         self._rows = RunningRows(limits.max_num_seqs)
-        self._waiting = WaitingRequests(workload, max_parked=4 * limits.max_num_seqs)
         self._tally = ReplayTally(workload.name)
+        self._waiting = WaitingRequests(self._arrivals(), max_parked=4 * limits.max_num_seqs)
         self._undo_log = UndoLog()
         self._last_step = 0
         self._finished_step = NO_STEP  # as far as the stepper has said
@@ -263,12 +263,22 @@ class ReplayEngine:
         for request in self._waiting.look_ahead(1 if self._is_refused else seats):
             if budget <= 0:
                 break
-            require_model_len(self._workload.name, request.request, self._limits.max_model_len)
             share = min(budget, request.num_known_tokens)
             tokens.append(self._first_chunk(share))
             budget -= share
             picked.append(request)
         return tuple(picked), tuple(tokens)
+
+    def _arrivals(self) -> Iterator[WorkloadRequest]:
+        """Yield the requests to play. Raises RequestError for one that is too long, unless such
+        requests are skipped."""
+        limits = self._limits
+        for request in self._workload:
+            if limits.skips_too_long and request.num_tokens > limits.max_model_len:
+                self._tally.num_skipped_requests += 1
+                continue
+            require_model_len(self._workload.name, request, limits.max_model_len)
+            yield request
 
     def _first_chunk(self, num_tokens: int) -> int:
         """Return how much of `num_tokens` to ask for before it is known how many are found.

@@ -17,8 +17,9 @@ class EngineLimits:
     """What a step may hold, and how the engine waits.
 
     `pipeline_depth`: steps whose forwards may still run when the next one is submitted.
-    `stall_s`: how long nothing may advance before the replay is given up. `model`: what its kinds
-    of attention want of steps.
+    `stall_s`: how long nothing may advance before the replay is given up. `skips_too_long`:
+    requests longer than `max_model_len` are left out and counted. `model`: what its kinds of
+    attention want of steps.
 
     Raises RequestError for a number that cannot be meant.
     """
@@ -28,6 +29,7 @@ class EngineLimits:
     max_num_seqs: int = 128
     pipeline_depth: int = 1
     stall_s: float = 60.0
+    skips_too_long: bool = False
     figures_interval_s: float = 0.25
     model: ModelTraits = PLAIN_MODEL
 
@@ -48,5 +50,6 @@ def require_model_len(workload_name: str, request: WorkloadRequest, max_model_le
         raise RequestError(
             f"request {request.request_id} of {workload_name} has {request.num_prompt_tokens} "
             f"prompt and {request.num_output_tokens} output tokens, {request.num_tokens} in all, "
-            f"but max_model_len is {max_model_len}: raise it, or leave the request out"
+            f"but max_model_len is {max_model_len}: raise it, or leave such requests "
+            "out (`kvcache replay --skip-too-long`)"
         )

@@ -20,7 +20,8 @@ class ReplayReport:
     is counted apart. `peak_usage` is the largest share of blocks in use that was sampled.
     `num_wrong_blocks`: blocks found to hold other bytes than their tokens demand; the first one
     ends the replay. `num_returns`: how often all requests came back to a cluster that had lost its
-    coordinator or a worker. `tiers` is None where there are none below the device.
+    coordinator or a worker. `num_skipped_requests` were longer than `max_model_len` and not played.
+    `tiers` is None where there are none below the device.
     """
 
     workload: str
@@ -41,6 +42,7 @@ class ReplayReport:
     bytes_checked: int
     num_wrong_blocks: int
     num_returns: int = 0
+    num_skipped_requests: int = 0
     history: str = ""
     tiers: TierFigures | None = None
 

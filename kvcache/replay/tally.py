@@ -20,6 +20,7 @@ class ReplayTally:
         self.num_failed_steps = 0
         self.num_preemptions = 0
         self.num_returns = 0
+        self.num_skipped_requests = 0
         self.num_computed_tokens = 0
         self.bytes_checked = 0
         self.num_wrong_blocks = 0
@@ -88,6 +89,7 @@ class ReplayTally:
             num_steps=self.num_steps,
             num_failed_steps=self.num_failed_steps,
             num_returns=self.num_returns,
+            num_skipped_requests=self.num_skipped_requests,
             wall_time_s=wall_time_s,
             peak_usage=self._peak_usage,
             bytes_checked=self.bytes_checked,

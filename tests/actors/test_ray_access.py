@@ -32,7 +32,7 @@ def test_a_ray_with_another_token_is_told_from_none(
     ray_cluster: str, tmp_path: Path, settings: dict[str, str | None], what: str
 ) -> None:
     done = run(ray_cluster, tmp_path, settings, "status")
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 3, done.stderr
     said = done.stderr.splitlines()
     assert len(said) == 1  # Ray itself would complain for twenty seconds
     assert said[0].startswith("kvcache: " + what.format(ray_cluster))

@@ -135,14 +135,14 @@ def test_a_ray_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(address)
     done = ask_usage(tmp_path)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 3, done.stderr
     assert done.stderr.startswith(f"kvcache: the Ray that was started last, at {address}, does not")
     assert "ray start --head" in done.stderr and "`ray stop` forgets it" in done.stderr
 
 
 def test_without_ray_a_command_says_what_to_do(tmp_path: Path) -> None:
     done = ask_usage(tmp_path)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert "ray start --head" in done.stderr
 
@@ -159,7 +159,7 @@ def test_an_address_where_nothing_answers_is_an_error_at_once(tmp_path: Path) ->
         timeout=120,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address},
     )
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert f"RAY_ADDRESS is {address}, and nothing answers there" in done.stderr
     assert "unset it" in done.stderr

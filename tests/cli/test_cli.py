@@ -11,14 +11,28 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer import Exit
 from typer.testing import CliRunner
 
 from actors.cli import app, replaying
+from actors.cli.outcomes import run_command
 from actors.cli.playground import Playground
+from kvcache.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InvariantError,
+    NotEnoughMemoryError,
+    NotRunningError,
+    RequestError,
+    StartupError,
+    WorkerLostError,
+    WrongBytesError,
+)
 from kvcache.manager import KVCacheManager
 from kvcache.messages import FailedForward
 from kvcache.replay import EngineLimits, ForwardProgress, ManagerStepper
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from tests.cli.commands import KVCACHE
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TP2 = ROOT / "configs" / "cpu_tp2.yaml"
@@ -84,9 +98,61 @@ def test_an_error_of_ours_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     )
 
 
-def test_verbose_shows_where_an_error_comes_from(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["plan", "-v", "--config", str(tmp_path / "none.yaml")])
-    assert type(result.exception).__name__ == "ConfigurationError"
+def test_verbose_shows_where_an_error_comes_from_and_ends_with_the_same_code(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "none.yaml"
+    _, error = run("plan", "-v", "--config", path, exit_code=2)
+    assert error.startswith("Traceback (most recent call last):")
+    assert error.endswith(
+        f"\nkvcache: {path}: cannot be read (No such file or directory): check the path\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WrongBytesError("block 7"), 1),
+        (ConfigurationError("a key"), 2),
+        (RequestError("a request"), 2),
+        (NotEnoughMemoryError("too little"), 2),
+        (NotRunningError("none"), 3),
+        (StartupError("rank 1"), 3),
+        (WorkerLostError("rank 1"), 3),
+        (DeadlineError("no answer"), 3),
+        (InvariantError("books"), 4),
+        (ZeroDivisionError("a slip"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_the_exit_code_says_what_kind_of_error_it_was(error: BaseException, code: int) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(Exit) as ended:
+        run_command(fail, verbose=False)
+    assert ended.value.exit_code == code
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_output_that_nobody_reads_is_nothing_wrong(form: tuple[str, ...]) -> None:
+    command = [*KVCACHE, "plan", "--config", "cpu_tp2", *form]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, error = process.communicate()
+    assert (process.returncode, error) == (141, "")
+
+
+def test_help_lists_the_exit_codes() -> None:
+    for command in ((), ("replay",)):
+        shown, _ = run(*command, "--help")
+        flat = " ".join(shown.split())
+        assert "Exit codes: 0 done; 1 something is wrong: wrong bytes," in flat
+        assert "2 bad input:" in flat
+        assert "3 the cluster:" in flat
 
 
 def test_a_name_that_is_typed_is_checked_like_one_in_a_file() -> None:
@@ -159,7 +225,37 @@ def test_a_request_that_is_too_long_is_refused_before_anything_is_started(
     _, error = run("replay", trace, "--config", small, exit_code=2)  # on Ray, if it came to that
     assert error == (
         "kvcache: request line-4 of trace.jsonl has 2040 prompt and 9 output tokens, 2049 in all, "
-        "but max_model_len is 2048: raise it, or leave the request out\n"
+        "but max_model_len is 2048: raise it, or leave such requests out (`kvcache replay "
+        "--skip-too-long`)\n"
+    )
+
+
+def test_requests_that_are_too_long_are_skipped_and_counted(small: Path, trace: Path) -> None:
+    too_long = {"timestamp": 3, "input_length": 2040, "output_length": 9, "hash_ids": [1, 2, 3, 4]}
+    trace.write_text(f"{trace.read_text(encoding='utf-8')}\n{json.dumps(too_long)}")
+    play = ("replay", trace, "--config", small, "--local", "--skip-too-long", "--no-progress")
+    report = json.loads(run(*play, "--json")[0])
+    assert (report["num_requests"], report["num_skipped_requests"]) == (3, 1)
+    assert (report["num_prompt_tokens"], report["num_wrong_blocks"]) == (2324, 0)
+    shown, _ = run(*play)
+    assert "3 (1 skipped, longer than max_model_len)" in shown
+
+
+def test_a_workload_of_nothing_but_too_long_requests_is_refused(small: Path, trace: Path) -> None:
+    too_long = {"timestamp": 3, "input_length": 2040, "output_length": 9, "hash_ids": [1, 2, 3, 4]}
+    trace.write_text(json.dumps(too_long))
+    _, error = run("replay", trace, "--config", small, "--skip-too-long", exit_code=2)
+    assert error == (
+        "kvcache: every request of trace.jsonl (1) is longer than max_model_len (2048): raise it, "
+        "or give another workload\n"
+    )
+
+
+def test_a_count_has_nothing_to_skip(trace: Path) -> None:
+    _, error = run("replay", trace, "--prefill-only", "--skip-too-long", exit_code=2)
+    assert error == (
+        "kvcache: --prefill-only has no model, so no request is too long: leave --skip-too-long "
+        "out\n"
     )
 
 

@@ -170,6 +170,6 @@ def refused(*arguments: str, address: str) -> str:
         env={**os.environ, "RAY_ADDRESS": address, "COLUMNS": "500"},
         check=False,
     )
-    assert ended.returncode in (1, 2), ended.stderr
+    assert ended.returncode in (2, 3), ended.stderr
     assert "Traceback" not in ended.stderr
     return ended.stderr + ended.stdout

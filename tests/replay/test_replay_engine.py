@@ -321,8 +321,18 @@ def test_a_request_longer_than_the_model_is_named() -> None:
         ReplayEngine(listed((tokens_of((0, 98)), 3)), stepper, limits, VirtualClock()).run()
     assert str(caught.value) == (
         "request r0 of a list has 98 prompt and 3 output tokens, 101 in all, but max_model_len is "
-        "100: raise it, or leave the request out"
+        "100: raise it, or leave such requests out (`kvcache replay --skip-too-long`)"
     )
+
+
+def test_requests_longer_than_the_model_are_skipped_and_counted_where_that_is_wanted() -> None:
+    limits = replace(LIMITS, max_model_len=100, skips_too_long=True)
+    stepper = RecordingStepper(make_manager(64, FULL))
+    workload = listed((tokens_of((0, 98)), 3), (tokens_of((0, 20)), 3), (tokens_of((0, 101)), 0))
+    report = ReplayEngine(workload, stepper, limits, VirtualClock()).run()
+    assert (report.num_requests, report.num_skipped_requests) == (1, 2)
+    assert report.num_prompt_tokens == 20
+    assert_nothing_leaks(stepper.manager)
 
 
 @pytest.mark.parametrize("seed", range(14))
