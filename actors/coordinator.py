@@ -20,7 +20,7 @@ from actors.caretaker import Caretaker, CoordinatorLink
 from actors.connect import this_node
 from actors.coordinator_metrics import CoordinatorMetrics, log_to_stderr
 from actors.endpoints import EndpointBook
-from actors.loop import ServiceLoop, calm_garbage_collector
+from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import coordinator_name
 from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
@@ -88,7 +88,12 @@ class CoordinatorActor:
         self._service = CoordinatorService(
             transport, self._clock, config.transport.max_message_bytes, tick_s(config)
         )
-        self._loop = ServiceLoop("kvcache-coordinator", self._service.turn, transport.wake)
+        self._loop = ServiceLoop(
+            "kvcache-coordinator",
+            self._service.turn,
+            transport.wake,
+            on_failure=end_this_process,  # Ray makes it again, and it takes over again
+        )
         self._loop.start()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             threading.Thread(target=self._recover, name="kvcache-recovery", daemon=True).start()

@@ -125,6 +125,7 @@ def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
         "impersonated": loop.impersonated,
         "refused_message": loop.refused,
         "early": loop.early,
+        "fault": loop.faults + transport.faults,
         "foreign": transport.foreign,
         "undeliverable": transport.undeliverable,
         "refused_connection": transport.refused_connections,

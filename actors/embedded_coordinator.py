@@ -98,7 +98,9 @@ class EmbeddedCoordinator:
             stall_s=config.transport.heartbeat_s,
             on_doubt=self.look_for_successor,
         )
-        self._loop = ServiceLoop("kvcache-coordinator", self._service.turn, transport.wake)
+        self._loop = ServiceLoop(
+            "kvcache-coordinator", self._service.turn, transport.wake, on_failure=self._fail
+        )
         self._loop.start()
         self._successors = threading.Thread(
             target=self._watch_for_successors, name="kvcache-successors", daemon=True
@@ -295,6 +297,10 @@ class EmbeddedCoordinator:
             self.look_for_successor()
             if self.ended is not None:
                 self.close()
+
+    def _fail(self, failure: BaseException) -> None:
+        """The service's thread has ended by errors."""
+        self._service.end(ClusterError(f"the coordinator has ended: {failure!r}"))
 
     def _endpoint_for(self, node: NodeAddress) -> Endpoint:
         endpoint: Endpoint = self._service.ask(lambda: self._endpoints.endpoint_for(node))

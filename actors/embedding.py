@@ -35,6 +35,7 @@ from kvcache.planner import (
     rank_layout_fingerprint,
     rank_memory,
 )
+from kvcache.serving_loop import Faults
 from kvcache.specs import KVCacheConfig, KVCacheSpec
 from kvcache.wire import decode, encode
 from kvcache.worker.file_format import files_bound
@@ -98,6 +99,7 @@ class EmbeddedWorker:
         self._pending_endpoint: Endpoint | None = None
         self._carried = TransportStatistics()
         self._malformed = self._misdirected = 0
+        self._faults = Faults("a worker's message loop")
         self._max_message_bytes = config.transport.max_message_bytes
         self._tick_s = min(config.transport.resend_s, config.transport.heartbeat_s) / 4
         self._next_tick_s = 0.0
@@ -221,7 +223,8 @@ class EmbeddedWorker:
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Serve what has arrived, waiting for it at most `timeout_s`; say whether anything had.
 
-        Call it often: between forwards, and whenever the engine is idle.
+        Call it often: between forwards, and whenever the engine is idle. Raises what went wrong
+        while a message was obeyed; from then on ClusterError: see `KVCacheWorker.on_messages`.
         """
         with self._polling:
             self._last_poll_s = now_s = self._clock.now()
@@ -249,7 +252,8 @@ class EmbeddedWorker:
         carried = self._carried
         if transport is not None:
             carried += transport.statistics()
-        return HostStatistics(carried, self._malformed, self._misdirected)
+        faults = self._faults.count + carried.faults
+        return HostStatistics(carried, self._malformed, self._misdirected, faults)
 
     # --- sentinel
 
@@ -332,6 +336,10 @@ class EmbeddedWorker:
                 message = decode(payload, self._max_message_bytes)
             except ProtocolError:
                 self._malformed += 1
+                continue
+            except Exception as error:
+                self._malformed += 1
+                self._faults.note("the bytes of a message", error)
                 continue
             if isinstance(message, TO_WORKER):
                 messages.append(message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,8 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from kvcache.errors import BacklogFullError, ClusterError, DeadlineError
-
-logger = logging.getLogger(__name__)
+from kvcache.serving_loop import LoopStatistics, ServingLoop
 
 T = TypeVar("T")
 
@@ -38,32 +37,53 @@ def calm_garbage_collector() -> None:
     gc.set_threshold(GARBAGE_THRESHOLD, 50, 50)
 
 
-class ServiceLoop:
-    """Runs `turn()` again and again in a thread of its own until stopped or `turn` raises."""
+MAX_FAILURES = 20
+"""Turns in a row that fail before a loop ends: what fails so often is not one message's fault."""
 
-    def __init__(self, name: str, turn: Callable[[], object], wake: Callable[[], None]) -> None:
-        """Make a loop that does not run yet. `wake` ends a waiting turn, from any thread."""
+
+class ServiceLoop:
+    """Runs `turn()` again and again in a thread of its own until stopped.
+
+    An error ends one turn; `max_failures` of them in a row end the loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], object],
+        wake: Callable[[], None],
+        *,
+        max_failures: int = MAX_FAILURES,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Make a loop that does not run yet. `wake` ends a waiting turn, from any thread;
+        `on_failure` is called in the loop's thread when errors have ended it."""
         self._name = name
         self._turn = turn
         self._wake = wake
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._is_stopping = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._on_failure = on_failure
+        self._loop = ServingLoop(
+            name, self._take_turn, max_failures=max_failures, on_failure=self._fail
+        )
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the loop although nobody stopped it, if anything did."""
-        return self._failure
+        """The last of the errors that ended the loop, None while none has."""
+        return self._loop.failure
 
     @property
     def is_running(self) -> bool:
         """Whether the loop still takes turns and calls."""
-        return self._thread.is_alive()
+        return self._loop.is_running
 
     def start(self) -> None:
         """Begin to take turns."""
-        self._thread.start()
+        self._loop.start()
+
+    def statistics(self) -> LoopStatistics:
+        """Return figures, frozen."""
+        return self._loop.statistics()
 
     def call(self, action: Callable[[], T], timeout_s: float) -> T:
         """Run `action` in the loop's thread and return what it returns, or raise what it raises.
@@ -77,7 +97,7 @@ class ServiceLoop:
             raise BacklogFullError(f"{MAX_WAITING_CALLS} calls wait for {self._name}: try later")
         self._calls.append((action, future))
         self._wake()
-        if not self.is_running:
+        if self.failure is not None or not self.is_running:
             self._refuse_waiting_calls()
         try:
             return future.result(timeout_s)
@@ -88,32 +108,37 @@ class ServiceLoop:
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop after its present turn; return whether it ended within `timeout_s`."""
-        self._is_stopping = True
+        self._loop.stop()
         self._wake()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_stopping:
-                while self._calls:
-                    self._run_call(*self._calls.popleft())
-                self._turn()
-        except BaseException as error:  # kept for whoever asks; the party is dead from here on
-            self._failure = error
-            logger.exception("%s ended by an error", self._name)
-        finally:
+        has_ended = self._loop.join(timeout_s)
+        if has_ended:
             self._refuse_waiting_calls()
+        return has_ended
+
+    def _take_turn(self) -> None:
+        while self._calls:
+            self._run_call(*self._calls.popleft())
+        self._turn()
 
     def _run_call(self, action: Callable[[], Any], future: Future[Any]) -> None:
         try:
             future.set_result(action())
-        except Exception as error:
+        except BaseException as error:  # for the thread that asked
             future.set_exception(error)
 
+    def _fail(self, failure: BaseException) -> None:
+        self._refuse_waiting_calls()
+        if self._on_failure is not None:
+            self._on_failure(failure)
+
     def _refuse_waiting_calls(self) -> None:
-        reason = f" ({self._failure!r})" if self._failure is not None else ""
+        reason = f" ({self.failure!r})" if self.failure is not None else ""
         while self._calls:
             _, future = self._calls.popleft()
             future.set_exception(ClusterError(f"{self._name} has ended{reason}"))
+
+
+def end_this_process(failure: BaseException) -> None:
+    """End the process at once, as a crash would: another one takes its place, with new books."""
+    logging.shutdown()  # which flushes
+    os._exit(1)

@@ -46,11 +46,13 @@ class HostStatistics:
     """What one worker's process has carried and refused beside the worker's own figures.
 
     `malformed`: payloads that are no message. `misdirected`: messages that are not for workers.
+    `faults`: errors that should not be, each of which cost a message or a connection.
     """
 
     transport: TransportStatistics
     malformed: int
     misdirected: int
+    faults: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@
 
 Knows nothing of Ray, so that it runs in the coordinator actor, in an engine's driver and in tests
 alike. Whatever is not a message of ours, not from whom it says it is, or not to be obeyed, is
-counted and dropped.
+counted and dropped. An error in a decision costs the epoch, never the loop: its books go, and the
+next epoch's come from what the workers hold.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, get_args
 
@@ -18,6 +19,7 @@ from actors.transport import Inbound, ServerTransport, TransportStatistics
 from kvcache.clock import Clock
 from kvcache.errors import ProtocolError
 from kvcache.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
+from kvcache.serving_loop import Faults
 from kvcache.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,10 @@ class Decider(Protocol):
     def on_tick(self) -> list[Outgoing]:
         """Look at the clock."""
 
+    def on_error(self, reason: str) -> list[Outgoing]:
+        """Go on after an error in the middle of a decision, with books that it cannot have left
+        half written."""
+
 
 @dataclass(frozen=True)
 class ServiceStatistics:
@@ -51,7 +57,8 @@ class ServiceStatistics:
 
     `malformed`: payloads that are no message. `impersonated`: messages that are not from whom they
     say. `refused`: messages that the coordinator must not obey, or that cannot be sent. `early`:
-    before it was started.
+    before it was started. `faults`: errors that should not be, `last_fault` names the last: one in
+    a decision ended the epoch.
     """
 
     transport: TransportStatistics
@@ -59,6 +66,8 @@ class ServiceStatistics:
     impersonated: int
     refused: int
     early: int
+    faults: int = 0
+    last_fault: str = ""
 
 
 class CoordinatorService:
@@ -75,6 +84,8 @@ class CoordinatorService:
         self._next_tick_s = clock.now() + tick_s
         self._decider: Decider | None = None
         self._malformed = self._impersonated = self._refused = self._early = 0
+        self._faults = Faults("the coordinator's message loop")
+        self._error = ""  # one after which the books are not dropped yet
 
     def open(self, decider: Decider, outgoing: Sequence[Outgoing]) -> None:
         """Hand messages to `decider` from now on; send what it wants sent first."""
@@ -88,11 +99,13 @@ class CoordinatorService:
 
     def tick(self) -> None:
         """Do what is due by the clock."""
+        if self._error:
+            self.send(self._drop_books())
         now_s = self._clock.now()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
             if self._decider is not None:
-                self.send(self._decider.on_tick())
+                self.send(self._decide("a look at the clock", self._decider.on_tick))
 
     def serve(self, arrived: Sequence[Inbound]) -> None:
         """Serve messages that arrived together, in order."""
@@ -100,16 +113,19 @@ class CoordinatorService:
         outgoing: list[Outgoing] = []
         for inbound in arrived:
             address = inbound.peer.address
-            if (
-                decider is not None
-                and type(address) is WorkerAddress
-                and decider.on_plain_applied(address.rank, inbound.payload)
-            ):
-                has_plain = True
-            else:
-                outgoing += self._take(inbound)
+            try:
+                if (
+                    decider is not None
+                    and type(address) is WorkerAddress
+                    and decider.on_plain_applied(address.rank, inbound.payload)
+                ):
+                    has_plain = True
+                else:
+                    outgoing += self._take(inbound)
+            except Exception as error:
+                outgoing += self._on_error(f"a message of {address}", error)
         if has_plain and decider is not None:
-            outgoing += decider.settle()
+            outgoing += self._decide("an acknowledgement", decider.settle)
         if len(arrived) == 1:
             # Nothing to gather: ranks shall not wait for the answer to the client to be encoded.
             for item in outgoing:
@@ -126,6 +142,10 @@ class CoordinatorService:
                 payload = encode(item.message)
             except ProtocolError as error:
                 self._on_unsendable(item.to, error)
+                continue
+            except Exception as error:
+                self._refused += 1
+                self._faults.note(f"a message to {item.to}", error)
                 continue
             by_receivers.setdefault(item.to, []).append(payload)
         for receivers, payloads in by_receivers.items():
@@ -153,7 +173,27 @@ class CoordinatorService:
             impersonated=self._impersonated,
             refused=self._refused,
             early=self._early,
+            faults=self._faults.count,
+            last_fault=self._faults.last,
         )
+
+    def _decide(self, what: str, decide: Callable[[], list[Outgoing]]) -> list[Outgoing]:
+        """Return what a decision has sent; an error in it is noted, and the epoch begins again."""
+        try:
+            return decide()
+        except Exception as error:
+            return self._on_error(what, error)
+
+    def _on_error(self, what: str, error: Exception) -> list[Outgoing]:
+        """Note an error; have the decider drop the books that it may have left half written."""
+        self._error = self._faults.note(what, error)
+        return self._drop_books()
+
+    def _drop_books(self) -> list[Outgoing]:
+        """Raises what the decider raises; then the next turn begins with another attempt."""
+        outgoing = [] if self._decider is None else self._decider.on_error(self._error)
+        self._error = ""
+        return outgoing
 
     def _take(self, inbound: Inbound) -> list[Outgoing]:
         """Return what is to be sent because of a message; count one that is not to be obeyed."""
@@ -162,6 +202,10 @@ class CoordinatorService:
         except ProtocolError as error:
             self._malformed += 1
             logger.debug("dropped from %s: %s", inbound.peer, error)
+            return []
+        except Exception as error:
+            self._malformed += 1
+            self._faults.note(f"the bytes of {inbound.peer}", error)
             return []
         address, decider = inbound.peer.address, self._decider
         if decider is None:

@@ -5,7 +5,7 @@
 
 A client's thread serves its own messages, and whatever else has arrived, so that a step costs no
 change of threads; a thread of the service's own waits for workers, and looks at the clock. Nobody
-waits inside the lock. Refuses to go on with books that an error may have left half written: then
+waits inside the lock. Refuses to go on with books that a signal may have left half written: then
 the service is over, and every client is told why.
 """
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.connect import connect_peer, this_node
-from actors.loop import ServiceLoop, calm_garbage_collector
+from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
 from actors.worker_metrics import report_worker
@@ -144,7 +144,14 @@ class WorkerActor(WorkerMethods):
         self.kvcache = EmbeddedWorker(config, place, connect_peer, is_threaded=True)
         # Not a method of this class: Ray wraps those to trace them, which every turn would pay for.
         turn = partial(self.kvcache.poll, LONGEST_WAIT_S)
-        self._loop = ServiceLoop(f"kvcache-worker-{place}", turn, self.kvcache.wake)
+        # What it has half obeyed may be read as whole: the process ends, and is replaced.
+        self._loop = ServiceLoop(
+            f"kvcache-worker-{place}",
+            turn,
+            self.kvcache.wake,
+            max_failures=1,
+            on_failure=end_this_process,
+        )
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_attach(self, endpoint: Endpoint) -> None:

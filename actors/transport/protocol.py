@@ -91,7 +91,8 @@ class TransportStatistics:
     `foreign`: from no identity of ours, or with another number of frames. `oversized`: longer than
     the limit. `undeliverable`: to a peer that is unknown, gone or does not keep up.
     `refused_connections`: that failed the handshake. `disconnections`: connections that ended, be
-    it in order or because they sent what no peer sends.
+    it in order or because they sent what no peer sends. `faults`: errors that should not be, each
+    of which cost its connection or message.
     """
 
     sent: int = 0
@@ -101,6 +102,7 @@ class TransportStatistics:
     undeliverable: int = 0
     refused_connections: int = 0
     disconnections: int = 0
+    faults: int = 0
 
     def __add__(self, other: TransportStatistics) -> TransportStatistics:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}

@@ -17,6 +17,7 @@ from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.unix_channel import ROOT, UnixChannel, framed, is_trusted, socket_name
 from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
+from kvcache.serving_loop import Faults
 
 PUSH_MS = 500
 """How long the coordinator may not read while a large message is being sent to it."""
@@ -38,6 +39,7 @@ class UnixPeer:
         self._num_sent = self._num_received = 0
         self._num_oversized = self._num_undeliverable = 0
         self._num_refused = self._num_disconnections = 0
+        self._faults = Faults("a Unix socket to the coordinator")
         self._wake = WakePipe()
         # Readable when the connection is, whichever it is by then.
         self._readable = select.epoll()
@@ -95,6 +97,7 @@ class UnixPeer:
             undeliverable=self._num_undeliverable,
             refused_connections=self._num_refused,
             disconnections=self._num_disconnections,
+            faults=self._faults.count,
         )
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -123,6 +126,10 @@ class UnixPeer:
         try:
             payloads = channel.receive(timeout_s)
         except (OSError, MalformedMessageError):
+            self._disconnect()
+            return []
+        except Exception as error:
+            self._faults.note("a connection", error)
             self._disconnect()
             return []
         self._num_received += len(payloads)

@@ -36,6 +36,7 @@ from actors.transport.unix_channel import (
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
 from kvcache.errors import ClusterError, MalformedMessageError
 from kvcache.messages import Address
+from kvcache.serving_loop import Faults
 
 EVENTS_AT_ONCE = 64
 BACKLOG = 1024
@@ -81,6 +82,7 @@ class UnixServer:
         self._known: dict[Address, dict[bytes, _Connection]] = {}
         self._accept_again_s: float | None = None
         self._counts: Counter[str] = Counter()
+        self._faults = Faults("the coordinator's Unix sockets")
         self._num_sent = self._num_received = 0
         self._is_closed = False
 
@@ -141,13 +143,18 @@ class UnixServer:
             self._accept_again(self._accept_again_s)
         for descriptor, events in self._epoll.poll(timeout_s, EVENTS_AT_ONCE):
             connection = self._connections.get(descriptor)
-            if connection is None:
-                self._on_other(descriptor)
-                continue
-            if events & _WRITE:
-                self._flush(connection)
-            if events & ~_WRITE:
-                self._read(connection, inbound)
+            try:
+                if connection is None:
+                    self._on_other(descriptor)
+                    continue
+                if events & _WRITE:
+                    self._flush(connection)
+                if events & ~_WRITE:
+                    self._read(connection, inbound)
+            except Exception as error:
+                self._faults.note("a connection", error)
+                if connection is not None:
+                    self._cut_off(connection)
         return inbound
 
     def wake(self) -> None:
@@ -156,7 +163,12 @@ class UnixServer:
 
     def statistics(self) -> TransportStatistics:
         """See `ServerTransport.statistics`."""
-        return TransportStatistics(sent=self._num_sent, received=self._num_received, **self._counts)
+        return TransportStatistics(
+            sent=self._num_sent,
+            received=self._num_received,
+            faults=self._faults.count,
+            **self._counts,
+        )
 
     def close(self) -> None:
         """See `ServerTransport.close`."""

@@ -30,6 +30,7 @@ from actors.transport.protocol import (
 from kvcache.curve import CurveGate, CurveKeys, guard_server
 from kvcache.errors import ClusterError, MalformedMessageError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
+from kvcache.serving_loop import Faults
 
 LOCAL_ENDPOINT = "ipc://@kvcache-"
 """An abstract address: a second binder is refused, and no file is left behind."""
@@ -171,6 +172,7 @@ class ZmqServer:
         self._limits = limits
         self._identities: dict[Address, dict[bytes, None]] = {}
         self._statistics = TransportStatistics()
+        self._faults = Faults("the coordinator's ZMQ socket")
         self._num_sent = self._num_received = 0
         self._look_at_monitor_s = 0.0
         self._waking = threading.Lock()
@@ -229,7 +231,10 @@ class ZmqServer:
         """See `ServerTransport.receive`."""
         inbound: list[Inbound] = []
         for frames in self._receiver.receive(timeout_s):
-            self._take(frames, inbound)
+            try:
+                self._take(frames, inbound)
+            except Exception as error:
+                self._faults.note("a message", error)
         now_s = time.monotonic()
         if now_s >= self._look_at_monitor_s:
             self._look_at_monitor_s = now_s + MONITOR_INTERVAL_S
@@ -257,7 +262,12 @@ class ZmqServer:
 
     def statistics(self) -> TransportStatistics:
         """See `ServerTransport.statistics`."""
-        return replace(self._statistics, sent=self._num_sent, received=self._num_received)
+        return replace(
+            self._statistics,
+            sent=self._num_sent,
+            received=self._num_received,
+            faults=self._faults.count,
+        )
 
     def close(self) -> None:
         """See `ServerTransport.close`."""

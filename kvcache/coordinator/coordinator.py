@@ -238,6 +238,13 @@ class Coordinator:
             out.append(Outgoing(tuple(WorkerAddress(rank) for rank in silent), ping))
         return out + self._guarded(self._reign.on_tick)
 
+    def on_error(self, reason: str) -> list[Outgoing]:
+        """An error ended a decision, which may have left books half written: begin a new epoch,
+        whose books are made from what the ranks hold. `reason` says what it was."""
+        if self._phase not in OBEYED:
+            return []
+        return self._begin_epoch(f"an error of the coordinator's own: {reason}")
+
     def close(self) -> None:
         """Serve nobody any more. May be called again."""
         self._recorder.close()

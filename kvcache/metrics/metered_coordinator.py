@@ -68,6 +68,11 @@ class MeteredCoordinator:
             self._meter.forget_silent(begun_s)
         return self._looked_at(self._coordinator.on_tick(), begun_s)
 
+    def on_error(self, reason: str) -> list[Outgoing]:
+        """See `Coordinator`."""
+        begun_s = self._now()
+        return self._looked_at(self._coordinator.on_error(reason), begun_s)
+
     def _settle(self) -> list[Outgoing]:
         begun_s = self._now()
         return self._looked_at(self._coordinator.settle(), begun_s)

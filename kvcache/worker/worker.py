@@ -9,10 +9,10 @@ decide anything: it never seals, frees or evicts by itself.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 
 import torch
 
@@ -26,6 +26,7 @@ from kvcache.errors import (
     StaleEpochError,
 )
 from kvcache.labels import LabelSet, LabelTable
+from kvcache.logs import get_logger
 from kvcache.messages import (
     CollectLabels,
     FinishedAck,
@@ -36,6 +37,7 @@ from kvcache.messages import (
     Refused,
     StepCommands,
 )
+from kvcache.serving_loop import describe_error
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.engine_choice import make_copy_engine
@@ -47,7 +49,7 @@ from kvcache.worker.reports import ReportOutbox
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
 from kvcache.worker.worker_figures import RefusedMessages, worker_statistics
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class KVCacheWorker:
@@ -97,6 +99,7 @@ class KVCacheWorker:
         self._last_hello_s: float | None = None
         self._is_introducing = True
         self._is_closed = False
+        self._wholeness = _Wholeness(settings.rank)
         self._refused = RefusedMessages()
 
     @property
@@ -161,10 +164,13 @@ class KVCacheWorker:
         """Obey messages that arrived together, in order, as `on_message` does one.
 
         What they have applied is acknowledged once for all of them. What must not be obeyed is
-        counted and dropped, never raised: see `statistics`.
+        counted and dropped, never raised: see `statistics`. An error all the same may leave tables
+        half changed: it is raised, and nothing is obeyed or read by them any more.
+
+        Raises ClusterError after such an error: end the process, another one takes its place.
         """
         self._executor.transfers.pause()
-        with self._lock:
+        with self._lock, self._wholeness:
             if self._is_closed:
                 return []
             for message in messages:
@@ -182,7 +188,7 @@ class KVCacheWorker:
         for `on_messages`, and so are all while something else waits to be done or said.
         """
         self._executor.transfers.pause()
-        with self._lock:
+        with self._lock, self._wholeness:
             has_more_to_do = self._ready or self._outbox or len(self._reports)
             if has_more_to_do or self._is_closed or self._executor.has_ended_jobs:
                 return 0, b""
@@ -203,7 +209,7 @@ class KVCacheWorker:
     def on_tick(self) -> list[Message]:
         """Return what is due without being asked: introductions, reports that are not acknowledged,
         a sign of life after silence. Also moves put-off work on."""
-        with self._condition:
+        with self._condition, self._wholeness:
             if self._is_closed:
                 return []
             self._advance()
@@ -273,7 +279,8 @@ class KVCacheWorker:
                     f"in epoch {self._receiver.epoch}"
                 )
             self._executor.end_forward(seq)
-            self._advance()
+            with self._wholeness:
+                self._advance()
             self._condition.notify_all()
 
     @property
@@ -286,7 +293,7 @@ class KVCacheWorker:
 
         Call it after the replies of `on_message` have been sent: *applied* must not wait for bytes.
         """
-        with self._condition:
+        with self._condition, self._wholeness:
             if self._is_closed:
                 return []
             self._run_due_forwards()
@@ -441,9 +448,40 @@ class KVCacheWorker:
     def _require_epoch(self, epoch: int) -> None:
         if self._is_closed:
             raise ClusterError(f"rank {self.settings.rank} is closed: no forward can begin")
+        self._wholeness.require()
         receiver = self._receiver
         if epoch != receiver.epoch or epoch == NO_EPOCH or receiver.pending_grant is not None:
             raise StaleEpochError(
                 f"forward of epoch {epoch} on rank {self.settings.rank}, which is in epoch "
                 f"{receiver.highest_epoch}: what was scheduled before is void, attach again"
             )
+
+
+class _Wholeness:
+    """Around what changes tables: an error in the middle of it is remembered, and nothing may
+    change or read them afterwards."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._failure = ""
+
+    def require(self) -> None:
+        """Raise ClusterError if there was an error."""
+        if self._failure:
+            raise ClusterError(
+                f"rank {self._rank} obeys no more since an error ({self._failure}): its tables may "
+                "be half changed; end this process and let another one take its place"
+            )
+
+    def __enter__(self) -> None:
+        self.require()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not self._failure:
+            self._failure = describe_error(error)
+            logger.critical("rank %d cannot go on: %s", self._rank, self._failure, exc_info=error)

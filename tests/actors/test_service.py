@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors import LocalCluster
+from actors.loop import ServiceLoop
 from actors.service import CoordinatorService
-from actors.transport import Inbound, client_peer, worker_peer
+from actors.transport import Inbound, Peer, client_peer, worker_peer
 from actors.transport.local import LocalServer
 from kvcache.clock import VirtualClock
-from kvcache.errors import MalformedMessageError
+from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError
 from kvcache.messages import (
     Address,
     Applied,
@@ -14,14 +25,17 @@ from kvcache.messages import (
     ClientAddress,
     FromClient,
     FromWorker,
+    Message,
     Outgoing,
     Ping,
     Unattached,
     WorkerAddress,
 )
+from kvcache.step import NewRequest, StepRequest
 from kvcache.wire import encode
 
 MAX_BYTES = 1000
+DEADLINE_S = 60.0
 RANKS = (WorkerAddress(0), WorkerAddress(1))
 
 
@@ -45,6 +59,8 @@ class Decider:
     def __init__(self, reason: str = "") -> None:
         self.reason = reason
         self.taken: list[int] = []
+        self.errors: list[str] = []
+        self.num_vain_drops = 0
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         return []
@@ -65,6 +81,13 @@ class Decider:
         ]
 
     def on_tick(self) -> list[Outgoing]:
+        return []
+
+    def on_error(self, reason: str) -> list[Outgoing]:
+        self.errors.append(reason)
+        if self.num_vain_drops:
+            self.num_vain_drops -= 1
+            raise RuntimeError("the books cannot be dropped")
         return []
 
 
@@ -121,3 +144,173 @@ def test_a_message_that_cannot_be_encoded_is_counted_and_the_others_are_sent() -
     service.send([Outgoing(RANKS, impossible), Outgoing(RANKS, Ping("nonce", 1))])
     assert transport.sent == [(RANKS, (encode(Ping("nonce", 1)),))]
     assert service.statistics().refused == 1
+
+
+def broken(*_: object) -> list[Outgoing]:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("method", "peer", "message", "what"),
+    [
+        (
+            "on_plain_applied",
+            worker_peer(0, "process"),
+            Applied("nonce", "process", 0, 1, 1),
+            "a message of WorkerAddress(rank=0)",
+        ),
+        (
+            "settle",
+            worker_peer(0, "process"),
+            Applied("nonce", "process", 0, 1, 1),
+            "an acknowledgement",
+        ),
+        (
+            "on_client_message",
+            client_peer("a"),
+            Attach("a"),
+            "a message of ClientAddress(client_id='a')",
+        ),
+    ],
+)
+def test_an_error_in_a_decision_costs_the_books_and_no_other_message(
+    monkeypatch: pytest.MonkeyPatch, method: str, peer: Peer, message: Message, what: str
+) -> None:
+    decider = Decider("why")
+    service, transport = make_service(decider)
+    with monkeypatch.context() as patch:
+        patch.setattr(decider, method, broken)
+        transport.put(Inbound(peer, encode(message)))
+        service.turn()
+    reason = f"{what}: MemoryError: no room"
+    assert decider.errors == [reason]
+    assert (service.statistics().faults, service.statistics().last_fault) == (1, reason)
+    transport.put(Inbound(client_peer("b"), encode(Attach("b"))))
+    service.turn()
+    assert transport.sent[-1][0] == (ClientAddress("b"),)
+    assert decider.errors == [reason]
+
+
+def test_an_error_of_a_look_at_the_clock_costs_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    decider, clock = Decider(), VirtualClock()
+    service = CoordinatorService(Recorder(), clock, MAX_BYTES, tick_s=1.0)
+    service.open(decider, [])
+    monkeypatch.setattr(decider, "on_tick", broken)
+    clock.advance(1.0)
+    service.turn()
+    assert decider.errors == ["a look at the clock: MemoryError: no room"]
+
+
+def test_books_that_cannot_be_dropped_are_not_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    decider = Decider("why")
+    decider.num_vain_drops = 2
+    service, transport = make_service(decider)
+    with monkeypatch.context() as patch:
+        patch.setattr(decider, "on_client_message", broken)
+        transport.put(Inbound(client_peer("a"), encode(Attach("a"))))
+        with pytest.raises(RuntimeError, match="the books cannot be dropped"):
+            service.turn()
+    transport.put(Inbound(client_peer("a"), encode(Attach("a"))))
+    with pytest.raises(RuntimeError, match="the books cannot be dropped"):
+        service.turn()
+    assert transport.sent == []
+    service.turn()
+    assert transport.sent != []
+    assert len(decider.errors) == 3
+
+
+def test_bytes_that_break_the_decoder_are_counted_and_cost_no_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decider = Decider("why")
+    service, transport = make_service(decider)
+    with monkeypatch.context() as patch:
+        patch.setattr("actors.service.decode", broken)
+        transport.put(Inbound(client_peer("a"), b"anything"))
+        service.turn()
+    assert decider.errors == []
+    assert (service.statistics().malformed, service.statistics().faults) == (1, 1)
+
+
+def test_an_error_costs_the_epoch_and_nothing_that_is_cached(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        tokens = np.arange(40, dtype=np.int32)
+        first = client.step(StepRequest(new=(NewRequest("a", tokens, max_new_tokens=40),)))
+        client.wait_finished(first.step)
+        client.wait_finished(client.submit(StepRequest(completed_step=first.step)))
+        epoch, manager = cluster.coordinator.epoch, cluster.coordinator.manager
+        assert manager is not None
+        monkeypatch.setattr(manager, "step", broken)
+        with pytest.raises(StaleEpochError, match="MemoryError: no room"):
+            client.step(StepRequest())
+        client.attach()
+        assert cluster.coordinator.epoch == epoch + 1
+        again = client.step(StepRequest(new=(NewRequest("b", tokens, max_new_tokens=40),)))
+        assert again.num_hit_tokens.tolist() == [32]
+        client.wait_finished(again.step)
+        assert client.failures == ()
+        cluster.coordinator.check()
+
+
+def test_a_loop_survives_turns_that_fail_and_serves_the_calls_of_other_threads() -> None:
+    num_turns = itertools.count()
+
+    def turn() -> None:
+        if next(num_turns) % 2:
+            raise ValueError("a turn failed")
+
+    loop = ServiceLoop("a loop", turn, lambda: None)
+    loop.start()
+    assert loop.call(lambda: 7, DEADLINE_S) == 7
+    with pytest.raises(SystemExit):
+        loop.call(sys.exit, DEADLINE_S)
+    while not loop.statistics().num_faults:
+        assert loop.call(lambda: 7, DEADLINE_S) == 7
+    assert loop.is_running
+    assert loop.failure is None
+    assert loop.stop(DEADLINE_S)
+    with pytest.raises(ClusterError, match=r"^a loop has ended$"):
+        loop.call(lambda: 7, DEADLINE_S)
+
+
+def test_a_loop_whose_turns_all_fail_ends_and_says_so() -> None:
+    has_failed = threading.Event()
+
+    def turn() -> None:
+        raise ValueError("a turn failed")
+
+    def on_failure(failure: BaseException) -> None:
+        with pytest.raises(
+            ClusterError, match=r"^a loop has ended \(ValueError\('a turn failed'\)\)$"
+        ):
+            loop.call(lambda: 7, DEADLINE_S)
+        has_failed.set()
+
+    loop = ServiceLoop("a loop", turn, lambda: None, max_failures=2, on_failure=on_failure)
+    loop.start()
+    assert has_failed.wait(DEADLINE_S)
+    assert loop.statistics().num_faults == 2
+
+
+def test_the_process_of_a_loop_that_has_failed_ends() -> None:
+    script = """
+import threading
+from actors.loop import ServiceLoop, end_this_process
+
+def turn():
+    raise ValueError("a turn failed")
+
+ServiceLoop("a loop", turn, lambda: None, max_failures=1, on_failure=end_this_process).start()
+threading.Event().wait()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "a loop: error in a turn: ValueError: a turn failed" in ended.stderr

@@ -69,6 +69,9 @@ class Rule:
     def on_tick(self) -> list[Outgoing]:
         return []
 
+    def on_error(self, reason: str) -> list[Outgoing]:
+        return [Outgoing((ClientAddress("a"),), Unattached("a", 8, f"error: {reason}"))]
+
 
 class Site:
     """A service with a coordinator, and the socket that workers connect to."""
@@ -245,8 +248,24 @@ def test_turns_keep_the_service_from_having_stood_still(site: Site) -> None:
     assert reasons(client) == [(1, "answered")]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
-def test_an_error_in_the_middle_of_a_decision_is_the_end(site: Site, error: BaseException) -> None:
+def test_an_error_in_the_middle_of_a_decision_ends_the_epoch(site: Site) -> None:
+    client = site.client("a")
+    site.rule.error = RuntimeError("a bug")
+    client.send(encode(Attach("a", 1)))
+    cause = "a message of ClientAddress(client_id='a'): RuntimeError: a bug"
+    assert reasons(client) == [(8, f"error: {cause}")]
+    told = site.service.statistics()
+    assert (told.faults, told.last_fault) == (1, cause)
+    site.rule.error = None
+    client.send(encode(Attach("a", 1)))
+    assert reasons(client) == [(1, "answered")]
+    assert site.service.ended is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_an_interruption_in_the_middle_of_a_decision_is_the_end(
+    site: Site, error: BaseException
+) -> None:
     client, other = site.client("a"), site.client("b")
     site.rule.error = error
     with pytest.raises(type(error)):

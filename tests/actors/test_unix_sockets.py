@@ -164,6 +164,30 @@ def test_without_descriptors_a_peer_loses_messages_and_nothing_else(
     assert hear(server, peer)[0].payload == b"hello"
 
 
+def test_an_error_of_any_kind_costs_the_connection_that_caused_it(
+    cleanup: ExitStack, server: NodeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = server.bind(unix_address(), False)
+    friend = make_peer(cleanup, address)
+    hear(server, friend)
+    receive = UnixChannel.receive
+
+    def receive_or_fail(channel: UnixChannel, timeout_s: float = 0.0) -> list[bytes]:
+        payloads = receive(channel, timeout_s)
+        if b"poison" in payloads:
+            raise MemoryError("far too much")
+        return payloads
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnixChannel, "receive", receive_or_fail)
+        stranger = raw_connection(cleanup, address)
+        stranger.sendall(framed((b"poison",)))
+        wait_for_disconnections(server, 1)
+        assert stranger.recv(1) == b""
+        assert server.statistics().faults == 1
+    assert hear(server, friend)[0].payload == b"hello"
+
+
 @needs_root
 def test_processes_of_other_users_are_not_let_in(cleanup: ExitStack, server: NodeServer) -> None:
     address = server.bind(unix_address(), False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
-from kvcache.errors import StaleEpochError
+from kvcache.errors import ClusterError, StaleEpochError
 from kvcache.labels import LabelTable
 from kvcache.messages import Applied, Finished
 from kvcache.worker import CpuCopyEngine, PendingCopy
+from kvcache.worker.executor import CommandExecutor
 from tests.worker.worker_support import (
     Harness,
     Row,
@@ -377,3 +379,35 @@ def test_a_store_reads_what_a_waiting_copy_would_have_written() -> None:
     harness.send(Store(1, "host", ids(9), ids(0)))
     harness.send(Load(2, "host", ids(0), ids(10)))
     assert block_bytes(harness.worker, 10) == content
+
+
+@pytest.mark.parametrize("method", ["validate", "apply"])
+def test_after_an_error_while_it_obeys_a_worker_neither_obeys_nor_lets_forwards_begin(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    harness = Harness.make()
+    worker = harness.worker
+    harness.send(patch(0, [3]))
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as context:
+        context.setattr(CommandExecutor, method, broken)
+        with pytest.raises(MemoryError):
+            harness.send(patch(0, [4]))
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: harness.send(patch(0, [5])),
+        worker.on_tick,
+        worker.run_due_forwards,
+        lambda: worker.on_plain_steps((b"payload",)),
+        lambda: worker.begin_forward(1, 1, timeout_s=0.0),
+    )
+    for call in calls:
+        with pytest.raises(ClusterError) as caught:
+            call()
+        assert str(caught.value) == (
+            "rank 0 obeys no more since an error (MemoryError: no room): its tables may be half "
+            "changed; end this process and let another one take its place"
+        )
+    worker.close()
