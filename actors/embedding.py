@@ -14,7 +14,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import get_args
 
 from actors.memory import free_memory_bytes, plannable_bytes
@@ -25,6 +24,7 @@ from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics,
 from actors.transport.mailbox import Mailbox
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig, layer_specs
+from kvcache.config.sections import Location
 from kvcache.errors import NotRunningError, ProtocolError
 from kvcache.hashing import get_hash_fn
 from kvcache.keeper.client import KeeperAddress
@@ -185,9 +185,11 @@ class EmbeddedWorker:
         disk = self._config.offload.disk
         if disk is None:
             return None
+        location = Location.of(disk.directory)
         return FileTierSettings(
-            Path(disk.directory),
+            location.root,
             self._config.name,
+            below=location.below,
             threads=disk.num_threads,
             max_queued_blocks=MAX_QUEUED_BLOCKS,
             max_bytes=files_bound(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from kvcache.config import (
     parse_config,
 )
 from kvcache.config.prepared import prepared_names
+from kvcache.config.sections import Location
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn
 from kvcache.planner import plan_cluster
@@ -320,7 +323,7 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         (
             {"recorder": {"directory": "records"}},
             "recorder: directory 'records' is relative, and the coordinator may run anywhere: "
-            "write it from / on",
+            "write it from / on, or from ~/ on for one in the home directory",
         ),
         (
             {"recorder": {"directory": "/var/records", "max_bytes": "100MiB"}},
@@ -624,3 +627,24 @@ def test_a_cluster_with_tiers_can_be_recorded() -> None:
     tiers = {"host_memory_per_rank": "1MiB"}
     config = parse_config(plain(offload=tiers, recorder={"directory": "/x"}))
     assert (config.recorder.directory, config.offload.host_memory_per_rank) == ("/x", 1 << 20)
+
+
+def test_no_configuration_that_comes_with_the_package_keeps_files_where_they_are_cleaned() -> None:
+    for name in prepared_names():
+        config = load_config(name)
+        disk = config.offload.disk
+        for directory in (config.recorder.directory, None if disk is None else disk.directory):
+            assert directory is None or directory.startswith("~/.cache/kvcache")
+
+
+def test_a_directory_in_the_home_directory_is_found_without_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/elsewhere")
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    assert Location.of("~/.cache/kvcache") == Location(home, ".cache/kvcache")
+    assert Location.of("~/.cache/kvcache").path == home / ".cache/kvcache"
+    assert Location.of("/mnt/a b").path == Path("/mnt/a b")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 3)
+    with pytest.raises(ConfigurationError, match="user 2147483645 has none: write it from / on"):
+        Location.of("~/.cache")

@@ -26,6 +26,7 @@ from kvcache.config.sections import (
     SecondsOrNever,
     Section,
     Share,
+    require_directory,
     require_model_len,
 )
 from kvcache.config.tenants import TenantsConfig
@@ -209,11 +210,11 @@ class AuditConfig(Section):
 class RecorderConfig(Section):
     """Whether all that happens to the cache is written down, for `kvcache replay-record`.
 
-    `directory`: of the coordinator's node, below which each cluster has one of its name; None:
-    nothing is recorded. Segments of `segment_bytes` are removed, the oldest first, so that all
-    together stay within `max_bytes`; the present epoch's are kept, and when they fill it, recording
-    stops until the next epoch. A record is on its way to disk after `flush_s`; with `sync` each
-    write waits until it has arrived.
+    `directory`: of the coordinator's node, below which each cluster has one of its name, `~/...`
+    in the home directory; None: nothing is recorded. Segments of `segment_bytes` are removed, the
+    oldest first, so that all together stay within `max_bytes`; the present epoch's are kept, and
+    when they fill it, recording stops until the next epoch. A record is on its way to disk after
+    `flush_s`; with `sync` each write waits until it has arrived.
     """
 
     directory: Annotated[str, Field(min_length=1)] | None = None
@@ -224,11 +225,8 @@ class RecorderConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_written(self) -> RecorderConfig:
-        if self.directory is not None and not self.directory.startswith("/"):
-            raise ConfigurationError(
-                f"directory {self.directory!r} is relative, and the coordinator may run anywhere: "
-                "write it from / on"
-            )
+        if self.directory is not None:
+            require_directory(self.directory, "the coordinator")
         if self.max_bytes < 2 * self.segment_bytes:
             raise ConfigurationError(
                 f"max_bytes is {self.max_bytes}, less than two segments of segment_bytes "

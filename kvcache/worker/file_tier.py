@@ -9,8 +9,8 @@ The directory says what it holds, and is locked by the process that uses it. Ref
 that says something else, or that a living process has.
 
 A directory that is removed while it is used is made again below its root, empty. Not so where the
-root is gone or lies on another device than before: a disk was unplugged, and nothing is written in
-its place.
+root is gone, or its place is on another device than before: a disk was unplugged, and nothing is
+written in its place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DiskAccess:
 
 @dataclass(frozen=True)
 class FileTierSettings:
-    """The file tier of one rank. `cluster` names the directory below `root`, which exists.
+    """The file tier of one rank. `cluster` names the directory `below` the `root`, which exists.
 
     `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
     cannot be used does not start, or, unless `must_work`, starts without it and says why in every
@@ -69,6 +69,7 @@ class FileTierSettings:
     max_set_aside: int = 16
     must_work: bool = True
     access: DiskAccess = DiskAccess()
+    below: str = ""
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_queued_blocks"):
@@ -106,9 +107,8 @@ class FileTier:
 
         Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
         """
-        self.directory = (
-            settings.root / settings.cluster / identity.layout_fingerprint / f"rank{identity.rank}"
-        )
+        cluster = settings.root / settings.below / settings.cluster
+        self.directory = cluster / identity.layout_fingerprint / f"rank{identity.rank}"
         if not os.path.isdir(settings.root):  # a sick disk raises nothing here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is no directory: make or mount it first"
@@ -116,10 +116,10 @@ class FileTier:
         self._root = settings.root
         self._about = _about(identity)
         self._again = threading.Lock()
-        self._root_device = 0
+        self._device = 0
         try:
-            self._root_device = os.stat(settings.root).st_dev
             self._directory = self._open()
+            self._device = os.fstat(self._directory).st_dev
         except OSError as error:
             raise ConfigurationError(
                 f"the file tier's directory {self.directory} cannot be used ({error.strerror}): "
@@ -198,8 +198,11 @@ class FileTier:
                 ) from error
 
     def _replace(self) -> None:
-        if os.stat(self._root).st_dev != self._root_device:
-            raise OSError(errno.ENODEV, f"{self._root} is on another device now")
+        place = self.directory
+        while place != self._root and not place.exists():
+            place = place.parent
+        if os.stat(place).st_dev != self._device:
+            raise OSError(errno.ENODEV, f"{place} is on another device now")
         if self.directory.exists() and os.path.samestat(
             os.stat(self.directory), os.fstat(self._directory)
         ):

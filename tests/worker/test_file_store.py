@@ -596,6 +596,15 @@ def test_a_rank_has_a_directory_of_its_own_that_says_what_it_holds(tmp_path: Pat
     ]
 
 
+def test_what_lies_below_the_root_is_made(tmp_path: Path) -> None:
+    tier = FileTier(replace(settings(tmp_path), below=".cache/kvcache"), IDENTITY, "me")
+    assert tier.directory == tmp_path / ".cache" / "kvcache" / "cluster" / "layout" / "rank1"
+    shutil.rmtree(tmp_path / ".cache")
+    head = written(tier.store)
+    assert read(tier.store, head.key) == (head, PAYLOAD)
+    tier.close()
+
+
 def remove_the_rank(tier: FileTier, root: Path) -> None:
     shutil.rmtree(tier.directory)
 
@@ -680,7 +689,7 @@ def test_a_root_that_is_gone_or_on_another_disk_is_not_made_again(
     assert not root.exists()
     root.mkdir()
     with monkeypatch.context() as unmounted:
-        unmounted.setattr(tier, "_root_device", tier._root_device + 1)
+        unmounted.setattr(tier, "_device", tier._device + 1)
         with pytest.raises(FileTierError, match="is on another device now"):
             written(tier.store)
         assert files_below(root) == []
