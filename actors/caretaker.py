@@ -11,7 +11,6 @@ own actors are neither ended nor made here: their engine hands others over.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,9 +38,11 @@ from kvcache.coordinator.watchdog import (
     signs_of_progress,
 )
 from kvcache.errors import ClusterError, KVCacheError, RequestError, StartupError
+from kvcache.logs import get_logger
 from kvcache.messages import Outgoing
+from kvcache.serving_loop import LoopStatistics, ServingLoop
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -110,8 +111,8 @@ class Caretaker:
         for rank, report in enumerate(workforce.reports):
             if report.incarnation and rank not in lost:
                 self._connect(rank)
-        self._thread = threading.Thread(target=self._run, name="kvcache-caretaker", daemon=True)
-        self._thread.start()
+        self._loop = ServingLoop("kvcache-caretaker", self._turn)
+        self._loop.start()
 
     # --- for the coordinator's process
 
@@ -189,9 +190,14 @@ class Caretaker:
             ]
             return (*self._pending, *replacements)
 
+    def loops(self) -> tuple[LoopStatistics, ...]:
+        """Return how the threads that watch over the workers do."""
+        return (self._loop.statistics(), self._watch.loop.statistics())
+
     def stop(self) -> None:
         """Watch and replace no longer. Repeatable."""
         self._closed.set()
+        self._loop.stop()
         self._watch.stop()
         with self._lock:
             replacements = list(self._replacements.values())
@@ -317,16 +323,16 @@ class Caretaker:
             self._closed.wait(PROOF_POLL_S)
         return False
 
-    def _run(self) -> None:
-        while not self._closed.wait(LOOK_S):
-            now_s = self._clock.now()
-            try:
-                heard, self._pending = self._link.call(partial(self._look, now_s))
-                self._end_silent(heard, self._silence.look(heard, now_s))
-            except KVCacheError as error:
-                logger.warning("the coordinator could not be looked at: %s", error)
-            except Exception:
-                logger.exception("the look at the workers failed")
+    def _turn(self) -> None:
+        if self._loop.pause(LOOK_S):
+            return
+        self._watch.loop.ensure_running()
+        now_s = self._clock.now()
+        try:
+            heard, self._pending = self._link.call(partial(self._look, now_s))
+            self._end_silent(heard, self._silence.look(heard, now_s))
+        except KVCacheError as error:
+            logger.warning("the coordinator could not be looked at: %s", error)
 
     def _look(self, now_s: float) -> tuple[dict[int, tuple[str, float]], tuple[PendingWork, ...]]:
         """Return who was heard when, and what is waited for. In the loop's thread."""
