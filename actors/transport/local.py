@@ -31,9 +31,10 @@ class LocalServer:
         self._peers[peer.address] = made
         return made
 
-    def disconnect(self, peer: Peer) -> None:
-        """Forget an end that was closed."""
-        self._peers.pop(peer.address, None)
+    def disconnect(self, peer: Peer, end: LocalPeer) -> None:
+        """Forget an end that was closed, unless another one has taken its place."""
+        if self._peers.get(peer.address) is end:
+            del self._peers[peer.address]
 
     def put(self, inbound: Inbound) -> None:
         """Take a payload of a peer."""
@@ -119,4 +120,4 @@ class LocalPeer:
 
     def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
-        self._server.disconnect(self._peer)
+        self._server.disconnect(self._peer, self)
