@@ -48,6 +48,7 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
         worker_silence_s=config.deadlines.worker_silence_s,
         client_silence_s=config.deadlines.client_silence_s,
         reattach_s=config.deadlines.reattach_s,
+        labels_s=config.deadlines.labels_s,
         audit=AuditSettings(config.audit.mode, config.audit.interval_s),
         layout_fingerprints=tuple(
             rank_layout_fingerprint(config, plan, rank) for rank in range(config.parallel.num_ranks)

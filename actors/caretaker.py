@@ -28,6 +28,7 @@ from actors.worker_making import WorkerRecipe
 from actors.workforce import Workforce, save_roster
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
+from kvcache.config.deadlines import ENDING_S
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import OBEYED
 from kvcache.coordinator.watchdog import (
@@ -49,7 +50,7 @@ T = TypeVar("T")
 LOOK_S = 0.5
 """How often silence and pending work are looked at."""
 
-PROOF_S = 10.0
+PROOF_S = ENDING_S / 3
 """How long Ray may take to notice that a process was ended, before it is asked to end it too."""
 
 PROOF_POLL_S = 0.1

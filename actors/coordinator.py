@@ -220,7 +220,7 @@ class CoordinatorActor:
         if caretaker is not None:
             caretaker.stop()
         self._metrics.stop()
-        if self._loop.stop(CALL_TIMEOUT_S):
+        if self._loop.stop(self._config.deadlines.closing_s):
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()
@@ -284,8 +284,8 @@ class CoordinatorActor:
 
         Who does not answer is looked for again, as long as nobody says what the plan is.
         """
-        deadlines, pause_s = self._config.deadlines, FIRST_PAUSE_S
-        give_up_s = self._clock.now() + max(deadlines.startup_s, deadlines.replacement_s)
+        pause_s = FIRST_PAUSE_S
+        give_up_s = self._clock.now() + self._config.deadlines.return_s
         while not self._closed.is_set():
             try:
                 sighting = look_for_workforce(self._config)

@@ -75,7 +75,7 @@ class EmbeddedSite:
         """End the workers; nothing of the cluster is left when this returns. The process with the
         coordinator, if it lives, gets errors. Actors of an engine's own are left as they are."""
         RayStateStore(self.name).clear()  # first: or lost workers would be replaced meanwhile
-        parts = ClusterParts(self.name, self.config.deadlines.shutdown_s)
+        parts = ClusterParts(self.name, self.config.deadlines)
         parts.process_ids = tuple(worker.report.process_id for worker in self._ask_workers())
         parts.find_workers(self.config.parallel.num_ranks)
         parts.find_placement(placement_group_name(self.name))

@@ -160,6 +160,7 @@ class EmbeddedWorker:
             is_content_checking=config.content_check.enabled,
             repeat_interval_s=config.transport.resend_s,
             heartbeat_interval_s=config.transport.heartbeat_s,
+            held_up_s=config.deadlines.held_up_s,
             max_buffered=4 * config.transport.window,
             max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
             host_keeper=self._keeper(),

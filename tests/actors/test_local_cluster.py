@@ -73,7 +73,9 @@ def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
 
 
 def test_one_client_too_many_is_told_once_which_key_to_raise(make_config: MakeConfig) -> None:
-    config = make_config(transport={"max_clients": 2}, deadlines={"step_s": 0.2})
+    soon = {"worker_silence_s": 0.1, "worker_kill_s": 0.0, "reattach_s": 0.1, "step_s": 0.2}
+    often = {"heartbeat_s": 0.05, "resend_s": 0.05}
+    config = make_config(transport={"max_clients": 2, **often}, deadlines=soon)
     with (
         LocalCluster(config) as cluster,
         cluster.client(),
