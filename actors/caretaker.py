@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.health import DeathWatch, SilenceWatch
+from actors.keeper import KeeperWatch, keeps_memory
 from actors.process_ending import end_process
 from actors.process_identity import ProcessIdentity
 from actors.replacement import Replacement, end_actor, patience_for
@@ -112,6 +113,8 @@ class Caretaker:
         for rank, report in enumerate(workforce.reports):
             if report.incarnation and rank not in lost:
                 self._connect(rank)
+        self.keepers = KeeperWatch(config, lambda: self._workforce, self.rules, clock)
+        """Looks after the memory of the nodes."""
         self._loop = ServingLoop("kvcache-caretaker", self._turn)
         self._loop.start()
 
@@ -193,13 +196,24 @@ class Caretaker:
 
     def loops(self) -> tuple[LoopStatistics, ...]:
         """Return how the threads that watch over the workers do."""
-        return (self._loop.statistics(), self._watch.loop.statistics())
+        loops = [self._loop, self._watch.loop]
+        if keeps_memory(self.config):
+            loops.append(self.keepers.loop)
+        return tuple(loop.statistics() for loop in loops)
+
+    def warnings(self) -> list[str]:
+        """Return what people should know: of the plan, and of host memory without a keeper."""
+        found = list(self._workforce.plan.warnings)
+        for keeper in self.keepers.statuses():
+            found += keeper.warnings()
+        return found
 
     def stop(self) -> None:
         """Watch and replace no longer. Repeatable."""
         self._closed.set()
         self._loop.stop()
         self._watch.stop()
+        self.keepers.stop()
         with self._lock:
             replacements = list(self._replacements.values())
         for one in replacements:
@@ -328,6 +342,7 @@ class Caretaker:
         if self._loop.pause(LOOK_S):
             return
         self._watch.loop.ensure_running()
+        self.keepers.loop.ensure_running()
         now_s = self._clock.now()
         try:
             heard, self._pending = self._link.call(partial(self._look, now_s))

@@ -26,7 +26,7 @@ from actors.endpoints import EndpointBook
 from actors.loop import ServiceLoop
 from actors.process_identity import this_process
 from actors.reports import ClusterStatus, NodeAddress
-from actors.service import ServiceStatistics
+from actors.service import ServiceStatistics, with_faults
 from actors.shared_service import SharedService
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
@@ -187,14 +187,19 @@ class EmbeddedCoordinator:
         state = "ready" if is_running and not problem else "degraded"
         if self.ended is not None:
             state, problem = "failed", str(self.ended)
+        caretaker, service = self.caretaker, self._service.statistics()
+        own = with_faults(self._loop.statistics(), service)
+        loops = (own, *caretaker.loops(), self._successors.statistics())
         return embedded_status(
             self.config,
-            self.caretaker.workforce.plan,
+            caretaker.workforce.plan,
             this_process(),
             state=state,
             problem=problem,
             epoch=figures.epoch,
             ranks=ranks,
+            keepers=caretaker.keepers.statuses(),
+            loops=loops,
         )
 
     def statistics(self) -> tuple[CoordinatorStatistics, ServiceStatistics]:
