@@ -170,7 +170,7 @@ class FileStore:
         try:
             descriptor = self._files.open(name)
         except (FileNotFoundError, NotADirectoryError) as error:
-            self._note_vanished(key)
+            self._books.vanished(key)
             raise self._counted(FileTierError("missing", f"{what} has no file")) from error
         except OSError as error:
             raise self._counted(self._unopened(name, what, error)) from error
@@ -203,7 +203,13 @@ class FileStore:
         try:
             self._clear(name)
         except (FileNotFoundError, NotADirectoryError):
-            self._note_vanished(key)
+            if self._books.vanished(key):
+                logger.warning(
+                    "files of rank %d: that of block %s has vanished before it was discarded: let "
+                    "nothing else clean the tier",
+                    self.identity.rank,
+                    _shown(key),
+                )
             return False
         except OSError as error:
             raise self._counted(from_os_error(f"block {_shown(key)}", error)) from error
@@ -382,7 +388,7 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise self._counted(self._unopened(path, "it cannot be opened", error)) from error
+            raise self._counted(self._unopened(path, "it cannot be opened", error), path) from error
         try:
             size = self._files.size(descriptor)
             head, _ = self._read_head(descriptor, size)
@@ -390,10 +396,10 @@ class FileStore:
                 raise FileTierError("wrong_key", f"it is the file of block {_shown(head.key)}")
             self._require_ours(head, head.key)
         except OSError as error:
-            raise self._counted(from_os_error("it cannot be read", error)) from error
+            raise self._counted(from_os_error("it cannot be read", error), path) from error
         except FileTierError as error:
             self._put_aside(path, error.kind)
-            raise self._counted(error) from None
+            raise self._counted(error, path) from None
         finally:
             self._quietly(lambda: self._files.close(descriptor))
         return head, size
@@ -410,15 +416,6 @@ class FileStore:
         if is_its_own and self._put_aside(name, "damaged"):
             return FileTierError("damaged", f"{what}: {error.strerror}: set aside")
         return from_os_error(what, error)
-
-    def _note_vanished(self, key: bytes) -> None:
-        """Take a file that is not there out of the books."""
-        if self._books.vanished(key):
-            logger.warning(
-                "files of rank %d: that of block %s has vanished: let nothing else clean the tier",
-                self.identity.rank,
-                _shown(key),
-            )
 
     def _put_aside(self, name: str, kind: Problem) -> bool:
         """Move a wrong file away, of which only the last few are kept; say whether it is gone."""
@@ -447,11 +444,14 @@ class FileStore:
         except OSError:
             self.count("io")
 
-    def _counted(self, error: FileTierError) -> FileTierError:
-        """Count an error, and say it."""
-        count = self._books.count(error.kind)
+    def _counted(self, error: FileTierError, path: str = "") -> FileTierError:
+        """Count an error, and say it; `path` is of what, where the error does not say so."""
         logger.warning(
-            "files of rank %d: %s (%d of this kind so far)", self.identity.rank, error, count
+            "files of rank %d: %s%s (%d of this kind so far)",
+            self.identity.rank,
+            path and f"{path}: ",
+            error,
+            self._books.count(error.kind),
         )
         return error
 
