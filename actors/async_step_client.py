@@ -18,6 +18,7 @@ from kvcache.errors import (
     BacklogFullError,
     ClusterError,
     DeadlineError,
+    KVCacheError,
     NotRunningError,
     RequestError,
     StaleEpochError,
@@ -40,6 +41,8 @@ class AsyncStepClient(SessionView):
         self._waiters: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self._is_reading = True
         self._last_seq = 0
         self._reader = connection.transport.fileno()
         self._loop.add_reader(self._reader, self._on_readable)
@@ -48,7 +51,14 @@ class AsyncStepClient(SessionView):
     @classmethod
     async def connect(cls: type[C], dialer: Dialing, client_name: str = "client") -> C:
         """Return a new client, attached. Raises as `StepClient` does."""
-        connection = await asyncio.to_thread(ClientConnection, dialer, client_name)
+        loop = asyncio.get_running_loop()
+        # Not `to_thread`: what its thread makes after a cancellation would be lost, and not closed.
+        connecting = loop.run_in_executor(None, ClientConnection, dialer, client_name)
+        try:
+            connection = await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(_close_unused)
+            raise
         client = cls(connection)
         try:
             await client.attach()
@@ -101,14 +111,18 @@ class AsyncStepClient(SessionView):
         await self._await(lambda: is_finished(step), step, "finished", timeout_s)
 
     async def close(self) -> None:
-        """Detach; whatever still runs is freed. Repeatable."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._ticker.cancel()
-        self._loop.remove_reader(self._reader)
-        self._notify()
-        await asyncio.to_thread(self._connection.close)
+        """Detach; whatever still runs is freed. See `StepClient.close`. Repeatable.
+
+        It goes on when the caller is cancelled: the client is detached all the same.
+        """
+        if self._closing is None:
+            self._is_closed = True
+            self._ticker.cancel()
+            self._notify()
+            self._connection.begin_to_detach()
+            self._drain_soon()
+            self._closing = self._loop.create_task(self._detach_and_close())
+        await asyncio.shield(self._closing)
 
     async def __aenter__(self: C) -> C:
         return self
@@ -175,6 +189,35 @@ class AsyncStepClient(SessionView):
             finally:
                 self._waiters.discard(waiter)
 
+    async def _detach_and_close(self) -> None:
+        connection = self._connection
+        try:
+            while not connection.has_detached():
+                await self._wait_for_news(connection.tick_s)
+                connection.tick(connection.clock.now())
+                self._on_readable()
+                try:
+                    await asyncio.wait_for(self._look_where(), connection.detach_left_s)
+                except asyncio.TimeoutError:
+                    break
+                except KVCacheError as error:
+                    connection.give_up_detaching(error)
+        finally:
+            self._is_reading = False
+            self._loop.remove_reader(self._reader)
+            # Closing may take a while. It is not cancelled with this task.
+            closing = self._loop.run_in_executor(None, connection.close)
+        await asyncio.shield(closing)
+
+    async def _wait_for_news(self, timeout_s: float) -> None:
+        """Return when something has arrived, or after `timeout_s`."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await asyncio.wait((waiter,), timeout=timeout_s)
+        finally:
+            self._waiters.discard(waiter)
+
     async def _lost_workers(self) -> str:
         try:
             return await asyncio.to_thread(self._connection.dialer.lost_workers)
@@ -185,7 +228,7 @@ class AsyncStepClient(SessionView):
 
     def _on_readable(self) -> None:
         """Take in everything there is: the descriptor may tell only once."""
-        if self._is_closed:
+        if not self._is_reading:
             return
         has_news = False
         while payloads := self._connection.transport.receive(0.0):
@@ -207,15 +250,20 @@ class AsyncStepClient(SessionView):
         """Look at the clock again and again, and for a coordinator that has moved."""
         while not self._is_closed:
             await asyncio.sleep(self._connection.tick_s)
-            with self._connection.faults.contained("a look at the clock"):
-                self._connection.tick(self._connection.clock.now())
-                self._on_readable()
-                if self._waiters:
+            self._connection.tick(self._connection.clock.now())
+            self._on_readable()
+            if self._waiters:
+                try:
                     await self._look_where()
+                except ClusterError:
+                    self._connection.put_off_redial()  # a deadline tells the caller that waits
             self._notify()
 
     async def _look_where(self) -> None:
-        """Go on where the coordinator is now, if it is not where it was."""
+        """Go on where the coordinator is now, if it is not where it was.
+
+        Raises ClusterError where there is none any more.
+        """
         connection, endpoint = self._connection, None
         if connection.is_time_to_look:
             endpoint = await asyncio.to_thread(connection.look_for_move)
@@ -224,12 +272,16 @@ class AsyncStepClient(SessionView):
                 return
             try:
                 endpoint = await asyncio.to_thread(connection.dialer.endpoint)
-            except ClusterError:
-                connection.put_off_redial()  # deadlines say so to whoever waits
+            except DeadlineError:
+                connection.put_off_redial()
                 return
         self._loop.remove_reader(self._reader)
-        try:
-            self._connection.redial(endpoint)
-        finally:
-            self._reader = self._connection.transport.fileno()
-            self._loop.add_reader(self._reader, self._on_readable)
+        self._connection.redial(endpoint)
+        self._reader = self._connection.transport.fileno()
+        self._loop.add_reader(self._reader, self._on_readable)
+
+
+def _close_unused(connecting: asyncio.Future[ClientConnection]) -> None:
+    """Give a connection back that was made for a caller who is gone."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()

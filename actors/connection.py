@@ -18,15 +18,20 @@ from kvcache.client_session import ClientSession, SessionSettings, SessionState,
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, ProtocolError, WorkerLostError
+from kvcache.logs import get_logger
 from kvcache.messages import CallResult, FromClient, ToClient
-from kvcache.serving_loop import Faults
 from kvcache.step import StepResult
 from kvcache.wire import decode, encode
+
+logger = get_logger(__name__)
 
 TO_CLIENT = get_args(ToClient)
 
 DETACH_LINGER_S = 0.2
 """How long the last words of a client may take to leave it."""
+
+DETACH_RESENDS = 10
+"""Resend intervals that a client waits for the coordinator to confirm that it is detached."""
 
 SILENCE_BEFORE_REDIAL = 3
 """Resend intervals without any message after which the coordinator may have moved."""
@@ -82,12 +87,13 @@ class ClientConnection:
         self.session = ClientSession(client_id, self.settings, self.clock)
         self.tick_s = min(self.settings.resend_s, self.settings.heartbeat_s) / 4
         self.malformed = 0
-        self.faults = Faults("a client's connection")
+        self._is_closed = False
         self._peer = client_peer(client_id)
         self._max_message_bytes = config.transport.max_message_bytes
         self._endpoint = dialer.endpoint()
         self.transport = dialer.open(self._endpoint, self._peer)
         self._num_disconnections = 0
+        self._detach_by_s = 0.0
         self._heard_s = self._asked_s = self._looked_s = self._next_tick_s = self.clock.now()
 
     def send(self, messages: Sequence[FromClient]) -> None:
@@ -116,16 +122,10 @@ class ClientConnection:
             except ProtocolError:
                 self.malformed += 1
                 continue
-            except Exception as error:
-                self.malformed += 1
-                self.faults.note("the bytes of a message", error)
-                continue
             if not isinstance(message, TO_CLIENT):
                 self.malformed += 1
-                continue
-            with self.faults.contained("a message"):
-                if answers := self.session.on_message(message):
-                    self.send(answers)
+            elif answers := self.session.on_message(message):
+                self.send(answers)
         if payloads:
             self._heard_s = self.clock.now()
 
@@ -138,7 +138,9 @@ class ClientConnection:
     @property
     def may_have_moved(self) -> bool:
         """Whether the coordinator has been silent for so long, or nothing has moved for so long,
-        that its address may be old."""
+        that its address may be old; to detach, also whether the connection has ended."""
+        if self.session.state is SessionState.DETACHING and self._has_ended:
+            return True
         now_s, resend_s = self.clock.now(), self.settings.resend_s
         stalled_s = self.session.stalled_s
         silence_s = SILENCE_BEFORE_REDIAL * resend_s
@@ -154,8 +156,11 @@ class ClientConnection:
         now_s = self.clock.now()
         if now_s - self._looked_s < LOOK_S:
             return False
-        if now_s - self._heard_s > self.settings.resend_s:
-            return True
+        return now_s - self._heard_s > self.settings.resend_s or self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the connection has ended since it was looked where the coordinator is."""
         return self.transport.statistics().disconnections > self._num_disconnections
 
     def look_for_move(self) -> Endpoint | None:
@@ -174,10 +179,10 @@ class ClientConnection:
     def redial(self, endpoint: Endpoint) -> None:
         """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
         self._heard_s = self._asked_s = self.clock.now()
-        if endpoint != self._endpoint:
-            opened = self.dialer.open(endpoint, self._peer)
+        if endpoint != self._endpoint and not self._is_closed:
             self.transport.close()
-            self.transport, self._endpoint = opened, endpoint
+            self._endpoint = endpoint
+            self.transport = self.dialer.open(endpoint, self._peer)
             self._next_tick_s = self._heard_s  # what waits is sent again at once, if it is due
         self._num_disconnections = self.transport.statistics().disconnections
 
@@ -185,11 +190,44 @@ class ClientConnection:
         """Whether steps can be submitted."""
         return self.session.state is SessionState.ATTACHED
 
+    # --- the end
+
+    def begin_to_detach(self) -> None:
+        """Say that this client goes. Serve the connection until it `has_detached`, then close."""
+        self._detach_by_s = self.clock.now() + DETACH_RESENDS * self.settings.resend_s
+        self._asked_s = self._heard_s = self.clock.now()
+        self.send(self.session.detach())
+
+    def has_detached(self) -> bool:
+        """Whether the coordinator has confirmed it, or has had all the time it gets."""
+        return self.session.state is SessionState.CLOSED or self.detach_left_s <= 0.0
+
+    @property
+    def detach_left_s(self) -> float:
+        """How long to wait for the confirmation yet."""
+        return self._detach_by_s - self.clock.now()
+
+    def give_up_detaching(self, error: KVCacheError) -> None:
+        """Wait for no confirmation: there is no coordinator any more, which `error` says."""
+        logger.info("client %s has nothing to detach from: %s", self.session.client_id, error)
+        self.session.give_up()
+
     def close(self) -> None:
-        """Detach and give the connection back. Repeatable."""
-        if self.session.state is not SessionState.CLOSED:
-            self.send(self.session.detach())
-            self.transport.close(linger_s=DETACH_LINGER_S)
+        """Give the connection back, detached or not. Repeatable."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        session = self.session
+        if session.state is SessionState.DETACHING:
+            logger.warning(
+                "client %s: the coordinator has not confirmed that it is detached: its requests "
+                "are freed when the coordinator notices that it is gone",
+                session.client_id,
+            )
+        elif session.state is not SessionState.CLOSED:
+            self.send(session.detach())
+        session.give_up()
+        self.transport.close(linger_s=DETACH_LINGER_S)
 
 
 def lost_workers_error(error: KVCacheError, lost: str) -> KVCacheError:

@@ -24,7 +24,7 @@ from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import coordinator_name
 from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
-from actors.service import CoordinatorService, ServiceStatistics, with_faults
+from actors.service import CoordinatorService, ServiceStatistics
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
@@ -44,7 +44,6 @@ from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError, StartupError
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTap, record_request
-from kvcache.serving_loop import problems_of
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +220,7 @@ class CoordinatorActor:
         if caretaker is not None:
             caretaker.stop()
         self._metrics.stop()
-        if self._loop.stop(self._config.deadlines.closing_s):
+        if self._loop.stop(CALL_TIMEOUT_S):
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()
@@ -285,8 +284,8 @@ class CoordinatorActor:
 
         Who does not answer is looked for again, as long as nobody says what the plan is.
         """
-        pause_s = FIRST_PAUSE_S
-        give_up_s = self._clock.now() + self._config.deadlines.return_s
+        deadlines, pause_s = self._config.deadlines, FIRST_PAUSE_S
+        give_up_s = self._clock.now() + max(deadlines.startup_s, deadlines.replacement_s)
         while not self._closed.is_set():
             try:
                 sighting = look_for_workforce(self._config)
@@ -347,8 +346,6 @@ class CoordinatorActor:
             state = "failed"
         elif self._coordinator is None:
             state = "degraded" if problem else "starting"
-        own = with_faults(self._loop.statistics(), self._service.statistics())
-        loops = (own, *(caretaker.loops() if caretaker else ()))
         return ClusterStatus(
             name=self._config.name,
             state=state,
@@ -362,9 +359,7 @@ class CoordinatorActor:
             coordinator_process_id=os.getpid(),
             coordinator_node=self._node,
             ranks=ranks,
-            warnings=(*(caretaker.warnings() if caretaker else ()), *problems_of(loops)),
-            keepers=() if caretaker is None else caretaker.keepers.statuses(),
-            loops=loops,
+            warnings=() if plan is None else plan.warnings,
         )
 
     def _statistics_of_coordinator(self) -> CoordinatorStatistics:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, get_args
 
 from actors.transport import Inbound, ServerTransport, TransportStatistics
 from kvcache.clock import Clock
 from kvcache.errors import ProtocolError
 from kvcache.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
-from kvcache.serving_loop import Faults, LoopStatistics
+from kvcache.serving_loop import Faults
 from kvcache.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ class Decider(Protocol):
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """Take a message of a client. Raises ProtocolError for one that must not be obeyed."""
+
+    def on_client_lost(self, client_id: str) -> None:
+        """Note that a client's last connection has ended."""
 
     def on_tick(self) -> list[Outgoing]:
         """Look at the clock."""
@@ -68,13 +71,6 @@ class ServiceStatistics:
     early: int
     faults: int = 0
     last_fault: str = ""
-
-
-def with_faults(loop: LoopStatistics, service: ServiceStatistics) -> LoopStatistics:
-    """Return how a message loop does, with the errors that were survived inside its turns."""
-    count = loop.num_faults + service.faults + service.transport.faults
-    last = service.last_fault or loop.last_fault or "of a connection"
-    return replace(loop, num_faults=count, last_fault=last if count else "")
 
 
 class CoordinatorService:
@@ -111,8 +107,16 @@ class CoordinatorService:
         now_s = self._clock.now()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
-            if self._decider is not None:
-                self.send(self._decide("a look at the clock", self._decider.on_tick))
+            lost = self.transport.take_lost_clients()  # what they said last has been served
+            decider = self._decider
+            if decider is not None:
+
+                def look() -> list[Outgoing]:
+                    for client_id in lost:
+                        decider.on_client_lost(client_id)
+                    return decider.on_tick()
+
+                self.send(self._decide("a look at the clock", look))
 
     def serve(self, arrived: Sequence[Inbound]) -> None:
         """Serve messages that arrived together, in order."""

@@ -22,9 +22,9 @@ from actors.service import CoordinatorService, Decider, ServiceStatistics
 from actors.transport import Inbound, Peer
 from actors.transport.inprocess import InProcessPeer, InProcessServer
 from kvcache.clock import Clock
-from kvcache.errors import ClusterError, KVCacheError
-from kvcache.messages import ClientAddress, Outgoing, Unattached
-from kvcache.wire import encode
+from kvcache.errors import ClusterError, KVCacheError, ProtocolError
+from kvcache.messages import ClientAddress, Detach, Detached, Outgoing, Unattached
+from kvcache.wire import decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class SharedService:
             self._look_around()
             if self.ended is None:
                 try:
-                    self._service.tick()
                     self._service.serve(arrived)
+                    self._service.tick()
                 except BaseException as error:
                     self._fail(error)
                     raise
@@ -145,7 +145,7 @@ class SharedService:
                 arrived = self._transport.receive(0.0)
                 self._look_around()
             if self.ended is not None:
-                self._part_from(end)
+                self._answer_after_the_end(inbound, end)
                 return
             try:
                 self._service.serve((*arrived, inbound))
@@ -182,3 +182,14 @@ class SharedService:
         if isinstance(address, ClientAddress):
             epoch = 1 + (0 if coordinator is None else coordinator.epoch)
             end.put(encode(Unattached(address.client_id, epoch, str(self.ended))))
+
+    def _answer_after_the_end(self, inbound: Inbound, end: InProcessPeer) -> None:
+        """Send a client away, or let it go if that is what it asks for."""
+        try:
+            message = decode(inbound.payload)
+        except ProtocolError:
+            return
+        if isinstance(message, Detach):
+            end.put(encode(Detached(message.client_id, message.epoch)))
+        else:
+            self._part_from(end)

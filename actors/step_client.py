@@ -35,7 +35,6 @@ from kvcache.errors import (
     SupersededError,
 )
 from kvcache.messages import CallResult
-from kvcache.serving_loop import ServingLoop
 from kvcache.step import StepRequest, StepResult
 
 T = TypeVar("T")
@@ -70,7 +69,7 @@ class StepClient(SessionView):
             self._connection.close()
             raise
         if dialer.needs_keeping_alive:
-            _keep_alive(self, self._is_closed, self._connection.settings.heartbeat_s / 2)
+            _Keeper(self, self._is_closed, self._connection.settings.heartbeat_s / 2).start()
 
     # --- who it is: SessionView, and what only this client counts
 
@@ -155,7 +154,12 @@ class StepClient(SessionView):
     # --- the end
 
     def close(self) -> None:
-        """Detach; whatever still runs is freed. Repeatable."""
+        """Detach; whatever still runs is freed. Repeatable.
+
+        Returns when the coordinator has confirmed it. One that does not answer is waited for a few
+        seconds; then a warning is logged, and it frees what this client had when it notices that
+        the client is gone.
+        """
         with self._changed:
             if self._is_closed.is_set():
                 return
@@ -165,6 +169,9 @@ class StepClient(SessionView):
             give_up_s = self._connection.clock.now() + CLOSE_TIMEOUT_S
             while self._is_reading and (left_s := give_up_s - self._connection.clock.now()) > 0:
                 self._block(left_s)
+        try:
+            self._detach()
+        finally:
             self._connection.close()
 
     def __enter__(self: T) -> T:
@@ -179,6 +186,20 @@ class StepClient(SessionView):
         self.close()
 
     # --- inside
+
+    def _detach(self) -> None:
+        """Detach, and wait for the confirmation. No other thread uses the connection any more."""
+        connection = self._connection
+        connection.begin_to_detach()
+        while not connection.has_detached():
+            connection.take(connection.transport.receive(connection.tick_s))
+            connection.tick(connection.clock.now())
+            try:
+                moved_to = self._look_where()
+                if moved_to is not None:
+                    connection.redial(moved_to)
+            except KVCacheError as error:
+                connection.give_up_detaching(error)
 
     def _submit(self, send: Callable[[], int], timeout_s: float | None) -> int:
         """Run `send` as soon as the window has room; see `submit`."""
@@ -353,17 +374,20 @@ class StepClient(SessionView):
                 self._connection.tick(self._connection.clock.now())
 
 
-def _keep_alive(client: StepClient, is_closed: threading.Event, interval_s: float) -> None:
-    """Keep an idle client alive for the coordinator, in a thread that ends with the client."""
-    known = weakref.ref(client)
+class _Keeper(threading.Thread):
+    """Keeps an idle client alive for the coordinator; ends with the client."""
 
-    def turn() -> None:
-        is_over = is_closed.wait(interval_s)
-        found = None if is_over else known()
-        if found is None:
-            loop.stop()
-        else:
-            found._keep_alive()
+    def __init__(self, client: StepClient, is_closed: threading.Event, interval_s: float) -> None:
+        super().__init__(name="kvcache-keep-alive", daemon=True)
+        self._client = weakref.ref(client)
+        self._is_closed = is_closed
+        self._interval_s = interval_s
 
-    loop = ServingLoop("kvcache-keep-alive", turn)
-    loop.start()
+    def run(self) -> None:
+        """Wake up now and then."""
+        while not self._is_closed.wait(self._interval_s):
+            client = self._client()
+            if client is None:
+                return
+            client._keep_alive()
+            del client

@@ -7,6 +7,7 @@ itself, because only the engine knows what to schedule anew.
 
     attach ──▶ ATTACHING ──Attached──▶ ATTACHED ──Unattached (epoch over)──▶ VOID ──attach──▶ ...
                     submit ──▶ result ──▶ is_applied ──▶ is_finished
+    detach, in any of these states ──▶ DETACHING ──Detached──▶ CLOSED
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvcache.messages import (
     Call,
     CallResult,
     Detach,
+    Detached,
     FailedForward,
     FromClient,
     MissingSteps,
@@ -47,6 +49,7 @@ class SessionState(Enum):
     ATTACHING = "attaching"
     ATTACHED = "attached"
     VOID = "void"
+    DETACHING = "detaching"
     CLOSED = "closed"
 
 
@@ -98,6 +101,7 @@ class ClientSession:
         self._progress = Progress(client_id, 0, 0, 0)
         self._acknowledged_step = 0
         self._attach_since_s = self._attach_sent_s = self._sent_s = self._news_s = clock.now()
+        self._detach_since_s = self._attach_since_s
         self._doubt_since_s: float | None = None
 
     @property
@@ -147,10 +151,12 @@ class ClientSession:
 
     @property
     def stalled_s(self) -> float:
-        """For how long nothing has moved of what is under way: steps, or attaching. 0 when nothing
-        is."""
+        """For how long nothing has moved of what is under way: steps, attaching or detaching. 0
+        when nothing is."""
         if self._state is SessionState.ATTACHING:
             return self._clock.now() - self._attach_since_s
+        if self._state is SessionState.DETACHING:
+            return self._clock.now() - self._detach_since_s
         is_idle = self._known_step() >= self._window.next_step - 1
         if self._state is not SessionState.ATTACHED or is_idle:
             return 0.0
@@ -160,7 +166,7 @@ class ClientSession:
 
     def attach(self) -> list[FromClient]:
         """Begin to attach. What was scheduled before is void. Repeated by `on_tick`."""
-        if self._state in (SessionState.ATTACHED, SessionState.CLOSED):
+        if self._state in (SessionState.ATTACHED, SessionState.DETACHING, SessionState.CLOSED):
             raise RequestError(f"client {self.client_id} is {self._state.value}: it cannot attach")
         self._void()
         self._state = SessionState.ATTACHING
@@ -193,12 +199,29 @@ class ClientSession:
         self._submitted_s.pop(step, None)
 
     def detach(self) -> list[FromClient]:
-        """Go for good; what still runs is freed."""
-        was_attached = self._state is SessionState.ATTACHED
+        """Begin to go for good; what still runs is freed. Repeated by `on_tick` until it is
+        confirmed: then the state is CLOSED.
+
+        A client that never tried to attach is closed at once. One that was attaching may be
+        attached already, and the next epoch may wait for one whose epoch is over: both say that
+        they go.
+        """
+        if self._state in (SessionState.DETACHING, SessionState.CLOSED):
+            return []
+        is_unknown = self._state is SessionState.NEW
+        self._void()
+        self.reason = "it was detached"
+        if is_unknown:
+            self._state = SessionState.CLOSED
+            return []
+        self._state = SessionState.DETACHING
+        self._detach_since_s = self._clock.now()
+        return [self._detach_message()]
+
+    def give_up(self) -> None:
+        """Go without a confirmation."""
         self._void()
         self._state = SessionState.CLOSED
-        self.reason = "it was detached"
-        return [Detach(self.client_id, self._epoch)] if was_attached else []
 
     # --- what came of them
 
@@ -263,6 +286,10 @@ class ClientSession:
             return self._on_attached(message)
         if isinstance(message, Unattached):
             return self._on_unattached(message)
+        if isinstance(message, Detached):
+            if self._state is SessionState.DETACHING:
+                self._state = SessionState.CLOSED
+            return []
         if self._state is not SessionState.ATTACHED or message.epoch != self._epoch:
             return []
         match message:
@@ -279,6 +306,9 @@ class ClientSession:
         is_attach_due = now_s - self._attach_sent_s >= self.settings.resend_s
         if self._state is SessionState.ATTACHING:
             return [self._attach_message()] if is_attach_due else []
+        if self._state is SessionState.DETACHING:
+            is_due = now_s - self._sent_s >= self.settings.resend_s
+            return [self._detach_message()] if is_due else []
         if self._state is not SessionState.ATTACHED:
             return []
         out: list[FromClient] = list(self._window.due_for_resend(now_s))
@@ -392,6 +422,10 @@ class ClientSession:
         attached = self._attached if self._state is SessionState.ATTACHED else None
         nonce = "" if attached is None else attached.nonce
         return Attach(self.client_id, self._window.answered_step + 1, nonce)
+
+    def _detach_message(self) -> Detach:
+        self._sent_s = self._clock.now()
+        return Detach(self.client_id, self._epoch)
 
     def _void(self) -> None:
         """Everything submitted is void."""

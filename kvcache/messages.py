@@ -16,7 +16,7 @@
                 ──StepRequest────▶             answered by StepResult
                 ──Call───────────▶             a per-request call; answered by CallResult
                 ──Acknowledge────▶             how far answers and progress have arrived
-                ──Detach─────────▶
+                ──Detach─────────▶             answered by Detached, and repeated until then
     coordinator ──Progress───────▶ client      how far steps are applied and finished; cumulative
                 ──MissingSteps───▶             a gap in the client's numbers: send again
                 ──Unattached─────▶             unknown client, or another epoch: attach again
@@ -287,7 +287,7 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Detach:
-    """The client goes; whatever it still runs is freed."""
+    """The client goes for good; whatever it still runs is freed. It counts in every epoch."""
 
     client_id: str
     epoch: int
@@ -337,12 +337,22 @@ class Unattached:
     reason: str
 
 
+@dataclass(frozen=True)
+class Detached:
+    """The client is served no more. What it had is freed once no rank can run a step of it."""
+
+    client_id: str
+    epoch: int
+
+
 ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping | CollectLabels
 FromWorker: TypeAlias = (
     Hello | Granted | Refused | Applied | Missing | Finished | Heartbeat | LabelReport
 )
 FromClient: TypeAlias = Attach | StepRequest | Call | Acknowledge | Detach
-ToClient: TypeAlias = Attached | StepResult | CallResult | Progress | MissingSteps | Unattached
+ToClient: TypeAlias = (
+    Attached | StepResult | CallResult | Progress | MissingSteps | Unattached | Detached
+)
 Message: TypeAlias = ToWorker | FromWorker | FromClient | ToClient
 
 

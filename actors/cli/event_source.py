@@ -6,6 +6,7 @@ a thread of its own: one that is away does not hold up the events. Refuses to st
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from types import TracebackType
 from actors.event_endpoints import EventEndpoints
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
-from kvcache.serving_loop import ServingLoop
 
 Look = Callable[[], "CoordinatorStatistics | None"]
 
@@ -92,7 +92,8 @@ class FigureReader:
     def __init__(self, look: Look | None) -> None:
         """Ask nobody yet; `look` None is nobody."""
         self._look = look
-        self._loop = ServingLoop("figure-reader", self._turn)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="figure-reader", daemon=True)
         self.newest: CoordinatorStatistics | None = None
         """The last answer, None before there was one."""
         self.problem = ""
@@ -100,7 +101,7 @@ class FigureReader:
 
     def __enter__(self) -> FigureReader:
         if self._look is not None:
-            self._loop.start()
+            self._thread.start()
         return self
 
     def __exit__(
@@ -109,13 +110,14 @@ class FigureReader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._loop.stop()
-        self._loop.join()
-
-    def _turn(self) -> None:
+        self._is_closing.set()
         if self._look is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._look is not None and not self._is_closing.is_set():
             try:
                 self.newest, self.problem = self._look(), ""
             except (DeadlineError, NotRunningError) as error:
                 self.problem = str(error)
-        self._loop.pause(_ASK_S)
+            self._is_closing.wait(_ASK_S)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from actors.transport.node_server import NodeServer
@@ -42,12 +43,18 @@ class InProcessServer:
         self._peers: weakref.WeakValueDictionary[Address, InProcessPeer] = (
             weakref.WeakValueDictionary()
         )
+        self._closed: deque[str] = deque()
         self._num_sent = self._num_undeliverable = 0
 
     def connect(self, peer: Peer, serve: Serve) -> InProcessPeer:
         """Return the end of `peer`, whose messages `serve` takes."""
         made = InProcessPeer(peer, serve, self._limits)
         self._peers[peer.address] = made
+        if isinstance(peer.address, ClientAddress):
+            # Called once, when it is closed or dropped, in any thread.
+            finalizer = weakref.finalize(made, self._closed.append, peer.address.client_id)
+            finalizer.atexit = False
+            made.on_close = finalizer
         return made
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
@@ -86,6 +93,13 @@ class InProcessServer:
         """See `NodeServer.num_disconnections`."""
         return self._others.num_disconnections
 
+    def take_lost_clients(self) -> list[str]:
+        """See `ServerTransport.take_lost_clients`."""
+        lost = self._others.take_lost_clients()
+        for _ in range(len(self._closed)):
+            lost.append(self._closed.popleft())
+        return lost
+
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
         self._others.wake()
@@ -122,6 +136,7 @@ class InProcessPeer:
         self._readable: WakePipe | None = None  # only for who asks for its descriptor
         self._num_sent = self._num_received = 0
         self._is_closed = False
+        self.on_close: Callable[[], object] = lambda: None
 
     def put(self, payload: bytes) -> bool:
         """Append a payload of the coordinator; False, unchanged, when it is closed or full."""
@@ -183,5 +198,6 @@ class InProcessPeer:
     def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
         self._is_closed = True
+        self.on_close()
         if self._readable is not None:
             self._readable.close()

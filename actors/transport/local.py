@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from actors.transport.protocol import Inbound, Peer, TransportStatistics
-from kvcache.messages import Address
+from kvcache.messages import Address, ClientAddress
 
 IDLE_S = 0.0005
 """How long a waiting end rests when a whole round brought nothing: only the clock can help then."""
@@ -23,18 +23,21 @@ class LocalServer:
     def __init__(self) -> None:
         self._inbox: deque[Inbound] = deque()
         self._peers: dict[Address, LocalPeer] = {}
+        self._lost_clients: dict[str, None] = {}
         self._num_sent = self._num_received = self._num_undeliverable = 0
 
     def connect(self, peer: Peer, pump: Callable[[], bool] = lambda: False) -> LocalPeer:
         """Return a new end for `peer`; `pump` gives the others a turn and says if it mattered."""
         made = LocalPeer(self, peer, pump)
         self._peers[peer.address] = made
+        if isinstance(peer.address, ClientAddress):
+            self._lost_clients.pop(peer.address.client_id, None)
         return made
 
-    def disconnect(self, peer: Peer, end: LocalPeer) -> None:
-        """Forget an end that was closed, unless another one has taken its place."""
-        if self._peers.get(peer.address) is end:
-            del self._peers[peer.address]
+    def disconnect(self, peer: Peer) -> None:
+        """Forget an end that was closed."""
+        if self._peers.pop(peer.address, None) and isinstance(peer.address, ClientAddress):
+            self._lost_clients[peer.address.client_id] = None
 
     def put(self, inbound: Inbound) -> None:
         """Take a payload of a peer."""
@@ -56,6 +59,12 @@ class LocalServer:
         self._inbox.clear()
         self._num_received += len(inbound)
         return inbound
+
+    def take_lost_clients(self) -> list[str]:
+        """See `ServerTransport.take_lost_clients`."""
+        lost = list(self._lost_clients)
+        self._lost_clients.clear()
+        return lost
 
     def wake(self) -> None:
         """Nobody waits here."""
@@ -120,4 +129,4 @@ class LocalPeer:
 
     def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
-        self._server.disconnect(self._peer, self)
+        self._server.disconnect(self._peer)

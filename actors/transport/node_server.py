@@ -81,6 +81,13 @@ class NodeServer:
         """How many connections of this node have ended, as far as has been seen."""
         return self._near.num_disconnections
 
+    def take_lost_clients(self) -> list[str]:
+        """See `ServerTransport.take_lost_clients`."""
+        lost = self._near.take_lost_clients()
+        if self._far is not None:
+            lost += self._far.take_lost_clients()
+        return lost
+
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
         self._near.wake()

@@ -121,6 +121,13 @@ class ServerTransport(Protocol):
     def receive(self, timeout_s: float) -> list[Inbound]:
         """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing came."""
 
+    def take_lost_clients(self) -> list[str]:
+        """Return, once, the clients whose last connection has ended, and who have none again.
+
+        All that came over it was returned by `receive` before. A transport that has no connections,
+        or cannot tell whose has ended, returns nothing: silence says it, later.
+        """
+
     def wake(self) -> None:
         """Make a waiting `receive` return. Any thread may call it."""
 

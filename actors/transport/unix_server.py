@@ -35,7 +35,7 @@ from actors.transport.unix_channel import (
 )
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
 from kvcache.errors import ClusterError, MalformedMessageError
-from kvcache.messages import Address
+from kvcache.messages import Address, ClientAddress
 from kvcache.serving_loop import Faults
 
 EVENTS_AT_ONCE = 64
@@ -80,6 +80,7 @@ class UnixServer:
         self._connections: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._known: dict[Address, dict[bytes, _Connection]] = {}
+        self._lost_clients: dict[str, None] = {}
         self._accept_again_s: float | None = None
         self._counts: Counter[str] = Counter()
         self._faults = Faults("the coordinator's Unix sockets")
@@ -156,6 +157,12 @@ class UnixServer:
                 if connection is not None:
                     self._cut_off(connection)
         return inbound
+
+    def take_lost_clients(self) -> list[str]:
+        """See `ServerTransport.take_lost_clients`."""
+        lost = list(self._lost_clients)
+        self._lost_clients.clear()
+        return lost
 
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
@@ -250,6 +257,8 @@ class UnixServer:
         connection.channel.trust()
         del self._strangers[connection]
         ends[identity] = connection
+        if isinstance(peer.address, ClientAddress):
+            self._lost_clients.pop(peer.address.client_id, None)
         if before is not None:
             self._cut_off(before)
         if len(ends) > MAX_PROCESSES_PER_RANK:
@@ -273,6 +282,8 @@ class UnixServer:
             del ends[peer.identity]
         if not ends:
             self._known.pop(peer.address, None)
+            if isinstance(peer.address, ClientAddress):
+                self._lost_clients[peer.address.client_id] = None
 
     def _on_other(self, descriptor: int) -> None:
         """Serve what is no connection: a listener, or the pipe."""

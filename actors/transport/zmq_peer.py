@@ -14,6 +14,7 @@ from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.zmq_server import (
     HARD_LIMIT_FACTOR,
     NOBLOCK,
+    PROBE,
     FrameReceiver,
     WakePipe,
     ZmqLimits,
@@ -107,6 +108,8 @@ class ZmqPeer:
 
     def _accept(self, frames: list[bytes], payloads: list[bytes]) -> None:
         """Append what `frames` brought, or count why it is refused."""
+        if frames == [PROBE]:
+            return
         self._num_received += 1
         if len(frames) != 1:
             self._statistics += TransportStatistics(foreign=1)

@@ -62,6 +62,14 @@ WAKE_IDENTITY = b"\x01wake"
 MONITOR_INTERVAL_S = 0.05
 """How often events of connections are counted; messages come first."""
 
+PROBE = b""
+"""What is sent to see whether a client still has a connection; clients ignore it. No payload of
+ours is empty."""
+
+PROBES_PER_END = 3
+"""How often all clients are probed after a connection has ended. libzmq does not say whose it was,
+and says so a moment before the socket knows."""
+
 
 @dataclass(frozen=True)
 class ZmqLimits:
@@ -174,6 +182,8 @@ class ZmqServer:
         self._statistics = TransportStatistics()
         self._faults = Faults("the coordinator's ZMQ socket")
         self._num_sent = self._num_received = 0
+        self._lost_clients: dict[str, None] = {}
+        self._num_probes_left = 0
         self._look_at_monitor_s = 0.0
         self._waking = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -239,6 +249,10 @@ class ZmqServer:
         if now_s >= self._look_at_monitor_s:
             self._look_at_monitor_s = now_s + MONITOR_INTERVAL_S
             self._read_monitor()
+            # Not before everything is read: a client that is gone may have said something.
+            if self._num_probes_left and not has_message(self._socket):
+                self._num_probes_left -= 1
+                self._probe_clients()
         return inbound
 
     def fileno(self) -> int:
@@ -253,6 +267,12 @@ class ZmqServer:
     def is_connected(self, address: Address) -> bool:
         """Whether a worker process has been heard under `address`; clients are not kept."""
         return bool(self._identities.get(address))
+
+    def take_lost_clients(self) -> list[str]:
+        """See `ServerTransport.take_lost_clients`."""
+        lost = list(self._lost_clients)
+        self._lost_clients.clear()
+        return lost
 
     def wake(self) -> None:
         """See `ServerTransport.wake`."""
@@ -332,6 +352,8 @@ class ZmqServer:
             self._known[identity] = peer
             if isinstance(peer.address, WorkerAddress):
                 self._remember(peer.address, identity)
+            else:
+                self._lost_clients.pop(peer.address.client_id, None)
         return peer
 
     def _remember(self, address: WorkerAddress, identity: bytes) -> None:
@@ -352,6 +374,24 @@ class ZmqServer:
         while has_message(self._monitor):
             is_end = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
             self._count(disconnections=int(is_end), refused_connections=int(not is_end))
+            if is_end:
+                self._num_probes_left = PROBES_PER_END
+
+    def _probe_clients(self) -> None:
+        """Find the clients without a connection: libzmq has no place to put a message for them."""
+        for identity, peer in tuple(self._known.items()):
+            if not isinstance(peer.address, ClientAddress):
+                continue
+            try:
+                self._socket.send(identity, SNDMORE)
+                self._socket.send(PROBE, NOBLOCK)
+            except zmq.Again:
+                continue  # it has a connection, and does not read
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                del self._known[identity]
+                self._lost_clients[peer.address.client_id] = None
 
     def _count(self, foreign: int = 0, oversized: int = 0, **more: int) -> None:
         self._statistics += TransportStatistics(foreign=foreign, oversized=oversized, **more)

@@ -34,6 +34,7 @@ class ClientLedger:
     """The steps of one client in one epoch.
 
     `is_leaving`: it is served no more. `fence_seq`: number of the message that fences it, or 0.
+    `lost_s`: since when its connection is known to have ended, None while it has one.
     `has_acknowledged`: it has said, after it attached, that it has nothing to ask just now.
     Invariant: `acknowledged_step, finished_step <= applied_step < receiver.next_step`, and the
     steps under way are those above `finished_step` that were executed.
@@ -44,6 +45,7 @@ class ClientLedger:
         self.client_id = client_id
         self.receiver = StepReceiver(client_id, max_stored, next_step)
         self.heard_s = now_s
+        self.lost_s: float | None = None
         self.progress_sent_s = now_s
         self.is_leaving = False
         self.has_acknowledged = False
@@ -65,6 +67,11 @@ class ClientLedger:
     def finished_step(self) -> int:
         """Every step up to this one is over on every rank."""
         return self._finished_step
+
+    def on_heard(self, now_s: float) -> None:
+        """The client has said something: it lives, and has a connection."""
+        self.heard_s = now_s
+        self.lost_s = None
 
     def start_at(self, next_step: int) -> None:
         """Expect `next_step` first after all. Only while untouched."""

@@ -4,7 +4,8 @@ The coordinator's book of its clients in one epoch. A client that leaves is kept
 has applied its fence; its name is not taken again, because messages of the old one may be late.
 Refuses more clients than configured.
 
-    attach ──▶ attached ──Detach, or silence──▶ leaving ──fence applied everywhere──▶ forgotten
+    attach ──▶ attached ──Detach, silence, or a connection that ended and did not come back──▶
+    leaving ──fence applied everywhere──▶ forgotten
 """
 
 from __future__ import annotations
@@ -98,12 +99,26 @@ class Clients:
         self._num_leaving += not ledger.is_leaving
         ledger.is_leaving = True
 
+    def detach(self, client_id: str) -> bool:
+        """Serve the client no more; say whether it is known.
+
+        The name of one that is not known is taken from now on: its `Attach` may arrive later.
+        """
+        if client_id in self._ledgers:
+            self.let_go(client_id)
+            return True
+        if len(client_id) <= MAX_CLIENT_ID_CHARS:
+            self._take_name(client_id)
+        return False
+
+    def has_left(self, client_id: str) -> bool:
+        """Whether the client has left for good, as far as that is remembered."""
+        return client_id in self._gone
+
     def forget(self, client_id: str) -> None:
         """Forget a client; its name stays taken."""
         self._num_leaving -= self._ledgers.pop(client_id).is_leaving
-        self._gone[client_id] = None
-        while len(self._gone) > _MAX_GONE:
-            self._gone.popitem(last=False)
+        self._take_name(client_id)
 
     def clear(self) -> list[str]:
         """Forget all of them, because their epoch is over; return who was attached."""
@@ -113,6 +128,12 @@ class Clients:
         self._ledgers.clear()
         self._num_leaving = 0
         return attached
+
+    def _take_name(self, client_id: str) -> None:
+        """No client of this name is attached any more. The oldest names are free again."""
+        self._gone[client_id] = None
+        while len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
 
     def check(self) -> None:
         """Raise `InvariantError` if the books or the steps of a client do not add up."""

@@ -43,6 +43,8 @@ from kvcache.messages import (
     Applied,
     Attach,
     ClientAddress,
+    Detach,
+    Detached,
     Finished,
     FromClient,
     FromWorker,
@@ -199,6 +201,8 @@ class Coordinator:
         if self._phase is Phase.CLOSED:
             return []
         client_id, reign = message.client_id, self._reign
+        if isinstance(message, Detach):
+            return self._on_detach(client_id)
         if reign is None:
             return self._part_from([client_id])
         if isinstance(message, Attach):
@@ -210,6 +214,23 @@ class Coordinator:
         if message.epoch != self.epoch or ledger is None or ledger.is_leaving:
             return self._part_from([client_id])
         return self._guarded(lambda: reign.on_client_message(ledger, message))
+
+    def _on_detach(self, client_id: str) -> list[Outgoing]:
+        """Serve a client no more, whatever epoch it was attached in: no id is used twice."""
+        reign = self._reign
+        if reign is None:
+            self._clients.detach(client_id)
+        confirmed = Outgoing((ClientAddress(client_id),), Detached(client_id, self.epoch))
+        freed = [] if reign is None else self._guarded(lambda: reign.detach(client_id))
+        return [confirmed, *freed]
+
+    def on_client_lost(self, client_id: str) -> None:
+        """A client's last connection has ended, and all that came over it has been handed over.
+
+        It keeps what it has if it is heard again within `settings.client_return_s`.
+        """
+        if self._reign is not None:
+            self._reign.on_client_lost(client_id)
 
     def on_worker_lost(self, rank: int, incarnation: str, reason: str) -> list[Outgoing]:
         """A process is proven dead: begin a new epoch, which runs when the rank is served again.
@@ -227,7 +248,7 @@ class Coordinator:
             return self._grants()
         collection = self._collection
         if collection is not None:
-            asked = collection.on_tick(self._clock.now(), self.settings.labels_s)
+            asked = collection.on_tick(self._clock.now(), 3 * self.settings.worker_silence_s)
             return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
         if self._reign is None:
             return []

@@ -53,7 +53,7 @@ class Reattachment:
         if now_s < self._give_up_s and self.missing():
             return False
         self._is_waiting = False
-        self.gone = tuple(name for name in self.missing() if self._clients.get(name) is None)
+        self.gone = tuple(sorted(n for n in self._expected if self._clients.get(n) is None))
         self._expected.clear()
         for ledger in self._clients.attached():
             first = ledger.receiver.ready_step
@@ -80,8 +80,8 @@ class Reattachment:
             self._server.let_go(client_id)
 
     def _is_back(self, client_id: str) -> bool:
-        """Whether a client has said what it wants, if only that it is idle."""
+        """Whether a client has said what it wants: a step, nothing at present, or to go."""
         ledger = self._clients.get(client_id)
-        return ledger is not None and (
-            ledger.receiver.ready_step is not None or ledger.has_acknowledged
-        )
+        if ledger is None:
+            return self._clients.has_left(client_id)
+        return ledger.receiver.ready_step is not None or ledger.has_acknowledged

@@ -34,6 +34,7 @@ from kvcache.delivery import CommandWindow
 from kvcache.errors import ClusterError, InvariantError, ProtocolError
 from kvcache.heads import MessageHead
 from kvcache.label_agreement import agreed_labels
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Acknowledge,
@@ -43,7 +44,6 @@ from kvcache.messages import (
     Call,
     CallResult,
     ClientAddress,
-    Detach,
     Finished,
     FinishedAck,
     Heartbeat,
@@ -61,6 +61,8 @@ from kvcache.step_delivery import StepMessage, stamped
 
 MAX_STEPS_AT_ONCE = 256
 """Steps executed for one incoming message; the rest waits for the next one."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Reign:
         ledger = self._clients.get(client_id)
         if reason or ledger is None:
             return Unattached(client_id, self._epoch, reason)
-        ledger.heard_s = self._clock.now()
+        ledger.on_heard(self._clock.now())
         return Attached(
             client_id,
             self._epoch,
@@ -186,20 +188,45 @@ class Reign:
         )
 
     def on_client_message(
-        self, ledger: ClientLedger, message: StepMessage | Acknowledge | Detach
+        self, ledger: ClientLedger, message: StepMessage | Acknowledge
     ) -> list[Outgoing]:
         """Take a message of an attached client. Raises ClusterError when the state store fails."""
-        ledger.heard_s = self._clock.now()
+        ledger.on_heard(self._clock.now())
         out: list[Outgoing] = []
         match message:
             case StepRequest() | Call():
                 out = self._on_step(ledger, message)
             case Acknowledge():
                 ledger.on_acknowledge(message.step)
-            case Detach():
-                self._clients.let_go(message.client_id)
-                self.reattachment.forget(message.client_id)
         return out + self.work()
+
+    def detach(self, client_id: str) -> list[Outgoing]:
+        """Serve a client no more. Raises ClusterError as `on_client_message` does."""
+        if self._clients.detach(client_id):
+            self.reattachment.forget(client_id)
+        return self.work()
+
+    def on_client_lost(self, client_id: str) -> None:
+        """A client's connection has ended: unless it is heard again soon, a tick gives it up."""
+        ledger = self._clients.get(client_id)
+        if ledger is not None and not ledger.is_leaving and ledger.lost_s is None:
+            ledger.lost_s = self._clock.now()
+            logger.info(
+                "epoch %d: client %s has lost its connection: it is given up in %.1f s unless it "
+                "comes back",
+                self._epoch,
+                client_id,
+                self._settings.client_return_s,
+            )
+
+    def _why_given_up(self, ledger: ClientLedger, now_s: float) -> str:
+        """Return why a client is served no more, empty for one that is."""
+        silent_s, settings = now_s - ledger.heard_s, self._settings
+        if silent_s > settings.client_silence_s:
+            return f"it has been silent for {silent_s:.1f} s"
+        if ledger.lost_s is not None and now_s - ledger.lost_s > settings.client_return_s:
+            return f"its connection ended {now_s - ledger.lost_s:.1f} s ago"
+        return ""
 
     def _on_step(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
         received = ledger.receiver.on_step(message)
@@ -301,7 +328,14 @@ class Reign:
         if self._offloading is not None:
             out += self._offloading.on_tick()
         for ledger in self._clients.attached():
-            if now_s - ledger.heard_s > self._settings.client_silence_s:
+            reason = self._why_given_up(ledger, now_s)
+            if reason:
+                logger.warning(
+                    "epoch %d: client %s is given up, %s: its requests are freed",
+                    self._epoch,
+                    ledger.client_id,
+                    reason,
+                )
                 self._clients.let_go(ledger.client_id)
                 self.reattachment.forget(ledger.client_id)
             elif ledger.has_news() and now_s - ledger.progress_sent_s >= self._settings.resend_s:

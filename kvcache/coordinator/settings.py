@@ -54,8 +54,8 @@ class CoordinatorSettings:
     A rank that is silent for `worker_silence_s` makes steps fail with an error that names it; a
     client that is silent for `client_silence_s` is given up. `resend_s`: how long a message goes
     unanswered before it is repeated; `heartbeat_s`: how long a rank is silent before it is asked.
-    After a warm start steps wait `reattach_s` at most for the clients of the epoch before. A rank
-    that tells nothing new of its blocks for `labels_s` makes the epoch begin cold.
+    After a warm start steps wait `reattach_s` at most for the clients of the epoch before; a client
+    whose connection has ended may take as long to come back (see `client_return_s`).
     `layout_fingerprints`, by rank, are what labels must be about to be kept; empty: not compared.
     """
 
@@ -70,26 +70,27 @@ class CoordinatorSettings:
     worker_silence_s: float = 10.0
     client_silence_s: float = 60.0
     reattach_s: float = 5.0
-    labels_s: float = 60.0
     layout_fingerprints: tuple[str, ...] = ()
     audit: AuditSettings = AuditSettings()
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_unacknowledged", "max_client_steps", "max_clients"):
             require_count(name, getattr(self, name))
-        for name in (
-            "resend_s",
-            "heartbeat_s",
-            "worker_silence_s",
-            "client_silence_s",
-            "labels_s",
-        ):
+        for name in ("resend_s", "heartbeat_s", "worker_silence_s", "client_silence_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
         if not self.reattach_s >= 0:
             raise ConfigurationError(f"reattach_s is {self.reattach_s!r}: set it to 0 or above")
         if not self.fingerprint:
             raise ConfigurationError("fingerprint is empty: pass that of the plan of all ranks")
+
+    @property
+    def client_return_s(self) -> float:
+        """How long a client may be silent after its connection has ended before it is given up.
+
+        One that has connected again says so within a heartbeat: it gets time for two.
+        """
+        return min(self.client_silence_s, max(self.reattach_s, 2 * self.heartbeat_s))
 
 
 @dataclass

@@ -109,6 +109,9 @@ class Watchdog:
             what = f"client {ledger.client_id} is not fenced on every rank"
             yield "fence", what, limits.rank_s, None
         for ledger in coordinator._clients.attached():
+            if ledger.lost_s is not None:
+                what = f"client {ledger.client_id} has lost its connection"
+                yield "client", what, coordinator.settings.client_return_s, ledger.lost_s
             receiver = ledger.receiver
             if receiver.ready_step is not None:
                 what = f"step {receiver.next_step} of {ledger.client_id} has not been executed"

@@ -24,7 +24,6 @@ from kvcache.events.subscription import (
     SubscriptionStatistics,
     Update,
 )
-from kvcache.serving_loop import Faults
 
 _TOPIC: Final = b"kv@"
 _WAIT_S: Final = 0.1
@@ -124,7 +123,6 @@ class KVEventSubscriber:
             self._context.term()
             raise
         self._subscription = Subscription(self._settings, time.monotonic())
-        self._faults = Faults("an event subscriber")
         self._on_update = on_update
         self._is_closed = False
         self._poller = zmq.Poller()
@@ -222,12 +220,7 @@ class KVEventSubscriber:
                 frames = source.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            try:
-                found += take(frames, time.monotonic())
-            except Exception as error:
-                self._subscription.start_over(
-                    self._faults.note("a message", error), time.monotonic()
-                )
+            found += take(frames, time.monotonic())
         return found
 
 

@@ -36,6 +36,7 @@ class MeteredCoordinator:
         self._num_left = meter.stride  # messages until a step is followed
         self._is_open = False
         self.on_plain_applied = coordinator.on_plain_applied
+        self.on_client_lost = coordinator.on_client_lost
         self.settle = coordinator.settle
 
     @property

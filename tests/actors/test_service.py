@@ -61,6 +61,7 @@ class Decider:
         self.taken: list[int] = []
         self.errors: list[str] = []
         self.num_vain_drops = 0
+        self.lost: list[str] = []
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         return []
@@ -80,6 +81,9 @@ class Decider:
             *[Outgoing((ClientAddress(message.client_id),), one) for one in answers],
         ]
 
+    def on_client_lost(self, client_id: str) -> None:
+        self.lost.append(client_id)
+
     def on_tick(self) -> list[Outgoing]:
         return []
 
@@ -91,9 +95,11 @@ class Decider:
         return []
 
 
-def make_service(decider: Decider) -> tuple[CoordinatorService, Recorder]:
+def make_service(
+    decider: Decider, clock: VirtualClock | None = None
+) -> tuple[CoordinatorService, Recorder]:
     transport = Recorder()
-    service = CoordinatorService(transport, VirtualClock(), MAX_BYTES, tick_s=1.0)
+    service = CoordinatorService(transport, clock or VirtualClock(), MAX_BYTES, tick_s=1.0)
     service.open(decider, [])
     return service, transport
 
@@ -114,6 +120,22 @@ def test_what_goes_to_the_same_receivers_in_one_turn_goes_together_and_in_order(
             for name in "ab"
         ],
     ]
+
+
+def test_a_client_that_has_hung_up_is_named_with_the_next_tick() -> None:
+    clock, decider = VirtualClock(), Decider()
+    service, transport = make_service(decider, clock)
+    for name in ("gone", "back", "there"):
+        transport.connect(client_peer(name))
+    for name in ("gone", "back"):
+        transport.disconnect(client_peer(name))
+    transport.connect(client_peer("back"))
+    service.turn()
+    assert decider.lost == []
+    clock.advance(1.0)
+    service.turn()
+    service.turn()
+    assert decider.lost == ["gone"]
 
 
 def test_acknowledgements_that_arrive_together_are_settled_once() -> None:

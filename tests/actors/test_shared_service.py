@@ -21,6 +21,8 @@ from kvcache.messages import (
     Acknowledge,
     Attach,
     ClientAddress,
+    Detach,
+    Detached,
     FromClient,
     FromWorker,
     Heartbeat,
@@ -44,6 +46,7 @@ class Rule:
 
     def __init__(self) -> None:
         self.threads: list[str] = []
+        self.lost: list[str] = []
         self.error: BaseException | None = None
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
@@ -65,6 +68,9 @@ class Rule:
             Outgoing((ClientAddress(message.client_id),), answer),
             Outgoing((WorkerAddress(0),), Ping("nonce", 1)),
         ]
+
+    def on_client_lost(self, client_id: str) -> None:
+        self.lost.append(client_id)
 
     def on_tick(self) -> list[Outgoing]:
         return []
@@ -166,6 +172,18 @@ def test_a_client_that_is_dropped_without_a_word_leaves_nothing(site: Site) -> N
     worker.close()
 
 
+def test_a_client_that_is_closed_or_dropped_is_lost_once(site: Site) -> None:
+    clients = {name: site.client(name) for name in ("closed", "dropped", "there")}
+    clients["closed"].close()
+    clients["closed"].close()
+    del clients["closed"], clients["dropped"]
+    site.clock.advance(TICK_S)
+    for _ in range(2):
+        site.service.turn()
+        site.clock.advance(TICK_S)
+    assert sorted(site.rule.lost) == ["closed", "dropped"]
+
+
 def test_a_wait_ends_with_a_message_with_a_wake_up_and_with_its_time(site: Site) -> None:
     client = site.client("a")
     assert client.receive(0.001) == []
@@ -196,6 +214,9 @@ def test_the_end_voids_what_clients_have_and_the_first_reason_counts(site: Site)
     client.send(encode(Acknowledge("a", 7, 1)))
     assert reasons(client) == [(8, "taken over")]
     assert site.rule.threads == []
+    client.send(encode(Detach("a", 7)))
+    client.send(b"\xc1 no message")
+    assert heard(client) == [Detached("a", 7)]
     with pytest.raises(SupersededError, match="taken over"):
         site.client("b")
     with pytest.raises(SupersededError, match="taken over"):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import select
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from actors.async_client import AsyncKVCacheClient
 from actors.client import KVCacheClient
 from actors.connection import LOOK_S, STALL_BEFORE_REDIAL, ClientConnection
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
 from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig
-from kvcache.errors import DeadlineError
-from kvcache.messages import Attach, Attached, Progress
+from kvcache.errors import DeadlineError, NotRunningError
+from kvcache.messages import Attach, Attached, Detach, Detached, Progress
 from kvcache.step import StepRequest, StepResult
 from kvcache.wire import decode, encode
 
@@ -24,18 +27,25 @@ LONG_S = 0.5
 
 
 class Listener:
-    """A `PeerTransport` that answers nothing but `Attach`, and notices who else uses it."""
+    """A `PeerTransport` that answers `Attach`, and `Detach` if it `confirms`, and nothing else. It
+    notices who else uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, confirms: bool = False) -> None:
+        self.sent: list[bytes] = []
+        self._confirms = confirms
         self.is_disturbed = threading.Event()
         self.is_reading = threading.Event()
         self.num_disconnections = 0
         self._answers: list[bytes] = []
+        self._readable = select.epoll()  # which it never becomes: what comes is found at ticks
 
     def send(self, payload: bytes) -> None:
         if self.is_reading.is_set():
             self.is_disturbed.set()
+        self.sent.append(payload)
         message = decode(payload)
+        if isinstance(message, Detach) and self._confirms:
+            self._answers.append(encode(Detached(message.client_id, 1)))
         if isinstance(message, Attach):
             self._answers.append(encode(Attached(message.client_id, 1, 0, "plan", 1, True, "n")))
 
@@ -51,7 +61,7 @@ class Listener:
         return self.receive(timeout_s)
 
     def fileno(self) -> int:
-        return 0
+        return self._readable.fileno()
 
     def wake(self) -> None:
         pass
@@ -72,9 +82,13 @@ class Dialer:
         self.config = config
         self.listener = Listener()
         self.note: Endpoint | None = None
+        self.place = Endpoint("nowhere")
+        self.is_gone = False
 
     def endpoint(self) -> Endpoint:
-        return Endpoint("nowhere")
+        if self.is_gone:
+            raise NotRunningError("the cluster is gone")
+        return self.place
 
     def noted(self) -> Endpoint | None:
         return self.note
@@ -95,6 +109,53 @@ def test_who_keeps_an_idle_client_alive_leaves_the_socket_to_who_reads_it(
         with pytest.raises(DeadlineError):
             client.wait_result(number, timeout_s=LONG_S)
         assert not dialer.listener.is_disturbed.is_set()
+
+
+UNCONFIRMED = "the coordinator has not confirmed that it is detached"
+
+
+def test_a_client_that_nobody_answers_closes_after_a_while_and_says_so(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    dialer = Dialer(make_config(transport={"resend_s": 0.02, "heartbeat_s": 0.04}))
+    KVCacheClient(dialer).close()
+    sent = [decode(payload) for payload in dialer.listener.sent]
+    assert sum(isinstance(message, Detach) for message in sent) > 1
+    assert caplog.text.count(UNCONFIRMED) == 1
+
+    async def come_and_go() -> None:
+        client = await AsyncKVCacheClient.connect(dialer)
+        await asyncio.gather(client.close(), client.close())
+        await client.close()
+
+    asyncio.run(come_and_go())
+    assert caplog.text.count(UNCONFIRMED) == 2
+
+
+def test_a_client_whose_cluster_is_gone_waits_for_no_confirmation(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    dialer = Dialer(make_config(transport={"resend_s": 1000.0}))
+    connection = ClientConnection(dialer, "c")
+    client = KVCacheClient(dialer)
+    dialer.listener.num_disconnections = 1
+    dialer.is_gone = True
+    client.close()
+    client.close()
+    assert UNCONFIRMED not in caplog.text
+    assert connection.session.detach() == []  # it has never said that it is there
+
+
+def test_closing_follows_a_coordinator_that_moves(make_config: MakeConfig) -> None:
+    dialer = Dialer(make_config(transport={"resend_s": 1.0}))
+    client = KVCacheClient(dialer)
+    before = dialer.listener
+    before.num_disconnections = 1
+    dialer.listener = Listener(confirms=True)
+    dialer.place = Endpoint("elsewhere")
+    client.close()
+    assert [type(decode(payload)) for payload in before.sent] == [Attach, Detach]
+    assert [type(decode(payload)) for payload in dialer.listener.sent] == [Detach]
 
 
 def test_a_silent_coordinator_is_looked_for_in_writing_before_anybody_is_asked(

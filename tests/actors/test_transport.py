@@ -80,7 +80,7 @@ def receive_one(peer: PeerTransport) -> bytes:
     raise AssertionError("nothing arrived")
 
 
-@pytest.mark.parametrize(
+every_kind = pytest.mark.parametrize(
     ("address", "is_guarded"),
     [
         (unix_address(), False),
@@ -91,6 +91,9 @@ def receive_one(peer: PeerTransport) -> bytes:
     ],
     ids=["unix", "ipc", "ipc with keys", "tcp", "tcp with keys"],
 )
+
+
+@every_kind
 def test_payloads_travel_both_ways_over_every_kind_of_endpoint(
     cleanup: ExitStack, address: str, is_guarded: bool
 ) -> None:
@@ -109,6 +112,59 @@ def test_payloads_travel_both_ways_over_every_kind_of_endpoint(
     }
     server.send([WorkerAddress(3), ClientAddress("engine-1")], b"to both")
     assert (receive_one(worker), receive_one(client)) == (b"to both", b"to both")
+
+
+@every_kind
+def test_a_client_whose_connection_ends_is_named_once_and_after_its_last_words(
+    cleanup: ExitStack, address: str, is_guarded: bool
+) -> None:
+    keys = generate_curve_keys()
+    server = make_server(cleanup, keys)
+    bound = server.bind(address, is_guarded)
+    endpoint = Endpoint(bound, keys.for_peers() if is_guarded else None)
+    gone, there = (make_peer(cleanup, endpoint, client_peer(name)) for name in ("gone", "there"))
+    worker = make_peer(cleanup, endpoint, worker_peer(0, "a"))
+    for peer in (gone, there, worker):
+        peer.send(b"hello")
+    receive_until(server, lambda inbound: len(inbound) == 3)
+    assert server.take_lost_clients() == []
+    gone.send(b"goodbye")
+    gone.close(linger_s=DEADLINE_S)
+    worker.close()
+    lost: list[str] = []
+
+    def is_lost(inbound: list[Inbound]) -> bool:
+        server.send([ClientAddress("gone")], b"news")
+        lost.extend(server.take_lost_clients())
+        assert not lost or [i.payload for i in inbound] == [b"goodbye"]
+        return lost == ["gone"]
+
+    receive_until(server, is_lost)
+    receive_until(server, lambda _: server.statistics().disconnections == 2)
+    server.send([ClientAddress("there")], b"last")
+    assert receive_one(there) == b"last"
+    assert server.take_lost_clients() == []
+
+
+def receive_while_somebody_is_lost(server: NodeServer) -> list[Inbound]:
+    """Return what arrives until a client is found lost, without taking which one it is."""
+    ends = [server._near] if server._far is None else [server._near, server._far]
+    return receive_until(server, lambda _: any(end._lost_clients for end in ends))
+
+
+def test_a_client_that_has_connected_again_is_not_lost(
+    cleanup: ExitStack, near: MakeAddress
+) -> None:
+    server = make_server(cleanup)
+    endpoint = Endpoint(server.bind(near(), False))
+    for _ in range(3):
+        peer = make_peer(cleanup, endpoint, client_peer("c"))
+        peer.send(b"hello")
+        receive_until(server, bool)
+        assert server.take_lost_clients() == []
+        peer.close()
+        receive_while_somebody_is_lost(server)
+    assert server.take_lost_clients() == ["c"]
 
 
 def test_one_server_listens_locally_without_keys_and_elsewhere_with_them(

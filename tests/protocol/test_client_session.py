@@ -20,6 +20,7 @@ from kvcache.messages import (
     Call,
     CallResult,
     Detach,
+    Detached,
     MissingSteps,
     Progress,
     Unattached,
@@ -284,8 +285,60 @@ def test_a_detached_client_is_gone_for_good() -> None:
     bench = Bench()
     bench.submit()
     assert bench.session.detach() == [Detach("c", 1)]
-    with pytest.raises(RequestError, match="client c is closed: it cannot attach"):
+    assert bench.session.detach() == []
+    with pytest.raises(RequestError, match="client c is detaching: it cannot attach"):
         bench.session.attach()
     with pytest.raises(StaleEpochError):
         bench.session.result(1)
     assert bench.session.on_tick() == []
+    bench.session.on_message(Detached("c", 1))
+    with pytest.raises(RequestError, match="client c is closed: it cannot attach"):
+        bench.session.attach()
+    bench.clock.advance(10.0)
+    assert bench.session.on_tick() == []
+
+
+def test_detaching_is_repeated_until_it_is_confirmed() -> None:
+    bench = Bench()
+    bench.session.detach()
+    bench.clock.advance(1.0)
+    assert bench.session.stalled_s == 1.0
+    assert bench.session.on_tick() == [Detach("c", 1)]
+    assert bench.session.on_tick() == []
+    for message in (Unattached("c", 7, "attach first"), attached(), Detached("other", 1)):
+        assert bench.session.on_message(message) == []
+        assert bench.session.state is SessionState.DETACHING
+    bench.session.on_message(Detached("c", 2))
+    assert bench.session.state is SessionState.CLOSED
+    assert bench.session.stalled_s == 0.0
+
+
+def test_a_client_that_may_be_attached_or_waited_for_says_that_it_goes() -> None:
+    attaching = Bench(is_attached=False).session
+    attaching.attach()
+    assert attaching.detach() == [Detach("c", 0)]
+    void = Bench().session
+    void.on_message(Unattached("c", 2, "another epoch"))
+    assert void.state is SessionState.VOID
+    assert void.detach() == [Detach("c", 1)]
+
+
+def test_a_client_that_has_said_nothing_has_nothing_to_take_back() -> None:
+    session = Bench(is_attached=False).session
+    assert session.detach() == []
+    assert session.state is SessionState.CLOSED
+
+
+def test_a_client_that_is_not_heard_goes_without_a_confirmation() -> None:
+    bench = Bench()
+    bench.session.detach()
+    bench.session.give_up()
+    bench.clock.advance(5.0)
+    assert bench.session.on_tick() == []
+    assert bench.session.state is SessionState.CLOSED
+
+
+def test_a_confirmation_that_was_not_asked_for_means_nothing() -> None:
+    bench = Bench()
+    bench.session.on_message(Detached("c", 1))
+    assert bench.session.state is SessionState.ATTACHED

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
+from actors.waking_clock import WakingClock
 from kvcache.arrays import int32_array
-from kvcache.clock import VirtualClock
+from kvcache.clock import Clock, VirtualClock
 from kvcache.commands import Fence, Label, Reset, WriteExpected
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS
@@ -27,6 +28,7 @@ from kvcache.messages import (
     CallResult,
     CollectLabels,
     Detach,
+    Detached,
     Finished,
     FinishedAck,
     Grant,
@@ -100,8 +102,13 @@ class Bench:
     """A coordinator of two ranks and the hands that feed it."""
 
     def __init__(
-        self, store: MemoryStateStore | None = None, nonce: str = "n", **changes: Any
+        self,
+        store: MemoryStateStore | None = None,
+        nonce: str = "n",
+        seen_by: Callable[[VirtualClock], Clock] = lambda machine: machine,
+        **changes: Any,
     ) -> None:
+        """`seen_by` returns the coordinator's clock, made of the machine's."""
         self.clock = VirtualClock()
         self.store = store or MemoryStateStore()
         settings = CoordinatorSettings(2, "plan", resend_s=1.0, heartbeat_s=2.0)
@@ -115,7 +122,7 @@ class Bench:
                 has_workers=True,
                 model_epoch=model_epoch,
             ),
-            clock=self.clock,
+            clock=seen_by(self.clock),
             nonce=nonce,
             state_store=self.store,
         )
@@ -472,6 +479,120 @@ def test_a_client_that_leaves_is_fenced_before_its_blocks_are_freed() -> None:
     assert manager.statistics().num_running_requests == 0
     assert manager.statistics().core.num_free_blocks == 23
     assert "use a new client id" in only(bench.attach(), Unattached)[0].reason
+
+
+def test_detaching_is_confirmed_as_often_as_it_is_asked_for() -> None:
+    bench = Bench().run()
+    bench.step(1, new=(new("r"),))
+    for _ in range(2):
+        out = bench.coordinator.on_client_message(Detach("c", 1))
+        assert only(out, Detached) == [Detached("c", 1)]
+    for rank in (0, 1):
+        bench.applied(rank, 3)
+    assert bench.coordinator.statistics().num_clients == 0
+    out = bench.coordinator.on_client_message(Detach("c", 1))
+    assert [item.message for item in out] == [Detached("c", 1)]
+
+
+def test_an_introduction_that_arrives_after_the_farewell_attaches_nobody() -> None:
+    bench = Bench().run()
+    out = bench.coordinator.on_client_message(Detach("late", 0))
+    assert [item.message for item in out] == [Detached("late", 1)]
+    assert "use a new client id" in only(bench.attach("late"), Unattached)[0].reason
+    assert bench.coordinator.statistics().num_clients == 1
+
+
+def test_a_farewell_counts_in_whatever_epoch_it_was_said() -> None:
+    bench = Bench().run()
+    bench.hello(1, "q2")  # epoch 2 begins
+    bench.processes[1] = "q2"
+    assert bench.coordinator.phase is Phase.FENCING
+    out = bench.coordinator.on_client_message(Detach("c", 1))
+    assert only(out, Detached) == [Detached("c", 2)]
+    for rank in (0, 1):
+        bench.granted(rank)
+    assert "use a new client id" in only(bench.attach(), Unattached)[0].reason
+
+
+LOST: dict[str, Any] = {"heartbeat_s": 2.0, "reattach_s": 3.0, "worker_silence_s": 1000.0}
+
+
+def running(bench: Bench) -> int:
+    """Let ranks apply all there is; return how many requests run."""
+    for rank in (0, 1):
+        bench.applied(rank, bench.coordinator.statistics().last_seq)
+    manager = bench.coordinator.manager
+    assert manager is not None
+    return manager.statistics().num_running_requests
+
+
+def test_a_client_whose_connection_has_ended_is_given_up_soon() -> None:
+    bench = Bench(**LOST).run()
+    assert bench.coordinator.settings.client_return_s == 4.0
+    bench.attach("d")
+    bench.step(1, new=(new("r"),))
+    bench.step(1, "d", new=(new("s"),))
+    running(bench)
+    bench.coordinator.on_client_lost("c")
+    bench.coordinator.on_client_lost("nobody")
+    bench.clock.advance(4.0)
+    assert only(bench.coordinator.on_tick(), Ping)
+    assert running(bench) == 2
+    bench.clock.advance(0.1)
+    (fenced,) = [sent for sent in only(bench.coordinator.on_tick(), StepCommands) if sent.commands]
+    assert fenced.commands == (Fence("c"),)
+    assert running(bench) == 1
+    assert "use a new client id" in only(bench.attach(), Unattached)[0].reason
+
+
+@pytest.mark.parametrize("is_silence_shorter", [False, True])
+def test_a_connection_that_ended_gives_no_more_time_than_silence(is_silence_shorter: bool) -> None:
+    settings = CoordinatorSettings(
+        1, "plan", client_silence_s=3.0 if is_silence_shorter else 60.0, reattach_s=5.0
+    )
+    assert settings.client_return_s == (3.0 if is_silence_shorter else 5.0)
+
+
+def test_a_client_that_connects_again_in_time_keeps_everything() -> None:
+    bench = Bench(**LOST).run()
+    bench.step(1, new=(new("r"),))
+    for _ in range(5):
+        bench.coordinator.on_client_lost("c")
+        bench.coordinator.on_client_lost("c")
+        bench.clock.advance(3.9)
+        bench.coordinator.on_tick()
+        bench.coordinator.on_client_message(Acknowledge("c", 1, 0))
+    bench.clock.advance(10.0)
+    bench.coordinator.on_tick()
+    assert running(bench) == 1
+    bench.coordinator.on_client_lost("c")
+    bench.clock.advance(3.9)
+    assert only(bench.attach(), Attached)
+    bench.clock.advance(3.9)
+    bench.coordinator.on_tick()
+    assert running(bench) == 1
+
+
+def test_a_coordinator_that_stood_still_blames_no_client_for_it() -> None:
+    bench = Bench(seen_by=lambda machine: WakingClock(machine, 2.0), **LOST).run()
+    bench.step(1, new=(new("r"),))
+    bench.coordinator.on_client_lost("c")
+    bench.clock.advance(1000.0)
+    bench.coordinator.on_tick()
+    assert running(bench) == 1
+    bench.coordinator.on_client_message(Acknowledge("c", 1, 0))
+    for _ in range(5):
+        bench.clock.advance(2.0)
+        bench.coordinator.on_tick()
+    assert running(bench) == 1
+
+
+def test_between_two_epochs_a_lost_connection_means_nothing() -> None:
+    bench = Bench(**LOST)
+    bench.coordinator.on_client_lost("c")
+    bench.run().clock.advance(5.0)
+    bench.coordinator.on_tick()
+    assert bench.coordinator.statistics().num_clients == 1
 
 
 def test_a_silent_client_is_given_up() -> None:

@@ -22,6 +22,8 @@ from kvcache.messages import (
     Call,
     ClientStep,
     CollectLabels,
+    Detach,
+    Detached,
     Granted,
     Heartbeat,
     LabelReport,
@@ -276,7 +278,7 @@ def test_a_rank_that_lives_is_heard_while_no_epoch_can_be_saved() -> None:
 
 
 def test_a_rank_that_lives_but_never_tells_its_labels_makes_the_epoch_begin_cold() -> None:
-    bench = Bench(saved(), worker_silence_s=5.0, labels_s=15.0)
+    bench = Bench(saved(), worker_silence_s=5.0)
     granted(bench)
     bench.labels(0, *chain())
     out: list[Outgoing] = []
@@ -303,6 +305,30 @@ def test_who_has_not_come_back_is_fenced_so_that_nobody_waits_for_him_again() ->
     bench.clock.advance(3.1)
     (sent,) = only(bench.coordinator.on_tick(), StepCommands)
     assert sent.commands == (Fence("gone"),)
+
+
+def test_a_client_that_says_goodbye_instead_is_not_waited_for_and_fenced() -> None:
+    bench = returning(ClientStep("c", 7), ClientStep("gone", 7), reattach_s=1000.0)
+    attach(bench, "c")
+    assert only(bench.step(8, "c"), StepResult) == []
+    out = bench.coordinator.on_client_message(Detach("gone", 1))
+    assert only(out, Detached) == [Detached("gone", bench.coordinator.epoch)]
+    fence, *_ = only(out, StepCommands)
+    assert fence.commands == (Fence("gone"),)
+    assert [result.client_id for result in only(out, StepResult)] == ["c"]
+
+
+def test_a_client_that_says_goodbye_before_the_labels_are_there_is_not_waited_for() -> None:
+    bench = Bench(saved(), reattach_s=1000.0)
+    granted(bench)
+    bench.coordinator.on_client_message(Detach("gone", 1))
+    for rank in (0, 1):
+        bench.labels(rank, *chain(), client_steps=(ClientStep("c", 7), ClientStep("gone", 7)))
+    for rank in (0, 1):
+        bench.applied(rank, 1)
+    assert bench.coordinator.statistics().waiting_for_clients == ("c",)
+    attach(bench, "c")
+    assert only(bench.step(8, "c"), StepResult)
 
 
 def test_labels_come_in_pieces_and_lost_ones_are_asked_for_again() -> None:
