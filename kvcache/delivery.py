@@ -20,6 +20,8 @@ from typing import NamedTuple
 from kvcache.errors import BacklogFullError, MalformedMessageError, StaleEpochError
 from kvcache.heads import NO_ITEMS, MessageHead
 from kvcache.messages import (
+    INT64_MAX,
+    MAX_NAME_CHARS,
     Applied,
     Grant,
     Granted,
@@ -36,8 +38,6 @@ NO_EPOCH = 0
 
 MAX_EPOCH = 2**53
 """No epoch is above this: a number from outside cannot push ours to where it ends."""
-
-_INT64_MAX = 2**63 - 1
 
 MAX_RESENT = 16
 """Messages repeated at once to one receiver: it acknowledges before it needs more."""
@@ -230,7 +230,9 @@ class CommandReceiver:
         seq, client_id, client_step, commands = rest
         is_next = type(seq) is int and seq == self._applied_seq + 1 == self._delivered_seq + 1
         is_plain = commands == [] and type(client_id) is str and type(client_step) is int
-        if not (is_next and is_plain and 0 <= client_step <= _INT64_MAX):
+        if not (is_next and is_plain and len(client_id) <= MAX_NAME_CHARS):
+            return None
+        if not 0 <= client_step <= INT64_MAX:
             return None
         self._applied_seq = self._delivered_seq = seq
         self._counts["num_delivered"] += 1

@@ -10,7 +10,7 @@ before any of them takes memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter, is_
 from typing import Any
@@ -22,9 +22,14 @@ from kvcache.messages import WIRE_VERSION, Message
 NO_ITEMS = b"\x90"
 """An empty msgpack array: how a message ends whose last field is an empty list."""
 
-_INT64_MAX = 2**63 - 1
-
-_UNREADABLE = (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError)
+UNREADABLE: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    msgpack.UnpackException,
+    RecursionError,
+    MemoryError,
+)
+"""What msgpack raises for bytes that it cannot unpack."""
 
 
 class MessageHead:
@@ -50,7 +55,7 @@ class MessageHead:
         data, longest = self._rest + payload[self._length :], self._num_left
         try:
             values: list[Any] = msgpack.unpackb(data, max_array_len=longest, max_map_len=0)
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
         return values
 
@@ -61,7 +66,7 @@ class MessageHead:
             return None
         try:
             value = msgpack.unpackb(payload[self._length :], max_array_len=0, max_map_len=0)
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
         return value if type(value) is int else None
 
@@ -75,9 +80,16 @@ class Envelope:
     """Messages of one kind of which only the first fields vary, texts and numbers: how all of them
     begin and end."""
 
-    def __init__(self, usual: Message, num_varying: int, packed_fields: list[Any]) -> None:
+    def __init__(
+        self,
+        usual: Message,
+        num_varying: int,
+        packed_fields: list[Any],
+        are_sound: Callable[[Sequence[Any]], bool],
+    ) -> None:
         """Take the fields behind the first `num_varying` from `usual`, whose fields as msgpack
-        packs them are `packed_fields`."""
+        packs them are `packed_fields`. `are_sound` says whether values of the right types may
+        travel in those that vary."""
         kind = type(usual)
         names = tuple(field.name for field in fields(kind))
         self._packer = msgpack.Packer()
@@ -89,6 +101,7 @@ class Envelope:
         self._get: Callable[[Any], Any] = attrgetter(*names)
         values = self._get(usual)
         self._num_varying = num_varying
+        self._are_sound = are_sound
         self._types = tuple(type(value) for value in values[:num_varying])
         self._usual = values[num_varying:]
         self._fields = dict(zip(names, values, strict=True))
@@ -106,10 +119,9 @@ class Envelope:
         is_usual = all(map(is_, values[self._num_varying :], self._usual))
         if not is_usual or tuple(map(type, varying)) != self._types:
             return None
-        try:
-            packed: bytes = self._packer.pack(varying)
-        except (ValueError, OverflowError):
+        if not self._are_sound(varying):
             return None
+        packed: bytes = self._packer.pack(varying)
         return self.begin + packed[len(self._rest) :] + self._end
 
     def unpack(self, data: bytes) -> Any | None:
@@ -119,13 +131,10 @@ class Envelope:
         varying, longest = data[self._begin_bytes : -self._end_bytes], self._num_varying
         try:
             values = msgpack.unpackb(self._rest + varying, max_array_len=longest, max_map_len=0)
-        except _UNREADABLE:
+        except UNREADABLE:
             return None
-        if tuple(map(type, values)) != self._types:
+        if tuple(map(type, values)) != self._types or not self._are_sound(values):
             return None
-        for value in values:
-            if type(value) is int and value > _INT64_MAX:
-                return None
         # What the constructor of a frozen dataclass does, without one call for each field.
         message = object.__new__(self.kind)
         message.__dict__.update(self._fields)

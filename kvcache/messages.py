@@ -36,6 +36,25 @@ from kvcache.step import StepRequest, StepResult
 
 WIRE_VERSION = 1
 
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Longest message, unless the configuration sets another limit (`transport.max_message_bytes`)."""
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+"""Bounds of every integer."""
+
+MAX_ITEMS = 65_536
+"""Most items of one tuple or map. int32 arrays travel as bytes, and may be longer."""
+
+MAX_NAME_CHARS = 4096
+"""Longest text that names something: clients, requests, adapters and their paths, images, salts,
+tenants. Commands repeat some of them for every block, so one of megabytes would fill a message."""
+
+MAX_PROSE_CHARS = 16_384
+"""Longest text for people to read."""
+
+PROSE_FIELDS = frozenset({"detail", "error", "reason"})
+"""The fields with such texts; all other texts are names."""
+
 
 MAX_REPORTED_BLOCKS = 64
 """Blocks that one job's report names at most: one with so many may have left others out."""

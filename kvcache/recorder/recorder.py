@@ -11,6 +11,7 @@ so once, counts what is lost, and begins again with the next epoch.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -142,7 +143,7 @@ class FileStepRecorder:
         meanwhile = self._take_meanwhile()
         self._record(
             lambda number: Executed(
-                number, encode(message), outcome_of(answer, commands), *meanwhile
+                number, encode(message, sys.maxsize), outcome_of(answer, commands), *meanwhile
             )
         )
 
@@ -150,7 +151,9 @@ class FileStepRecorder:
         """Record a step or call with the error it ended with."""
         meanwhile = self._take_meanwhile()
         self._record(
-            lambda number: Executed(number, encode(message), outcome_of_error(error), *meanwhile)
+            lambda number: Executed(
+                number, encode(message, sys.maxsize), outcome_of_error(error), *meanwhile
+            )
         )
 
     def released(self, client_id: str) -> None:
@@ -161,7 +164,7 @@ class FileStepRecorder:
     def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
         """Record that what is cached of requests is held."""
         step = StepRequest(client_id, new=tuple(requests))
-        self._record(lambda number: Held(number, encode(step), num_tokens))
+        self._record(lambda number: Held(number, encode(step, sys.maxsize), num_tokens))
 
     def let_go(self, client_id: str) -> None:
         """Record that nothing is held for a client any more."""

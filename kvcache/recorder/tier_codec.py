@@ -7,6 +7,7 @@ knows is named. Refuses calls of unknown kinds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def message_of(request: Request) -> bytes:
         tenant=request.namespace.tenant,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
     )
-    return encode(StepRequest(new=(new,)))
+    return encode(StepRequest(new=(new,)), sys.maxsize)
 
 
 def _packed(call: TierCall) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,34 @@ def test_a_request_is_computed_decoded_finished_and_hit_again(make_config: MakeC
         assert client.bytes_checked > 0
 
 
+def image(**changes: Any) -> tuple[NewRequest, ...]:
+    return (replace(prompt("r", 40), **changes),)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ({"finished": (3,)}, r"StepRequest\.finished holds something that is 3: pass text"),
+        ({"finished": None}, r"StepRequest\.finished is None: pass a tuple"),
+        ({"finished": ("r",) * 65_537}, r"finished has 65537 items, at most 65536 travel"),
+        ({"completed_step": 2**63}, r"StepRequest\.completed_step is 9223372036854775808: pass"),
+        ({"completed_step": True}, r"StepRequest\.completed_step is True: pass an integer"),
+        ({"num_lookahead_tokens": 2**64}, r"StepRequest\.num_lookahead_tokens is"),
+        ({"new": image(max_new_tokens=2**63)}, r"NewRequest\.max_new_tokens is"),
+        ({"new": image(mm_hashes=("h",) * 65_537)}, r"NewRequest\.mm_hashes has 65537 items"),
+        # What follows fits into the message, and not into the commands that repeat it per block.
+        ({"new": image(mm_hashes=("h" * 2**22,))}, r"mm_hashes holds .* has 4194304 characters"),
+        ({"new": image(lora_name="l" * 2**22)}, r"NewRequest\.lora_name has 4194304 characters"),
+        ({"new": image(token_ids=np.zeros(2**25, np.int32))}, r"StepRequest of 134\d{6} bytes"),
+    ],
+)
 def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
-    make_config: MakeConfig,
+    make_config: MakeConfig, step: dict[str, Any], said: str
 ) -> None:
-    wrong: tuple[Any, ...] = (3,)
     with LocalCluster(make_config()) as cluster, cluster.client() as client:
         before = client.step(EMPTY).step
-        with pytest.raises(MalformedMessageError, match=r"StepRequest\.finished is not text"):
-            client.step(StepRequest("", 0, 0, finished=wrong))
+        with pytest.raises(MalformedMessageError, match=said):
+            client.step(StepRequest(**step))
         after = client.step(StepRequest("", 0, 0, new=(prompt("a", 40),)))
         client.wait_finished(after.step)
         assert (after.step, client.num_resent) == (before + 1, 0)

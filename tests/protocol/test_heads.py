@@ -13,10 +13,10 @@ import pytest
 from kvcache.commands import Reset
 from kvcache.delivery import CommandReceiver, PlainStep
 from kvcache.errors import MalformedMessageError
-from kvcache.heads import Envelope, MessageHead
+from kvcache.heads import MessageHead
 from kvcache.messages import Applied, Grant, Granted, Heartbeat, Message, Progress, StepCommands
 from kvcache.step import StepRequest, StepResult
-from kvcache.wire import decode, encode
+from kvcache.wire import decode, encode, envelope_of
 from tests.protocol.scenario import Scenario, random_scenario
 from tests.protocol.simulation import simulate
 
@@ -127,7 +127,7 @@ def test_an_envelope_carries_what_the_codec_carries(message: Message) -> None:
     assert encode(decode(payload)) == payload
     kind = type(message)
     num_varying = {StepRequest: 4, StepResult: 4, StepCommands: 6, Progress: 5}[kind]
-    envelope = Envelope(message, num_varying, whole[2:])
+    envelope = envelope_of(message, num_varying)
     assert envelope.pack(message) == payload
     taken = envelope.unpack(payload)
     assert type(taken) is kind and taken.__dict__ == message.__dict__
@@ -142,17 +142,20 @@ def test_an_envelope_carries_what_the_codec_carries(message: Message) -> None:
 
 
 def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
-    envelope = Envelope(Progress("", 0, 0, 0), 5, ["", 0, 0, 0, 0, []])
+    envelope = envelope_of(Progress("", 0, 0, 0), 5)
     progress = Progress("client", 1, 2, 3)
     assert envelope.pack(progress) == encode(progress)
     for unusual in (
         replace(progress, applied_step=2**64),
+        replace(progress, applied_step=2**63),
+        replace(progress, client_id="c" * 4097),
+        replace(progress, client_id="\ud800"),
         replace(progress, applied_step=True),
         replace(progress, failures=("x",)),  # type of a field that is looked at the long way
     ):
         assert envelope.pack(unusual) is None
-    too_large = msgpack.packb([1, "Progress", "client", 1, 2**63, 0, 0, []])
-    assert envelope.unpack(too_large) is None
+    for values in (["client", 1, 2**63, 0, 0, []], ["c" * 4097, 1, 0, 0, 0, []]):
+        assert envelope.unpack(msgpack.packb([1, "Progress", *values])) is None
 
 
 def test_a_list_longer_than_any_message_has_is_not_unpacked() -> None:

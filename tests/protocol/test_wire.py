@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 import types
 import typing
 from typing import Any, cast
@@ -28,9 +29,20 @@ from kvcache.commands import (
     Zero,
 )
 from kvcache.errors import MalformedMessageError, ProtocolError, VersionMismatchError
-from kvcache.messages import FromClient, FromWorker, Message, Ping, StepCommands, ToClient, ToWorker
-from kvcache.step import NewRequest, StepRequest
-from kvcache.wire import decode, encode
+from kvcache.messages import (
+    WIRE_VERSION,
+    Attach,
+    Call,
+    FromClient,
+    FromWorker,
+    Message,
+    Ping,
+    StepCommands,
+    ToClient,
+    ToWorker,
+)
+from kvcache.step import NewRequest, StepRequest, StepResult
+from kvcache.wire import decode, encode, leading_fields
 
 MESSAGES: tuple[type[Any], ...] = tuple(
     cls
@@ -163,16 +175,17 @@ ANY_MESSAGE: st.SearchStrategy[Message] = st.one_of([instances(cls) for cls in M
 
 
 def plain(value: Any) -> Any:
-    """A value that compares by content, arrays included."""
+    """A value that compares by content and type. Lists count as the tuples that they become."""
     if isinstance(value, np.ndarray):
-        assert value.dtype == np.int32
-        return ["int32", *value.tolist()]
+        return ["array", str(value.dtype), value.tolist()]
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return [type(value).__name__, *(plain(getattr(value, f.name)) for f in fields)]
-    if isinstance(value, tuple):
+    if type(value) in (tuple, list):
         return tuple(plain(item) for item in value)
-    return value
+    if type(value) is dict:
+        return [(plain(key), plain(item)) for key, item in value.items()]
+    return (type(value).__name__, repr(value))
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
@@ -189,6 +202,229 @@ def test_every_message_comes_out_as_it_went_in(cls: type[Any], data: st.DataObje
 def test_every_command_comes_out_as_it_went_in(cls: type[Any], data: st.DataObject) -> None:
     message = StepCommands("n", "f", 1, 2, "c", 3, (data.draw(instances(cls)),))
     assert plain(decode(encode(message))) == plain(message)
+
+
+class Text(str):
+    """A text that is none of the plain ones."""
+
+
+MOST_ITEMS = 40
+"""The limit in the tests below; messages themselves have up to 21 items."""
+
+INTEGERS = (-(2**63) - 1, -(2**63), -1, 0, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**70)
+TEXTS = ("", "a" * 4096, "a" * 4097, "\u00e4" * 4096, "\U0001f600" * 4097, "\ud800", Text("a"),
+    "a" * 16_384, "a" * 16_385)  # fmt: skip
+STRANGERS: tuple[Any, ...] = (
+    None, True, 1, 1.0, float("nan"), np.int64(1), np.bool_(True), "a", b"a", bytearray(b"1234"),
+    (), [], {}, set(), object(), ("a",), [1], (None,), ((),), {1: b"a"}, {"a": b"a"}, {2**63: b""},
+    {1: "a"}, np.int32(1), np.zeros(1), np.zeros((1, 1), np.int32), np.zeros(1, np.int64),
+    np.zeros(3, ">i4"), np.zeros(6, np.int32)[::2], np.zeros(1, bool), np.array("a"), Ping("n", 1),
+)  # fmt: skip
+
+
+def extremes_of(hint: Any) -> tuple[Any, ...]:
+    """Values at the bounds of a field's rule, and beyond."""
+    if hint is int:
+        return INTEGERS
+    if hint in (str, str | None):
+        return TEXTS
+    if hint == dict[int, bytes]:
+        return tuple(dict.fromkeys(range(n), b"") for n in (MOST_ITEMS, MOST_ITEMS + 1))
+    if hint == Int32Array:
+        return tuple(int32_array(range(n)) for n in (1, 2, MOST_ITEMS + 1))
+    return ()
+
+
+def usual(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """Instances of which most fields hold what they usually do."""
+    if cls in CONSISTENT:
+        return instances(cls)
+    hints, missing = typing.get_type_hints(cls), dataclasses.MISSING
+    return st.builds(
+        cls,
+        **{
+            f.name: values_of(hints[f.name])
+            for i, f in enumerate(dataclasses.fields(cls))
+            if i < 4 or f.default is f.default_factory is missing
+        },
+    )
+
+
+@st.composite
+def damaged(draw: st.DrawFn, value: Any) -> Any:
+    """A value of which one field, at whatever depth, is at its bound, beyond it, or of a wrong
+    type."""
+    field = draw(st.sampled_from(dataclasses.fields(value)))
+    hint = typing.get_type_hints(type(value))[field.name]
+    before = getattr(value, field.name)
+    choices: list[st.SearchStrategy[Any]] = [st.sampled_from(STRANGERS)]
+    if extremes := extremes_of(hint):
+        choices.append(st.sampled_from(extremes))
+    if dataclasses.is_dataclass(before):
+        choices.append(damaged(before))
+    if type(before) is tuple and typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        one = before[0] if before else draw(values_of(item))
+        choices.append(st.sampled_from([(one,) * n for n in (MOST_ITEMS, MOST_ITEMS + 1)]))
+        wrong = [st.sampled_from((*extremes_of(item), *STRANGERS))]
+        if dataclasses.is_dataclass(one):
+            wrong.append(damaged(one))
+        choices.append(st.one_of(wrong).map(lambda item: (*before, item)))
+    return dataclasses.replace(value, **{field.name: draw(st.one_of(choices))})
+
+
+def written(value: Any, tagged: bool = False) -> Any:
+    """What a sender without any rules would pack."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value))
+        tag = [type(value).__name__] if tagged else []
+        return [
+            *tag,
+            *(
+                written(getattr(value, f.name), tagged=hints[f.name] == tuple[Command, ...])
+                for f in dataclasses.fields(value)
+            ),
+        ]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, tuple | list):
+        return [written(item, tagged) for item in value]
+    return value
+
+
+def assert_encoded_exactly_where_decoded(message: Message, max_bytes: int) -> bool:
+    """Assert that `encode` accepts what `decode` returns unchanged, and nothing else; say which."""
+    try:
+        data = encode(message, max_bytes)
+    except MalformedMessageError:
+        try:
+            data = msgpack.packb([WIRE_VERSION, type(message).__name__, *written(message)])
+        except (TypeError, ValueError, OverflowError):
+            return False
+        try:
+            read = decode(data, max_bytes)
+        except ProtocolError:
+            return False
+        assert plain(read) != plain(message)
+        return False
+    assert plain(decode(data, max_bytes)) == plain(message)
+    return True
+
+
+@pytest.mark.parametrize("cls", (*MESSAGES, *COMMANDS), ids=lambda cls: cls.__name__)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_is_encoded_is_exactly_what_is_decoded(cls: type[Any], data: st.DataObject) -> None:
+    value = data.draw(instances(cls) | usual(cls))
+    for _ in range(data.draw(st.integers(0, 2))):
+        value = data.draw(damaged(value))
+    message = value if cls in MESSAGES else StepCommands("n", "f", 1, 2, "c", 3, (value,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcache.wire.MAX_ITEMS", MOST_ITEMS)
+        if assert_encoded_exactly_where_decoded(message, 2**20):
+            size = len(encode(message, 2**20))
+            assert assert_encoded_exactly_where_decoded(message, size)
+            assert not assert_encoded_exactly_where_decoded(message, size - 1)
+
+
+def label_of(num_blocks: int) -> Label:
+    column = np.zeros(num_blocks, dtype=np.int32)
+    digests, keys = bytes(num_blocks), dict.fromkeys(range(num_blocks), b"k")
+    return Label(
+        int32_array(range(num_blocks)),
+        column,
+        column,
+        digests,
+        digests,
+        column,
+        EMPTY_INT32,
+        column,
+        (b"space",),
+        keys,
+    )
+
+
+@pytest.mark.parametrize("num_items", [65_536, 65_537])
+def test_lists_as_long_as_can_be_travel_and_longer_ones_do_not(num_items: int) -> None:
+    new = NewRequest("r", EMPTY_INT32, 1, mm_hashes=("hash",) * num_items)
+    for message in (
+        StepRequest("c", 1, 1, finished=("r",) * num_items),
+        StepRequest("c", 1, 1, new=(new,)),
+        StepCommands("n", "f", 1, 2, "c", 3, (label_of(num_items),)),
+        StepResult("c", 1, 1, 1, no_room=("r",) * num_items),
+    ):
+        assert assert_encoded_exactly_where_decoded(message, 2**26) == (num_items == 65_536)
+
+
+def unchecked(message: Message) -> bytes:
+    """The bytes of a sender that has other rules than ours."""
+    packed: bytes = msgpack.packb([WIRE_VERSION, type(message).__name__, *written(message)])
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("message", "leading"),
+    [
+        (
+            StepRequest("c", 7, 2, completed_step=2**63),
+            {"client_id": "c", "step": 7, "epoch": 2, "failed_step": -1},
+        ),
+        (
+            StepRequest("c", 7, cast(Any, [[2]]), finished=("r",) * 65_537),
+            {"client_id": "c", "step": 7, "completed_step": -1, "failed_step": -1},
+        ),
+        (
+            Call("c", 7, 2, -1, "m" * 5000, b""),
+            {"client_id": "c", "step": 7, "epoch": 2, "completed_step": -1},
+        ),
+        (
+            StepResult("c", 7, 2, 9, error="e" * 20_000),
+            {"client_id": "c", "step": 7, "epoch": 2, "seq": 9},
+        ),
+        (
+            StepCommands("n", "f", 1, 2, "c", 3, cast(Any, (7,))),
+            {"nonce": "n", "fingerprint": "f", "epoch": 1, "seq": 2, "client_id": "c"}
+            | {"client_step": 3},
+        ),
+    ],
+)
+def test_who_sent_what_cannot_be_read_is_told_by_its_first_fields(
+    message: Message, leading: dict[str, Any]
+) -> None:
+    data = unchecked(message)
+    with pytest.raises(MalformedMessageError):
+        decode(data)
+    assert leading_fields(data) == (type(message), leading)
+    for length in range(len(data) - 1, 0, -max(1, len(data) // 50)):
+        assert leading_fields(data[:length]) is None
+    for other in (b"", data + b"\0", b"\x91" * 5000, b"\xc1", data.replace(b"\x01", b"\x02", 1)):
+        assert leading_fields(other) is None
+
+
+@given(st.binary(max_size=200), ANY_MESSAGE, st.data())
+@settings(max_examples=200, deadline=None)
+def test_first_fields_of_anything_raise_nothing(
+    noise: bytes, message: Message, data: st.DataObject
+) -> None:
+    leading_fields(noise)
+    turned = bytearray(encode(message))
+    turned[data.draw(st.integers(0, len(turned) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    leading_fields(bytes(turned))
+
+
+def test_the_first_fields_of_a_long_message_are_read_without_building_the_rest() -> None:
+    items = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc0" * 2**20
+    head = msgpack.packb([WIRE_VERSION, "StepRequest", "c", 7, 2, -1, -1, *[0] * 8])[:-8]
+    for payload in (head + items + b"\0" * 7, head[:-2] + items + b"\xff" + b"\0" * 8):
+        tracemalloc.start()
+        try:
+            found = leading_fields(payload)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert found is not None
+        assert found.fields["step"] == 7
+        assert peak_bytes < 4 * len(payload), peak_bytes
 
 
 def decodes_or_refuses(data: bytes) -> None:
@@ -265,16 +501,21 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
     [
         ([1, "Nobody"], "message of unknown kind 'Nobody'"),
         ([1, "Ping", "n"], "Ping: 1 fields, expected 2"),
-        ([1, "Ping", "n", True], "Ping.epoch is not a 64-bit integer"),
-        ([1, "Ping", "n", 2**63], "Ping.epoch is not a 64-bit integer"),
-        ([1, "Ping", b"n", 1], "Ping.nonce is not text"),
+        ([1, "Ping", "n", True], "Ping.epoch is True: pass an integer of 64 bits"),
+        ([1, "Ping", "n", 2**63], f"Ping.epoch is {2**63}: pass an integer of 64 bits"),
+        ([1, "Ping", b"n", 1], "Ping.nonce is b'n': pass text"),
+        (
+            [1, "Ping", "n" * 4097, 1],
+            "Ping.nonce has 4097 characters, at most 4096 travel: shorten it",
+        ),
         (
             [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Explode", b""]]],
-            "StepCommands.commands is not of a known kind but 'Explode'",
+            "StepCommands.commands holds something that is of the unknown kind 'Explode': pass one "
+            "of those known here",
         ),
         (
             [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Zero", b"123"]]],
-            "Zero.block_ids is not whole int32 numbers as bytes",
+            "Zero.block_ids is b'123': pass whole int32 numbers as bytes",
         ),
         (
             [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Copy", b"1234", b""]]],
@@ -319,30 +560,67 @@ def step_of(tokens: list[Any]) -> StepRequest:
     ("message", "said"),
     [
         ("hello", "str is no message"),
-        (Ping("n", 2**64), "Ping cannot be encoded: Integer value out of range"),
-        (Ping("n", cast(int, True)), "Ping.epoch is not a 64-bit integer"),
-        (Ping("n", cast(int, float("nan"))), "Ping.epoch is not a 64-bit integer"),
-        (Ping("n", cast(int, np.int64(1))), "Ping.epoch is not a 64-bit integer"),
-        (StepRequest("c", 1, 1, finished=cast(Any, "abc")), "StepRequest.finished is not a tuple"),
-        (StepRequest("c", 1, 1, new=cast(Any, ("r",))), "StepRequest.new is not a NewRequest"),
-        (step_of([2**40]), "NewRequest.token_ids is not a one-dimensional int32 array"),
-        (step_of([1.5]), "NewRequest.token_ids is not a one-dimensional int32 array"),
+        (Ping("n", 2**63), f"Ping.epoch is {2**63}: pass an integer of 64 bits"),
+        (Ping("n", 10**5000), "Ping.epoch is an int too long to show: pass an integer of 64 bits"),
+        (Ping("n", 2**64), f"Ping.epoch is {2**64}: pass an integer of 64 bits"),
+        (Ping("n", cast(int, True)), "Ping.epoch is True: pass an integer of 64 bits"),
+        (Ping("n", cast(int, float("nan"))), "Ping.epoch is nan: pass an integer of 64 bits"),
         (
-            StepCommands("n", "f", 1, 1, "", 0, (cast(Zero, Ping("n", 1)),)),
-            "StepCommands.commands is not one of Zero, Copy, BlockTablePatch, Label, Unlabel, "
-            "Store, Load, Spill, Fetch, SealSlots, Discard, Reset, Fence, WriteExpected, Audit",
+            StepRequest("c", 1, 1, completed_step=2**63),
+            f"StepRequest.completed_step is {2**63}: pass an integer of 64 bits",
         ),
+        (
+            StepRequest("c", 1, 1, finished=cast(Any, "abc")),
+            "StepRequest.finished is 'abc': pass a tuple",
+        ),
+        (
+            StepRequest("c", 1, 1, finished=cast(Any, None)),
+            "StepRequest.finished is None: pass a tuple",
+        ),
+        (
+            StepRequest("c", 1, 1, finished=("r",) * 65_537),
+            "StepRequest.finished has 65537 items, at most 65536 travel: send fewer at once",
+        ),
+        (
+            StepRequest("c", 1, 1, finished=("r", cast(Any, 7))),
+            "StepRequest.finished holds something that is 7: pass text",
+        ),
+        (
+            StepRequest("c", 1, 1, new=cast(Any, ("r",))),
+            "StepRequest.new holds something that is 'r': pass a NewRequest",
+        ),
+        (
+            StepRequest("c", 1, 1, new=(NewRequest("r", EMPTY_INT32, 1, lora_name="x" * 5000),)),
+            "NewRequest.lora_name has 5000 characters, at most 4096 travel: shorten it",
+        ),
+        (
+            step_of([2**40]),
+            "NewRequest.token_ids is an array of int64 with shape (1,): pass a one-dimensional "
+            "int32 array",
+        ),
+        (
+            step_of([1.5]),
+            "NewRequest.token_ids is an array of float64 with shape (1,): pass a one-dimensional "
+            "int32 array",
+        ),
+        (
+            StepCommands("n", "f", 1, 1, "", 0, (cast(Zero, Attach("c", 1)),)),
+            "StepCommands.commands holds something that is Attach(client_id='c', next_step=1, "
+            "nonce=''): "
+            "pass one of Zero, Copy, BlockTablePatch, Label, Unlabel, Store, Load, Spill, Fetch, "
+            "SealSlots, Discard, Reset, Fence, WriteExpected, Audit",
+        ),
+        (
+            StepCommands("n", "f", 1, 1, "", 0, (Copy(int32_array([1]), EMPTY_INT32),)),
+            "Copy with unequal lengths {'sources': 1, 'destinations': 0}",
+        ),
+        (Ping("\ud800", 1), "Ping.nonce is '\\ud800': pass text that UTF-8 can encode"),
     ],
 )
 def test_what_nobody_could_read_is_refused_when_it_is_encoded(message: Any, said: str) -> None:
     with pytest.raises(MalformedMessageError) as caught:
         encode(message)
     assert str(caught.value) == said
-
-
-def test_text_that_is_no_unicode_is_refused_when_it_is_encoded() -> None:
-    with pytest.raises(MalformedMessageError, match=r"^Ping cannot be encoded: "):
-        encode(Ping("\ud800", 1))
 
 
 def test_arrays_are_views_that_nobody_can_change() -> None:
