@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 
 from actors.event_publishing import make_event_feed
 from actors.tier_parts import offload_parts
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
+from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
@@ -48,6 +48,7 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
         worker_silence_s=config.deadlines.worker_silence_s,
         client_silence_s=config.deadlines.client_silence_s,
         reattach_s=config.deadlines.reattach_s,
+        labels_s=config.deadlines.labels_s,
         audit=AuditSettings(config.audit.mode, config.audit.interval_s),
         layout_fingerprints=tuple(
             rank_layout_fingerprint(config, plan, rank) for rank in range(config.parallel.num_ranks)
@@ -91,7 +92,7 @@ def make_recorder(config: ClusterConfig, plan: Plan, clock: Clock) -> FileStepRe
     recorder = config.recorder
     if recorder.directory is None:
         return None
-    directory = Path(recorder.directory) / config.name
+    directory = Location.of(recorder.directory).path / config.name
     limits = SegmentLimits(directory, recorder.segment_bytes, recorder.max_bytes)
     origin = RecordingOrigin(
         recording_id=secrets.token_hex(8),

@@ -250,13 +250,14 @@ class AsyncStepClient(SessionView):
         """Look at the clock again and again, and for a coordinator that has moved."""
         while not self._is_closed:
             await asyncio.sleep(self._connection.tick_s)
-            self._connection.tick(self._connection.clock.now())
-            self._on_readable()
-            if self._waiters:
-                try:
-                    await self._look_where()
-                except ClusterError:
-                    self._connection.put_off_redial()  # a deadline tells the caller that waits
+            with self._connection.faults.contained("a look at the clock"):
+                self._connection.tick(self._connection.clock.now())
+                self._on_readable()
+                if self._waiters:
+                    try:
+                        await self._look_where()
+                    except ClusterError:
+                        self._connection.put_off_redial()  # a deadline tells the caller that waits
             self._notify()
 
     async def _look_where(self) -> None:
@@ -276,9 +277,11 @@ class AsyncStepClient(SessionView):
                 connection.put_off_redial()
                 return
         self._loop.remove_reader(self._reader)
-        self._connection.redial(endpoint)
-        self._reader = self._connection.transport.fileno()
-        self._loop.add_reader(self._reader, self._on_readable)
+        try:
+            self._connection.redial(endpoint)
+        finally:
+            self._reader = self._connection.transport.fileno()
+            self._loop.add_reader(self._reader, self._on_readable)
 
 
 def _close_unused(connecting: asyncio.Future[ClientConnection]) -> None:

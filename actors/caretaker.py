@@ -11,7 +11,6 @@ own actors are neither ended nor made here: their engine hands others over.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.health import DeathWatch, SilenceWatch
+from actors.keeper import KeeperWatch, keeps_memory
 from actors.process_ending import end_process
 from actors.process_identity import ProcessIdentity
 from actors.replacement import Replacement, end_actor, patience_for
@@ -29,6 +29,7 @@ from actors.worker_making import WorkerRecipe
 from actors.workforce import Workforce, save_roster
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
+from kvcache.config.deadlines import ENDING_S
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import OBEYED
 from kvcache.coordinator.watchdog import (
@@ -39,16 +40,18 @@ from kvcache.coordinator.watchdog import (
     signs_of_progress,
 )
 from kvcache.errors import ClusterError, KVCacheError, RequestError, StartupError
+from kvcache.logs import get_logger
 from kvcache.messages import Outgoing
+from kvcache.serving_loop import LoopStatistics, ServingLoop
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
 LOOK_S = 0.5
 """How often silence and pending work are looked at."""
 
-PROOF_S = 10.0
+PROOF_S = ENDING_S / 3
 """How long Ray may take to notice that a process was ended, before it is asked to end it too."""
 
 PROOF_POLL_S = 0.1
@@ -110,8 +113,10 @@ class Caretaker:
         for rank, report in enumerate(workforce.reports):
             if report.incarnation and rank not in lost:
                 self._connect(rank)
-        self._thread = threading.Thread(target=self._run, name="kvcache-caretaker", daemon=True)
-        self._thread.start()
+        self.keepers = KeeperWatch(config, lambda: self._workforce, self.rules, clock)
+        """Looks after the memory of the nodes."""
+        self._loop = ServingLoop("kvcache-caretaker", self._turn)
+        self._loop.start()
 
     # --- for the coordinator's process
 
@@ -189,10 +194,26 @@ class Caretaker:
             ]
             return (*self._pending, *replacements)
 
+    def loops(self) -> tuple[LoopStatistics, ...]:
+        """Return how the threads that watch over the workers do."""
+        loops = [self._loop, self._watch.loop]
+        if keeps_memory(self.config):
+            loops.append(self.keepers.loop)
+        return tuple(loop.statistics() for loop in loops)
+
+    def warnings(self) -> list[str]:
+        """Return what people should know: of the plan, and of host memory without a keeper."""
+        found = list(self._workforce.plan.warnings)
+        for keeper in self.keepers.statuses():
+            found += keeper.warnings()
+        return found
+
     def stop(self) -> None:
         """Watch and replace no longer. Repeatable."""
         self._closed.set()
+        self._loop.stop()
         self._watch.stop()
+        self.keepers.stop()
         with self._lock:
             replacements = list(self._replacements.values())
         for one in replacements:
@@ -317,16 +338,17 @@ class Caretaker:
             self._closed.wait(PROOF_POLL_S)
         return False
 
-    def _run(self) -> None:
-        while not self._closed.wait(LOOK_S):
-            now_s = self._clock.now()
-            try:
-                heard, self._pending = self._link.call(partial(self._look, now_s))
-                self._end_silent(heard, self._silence.look(heard, now_s))
-            except KVCacheError as error:
-                logger.warning("the coordinator could not be looked at: %s", error)
-            except Exception:
-                logger.exception("the look at the workers failed")
+    def _turn(self) -> None:
+        if self._loop.pause(LOOK_S):
+            return
+        self._watch.loop.ensure_running()
+        self.keepers.loop.ensure_running()
+        now_s = self._clock.now()
+        try:
+            heard, self._pending = self._link.call(partial(self._look, now_s))
+            self._end_silent(heard, self._silence.look(heard, now_s))
+        except KVCacheError as error:
+            logger.warning("the coordinator could not be looked at: %s", error)
 
     def _look(self, now_s: float) -> tuple[dict[int, tuple[str, float]], tuple[PendingWork, ...]]:
         """Return who was heard when, and what is waited for. In the loop's thread."""

@@ -98,7 +98,7 @@ class KVCacheCluster(ClusterAccess):
                 f"no cluster named {name!r} is running: launch it, or check the name"
             ) from error
         config = ask(coordinator.connection_settings.remote(), f"the coordinator of {name}")
-        parts = ClusterParts(name, config.deadlines.shutdown_s, coordinator)
+        parts = ClusterParts(name, config.deadlines, coordinator)
         parts.find_workers(config.parallel.num_ranks)
         status: ClusterStatus = ask(coordinator.status.remote(), f"the coordinator of {name}")
         parts.process_ids = tuple(rank.process_id for rank in status.ranks)

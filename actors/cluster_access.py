@@ -21,7 +21,7 @@ from ray.exceptions import (
 )
 
 from actors.connection import Dialing
-from actors.launch import first_line
+from actors.launch import GRACE_S, first_line
 from actors.placement import wait_until
 from actors.replacement import FAILED
 from actors.reports import ClusterStatus, HostStatistics
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvcache.worker.settings import WorkerStatistics
 
 CALL_TIMEOUT_S = 15.0
+"""Longer than the coordinator itself waits for its message loop."""
 
 C = TypeVar("C", bound="ClusterAccess")
 
@@ -141,7 +142,8 @@ class ClusterAccess(ABC):
 
         `actor` is made as those of the launch were, and has no plan yet. Without one, a cluster
         that makes its workers itself tries again to replace a rank that it had given up.
-        `timeout_s` defaults to `deadlines.startup_s`.
+        `timeout_s` defaults to what an attempt may take, `deadlines.startup_s`, and `GRACE_S` for
+        the word on why it failed.
 
         Raises:
             RequestError: no such rank, or not to be replaced in this way; nothing has changed.
@@ -149,7 +151,8 @@ class ClusterAccess(ABC):
             DeadlineError: not within `timeout_s`; it may still come to be.
         """
         self._begin_to_replace(rank, actor)
-        limit_s = self.config.deadlines.startup_s if timeout_s is None else timeout_s
+        attempt_s = self.config.deadlines.startup_s + GRACE_S
+        limit_s = attempt_s if timeout_s is None else timeout_s
 
         def is_over() -> bool:
             status = self.status().ranks[rank]

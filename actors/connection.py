@@ -20,6 +20,7 @@ from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, ProtocolError, WorkerLostError
 from kvcache.logs import get_logger
 from kvcache.messages import CallResult, FromClient, ToClient
+from kvcache.serving_loop import Faults
 from kvcache.step import StepResult
 from kvcache.wire import decode, encode
 
@@ -87,6 +88,7 @@ class ClientConnection:
         self.session = ClientSession(client_id, self.settings, self.clock)
         self.tick_s = min(self.settings.resend_s, self.settings.heartbeat_s) / 4
         self.malformed = 0
+        self.faults = Faults("a client's connection")
         self._is_closed = False
         self._peer = client_peer(client_id)
         self._max_message_bytes = config.transport.max_message_bytes
@@ -122,10 +124,16 @@ class ClientConnection:
             except ProtocolError:
                 self.malformed += 1
                 continue
+            except Exception as error:
+                self.malformed += 1
+                self.faults.note("the bytes of a message", error)
+                continue
             if not isinstance(message, TO_CLIENT):
                 self.malformed += 1
-            elif answers := self.session.on_message(message):
-                self.send(answers)
+                continue
+            with self.faults.contained("a message"):
+                if answers := self.session.on_message(message):
+                    self.send(answers)
         if payloads:
             self._heard_s = self.clock.now()
 
@@ -180,9 +188,9 @@ class ClientConnection:
         """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
         self._heard_s = self._asked_s = self.clock.now()
         if endpoint != self._endpoint and not self._is_closed:
+            opened = self.dialer.open(endpoint, self._peer)
             self.transport.close()
-            self._endpoint = endpoint
-            self.transport = self.dialer.open(endpoint, self._peer)
+            self.transport, self._endpoint = opened, endpoint
             self._next_tick_s = self._heard_s  # what waits is sent again at once, if it is due
         self._num_disconnections = self.transport.statistics().disconnections
 

@@ -24,7 +24,7 @@ from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import coordinator_name
 from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
-from actors.service import CoordinatorService, ServiceStatistics
+from actors.service import CoordinatorService, ServiceStatistics, with_faults
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
@@ -44,6 +44,7 @@ from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError, StartupError
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTap, record_request
+from kvcache.serving_loop import problems_of
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,7 @@ class CoordinatorActor:
         if caretaker is not None:
             caretaker.stop()
         self._metrics.stop()
-        if self._loop.stop(CALL_TIMEOUT_S):
+        if self._loop.stop(self._config.deadlines.closing_s):
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()
@@ -284,8 +285,8 @@ class CoordinatorActor:
 
         Who does not answer is looked for again, as long as nobody says what the plan is.
         """
-        deadlines, pause_s = self._config.deadlines, FIRST_PAUSE_S
-        give_up_s = self._clock.now() + max(deadlines.startup_s, deadlines.replacement_s)
+        pause_s = FIRST_PAUSE_S
+        give_up_s = self._clock.now() + self._config.deadlines.return_s
         while not self._closed.is_set():
             try:
                 sighting = look_for_workforce(self._config)
@@ -346,6 +347,8 @@ class CoordinatorActor:
             state = "failed"
         elif self._coordinator is None:
             state = "degraded" if problem else "starting"
+        own = with_faults(self._loop.statistics(), self._service.statistics())
+        loops = (own, *(caretaker.loops() if caretaker else ()))
         return ClusterStatus(
             name=self._config.name,
             state=state,
@@ -359,7 +362,9 @@ class CoordinatorActor:
             coordinator_process_id=os.getpid(),
             coordinator_node=self._node,
             ranks=ranks,
-            warnings=() if plan is None else plan.warnings,
+            warnings=(*(caretaker.warnings() if caretaker else ()), *problems_of(loops)),
+            keepers=() if caretaker is None else caretaker.keepers.statuses(),
+            loops=loops,
         )
 
     def _statistics_of_coordinator(self) -> CoordinatorStatistics:

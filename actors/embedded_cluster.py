@@ -143,7 +143,7 @@ class EmbeddedCluster(ClusterAccess):
 
     def _parts(self) -> ClusterParts:
         workforce = self._coordinator.caretaker.workforce
-        parts = ClusterParts(self.name, self.config.deadlines.shutdown_s)
+        parts = ClusterParts(self.name, self.config.deadlines)
         parts.process_ids = tuple(report.process_id for report in workforce.reports)
         if self._coordinator.record.has_given_workers:
             parts.foreign_workers = [actor for actor in workforce.actors if actor is not None]

@@ -26,7 +26,7 @@ from actors.endpoints import EndpointBook
 from actors.loop import ServiceLoop
 from actors.process_identity import this_process
 from actors.reports import ClusterStatus, NodeAddress
-from actors.service import ServiceStatistics
+from actors.service import ServiceStatistics, with_faults
 from actors.shared_service import SharedService
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
@@ -49,6 +49,7 @@ from kvcache.errors import (
     StartupError,
     SupersededError,
 )
+from kvcache.serving_loop import ServingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,7 @@ class EmbeddedCoordinator:
             "kvcache-coordinator", self._service.turn, transport.wake, on_failure=self._fail
         )
         self._loop.start()
-        self._successors = threading.Thread(
-            target=self._watch_for_successors, name="kvcache-successors", daemon=True
-        )
+        self._successors = ServingLoop("kvcache-successors", self._watch_for_successors)
 
     # --- start-up
 
@@ -188,14 +187,19 @@ class EmbeddedCoordinator:
         state = "ready" if is_running and not problem else "degraded"
         if self.ended is not None:
             state, problem = "failed", str(self.ended)
+        caretaker, service = self.caretaker, self._service.statistics()
+        own = with_faults(self._loop.statistics(), service)
+        loops = (own, *caretaker.loops(), self._successors.statistics())
         return embedded_status(
             self.config,
-            self.caretaker.workforce.plan,
+            caretaker.workforce.plan,
             this_process(),
             state=state,
             problem=problem,
             epoch=figures.epoch,
             ranks=ranks,
+            keepers=caretaker.keepers.statuses(),
+            loops=loops,
         )
 
     def statistics(self) -> tuple[CoordinatorStatistics, ServiceStatistics]:
@@ -235,6 +239,7 @@ class EmbeddedCoordinator:
         """Serve nobody any more; the workers stay. Repeatable."""
         self._service.end(NotRunningError(f"cluster {self.config.name} was closed in this process"))
         self._closed.set()
+        self._successors.stop()
         if self._rule is not None:
             self._rule.caretaker.stop()
         self._metrics.stop()
@@ -293,10 +298,11 @@ class EmbeddedCoordinator:
 
     def _watch_for_successors(self) -> None:
         """Look now and then; clean up when there is one."""
-        while not self._closed.wait(self.config.transport.heartbeat_s):
-            self.look_for_successor()
-            if self.ended is not None:
-                self.close()
+        if self._successors.pause(self.config.transport.heartbeat_s):
+            return
+        self.look_for_successor()
+        if self.ended is not None:
+            self.close()
 
     def _fail(self, failure: BaseException) -> None:
         """The service's thread has ended by errors."""

@@ -16,9 +16,10 @@ from actors.cluster import KVCacheCluster
 from actors.cluster_access import answer_or_none
 from actors.embedded_record import EmbeddedRecord, load_record
 from actors.embedded_status import embedded_status
+from actors.keeper import ANSWER_S, keeps_memory, look_at_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
 from actors.process_identity import is_process_alive
-from actors.reports import ClusterStatus, RankStatus, WorkerReport
+from actors.reports import ClusterStatus, KeeperStatus, RankStatus, WorkerReport
 from actors.shutdown import ClusterParts, take_down
 from actors.state import RayStateStore
 from kvcache.config import ClusterConfig
@@ -53,6 +54,10 @@ class EmbeddedSite:
         seen = self._ask_workers()
         epochs = [worker.epoch for worker in seen]
         problem = "; ".join(filter(None, (self._missing_process(), self._missing_ranks(seen))))
+        reports = {worker.rank: worker.report for worker in seen}
+        keepers: list[KeeperStatus] = []
+        if keeps_memory(self.config):
+            keepers = look_at_keepers(self.name, reports, ANSWER_S)
         return embedded_status(
             self.config,
             seen[0].plan if seen else None,
@@ -61,6 +66,7 @@ class EmbeddedSite:
             problem=problem,
             epoch=max(epochs, default=self._record.epoch),
             ranks=[_describe(worker) for worker in sorted(seen, key=lambda worker: worker.rank)],
+            keepers=keepers,
         )
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:
@@ -75,7 +81,7 @@ class EmbeddedSite:
         """End the workers; nothing of the cluster is left when this returns. The process with the
         coordinator, if it lives, gets errors. Actors of an engine's own are left as they are."""
         RayStateStore(self.name).clear()  # first: or lost workers would be replaced meanwhile
-        parts = ClusterParts(self.name, self.config.deadlines.shutdown_s)
+        parts = ClusterParts(self.name, self.config.deadlines)
         parts.process_ids = tuple(worker.report.process_id for worker in self._ask_workers())
         parts.find_workers(self.config.parallel.num_ranks)
         parts.find_placement(placement_group_name(self.name))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.process_identity import ProcessIdentity
-from actors.reports import ClusterStatus, NodeAddress, RankStatus
+from actors.reports import ClusterStatus, KeeperStatus, NodeAddress, RankStatus
 from kvcache.config import ClusterConfig
 from kvcache.planner import Plan
+from kvcache.serving_loop import LoopStatistics, problems_of
 
 NO_PROCESS = ProcessIdentity("", "no node", 0, 0)
 
@@ -25,9 +26,14 @@ def embedded_status(
     problem: str,
     epoch: int,
     ranks: Sequence[RankStatus],
+    keepers: Sequence[KeeperStatus] = (),
+    loops: Sequence[LoopStatistics] = (),
 ) -> ClusterStatus:
     """Return the status of a cluster whose coordinator is in `process`."""
     where = process or NO_PROCESS
+    warnings = [] if plan is None else list(plan.warnings)
+    for keeper in keepers:
+        warnings += keeper.warnings()
     return ClusterStatus(
         name=config.name,
         state=state,
@@ -41,6 +47,8 @@ def embedded_status(
         coordinator_process_id=where.process_id,
         coordinator_node=NodeAddress(where.node_id, where.host),
         ranks=tuple(ranks),
-        warnings=() if plan is None else plan.warnings,
+        warnings=(*warnings, *problems_of(loops)),
         is_embedded=True,
+        keepers=tuple(keepers),
+        loops=tuple(loops),
     )

@@ -14,7 +14,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import get_args
 
 from actors.memory import free_memory_bytes, plannable_bytes
@@ -25,6 +24,7 @@ from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics,
 from actors.transport.mailbox import Mailbox
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig, layer_specs
+from kvcache.config.sections import Location
 from kvcache.errors import NotRunningError, ProtocolError
 from kvcache.hashing import get_hash_fn
 from kvcache.keeper.client import KeeperAddress
@@ -160,6 +160,7 @@ class EmbeddedWorker:
             is_content_checking=config.content_check.enabled,
             repeat_interval_s=config.transport.resend_s,
             heartbeat_interval_s=config.transport.heartbeat_s,
+            held_up_s=config.deadlines.held_up_s,
             max_buffered=4 * config.transport.window,
             max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
             host_keeper=self._keeper(),
@@ -185,9 +186,11 @@ class EmbeddedWorker:
         disk = self._config.offload.disk
         if disk is None:
             return None
+        location = Location.of(disk.directory)
         return FileTierSettings(
-            Path(disk.directory),
+            location.root,
             self._config.name,
+            below=location.below,
             threads=disk.num_threads,
             max_queued_blocks=MAX_QUEUED_BLOCKS,
             max_bytes=files_bound(

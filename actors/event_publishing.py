@@ -15,7 +15,9 @@ from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.translation import group_kinds, usable_group
 from kvcache.planner import Plan
 
-OPEN_S = 30.0
+OPEN_SHARE = 0.25
+"""Of `deadlines.startup_s`, for the publisher: the coordinator begins with it, and has to find the
+workers in what is left."""
 
 
 def make_event_feed(
@@ -58,5 +60,5 @@ def make_event_feed(
         clock,
         max_waiting_bytes=events.queue_bytes,
     )
-    link.open(OPEN_S)
+    link.open(OPEN_SHARE * config.deadlines.startup_s)
     return LinkedEventFeed(link, block_size=groups[usable_group(kinds) or 0].block_size)

@@ -8,7 +8,6 @@ Refuses to take one for the other: a silent process is not dead before Ray says 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-logger = logging.getLogger(__name__)
+from kvcache.logs import get_logger
+from kvcache.serving_loop import ServingLoop
+
+logger = get_logger(__name__)
 
 WAIT_S = 0.5
 """How often the thread looks whether there is more to watch. It sleeps inside Ray meanwhile."""
@@ -50,10 +52,9 @@ class DeathWatch:
         self._workers: dict[int, tuple[str, Any]] = {}
         self._sent: dict[int, _Sentinel] = {}
         self._calls: dict[Any, _Sentinel] = {}
-        self._is_stopping = threading.Event()
         self._has_news = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcache-sentinels", daemon=True)
-        self._thread.start()
+        self._loop = ServingLoop("kvcache-sentinels", self._turn)
+        self._loop.start()
 
     def watch(self, rank: int, incarnation: str, actor: Any) -> None:
         """Watch the process that serves `rank`, instead of the one before."""
@@ -63,26 +64,33 @@ class DeathWatch:
 
     def stop(self) -> None:
         """Watch no longer. Whoever dies afterwards is not reported."""
-        self._is_stopping.set()
+        self._loop.stop()
         self._has_news.set()
 
-    def _run(self) -> None:
-        while not self._is_stopping.is_set():
-            self._has_news.clear()
-            self._send_missing()
-            if not self._calls:
-                self._has_news.wait(WAIT_S)
-                continue
-            ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
-            for call in ended:
-                sentinel = self._calls.pop(call)
-                if self._is_stopping.is_set():
-                    return
-                if self._is_to_be_sent_again(call, sentinel):
-                    # Not more often than this: the node, not the process, may be out of reach.
-                    self._is_stopping.wait(WAIT_S)
-                    if self._sent.get(sentinel.rank) == sentinel:
-                        del self._sent[sentinel.rank]
+    @property
+    def loop(self) -> ServingLoop:
+        """The thread that watches."""
+        return self._loop
+
+    def _turn(self) -> None:
+        self._has_news.clear()
+        self._send_missing()
+        if not self._calls:
+            self._has_news.wait(WAIT_S)
+            return
+        ended, _ = ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
+        for call in ended:
+            sentinel = self._calls.pop(call)
+            if self._loop.is_stopping:
+                return
+            is_to_be_sent_again = True
+            with self._loop.faults.contained(f"the sentinel of rank {sentinel.rank}"):
+                is_to_be_sent_again = self._is_to_be_sent_again(call, sentinel)
+            if is_to_be_sent_again:
+                # Not more often than this: the node, not the process, may be out of reach.
+                self._loop.pause(WAIT_S)
+                if self._sent.get(sentinel.rank) == sentinel:
+                    del self._sent[sentinel.rank]
 
     def _send_missing(self) -> None:
         """Send the sentinels of processes and of an epoch that have none yet."""
@@ -92,8 +100,8 @@ class DeathWatch:
         for rank, (incarnation, actor) in workers.items():
             sentinel = _Sentinel(rank, incarnation, epoch)
             if self._sent.get(rank) != sentinel:
-                self._sent[rank] = sentinel
                 self._calls[actor.kvcache_watch.remote(epoch)] = sentinel
+                self._sent[rank] = sentinel
 
     def _is_to_be_sent_again(self, call: Any, sentinel: _Sentinel) -> bool:
         """Look at an ended sentinel; report a death; say whether another one has to be sent."""

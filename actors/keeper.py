@@ -3,36 +3,90 @@
 One for each node of a cluster that offloads, made at launch before any memory is; workers of the
 node find it by an address that follows from the names of cluster and node. It lives as long as the
 cluster, and its process holds descriptors only. Refuses to know what is in the memory.
+
+    worker ──put──▶ keeper (dies, Ray makes it again, empty) ◀──asks every second── KeeperWatch
+       ▲                                                                               │
+       └────────────────────────── put your memory again ──────────────────────────────┘
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.names import RAY_NAMESPACE, keeper_address, keeper_name, keeper_prefix
-from actors.reports import WorkerReport
+from actors.process_ending import end_process
+from actors.process_identity import ProcessIdentity
+from actors.process_start import started_ticks
+from actors.reports import KeeperReport, KeeperStatus, NodeAddress, WorkerReport
+from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
-from kvcache.errors import StartupError
-from kvcache.keeper.memory_keeper import KeeperStatistics, MemoryKeeper
+from kvcache.errors import KVCacheError, StartupError
+from kvcache.keeper.client import segment_name
+from kvcache.keeper.memory_keeper import MemoryKeeper
+from kvcache.logs import get_logger
+from kvcache.serving_loop import ServingLoop
+
+if TYPE_CHECKING:
+    from actors.workforce import Workforce
+
+logger = get_logger(__name__)
+
+LOOK_S = 1.0
+"""How long the watch rests between two looks."""
+
+ANSWER_S = 2.0
+"""How long keepers have to say what they keep."""
+
+PUT_S = 10.0
+"""How long a worker may take to put its memory again."""
 
 
 class KeeperActor:
-    """Serves one `MemoryKeeper` until it is ended."""
+    """Serves one `MemoryKeeper` until it is ended. Ray makes it again when its process dies: it
+    keeps nothing then, until the workers have put their memory again."""
 
     def __init__(self, address: str, max_segments: int, max_bytes: int) -> None:
-        self._keeper = MemoryKeeper(address, max_segments=max_segments, max_bytes=max_bytes)
-        self._keeper.serve()
+        """Serve at `address`. Raises AlreadyRunningError at launch, if another keeper does; made
+        again it tries with each `report`, as an actor whose `__init__` raises is dead for good."""
+        self._make = partial(MemoryKeeper, address, max_segments=max_segments, max_bytes=max_bytes)
+        self._keeper: MemoryKeeper | None = None
+        self._problem = ""
+        is_made_again = ray.get_runtime_context().was_current_actor_reconstructed
+        try:
+            self._serve()
+        except KVCacheError as error:
+            if not is_made_again:
+                raise
+            self._problem = str(error)
 
-    def statistics(self) -> KeeperStatistics:
-        """Return what is kept."""
-        return self._keeper.statistics()
+    def report(self) -> KeeperReport:
+        """Say what is kept; see to it that it is served."""
+        try:
+            if self._keeper is None:
+                self._serve()
+        except KVCacheError as error:
+            self._problem = str(error)
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.ensure_serving()
+        statistics = None if keeper is None else keeper.statistics()
+        process_id = os.getpid()
+        return KeeperReport(process_id, started_ticks(process_id), statistics, self._problem)
+
+    def _serve(self) -> None:
+        keeper = self._make()
+        keeper.serve()
+        self._keeper, self._problem = keeper, ""
 
 
 def make_keepers(
@@ -45,20 +99,20 @@ def make_keepers(
 
     Raises StartupError for one that does not answer within `timeout_s`.
     """
-    offload = config.offload
-    if offload.host_memory_per_rank is None or not offload.keeps_memory:
+    host_bytes = config.offload.host_memory_per_rank
+    if host_bytes is None or not keeps_memory(config):
         return []
     make_remote: Any = ray.remote
     keepers = []
     for node_id in sorted({report.node.node_id for report in reports}):
         num_ranks = sum(report.node.node_id == node_id for report in reports)
         # A rank's memory is let go before it is made anew, but rows and heads come on top.
-        most_bytes = 2 * num_ranks * offload.host_memory_per_rank + (64 << 20)
+        most_bytes = 2 * num_ranks * host_bytes + (64 << 20)
         actor = make_remote(KeeperActor).options(
             name=keeper_name(config.name, node_id),
             namespace=RAY_NAMESPACE,
             lifetime=lifetime,
-            max_restarts=0,
+            max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -102,3 +156,206 @@ def await_no_keepers(cluster: str, give_up_s: float) -> None:
     """Wait until no keeper of the cluster is known any more, or it is `give_up_s` (monotonic)."""
     while find_keepers(cluster) and time.monotonic() < give_up_s:
         time.sleep(0.02)
+
+
+class KeeperWatch:
+    """Sees to it that the host memory of every rank is kept, from a thread of its own.
+
+    Asks the keepers what they keep, and has workers put again what is missing. A keeper that hangs
+    is ended, so that Ray makes another. Refuses to do any of it for a coordinator that another one
+    has taken over from.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        workforce: Callable[[], Workforce],
+        rules: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        """Begin to watch, if the configuration wants memory kept. `workforce` says who serves which
+        rank now, `rules` whether it is still for this coordinator to act."""
+        self._config = config
+        self._workforce = workforce
+        self._rules = rules
+        self._clock = clock
+        self._nodes: dict[str, _WatchedNode] = {}
+        self._handles: dict[str, Any] = {}
+        self._told: tuple[KeeperStatus, ...] = ()
+        self.loop = ServingLoop("kvcache-keeper-watch", self._turn)
+        if keeps_memory(config):
+            self.loop.start()
+
+    def statuses(self) -> tuple[KeeperStatus, ...]:
+        """Return how the keepers do, as of the last look."""
+        return self._told
+
+    def stop(self) -> None:
+        """Watch no longer. Repeatable."""
+        self.loop.stop()
+
+    def _turn(self) -> None:
+        workforce = self._workforce()
+        reports = dict(enumerate(workforce.reports))
+        seen = look_at_keepers(self._config.name, reports, ANSWER_S, self._handles)
+        now_s = self._clock.now()
+        for status in seen:
+            node = self._nodes.setdefault(status.node_id, _WatchedNode(now_s))
+            node.note(status, now_s)
+        self._nodes = {one.node_id: self._nodes[one.node_id] for one in seen}
+        missing = [rank for one in seen if not one.problem for rank in one.missing_ranks]
+        if not self.loop.is_stopping and (missing or any(one.problem for one in seen)):
+            self._act(workforce, missing, now_s)
+        self._told = tuple(self._nodes[one.node_id].describe(one, now_s) for one in seen)
+        self.loop.pause(LOOK_S)
+
+    def _act(self, workforce: Workforce, missing: Sequence[int], now_s: float) -> None:
+        if not self._rules():
+            return
+        calls = {}
+        for rank in missing:
+            actor = workforce.actors[rank]
+            if actor is not None:
+                calls[actor.kvcache_keep_memory.remote()] = rank
+        for call, rank in calls.items():
+            reason = _reason_of(call)
+            logger.warning(
+                "host memory of rank %d, which its keeper had not, %s",
+                rank,
+                f"is not kept: {reason}" if reason else "is kept again",
+            )
+            node = self._nodes[workforce.reports[rank].node.node_id]
+            node.reasons[rank] = reason
+        limit_s = self._config.deadlines.worker_kill_s
+        for node in self._nodes.values():
+            if limit_s and node.process is not None and node.hangs_s(now_s) > limit_s:
+                logger.error("the memory keeper of %s hangs: it is ended", node.process.host)
+                end_process(node.process)
+                node.process = None
+
+
+@dataclass
+class _WatchedNode:
+    """What the watch remembers of one node's keeper. `process`: which one answered last."""
+
+    answered_s: float
+    process: ProcessIdentity | None = None
+    num_restarts: int = 0
+    is_silent: bool = False
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def note(self, status: KeeperStatus, now_s: float) -> None:
+        """Take note of a look."""
+        self.is_silent = status.is_silent
+        if status.problem:
+            return
+        self.answered_s = now_s
+        process = ProcessIdentity(
+            status.node_id, status.host, status.process_id, status.started_ticks
+        )
+        if self.process not in (None, process):
+            self.num_restarts += 1
+            logger.warning(
+                "the memory keeper of %s was made again: process %d",
+                status.host,
+                status.process_id,
+            )
+        self.process = process
+
+    def hangs_s(self, now_s: float) -> float:
+        """Return for how long the keeper has not answered although its process is there."""
+        return now_s - self.answered_s if self.is_silent else 0.0
+
+    def describe(self, status: KeeperStatus, now_s: float) -> KeeperStatus:
+        """Return a status with what only several looks can say."""
+        return replace(
+            status,
+            silent_s=now_s - self.answered_s if status.problem else 0.0,
+            num_restarts=self.num_restarts,
+            reasons=tuple(self.reasons.get(rank, "") for rank in status.missing_ranks),
+        )
+
+
+def keeps_memory(config: ClusterConfig) -> bool:
+    """Say whether a cluster of this configuration has keepers."""
+    return config.offload.host_memory_per_rank is not None and config.offload.keeps_memory
+
+
+def look_at_keepers(
+    cluster: str,
+    reports: Mapping[int, WorkerReport],
+    timeout_s: float,
+    handles: dict[str, Any] | None = None,
+) -> list[KeeperStatus]:
+    """Ask the keepers of all nodes that have ranks, within `timeout_s` together.
+
+    `reports` are the workers', by rank. `handles` remembers the keepers that were found, by node.
+    """
+    handles = {} if handles is None else handles
+    ranks: dict[NodeAddress, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        if report.node.node_id:
+            ranks.setdefault(report.node, []).append(rank)
+    calls: dict[NodeAddress, Any] = {}
+    problems: dict[NodeAddress, str] = {}
+    for node in ranks:
+        try:
+            if node.node_id not in handles:
+                name = keeper_name(cluster, node.node_id)
+                handles[node.node_id] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+            calls[node] = handles[node.node_id].report.remote()
+        except (ValueError, RayError) as error:
+            handles.pop(node.node_id, None)
+            problems[node] = f"there is none: {first_words(error)}"
+    if calls:
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+    statuses = []
+    for node in sorted(ranks, key=lambda node: node.node_id):
+        call, problem = calls.get(node), problems.get(node, "")
+        status = _status_of(cluster, node, ranks[node], call, problem)
+        if status.problem:
+            handles.pop(node.node_id, None)  # it may be another actor by then
+        statuses.append(status)
+    return statuses
+
+
+def _status_of(
+    cluster: str, node: NodeAddress, ranks: Sequence[int], call: Any, problem: str
+) -> KeeperStatus:
+    """Return what an ended call has answered; one that is under way has been given its time."""
+    away = KeeperStatus(node.node_id, node.host, missing_ranks=tuple(ranks), problem=problem)
+    if call is None:
+        return away
+    try:
+        report: KeeperReport = ray.get(call, timeout=0)
+    except GetTimeoutError:
+        return replace(away, problem="it does not answer", is_silent=True)
+    except RayError as error:
+        return replace(away, problem=first_words(error))
+    if report.statistics is None:
+        return replace(away, process_id=report.process_id, problem=report.problem)
+    kept = [r for r in ranks if segment_name(cluster, r) in report.statistics.names]
+    return replace(
+        away,
+        process_id=report.process_id,
+        started_ticks=report.started_ticks,
+        kept_ranks=tuple(kept),
+        missing_ranks=tuple(rank for rank in ranks if rank not in kept),
+        statistics=report.statistics,
+    )
+
+
+def _reason_of(call: Any) -> str:
+    """Wait for a worker's answer, and return why its memory is not kept; empty if it is."""
+    try:
+        return str(ray.get(call, timeout=PUT_S))
+    except RayError as error:
+        return first_words(error)
+
+
+def first_words(error: Exception) -> str:
+    """Return what an error of Ray says first, on a line."""
+    if isinstance(error, GetTimeoutError):
+        return "no answer came in time"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:200]

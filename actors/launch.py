@@ -46,7 +46,7 @@ BEGIN_SHARE = 0.6
 """Of the remaining time, for the coordinator: it knows best which rank does not obey."""
 
 GRACE_S = 10.0
-"""How much later than promised its answer may come, on a machine that has too much to do."""
+"""How much later than promised an answer may come, on a machine that has too much to do."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Launch:
     parts: ClusterParts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parts = ClusterParts(self.config.name, self.config.deadlines.shutdown_s)
+        self.parts = ClusterParts(self.config.name, self.config.deadlines)
         is_foreign = bool(self.options.worker_actors)
         self._recipe = WorkerRecipe(is_foreign, self.options.worker_class)
         self._give_up_s = time.monotonic() + self.config.deadlines.startup_s

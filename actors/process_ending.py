@@ -18,8 +18,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.connect import this_node
 from actors.process_identity import ProcessIdentity
 from actors.process_start import started_ticks
+from kvcache.config.deadlines import ENDING_S
 
-REACH_TIMEOUT_S = 20.0
+REACH_TIMEOUT_S = ENDING_S / 3
 """How long another node may take to run what ends the process there."""
 
 

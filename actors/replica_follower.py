@@ -6,18 +6,16 @@ one that is asked meanwhile. Refuses to rank, and to decide what a silent replic
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass
-
-import zmq
 
 from actors.event_endpoints import EventEndpoints, subscribe
 from kvcache.arrays import Int32Array
 from kvcache.clock import Clock
-from kvcache.errors import KVCacheError
 from kvcache.events.prefix_index import PrefixIndex, PrefixMatch
+from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import SubscriptionSettings, SubscriptionStatistics, Update
+from kvcache.serving_loop import ServingLoop, describe_error
 
 _POLL_S = 0.1
 _SOURCE = "replica"
@@ -54,11 +52,11 @@ class ReplicaFollower:
         self._index = PrefixIndex()
         self._heard_s: float | None = None
         self._problem = ""
-        self._is_closing = threading.Event()
-        self._subscriber = subscribe(endpoints, SubscriptionSettings(silence_s=silence_s))
+        self._settings = SubscriptionSettings(silence_s=silence_s)
+        self._subscriber: KVEventSubscriber | None = subscribe(endpoints, self._settings)
         self._figures = self._subscriber.statistics()
-        self._thread = threading.Thread(target=self._follow, name="replica-follower", daemon=True)
-        self._thread.start()
+        self._loop = ServingLoop("replica-follower", self._turn)
+        self._loop.start()
 
     @property
     def silent_s(self) -> float | None:
@@ -89,24 +87,31 @@ class ReplicaFollower:
 
     def close(self) -> None:
         """Stop following; returns when the thread has ended. May be called again."""
-        self._is_closing.set()
-        self._thread.join()
+        self._loop.stop()
+        self._loop.join()
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None
 
-    def _follow(self) -> None:
-        with contextlib.closing(self._subscriber) as subscriber:
-            while not self._is_closing.is_set():
-                try:
-                    updates = subscriber.poll(_POLL_S)
-                    for update in updates:
-                        self._take(update)
-                except (KVCacheError, zmq.ZMQError) as error:
-                    # It falls silent, and is stale soon: whoever routes sees why.
-                    with self._lock:
-                        self._problem = f"no longer followed: {error}"
-                    return
-                figures = subscriber.statistics()
-                with self._lock:
-                    self._figures = figures
+    def _turn(self) -> None:
+        """Listen for a moment. After an error nothing is known: the replica is followed from the
+        beginning."""
+        subscriber = self._subscriber
+        if subscriber is None:
+            subscriber = self._subscriber = subscribe(self.endpoints, self._settings)
+        try:
+            for update in subscriber.poll(_POLL_S):
+                self._take(update)
+            figures = subscriber.statistics()
+        except Exception as error:
+            with self._lock:
+                self._index = PrefixIndex()
+                self._problem = f"followed from the beginning after {describe_error(error)}"
+            self._subscriber = None
+            subscriber.close()
+            raise
+        with self._lock:
+            self._figures = figures
 
     def _take(self, update: Update) -> None:
         if update.is_restatement:

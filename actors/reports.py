@@ -5,12 +5,15 @@ No torch and no Ray in here, so that every process can read them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from actors.transport.protocol import TransportStatistics
+from kvcache.keeper import KeeperStatistics
 from kvcache.planner import RankMemory
+from kvcache.serving_loop import LoopStatistics
 from kvcache.specs import KVCacheSpec
 
 
@@ -87,12 +90,65 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class KeeperReport:
+    """What a keeper's process says of itself. `statistics` is None while it cannot serve, which
+    `problem` explains."""
+
+    process_id: int
+    started_ticks: int
+    statistics: KeeperStatistics | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class KeeperStatus:
+    """One node's keeper. `problem` is empty while it serves; it has been so for `silent_s`.
+
+    `kept_ranks` and `missing_ranks` are the node's ranks whose memory it has and has not; `reasons`
+    says why not, where that is known. `num_restarts` as far as the coordinator has seen.
+    """
+
+    node_id: str
+    host: str
+    process_id: int = 0
+    started_ticks: int = 0
+    problem: str = ""
+    is_silent: bool = False
+    silent_s: float = 0.0
+    kept_ranks: tuple[int, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+    num_restarts: int = 0
+    statistics: KeeperStatistics | None = None
+
+    def warnings(self) -> list[str]:
+        """Return what people should know of it: which memory ends with whom, and errors."""
+        if self.problem:
+            since = f" for {self.silent_s:.0f} s" if self.silent_s >= 1 else ""
+            several = len(self.missing_ranks) > 1
+            return [
+                f"the memory keeper of node {self.host} does not serve{since} ({self.problem}): "
+                f"host memory of {_ranks(self.missing_ranks)} now ends with "
+                f"{'their processes' if several else 'its process'}"
+            ]
+        found = [
+            f"host memory of rank {rank} ends with its process: the memory keeper of node "
+            f"{self.host} has it not{': ' + reason if reason else ' yet'}"
+            for rank, reason in zip_longest(self.missing_ranks, self.reasons, fillvalue="")
+        ]
+        told = self.statistics
+        loop = "" if told is None else told.loop.problem()
+        return [*found, f"node {self.host}: {loop}"] if loop else found
+
+
+@dataclass(frozen=True)
 class ClusterStatus:
     """What a running cluster is and how it does, for people and programs.
 
     `state`: "starting", "ready", "degraded" (a rank is lost: clients get errors that name it),
     "failed" (the coordinator itself has ended by an error, see `problem`). `is_embedded`: the
-    coordinator is no actor, but in a process of the engine.
+    coordinator is no actor, but in a process of the engine. `keepers`: of the nodes' host memory,
+    where the cluster has any. `loops`: the threads of the coordinator's process that serve others.
     """
 
     name: str
@@ -109,7 +165,13 @@ class ClusterStatus:
     ranks: tuple[RankStatus, ...]
     warnings: tuple[str, ...]
     is_embedded: bool = False
+    keepers: tuple[KeeperStatus, ...] = ()
+    loops: tuple[LoopStatistics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return asdict(self)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

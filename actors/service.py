@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
 from actors.transport import Inbound, ServerTransport, TransportStatistics
 from kvcache.clock import Clock
 from kvcache.errors import ProtocolError
 from kvcache.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
-from kvcache.serving_loop import Faults
+from kvcache.serving_loop import Faults, LoopStatistics
 from kvcache.wire import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,13 @@ class ServiceStatistics:
     early: int
     faults: int = 0
     last_fault: str = ""
+
+
+def with_faults(loop: LoopStatistics, service: ServiceStatistics) -> LoopStatistics:
+    """Return how a message loop does, with the errors that were survived inside its turns."""
+    count = loop.num_faults + service.faults + service.transport.faults
+    last = service.last_fault or loop.last_fault or "of a connection"
+    return replace(loop, num_faults=count, last_fault=last if count else "")
 
 
 class CoordinatorService:

@@ -23,6 +23,7 @@ from actors.keeper import await_no_keepers, end_keepers, find_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.placement import remove_placement, wait_until
 from actors.state import RayStateStore
+from kvcache.config import DeadlinesConfig
 
 
 @dataclass
@@ -32,7 +33,7 @@ class ClusterParts:
     many of them have names of ours."""
 
     name: str
-    shutdown_s: float
+    deadlines: DeadlinesConfig
     coordinator: Any = None
     workers: list[Any] = field(default_factory=list)
     foreign_workers: list[Any] = field(default_factory=list)
@@ -60,25 +61,25 @@ class ClusterParts:
 
 def take_down(parts: ClusterParts) -> None:
     """End everything in `parts` and return when it is gone, or after twice `shutdown_s`."""
-    give_up_s = time.monotonic() + parts.shutdown_s
+    shutdown_s, share_s = parts.deadlines.shutdown_s, parts.deadlines.closing_s
+    give_up_s = time.monotonic() + shutdown_s
     coordinators = [] if parts.coordinator is None else [parts.coordinator]
     closed = [actor.close.remote() for actor in coordinators]
-    _settle(closed, give_up_s)
+    _settle(closed, shutdown_s)
     _look_again(parts, closed)
     closing = [w.kvcache_close.remote() for w in [*parts.workers, *parts.foreign_workers]]
-    # A worker that hangs in its constructor never answers: a third of the time is for asking.
-    _settle(closing, min(give_up_s, time.monotonic() + parts.shutdown_s / 3))
+    _settle(closing, share_s)  # their own: the coordinator may have hung
     actors = [*parts.workers, *coordinators]
     ending = [actor.__ray_terminate__.remote() for actor in actors]
-    _settle(ending, min(give_up_s, time.monotonic() + parts.shutdown_s / 3))
+    _settle(ending, share_s)
     _kill(actors)
     _look_again(parts, [])
     _kill(parts.workers)
-    _await_gone(parts, give_up_s + parts.shutdown_s)
+    _await_gone(parts, give_up_s + shutdown_s)
     end_keepers(find_keepers(parts.name))
-    await_no_keepers(parts.name, give_up_s + parts.shutdown_s)
+    await_no_keepers(parts.name, give_up_s + shutdown_s)
     if parts.placement is not None:
-        remove_placement(parts.placement, parts.shutdown_s)
+        remove_placement(parts.placement, shutdown_s)
     RayStateStore(parts.name).clear()
 
 
@@ -99,11 +100,10 @@ def _kill(actors: Sequence[Any]) -> None:
             ray.kill(actor, no_restart=True)
 
 
-def _settle(calls: Sequence[Any], give_up_s: float) -> None:
-    """Wait until every call has ended, well or badly."""
+def _settle(calls: Sequence[Any], timeout_s: float) -> None:
+    """Wait until every call has ended, well or badly, `timeout_s` at most."""
     if calls:
-        remaining_s = max(0.0, give_up_s - time.monotonic())
-        ray.wait(list(calls), num_returns=len(calls), timeout=remaining_s)
+        ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
 
 
 def _await_gone(parts: ClusterParts, give_up_s: float) -> None:

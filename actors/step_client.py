@@ -35,6 +35,7 @@ from kvcache.errors import (
     SupersededError,
 )
 from kvcache.messages import CallResult
+from kvcache.serving_loop import ServingLoop
 from kvcache.step import StepRequest, StepResult
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class StepClient(SessionView):
             self._connection.close()
             raise
         if dialer.needs_keeping_alive:
-            _Keeper(self, self._is_closed, self._connection.settings.heartbeat_s / 2).start()
+            _keep_alive(self, self._is_closed, self._connection.settings.heartbeat_s / 2)
 
     # --- who it is: SessionView, and what only this client counts
 
@@ -374,20 +375,17 @@ class StepClient(SessionView):
                 self._connection.tick(self._connection.clock.now())
 
 
-class _Keeper(threading.Thread):
-    """Keeps an idle client alive for the coordinator; ends with the client."""
+def _keep_alive(client: StepClient, is_closed: threading.Event, interval_s: float) -> None:
+    """Keep an idle client alive for the coordinator, in a thread that ends with the client."""
+    known = weakref.ref(client)
 
-    def __init__(self, client: StepClient, is_closed: threading.Event, interval_s: float) -> None:
-        super().__init__(name="kvcache-keep-alive", daemon=True)
-        self._client = weakref.ref(client)
-        self._is_closed = is_closed
-        self._interval_s = interval_s
+    def turn() -> None:
+        is_over = is_closed.wait(interval_s)
+        found = None if is_over else known()
+        if found is None:
+            loop.stop()
+        else:
+            found._keep_alive()
 
-    def run(self) -> None:
-        """Wake up now and then."""
-        while not self._is_closed.wait(self._interval_s):
-            client = self._client()
-            if client is None:
-                return
-            client._keep_alive()
-            del client
+    loop = ServingLoop("kvcache-keep-alive", turn)
+    loop.start()

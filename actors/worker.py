@@ -105,6 +105,11 @@ class WorkerMethods:
         return self.kvcache.worker.statistics(), self.kvcache.statistics()
 
     @ray.method(concurrency_group=CONTROL)
+    def kvcache_keep_memory(self) -> str:
+        """Have the node's keeper keep this rank's host memory again; return why it does not."""
+        return self.kvcache.worker.keep_host_memory()
+
+    @ray.method(concurrency_group=CONTROL)
     def kvcache_labels(self) -> LabelSet:
         """Return what this rank knows of each of its blocks."""
         return self.kvcache.worker.collect_labels()

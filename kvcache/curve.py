@@ -7,11 +7,12 @@ and hands them out through Ray actor calls. The gate answers libzmq's authentica
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
+
+from kvcache.serving_loop import ServingLoop
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
@@ -69,18 +70,18 @@ class CurveGate:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(ZAP_ENDPOINT)
-        self._thread = threading.Thread(target=self._run, name="kvcache-gate", daemon=True)
-        self._thread.start()
+        self._loop = ServingLoop("kvcache-gate", self._turn)
+        self._loop.start()
 
     def join(self) -> None:
         """Wait for the end of the thread, after the context was terminated."""
-        self._thread.join(1.0)
+        self._loop.join(1.0)
 
-    def _run(self) -> None:
+    def _turn(self) -> None:
         try:
-            while True:
-                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+            self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
         except zmq.ContextTerminated:
+            self._loop.stop()
             self._socket.close(0)
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:

@@ -7,7 +7,7 @@ logged with its traceback, and named in the statistics, which the cluster's stat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,6 +38,11 @@ class LoopStatistics:
         ended = "" if self.is_running else f"{self.name} does not run"
         faults = f"{self.name} survived {self.num_faults} errors, the last: {self.last_fault}"
         return "; ".join(filter(None, (ended, faults if self.num_faults else "")))
+
+
+def problems_of(loops: Iterable[LoopStatistics]) -> tuple[str, ...]:
+    """Return what people should know of these loops."""
+    return tuple(filter(None, (loop.problem() for loop in loops)))
 
 
 class Faults:
@@ -149,6 +154,8 @@ class ServingLoop:
                 self._turn()
                 num_failures = 0
             except BaseException as error:  # nothing but `stop` may end this thread
+                if self._is_stopping.is_set():
+                    return  # what it used is being taken away
                 self.faults.note("a turn", error)
                 num_failures += 1
                 if num_failures == self._max_failures:

@@ -310,7 +310,7 @@ def test_the_environment_is_read_only_where_configuration_is() -> None:
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     names = {
         path.stem
-        for package in ("kvcache", "actors", "examples/engine")
+        for package in ("kvcache", "actors", "tools", "examples/engine")
         for path in sources(package)
     }
     assert names & {"utils", "util", "common", "helpers", "misc"} == set()

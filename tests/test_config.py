@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from kvcache.config import (
     ClusterConfig,
+    DeadlinesConfig,
     FullLayer,
     MambaLayer,
     layer_specs,
@@ -17,7 +20,9 @@ from kvcache.config import (
     parse_bytes,
     parse_config,
 )
+from kvcache.config.deadlines import ENDING_S
 from kvcache.config.prepared import prepared_names
+from kvcache.config.sections import Location
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn
 from kvcache.planner import plan_cluster
@@ -320,7 +325,7 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         (
             {"recorder": {"directory": "records"}},
             "recorder: directory 'records' is relative, and the coordinator may run anywhere: "
-            "write it from / on",
+            "write it from / on, or from ~/ on for one in the home directory",
         ),
         (
             {"recorder": {"directory": "/var/records", "max_bytes": "100MiB"}},
@@ -352,6 +357,30 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
             {"deadlines": {"worker_silence_s": 1.0}},
             "deadlines.worker_silence_s is 1.0, not more than transport.heartbeat_s (1.0), so "
             "that the living would seem dead: raise it",
+        ),
+        (
+            {"transport": {"resend_s": 10.0, "heartbeat_s": 1.0}},
+            "deadlines.worker_silence_s is 10.0, not more than transport.resend_s (10.0), so that "
+            "one lost message would make a rank seem dead: raise it",
+        ),
+        (
+            {"deadlines": {"forward_s": 30.0}},
+            "deadlines: forward_s is 30.0, not more than worker_kill_s and the 30 s that ending a "
+            "process may take (60.0), so that a client would give up before a worker that hangs is "
+            "ended and replaced: raise it, or lower worker_kill_s, or set it to 0 to end none, or "
+            "leave forward_s out",
+        ),
+        (
+            {"deadlines": {"step_s": 10.0}},
+            "deadlines: step_s is 10.0, not more than worker_silence_s (10.0), so that a client "
+            "would give up a step before it hears that a rank is silent: raise it, or leave step_s "
+            "out",
+        ),
+        (
+            {"deadlines": {"step_s": 30.0, "reattach_s": 30.0}},
+            "deadlines: step_s is 30.0, not more than reattach_s (30.0), so that a client that "
+            "came back would give up before the others are waited for: raise it, or leave step_s "
+            "out",
         ),
     ],
 )
@@ -624,3 +653,57 @@ def test_a_cluster_with_tiers_can_be_recorded() -> None:
     tiers = {"host_memory_per_rank": "1MiB"}
     config = parse_config(plain(offload=tiers, recorder={"directory": "/x"}))
     assert (config.recorder.directory, config.offload.host_memory_per_rank) == ("/x", 1 << 20)
+
+
+def test_no_configuration_that_comes_with_the_package_keeps_files_where_they_are_cleaned() -> None:
+    for name in prepared_names():
+        config = load_config(name)
+        disk = config.offload.disk
+        for directory in (config.recorder.directory, None if disk is None else disk.directory):
+            assert directory is None or directory.startswith("~/.cache/kvcache")
+
+
+def test_a_directory_in_the_home_directory_is_found_without_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/elsewhere")
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    assert Location.of("~/.cache/kvcache") == Location(home, ".cache/kvcache")
+    assert Location.of("~/.cache/kvcache").path == home / ".cache/kvcache"
+    assert Location.of("/mnt/a b").path == Path("/mnt/a b")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 3)
+    with pytest.raises(ConfigurationError, match="user 2147483645 has none: write it from / on"):
+        Location.of("~/.cache")
+
+
+@pytest.mark.parametrize("silence_s", [0.5, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("kill_s", [None, 0.0, 150.0])
+@pytest.mark.parametrize("reattach_s", [0.1, 5.0, 60.0])
+@pytest.mark.parametrize("replacement_s", [0.0, 1.0, 600.0])
+def test_waits_that_depend_on_each_other_follow_from_a_few(
+    silence_s: float, kill_s: float | None, reattach_s: float, replacement_s: float
+) -> None:
+    set_values = {
+        "worker_silence_s": silence_s,
+        "reattach_s": reattach_s,
+        "replacement_s": replacement_s,
+        **({} if kill_s is None else {"worker_kill_s": kill_s}),
+    }
+    deadlines = DeadlinesConfig(**set_values)
+    assert deadlines.step_s > max(deadlines.worker_silence_s, deadlines.reattach_s)
+    assert deadlines.forward_s > deadlines.held_up_s
+    assert deadlines.return_s > max(deadlines.startup_s, deadlines.replacement_s)
+    assert deadlines.labels_s > deadlines.worker_silence_s
+    if deadlines.worker_kill_s:
+        assert deadlines.worker_silence_s < deadlines.worker_kill_s
+        assert deadlines.lost_s == deadlines.worker_kill_s + ENDING_S
+        assert deadlines.worker_kill_s < deadlines.held_up_s <= deadlines.lost_s
+        assert deadlines.forward_s > deadlines.lost_s
+        assert deadlines.labels_s > deadlines.worker_kill_s
+    # What is derived is as good as what is written: a copy of it says the same.
+    assert DeadlinesConfig(**deadlines.model_dump()) == deadlines
+
+
+def test_a_replay_waits_longer_than_its_requests_wait_for_tiers() -> None:
+    config = parse_config(plain(offload={"host_memory_per_rank": "1MiB", "wait_s": 100.0}))
+    assert config.stall_s > config.offload.wait_s

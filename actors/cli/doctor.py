@@ -41,6 +41,7 @@ from actors.cli.doctor_network import (
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig, load_config
+from kvcache.config.sections import Location
 from kvcache.errors import KVCacheError
 from kvcache.planner import Plan, plan_cluster
 from kvcache.worker.copy_measurement import (
@@ -121,7 +122,7 @@ def examine(config: ClusterConfig | None) -> Examination:
             page_bytes = _pages(plan)
             problems += memory_problems(config, plan, node)
         if config.offload.disk is not None:
-            directory = look_at_directory(Path(config.offload.disk.directory), SystemClock())
+            directory = look_at_directory(Location.of(config.offload.disk.directory), SystemClock())
             problems += directory_problems(config, directory)
     measured = [size for size in page_bytes if size <= MAX_MEASURED_PAGE_BYTES]
     measurements = [measure_cpu(measured)]

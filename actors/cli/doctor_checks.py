@@ -19,6 +19,7 @@ import torch
 from actors.cli.tables import bytes_text
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
+from kvcache.config.sections import Location
 from kvcache.planner import Plan
 from kvcache.worker.free_memory import available_memory_bytes
 
@@ -73,8 +74,14 @@ class DirectoryFigures:
     problem: str = ""
 
 
-def look_at_directory(path: Path, clock: Clock) -> DirectoryFigures:
-    """Write a file below `path`, bring it to the disk, remove it. Never raises for a bad path."""
+def look_at_directory(location: Location, clock: Clock) -> DirectoryFigures:
+    """Write a file there, bring it to the disk, remove it. Never raises for a bad path.
+
+    What would be made below the root is not: the figures are of the directory that holds it.
+    """
+    path = location.path
+    while path != location.root and not path.exists():
+        path = path.parent
     if not path.is_dir():
         return DirectoryFigures(path, problem="is no directory")
     try:

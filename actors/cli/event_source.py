@@ -6,7 +6,6 @@ a thread of its own: one that is away does not hold up the events. Refuses to st
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from types import TracebackType
 from actors.event_endpoints import EventEndpoints
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
+from kvcache.serving_loop import ServingLoop
 
 Look = Callable[[], "CoordinatorStatistics | None"]
 
@@ -92,8 +92,7 @@ class FigureReader:
     def __init__(self, look: Look | None) -> None:
         """Ask nobody yet; `look` None is nobody."""
         self._look = look
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="figure-reader", daemon=True)
+        self._loop = ServingLoop("figure-reader", self._turn)
         self.newest: CoordinatorStatistics | None = None
         """The last answer, None before there was one."""
         self.problem = ""
@@ -101,7 +100,7 @@ class FigureReader:
 
     def __enter__(self) -> FigureReader:
         if self._look is not None:
-            self._thread.start()
+            self._loop.start()
         return self
 
     def __exit__(
@@ -110,14 +109,13 @@ class FigureReader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._is_closing.set()
-        if self._look is not None:
-            self._thread.join()
+        self._loop.stop()
+        self._loop.join()
 
-    def _run(self) -> None:
-        while self._look is not None and not self._is_closing.is_set():
+    def _turn(self) -> None:
+        if self._look is not None:
             try:
                 self.newest, self.problem = self._look(), ""
             except (DeadlineError, NotRunningError) as error:
                 self.problem = str(error)
-            self._is_closing.wait(_ASK_S)
+        self._loop.pause(_ASK_S)

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from kvcache.worker.settings import WorkerStatistics
 
 _FIGURES_INTERVAL_S = 1.0
-_COME_BACK_S = 180.0
-"""How long a cluster that has lost a worker may take to replace it."""
-
 _SEND_AGAIN_S = 0.1
 
 
@@ -53,11 +50,24 @@ Look: TypeAlias = (
 
 
 class ClientStepper:
-    """A cluster behind its client. `look` asks for what the client is not told."""
+    """A cluster behind its client. `look` asks for what the client is not told.
 
-    def __init__(self, client: StepClient, look: Look) -> None:
+    `return_s`: how long a cluster that has lost a process may take to serve steps again, as
+    `DeadlinesConfig.return_s`. `tell` hears what is waited for, a line each time.
+    """
+
+    def __init__(
+        self,
+        client: StepClient,
+        look: Look,
+        *,
+        return_s: float,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._client = client
         self._look = look
+        self._return_s = return_s
+        self._tell = tell
         self._figures = CacheFigures(0, 0, 0, 0.0)
         self._bytes_checked_before = 0
         self._failures_before: tuple[FailedForward, ...] = ()
@@ -71,13 +81,17 @@ class ClientStepper:
     def wait_result(self, step: int) -> StepResult:
         """Wait for the coordinator's answer; send the step again while it is refused because a
         rank is silent. Nothing has happened then, and the epoch goes on."""
-        give_up_s = time.monotonic() + _COME_BACK_S
+        give_up_s = time.monotonic() + self._return_s
+        is_told = False
         while True:
             try:
                 return self._client.wait_result(step)
             except WorkerLostError as error:
                 if not self._client.is_attached:
                     raise
+                if not is_told:
+                    is_told = True
+                    self._tell(f"{error}: waiting, {self._return_s:.0f} s at most")
                 if time.monotonic() > give_up_s:
                     raise DeadlineError(
                         f"step {step} is refused again and again: {error}"
@@ -93,14 +107,17 @@ class ClientStepper:
         """Attach again. What was checked before still counts."""
         client = self._client
         checked, failures = client.bytes_checked, client.failures
-        give_up_s = time.monotonic() + _COME_BACK_S
+        give_up_s = time.monotonic() + self._return_s
+        self._tell(f"a process of the cluster is lost: waiting, {self._return_s:.0f} s at most")
         while True:
             try:
                 client.attach()
                 break
-            except (DeadlineError, WorkerLostError):
+            except (DeadlineError, WorkerLostError) as error:
                 if time.monotonic() > give_up_s:
                     raise
+                self._tell(f"still waiting: {error}")
+        self._tell("the cluster serves again: all running requests come back")
         self._bytes_checked_before += checked
         self._failures_before += failures
 
@@ -184,7 +201,9 @@ def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
         workers = [one.worker for one in cluster.workers]
         stepper = ClientStepper(
-            client, lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers])
+            client,
+            lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
+            return_s=config.deadlines.return_s,
         )
         limits = _limits(config, cluster.plan.max_model_len)
         yield Playground(f"{config.name}, in this process", stepper, limits)
@@ -224,6 +243,8 @@ def _running_cluster(name: str) -> Iterator[Playground]:
 
 @contextmanager
 def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
+    from actors.cli.launching import say
+
     limits = _limits(cluster.config, cluster.status().max_model_len)
     with cluster.client("replay") as client:
 
@@ -231,7 +252,8 @@ def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
             figures = cluster.statistics()
             return figures.coordinator, figures.workers
 
-        stepper = ClientStepper(client, look)
+        return_s = cluster.config.deadlines.return_s
+        stepper = ClientStepper(client, look, return_s=return_s, tell=say)
         yield Playground(cluster.name, stepper, limits)
 
 
@@ -245,7 +267,7 @@ def _limits(config: ClusterConfig, max_model_len: int) -> EngineLimits:
         max_model_len=max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
-        stall_s=config.deadlines.step_s,
+        stall_s=config.stall_s,
         figures_interval_s=_FIGURES_INTERVAL_S,
         model=ModelTraits.of(groups),
     )

@@ -26,8 +26,6 @@ from kvcache.recorder import SALT_BYTES, RecordedBatch
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
 _POLL_S = 0.3
-_PATIENCE_S = 60.0
-"""How long a coordinator that restarts is waited for."""
 _LINE_INTERVAL_S = 10.0
 
 Take = Callable[[bool], RecordedBatch]
@@ -82,7 +80,10 @@ def record_trace(choices: RecordingChoices) -> None:
             return cluster.record_requests(listener, salt, is_last=is_last)
 
         with ended_by_signals() as ended:
-            summary = follow_requests(choices, options, take, SystemClock(), ended)
+            patience_s = cluster.config.deadlines.return_s
+            summary = follow_requests(
+                choices, options, take, SystemClock(), ended, patience_s=patience_s
+            )
     _print(summary, choices.as_json)
 
 
@@ -92,14 +93,16 @@ def follow_requests(
     take: Take,
     clock: Clock,
     ended: threading.Event,
+    *,
+    patience_s: float,
 ) -> RecordingSummary:
     """Write what `take` tells until a limit of `choices`, or until `ended` is set.
 
-    Raises what making and writing the file raises, and what `take` raises for longer than a
-    restart takes.
+    Raises what making and writing the file raises, and what `take` raises for longer than
+    `patience_s`: a coordinator that restarts is waited for.
     """
     with RequestRecording(choices.path, options) as recording:
-        following = _Following(choices, recording, take, clock)
+        following = _Following(choices, recording, take, clock, patience_s)
         reason = following.run(ended)
         return RecordingSummary(
             path=str(choices.path),
@@ -115,9 +118,15 @@ class _Following:
     """One recording as it goes on."""
 
     def __init__(
-        self, choices: RecordingChoices, recording: RequestRecording, take: Take, clock: Clock
+        self,
+        choices: RecordingChoices,
+        recording: RequestRecording,
+        take: Take,
+        clock: Clock,
+        patience_s: float,
     ) -> None:
         self._choices = choices
+        self._patience_s = patience_s
         self._recording = recording
         self._take = take
         self._clock = clock
@@ -148,7 +157,7 @@ class _Following:
         try:
             batch = self._take(False)
         except (DeadlineError, NotRunningError):
-            if self._clock.now() - self._heard_s > _PATIENCE_S:
+            if self._clock.now() - self._heard_s > self._patience_s:
                 raise
             return None
         self._heard_s = self._clock.now()

@@ -26,6 +26,7 @@ from actors.event_endpoints import EventEndpoints, moved, subscribe
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import KVCacheError
 from kvcache.events import KVEventSubscriber
+from kvcache.serving_loop import ServingLoop
 
 INTERVAL_S = 1.0
 LABELS_EVERY_S = 3.0
@@ -51,7 +52,6 @@ class Observer:
     def __init__(self, cluster: KVCacheCluster) -> None:
         """Look at nothing yet."""
         self._cluster = cluster
-        self._is_closing = threading.Event()
         self._changed = threading.Condition()
         self._text = json.dumps({"name": cluster.name, "problem": "waiting for the first look"})
         self._number = 0
@@ -62,10 +62,11 @@ class Observer:
         self._subscriber: KVEventSubscriber | None = None
         self._endpoints: EventEndpoints | None = None
         self._tally = EventTally(time.monotonic())
-        self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
+        self._next_look_s = 0.0
+        self._loop = ServingLoop("dashboard", self._turn)
 
     def __enter__(self) -> Observer:
-        self._thread.start()
+        self._loop.start()
         return self
 
     def __exit__(
@@ -74,8 +75,9 @@ class Observer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._is_closing.set()
-        self._thread.join()
+        self._loop.stop()
+        self._loop.join()
+        self._stop_following()
 
     def newest(self) -> tuple[int, str]:
         """Return the newest picture and its number."""
@@ -88,17 +90,20 @@ class Observer:
             self._changed.wait_for(lambda: self._number > number, timeout_s)
             return self._number, self._text
 
-    def _run(self) -> None:
-        next_s = time.monotonic()
+    def _turn(self) -> None:
         try:
-            while not self._is_closing.is_set():
-                self._follow()
-                if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + INTERVAL_S
-                    self._publish(self._look())
-        finally:
-            if self._subscriber is not None:
-                self._subscriber.close()
+            self._follow()
+        except Exception:
+            self._stop_following()  # and begin again with the next look
+            raise
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + INTERVAL_S
+            self._publish(self._look())
+
+    def _stop_following(self) -> None:
+        subscriber, self._subscriber = self._subscriber, None
+        if subscriber is not None:
+            subscriber.close()
 
     def _publish(self, picture: dict[str, Any]) -> None:
         text = json.dumps(picture)
@@ -127,6 +132,8 @@ class Observer:
         except KVCacheError as error:
             picture["problem"] = str(error)
             picture.setdefault("state", "away")
+        except Exception as error:
+            picture["problem"] = self._loop.faults.note("a look at the cluster", error)
         return picture | {"tree": self._tree, "traffic": list(self._samples)}
 
     def _cache_picture(self, statistics: CoordinatorStatistics) -> dict[str, Any]:
@@ -178,7 +185,7 @@ class Observer:
         """Take what was published, for a moment; without events, only wait that long."""
         subscriber = self._subscriber
         if subscriber is None:
-            self._is_closing.wait(POLL_S)
+            self._loop.pause(POLL_S)
             return
         for update in subscriber.poll(POLL_S):
             self._tally.take(update)

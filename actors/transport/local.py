@@ -34,10 +34,12 @@ class LocalServer:
             self._lost_clients.pop(peer.address.client_id, None)
         return made
 
-    def disconnect(self, peer: Peer) -> None:
-        """Forget an end that was closed."""
-        if self._peers.pop(peer.address, None) and isinstance(peer.address, ClientAddress):
-            self._lost_clients[peer.address.client_id] = None
+    def disconnect(self, peer: Peer, end: LocalPeer) -> None:
+        """Forget an end that was closed, unless another one has taken its place."""
+        if self._peers.get(peer.address) is end:
+            del self._peers[peer.address]
+            if isinstance(peer.address, ClientAddress):
+                self._lost_clients[peer.address.client_id] = None
 
     def put(self, inbound: Inbound) -> None:
         """Take a payload of a peer."""
@@ -129,4 +131,4 @@ class LocalPeer:
 
     def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
-        self._server.disconnect(self._peer)
+        self._server.disconnect(self._peer, self)

@@ -22,6 +22,7 @@ from actors.transport.protocol import Inbound, Peer, TransportStatistics, parse_
 from actors.transport.zmq_server import WakePipe, ZmqLimits
 from kvcache.errors import MalformedMessageError
 from kvcache.messages import Address, ClientAddress, WorkerAddress
+from kvcache.serving_loop import ServingLoop
 
 RAY_SCHEME = "ray:"
 """An endpoint of this kind names the coordinator's actor."""
@@ -189,27 +190,23 @@ class RayClientPeer(RayPeer):
         """Start asking. The thread sleeps inside Ray and ends with `close`."""
         super().__init__(coordinator, peer, limits, Mailbox(limits.high_water_mark))
         self._client_id = peer.identity.partition(b":")[2].decode()
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._collect, name="kvcache-ray-client", daemon=True
-        )
-        self._thread.start()
+        self._loop = ServingLoop("kvcache-ray-client", self._collect)
+        self._loop.start()
 
     def close(self, linger_s: float = 0.0) -> None:
         """See `PeerTransport.close`."""
-        if not self._is_closed.is_set():
-            self._is_closed.set()
-            self._thread.join(4 * COLLECT_TIMEOUT_S)
+        if not self._loop.is_stopping:
+            self._loop.stop()
+            self._loop.join(4 * COLLECT_TIMEOUT_S)
             super().close()
 
     def _collect(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                call = self._coordinator.collect.remote(self._client_id, COLLECT_TIMEOUT_S)
-                payloads = ray.get(call, timeout=20 * COLLECT_TIMEOUT_S)
-            except ray.exceptions.RayError:
-                # The coordinator is away: the session above notices by its own deadlines.
-                self._is_closed.wait(COLLECT_TIMEOUT_S)
-                continue
-            for payload in payloads:
-                self._inbox.put(payload)
+        try:
+            call = self._coordinator.collect.remote(self._client_id, COLLECT_TIMEOUT_S)
+            payloads = ray.get(call, timeout=20 * COLLECT_TIMEOUT_S)
+        except ray.exceptions.RayError:
+            # The coordinator is away: the session above notices by its own deadlines.
+            self._loop.pause(COLLECT_TIMEOUT_S)
+            return
+        for payload in payloads:
+            self._inbox.put(payload)

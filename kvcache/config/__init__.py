@@ -6,6 +6,7 @@ are made of; loading.py reads files, layers.py makes specs.
 
 from __future__ import annotations
 
+from kvcache.config.deadlines import DeadlinesConfig
 from kvcache.config.events import EventsConfig
 from kvcache.config.layer_kinds import (
     ChunkedLocalLayer,
@@ -25,7 +26,6 @@ from kvcache.config.models import (
     CacheConfig,
     ClusterConfig,
     ContentCheckConfig,
-    DeadlinesConfig,
     ModelConfig,
     ParallelConfig,
     RecorderConfig,

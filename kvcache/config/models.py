@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvcache.config.deadlines import DeadlinesConfig
 from kvcache.config.events import EventsConfig
 from kvcache.config.layer_kinds import Layer, LayerConfig
 from kvcache.config.metrics import MetricsConfig
@@ -23,9 +24,9 @@ from kvcache.config.sections import (
     EvictionPolicyName,
     FewThousand,
     Seconds,
-    SecondsOrNever,
     Section,
     Share,
+    require_directory,
     require_model_len,
 )
 from kvcache.config.tenants import TenantsConfig
@@ -145,36 +146,6 @@ class TransportConfig(Section):
     heartbeat_s: Seconds = 1.0
 
 
-class DeadlinesConfig(Section):
-    """How long each wait may last before it is an error.
-
-    A rank that is silent for `worker_silence_s` is reported, for `worker_kill_s` its process is
-    ended and counts as lost (0: never). Another process for a lost rank is tried for
-    `replacement_s` (0: not at all). A client that is silent for `client_silence_s` is given up. One
-    that has lost its connection, or its coordinator, may take `reattach_s` to come back.
-    """
-
-    startup_s: Seconds = 60.0
-    step_s: Seconds = 30.0
-    worker_silence_s: Seconds = 10.0
-    forward_s: Seconds = 30.0
-    shutdown_s: Seconds = 10.0
-    client_silence_s: Seconds = 60.0
-    reattach_s: Seconds = 5.0
-    worker_kill_s: SecondsOrNever = 30.0
-    replacement_s: SecondsOrNever = 600.0
-
-    @model_validator(mode="after")
-    def _says_who_hangs_before_it_kills(self) -> DeadlinesConfig:
-        if 0 < self.worker_kill_s <= self.worker_silence_s:
-            raise ConfigurationError(
-                f"worker_kill_s is {self.worker_kill_s}, not more than worker_silence_s "
-                f"({self.worker_silence_s}), so that a worker would be ended before anybody hears "
-                "that it is silent: raise it, or set it to 0 to end none"
-            )
-        return self
-
-
 class SchedulerConfig(Section):
     """Limits of one scheduling step: tokens computed, and requests running."""
 
@@ -210,11 +181,11 @@ class AuditConfig(Section):
 class RecorderConfig(Section):
     """Whether all that happens to the cache is written down, for `kvcache replay-record`.
 
-    `directory`: of the coordinator's node, below which each cluster has one of its name; None:
-    nothing is recorded. Segments of `segment_bytes` are removed, the oldest first, so that all
-    together stay within `max_bytes`; the present epoch's are kept, and when they fill it, recording
-    stops until the next epoch. A record is on its way to disk after `flush_s`; with `sync` each
-    write waits until it has arrived.
+    `directory`: of the coordinator's node, below which each cluster has one of its name, `~/...`
+    in the home directory; None: nothing is recorded. Segments of `segment_bytes` are removed, the
+    oldest first, so that all together stay within `max_bytes`; the present epoch's are kept, and
+    when they fill it, recording stops until the next epoch. A record is on its way to disk after
+    `flush_s`; with `sync` each write waits until it has arrived.
     """
 
     directory: Annotated[str, Field(min_length=1)] | None = None
@@ -225,11 +196,8 @@ class RecorderConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_written(self) -> RecorderConfig:
-        if self.directory is not None and not self.directory.startswith("/"):
-            raise ConfigurationError(
-                f"directory {self.directory!r} is relative, and the coordinator may run anywhere: "
-                "write it from / on"
-            )
+        if self.directory is not None:
+            require_directory(self.directory, "the coordinator")
         if self.max_bytes < 2 * self.segment_bytes:
             raise ConfigurationError(
                 f"max_bytes is {self.max_bytes}, less than two segments of segment_bytes "
@@ -282,7 +250,19 @@ class ClusterConfig(Section):
                     f"deadlines.{key} is {silence_s}, not more than transport.heartbeat_s "
                     f"({self.transport.heartbeat_s}), so that the living would seem dead: raise it"
                 )
+        silence_s, resend_s = self.deadlines.worker_silence_s, self.transport.resend_s
+        if silence_s <= resend_s:
+            raise ConfigurationError(
+                f"deadlines.worker_silence_s is {silence_s}, not more than transport.resend_s "
+                f"({resend_s}), so that one lost message would make a rank seem dead: raise it"
+            )
         return self
+
+    @property
+    def stall_s(self) -> float:
+        """How long an engine may see no request advance before it gives up: longer than a request
+        waits for what the tiers have."""
+        return self.deadlines.step_s + self.offload.wait_s
 
     def _require_divisible_layers(self) -> None:
         size = self.parallel.tensor_parallel_size

@@ -18,6 +18,7 @@ from kvcache.config.sections import (
     Seconds,
     Section,
     Share,
+    require_directory,
 )
 from kvcache.errors import ConfigurationError
 
@@ -26,6 +27,8 @@ class DiskConfig(Section):
     """Files of offloaded blocks, which outlive the cluster.
 
     `directory`: below which every cluster, plan and rank has one of its own, on each rank's node.
+    It must exist, unless it is `~/...`, in the home directory. Choose one that no other program
+    cleans: `/tmp` usually is.
     `capacity_per_rank`: of blocks; a file's head, some 250 bytes and its tokens, comes on top.
     `write`: files are written for what leaves host memory (`on_evict`), or for all that is stored
     there (`on_store`). `sync`: what has reached the disk before a file counts as written.
@@ -40,11 +43,7 @@ class DiskConfig(Section):
 
     @model_validator(mode="after")
     def _is_absolute(self) -> DiskConfig:
-        if not self.directory.startswith("/"):
-            raise ConfigurationError(
-                f"directory {self.directory!r} is relative, and workers may run anywhere: write it "
-                "from / on"
-            )
+        require_directory(self.directory, "workers")
         return self
 
 

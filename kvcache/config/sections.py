@@ -6,8 +6,12 @@ numbers, unknown keys, amounts of memory without a unit.
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
+from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -46,6 +50,47 @@ def require_model_len(value: object) -> object:
 def require_policy(value: str) -> str:
     """Return `value`; raises ConfigurationError unless it names an eviction policy."""
     return require_eviction_policy(value)
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a directory of a configuration lies: `below` a `root` that must exist, because it may
+    be the place where a disk is mounted. What is below the root may be made."""
+
+    root: Path
+    below: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The directory itself."""
+        return self.root / self.below
+
+    @staticmethod
+    def of(directory: str) -> Location:
+        """Return where `directory` lies on this node, of the user who runs this process.
+
+        `~/` is the home directory in the user database: the environment is not asked. Raises
+        ConfigurationError for a user without one.
+        """
+        if not directory.startswith("~/"):
+            return Location(Path(directory))
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError as error:
+            raise ConfigurationError(
+                f"directory {directory!r} lies in the home directory, and user {os.getuid()} has "
+                "none: write it from / on"
+            ) from error
+        return Location(Path(home), directory.removeprefix("~/"))
+
+
+def require_directory(value: str, runs_anywhere: str) -> None:
+    """Raise ConfigurationError unless `value` is the same directory wherever it is read."""
+    if not value.startswith(("/", "~/")):
+        raise ConfigurationError(
+            f"directory {value!r} is relative, and {runs_anywhere} may run anywhere: write it from "
+            "/ on, or from ~/ on for one in the home directory"
+        )
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]

@@ -248,7 +248,7 @@ class Coordinator:
             return self._grants()
         collection = self._collection
         if collection is not None:
-            asked = collection.on_tick(self._clock.now(), 3 * self.settings.worker_silence_s)
+            asked = collection.on_tick(self._clock.now(), self.settings.labels_s)
             return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
         if self._reign is None:
             return []

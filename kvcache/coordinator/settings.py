@@ -55,7 +55,8 @@ class CoordinatorSettings:
     client that is silent for `client_silence_s` is given up. `resend_s`: how long a message goes
     unanswered before it is repeated; `heartbeat_s`: how long a rank is silent before it is asked.
     After a warm start steps wait `reattach_s` at most for the clients of the epoch before; a client
-    whose connection has ended may take as long to come back (see `client_return_s`).
+    whose connection has ended may take as long to come back (see `client_return_s`). A rank that
+    tells nothing new of its blocks for `labels_s` makes the epoch begin cold.
     `layout_fingerprints`, by rank, are what labels must be about to be kept; empty: not compared.
     """
 
@@ -70,13 +71,20 @@ class CoordinatorSettings:
     worker_silence_s: float = 10.0
     client_silence_s: float = 60.0
     reattach_s: float = 5.0
+    labels_s: float = 60.0
     layout_fingerprints: tuple[str, ...] = ()
     audit: AuditSettings = AuditSettings()
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_unacknowledged", "max_client_steps", "max_clients"):
             require_count(name, getattr(self, name))
-        for name in ("resend_s", "heartbeat_s", "worker_silence_s", "client_silence_s"):
+        for name in (
+            "resend_s",
+            "heartbeat_s",
+            "worker_silence_s",
+            "client_silence_s",
+            "labels_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
         if not self.reattach_s >= 0:

@@ -13,6 +13,8 @@ from typing import Final
 
 import zmq
 
+from kvcache.serving_loop import Faults
+
 QUEUED_MESSAGES: Final = 256
 """Messages that the socket queues for one client."""
 
@@ -33,6 +35,7 @@ class Answers:
         self._answers: dict[bytes, deque[list[bytes]]] = {}
         self._moved_s: dict[bytes, float] = {}
         self._unread: dict[bytes, zmq.MessageTracker] = {}
+        self.faults = Faults("answers to followers")
         self.num_given_up = 0
         """Answers that were not read in time, or whose client had gone."""
 
@@ -57,7 +60,11 @@ class Answers:
         share = max(1, _AT_ONCE // max(1, len(self._answers)))
         can_go_on = False
         for client in list(self._answers):
-            can_go_on |= self._hand_over(client, share, now_s)
+            try:
+                can_go_on |= self._hand_over(client, share, now_s)
+            except Exception as error:
+                self.faults.note("an answer", error)
+                self._give_up(client)
         return can_go_on
 
     def _hand_over(self, client: bytes, share: int, now_s: float) -> bool:
@@ -96,5 +103,6 @@ class Answers:
         return True
 
     def _give_up(self, client: bytes) -> None:
-        del self._answers[client], self._moved_s[client]
+        self._answers.pop(client, None)
+        self._moved_s.pop(client, None)
         self.num_given_up += 1

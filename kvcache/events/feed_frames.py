@@ -23,6 +23,7 @@ from kvcache.errors import MalformedMessageError
 from kvcache.hash_algorithms import BlockHash
 from kvcache.offload.events import OffloadingEvent, cache_events
 from kvcache.request_content import Namespace
+from kvcache.serving_loop import describe_error
 
 MAX_FRAME_BYTES: Final = 1 << 30
 
@@ -182,8 +183,9 @@ def _joined(digests: Sequence[BlockHash]) -> tuple[bytes, int]:
 def _unpacked(body: bytes) -> list[Any]:
     try:
         values = msgpack.unpackb(body)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise MalformedMessageError(f"a frame of {len(body)} bytes: {error}") from error
+    except Exception as error:
+        text = describe_error(error)
+        raise MalformedMessageError(f"a frame of {len(body)} bytes: {text}") from error
     if type(values) is not list or not values or type(values[0]) is not str:
         raise MalformedMessageError(f"a frame of {len(body)} bytes names no kind")
     return values

@@ -23,6 +23,7 @@ from kvcache.events.feed_frames import FrameReader, pack_frame
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.translation import GroupKind
+from kvcache.serving_loop import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +265,16 @@ class ProcessLink:
         except (OSError, MalformedMessageError) as error:
             self._on_end(f"the event publisher has ended: {error}")
             return
+        try:
+            self._obey(frames)
+        except Exception as error:
+            self._on_end(f"the event publisher cannot be understood: {describe_error(error)}")
+            return
+        if not data:
+            self._on_end(self._problem or "the event publisher has ended")
+
+    def _obey(self, frames: Sequence[Sequence[Any]]) -> None:
+        """Note what the process has said."""
         for kind, *values in frames:
             if kind == "ready":
                 self._places = (str(values[0]), str(values[1]))
@@ -276,8 +287,6 @@ class ProcessLink:
             elif kind == "figures":
                 self._figures = dict(values[0])
                 self._last_seq = max(self._last_seq, int(self._figures["last_seq"]))
-        if not data:
-            self._on_end(self._problem or "the event publisher has ended")
 
     def _on_end(self, problem: str) -> None:
         """The process is gone, or as good as gone: another one follows."""

@@ -26,6 +26,7 @@ from kvcache.events.answers import Answers
 from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, Frames, PublisherSettings
 from kvcache.events.translation import GroupKind
+from kvcache.serving_loop import Faults
 
 _READ_BYTES: Final = 1 << 20
 _READS_AT_ONCE: Final = 16
@@ -88,6 +89,7 @@ class PublisherLoop:
             guard_server(each, keys)
         self._live.setsockopt(zmq.SNDHWM, sockets.send_batches)
         self._answers = Answers(self._replay)
+        self._faults = Faults("the event publisher")
         self._reader = FrameReader()
         self._queue: deque[Frames] = deque()
         self._num_dropped = 0
@@ -131,7 +133,8 @@ class PublisherLoop:
                 is_open = self._read_feed()
                 self._publish()
             if self._live in ready:
-                self._greet()
+                with self._faults.contained("a subscription"):
+                    self._greet()
             self._send_queue()
             if self._replay in ready:
                 self._take_requests()
@@ -237,10 +240,14 @@ class PublisherLoop:
                 request = self._replay.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._answers.put(self._publisher.answer(request, time.time()), time.monotonic())
+            with self._faults.contained("a request"):
+                self._answers.put(self._publisher.answer(request, time.time()), time.monotonic())
 
     def _figures(self) -> tuple[Any, ...]:
-        return (self._publisher.last_seq, self._num_dropped)
+        return (self._publisher.last_seq, self._num_dropped, self._num_faults())
+
+    def _num_faults(self) -> int:
+        return self._faults.count + self._answers.faults.count
 
     def _tell(self) -> None:
         """Tell the coordinator how it goes, now and then."""
@@ -251,6 +258,8 @@ class PublisherLoop:
         self._told, self._told_s = figures, now_s
         values = {**asdict(self._publisher.statistics()), "num_dropped_batches": self._num_dropped}
         values["num_given_up_answers"] = self._answers.num_given_up
+        values["num_faults"] = self._num_faults()
+        values["last_fault"] = self._faults.last or self._answers.faults.last
         try:
             self._feed.send(pack_frame("figures", values), socket.MSG_DONTWAIT)
         except OSError:

@@ -24,6 +24,7 @@ from kvcache.events.subscription import (
     SubscriptionStatistics,
     Update,
 )
+from kvcache.serving_loop import Faults
 
 _TOPIC: Final = b"kv@"
 _WAIT_S: Final = 0.1
@@ -123,6 +124,7 @@ class KVEventSubscriber:
             self._context.term()
             raise
         self._subscription = Subscription(self._settings, time.monotonic())
+        self._faults = Faults("an event subscriber")
         self._on_update = on_update
         self._is_closed = False
         self._poller = zmq.Poller()
@@ -220,7 +222,12 @@ class KVEventSubscriber:
                 frames = source.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            found += take(frames, time.monotonic())
+            try:
+                found += take(frames, time.monotonic())
+            except Exception as error:
+                self._subscription.start_over(
+                    self._faults.note("a message", error), time.monotonic()
+                )
         return found
 
 

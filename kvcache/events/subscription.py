@@ -20,7 +20,7 @@ from typing import Final
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.events.decoding import MAX_PAYLOAD_BYTES, decode_batch
 from kvcache.events.mirror import CacheMirror
-from kvcache.events.publisher import END_MARK, SEQUENCE
+from kvcache.events.publisher import END_MARK, MAX_SEQUENCE, SEQUENCE
 from kvcache.events.wire_events import EventBatch
 
 ASK_FOR_ALL: Final = 0
@@ -113,6 +113,9 @@ class Subscription:
             self._on_malformed(f"a live message of {len(frames)} frames")
             return []
         (seq,) = SEQUENCE.unpack(frames[1])
+        if seq > MAX_SEQUENCE:
+            self._on_malformed(f"a live message of number {seq}")
+            return []
         if self._last_live_seq is not None and seq <= self._last_live_seq:
             # The stream itself never turns back: this is another publisher, which knows nothing
             # of the numbers before.
@@ -132,7 +135,17 @@ class Subscription:
             self._ask_at_s = None if self.is_exact else now_s + self._settings.reply_s
             return []
         (seq,) = SEQUENCE.unpack(frames[2])
+        if seq > MAX_SEQUENCE:
+            self._on_malformed(f"an answer of number {seq}")
+            return []
         return self._take(seq, frames[3], now_s)
+
+    def start_over(self, problem: str, now_s: float) -> None:
+        """Forget everything and ask for it again: a message could not be taken, for `problem`."""
+        self._on_malformed(problem)
+        self._forget()
+        self._last_live_seq = None
+        self._ask(now_s)
 
     def request(self, now_s: float) -> bytes | None:
         """Return what to ask now, as the number's frame, None if nothing is to be asked.

@@ -37,7 +37,12 @@ class KeeperAddress:
 
     def name_of(self, rank: int) -> str:
         """Return the name of a rank's memory."""
-        return f"{self.cluster}/rank{rank}"
+        return segment_name(self.cluster, rank)
+
+
+def segment_name(cluster: str, rank: int) -> str:
+    """Return the name under which a keeper has the memory of a rank."""
+    return f"{cluster}/rank{rank}"
 
 
 class KeeperClient:

@@ -56,10 +56,6 @@ SETTLE_TIMEOUT_S = 1.0
 """How long a store or load is held up, and all messages behind it, by a transfer that must be over
 before what was put off for its blocks can be executed. The job fails then."""
 
-CHECKED_FORWARD_TIMEOUT_S = 30.0
-"""How long a content-checked forward is held up by transfers. It fails then."""
-
-
 LONGEST_WAIT_S = 0.1
 
 
@@ -98,6 +94,7 @@ class CommandExecutor:
         config = settings.kv_cache_config
         rule = ChecksumRule(settings.verify)
         self._rank = settings.rank
+        self._held_up_s = settings.held_up_s
         self._engine = engine
         self.pool = KVCachePool(PoolLayout.from_config(config), device)
         self.tiers = make_tiers(settings, self.pool.layout, device, rule, on_news or (lambda: None))
@@ -246,7 +243,7 @@ class CommandExecutor:
         if self._checker is None:
             raise InvariantError(f"forward {seq} is due, but content checking is off")
         try:
-            self._clear_the_way(lambda: self._in_the_way(seq), CHECKED_FORWARD_TIMEOUT_S)
+            self._clear_the_way(lambda: self._in_the_way(seq), self._held_up_s)
             self.gate.begin(seq)
         except RequestError as error:
             self.deferred.execute(seq)

@@ -9,12 +9,15 @@ aside. Refuses to grow beyond its bound, and to decide which block goes: the coo
     rank0/3f/3fa9….kvb    256 directories, by the first byte of the key
     rank0/set-aside/      the last few files that were wrong
 
+Others may remove, replace and damage what lies here at any time. A file that has vanished is a miss
+and counts no more, what lies in the way of one is set aside, a missing directory is made again.
+
 Calls about keys with the same first byte must come from one thread at a time.
 """
 
 from __future__ import annotations
 
-import logging
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -23,6 +26,7 @@ import numpy as np
 
 from kvcache.commands import Label
 from kvcache.errors import InvariantError, MalformedMessageError
+from kvcache.logs import get_logger
 from kvcache.offload.keys import label_keys
 from kvcache.worker.checksums import ChecksumRule, checksum_of
 from kvcache.worker.file_books import FileBooks, FileTierStatistics
@@ -36,16 +40,19 @@ from kvcache.worker.file_format import (
     pack_head,
     unpack_head,
 )
-from kvcache.worker.file_system import FileSystem
+from kvcache.worker.file_system import FileSystem, IrregularFileError
 from kvcache.worker.set_aside import SetAside
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SUFFIX = ".kvb"
 UNFINISHED = ".tmp"
 
 FIRST_READ_BYTES = 4096
 """Holds most heads, and costs no more than less."""
+
+MAX_OBSTACLES = 3
+"""Things in the way of one file, or missing on it, that are put right before it is given up."""
 
 Sync: TypeAlias = Literal["never", "file", "directory"]
 
@@ -110,14 +117,19 @@ class FileStore:
         limits: StoreLimits,
         writer: str,
         rule: ChecksumRule | None = None,
+        *,
+        make_again: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep blocks in `files`. `writer` is unique to the process, and part of temporary names:
-        those of others are leftovers. `rule` says which payloads are compared, all by default."""
+        those of others are leftovers. `rule` says which payloads are compared, all by default.
+        `make_again` is called when the whole directory is gone: it makes another one and calls
+        `forget_all` before that is used, or raises FileTierError."""
         self.identity = identity
         self._rule = rule or ChecksumRule()
         self._files = files
         self._sync = limits.sync
         self._writer = writer
+        self._make_again = make_again
         self._books = FileBooks(limits.max_bytes)
         self._aside = SetAside(files, limits.max_set_aside)
 
@@ -135,14 +147,15 @@ class FileStore:
         unfinished = f"{name[:2]}/.{head.key.hex()}.{self._writer}{UNFINISHED}"
         self._books.reserve(num_bytes)
         try:
-            self._write_file(unfinished, [memoryview(packed), *payload])
-            replaced = self._size_of(name)
-            self._files.rename(unfinished, name)
+            self._write_file(unfinished, name, [memoryview(packed), *payload])
         except OSError as error:
-            self._remove_quietly(unfinished)
-            self._books.release(num_bytes)
+            self._give_up_write(unfinished, num_bytes)
             raise self._counted(from_os_error(f"block {_shown(head.key)}", error)) from error
-        self._books.wrote(head.key[0], num_bytes, replaced)
+        except FileTierError as error:
+            self._give_up_write(unfinished, num_bytes)
+            self._counted(error)
+            raise
+        self._books.wrote(head.key, num_bytes)
         if self._sync == "directory":
             self._sync_directory(name[:2])
         return num_bytes
@@ -156,11 +169,11 @@ class FileStore:
         name, what = _name(key), f"block {_shown(key)}"
         try:
             descriptor = self._files.open(name)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
+            self._books.vanished(key)
             raise self._counted(FileTierError("missing", f"{what} has no file")) from error
         except OSError as error:
-            raise self._counted(from_os_error(what, error)) from error
-        size = 0
+            raise self._counted(self._unopened(name, what, error)) from error
         try:
             size = self._files.size(descriptor)
             head, start = self._read_head(descriptor, size)
@@ -172,8 +185,9 @@ class FileStore:
         except OSError as error:
             raise self._counted(from_os_error(what, error)) from error
         except FileTierError as error:
-            self._put_aside(name, size, error.kind)
-            told = FileTierError(error.kind, f"file of {what}: {error}: set aside")
+            is_aside = self._put_aside(name, error.kind)
+            fate = "set aside" if is_aside else "it cannot be set aside"
+            told = FileTierError(error.kind, f"file of {what}: {error}: {fate}")
             raise self._counted(told) from error
         finally:
             self._quietly(lambda: self._files.close(descriptor))
@@ -187,13 +201,19 @@ class FileStore:
         """
         name = _name(key)
         try:
-            size = self._files.size_of(name)
-            self._files.remove(name)
-        except FileNotFoundError:
+            self._clear(name)
+        except (FileNotFoundError, NotADirectoryError):
+            if self._books.vanished(key):
+                logger.warning(
+                    "files of rank %d: that of block %s has vanished before it was discarded: let "
+                    "nothing else clean the tier",
+                    self.identity.rank,
+                    _shown(key),
+                )
             return False
         except OSError as error:
             raise self._counted(from_os_error(f"block {_shown(key)}", error)) from error
-        self._books.discarded(key[0], size)
+        self._books.discarded(key)
         return True
 
     def scan(self, prefix: int) -> ScannedDirectory:
@@ -205,14 +225,14 @@ class FileStore:
         directory = f"{prefix:02x}"
         heads: list[FileHead] = []
         problems: list[str] = []
-        num_bytes = 0
+        sizes: dict[bytes, int] = {}
         try:
             names = sorted(self._files.names_in(directory))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             names = []
-        except OSError as error:
-            names = []
-            problems.append(str(self._counted(from_os_error(f"directory {directory}", error))))
+        except OSError as error:  # the books say what was known of it
+            told = self._counted(from_os_error(f"directory {directory}", error))
+            return ScannedDirectory(prefix, (), 0, (str(told),))
         for name in names:
             path = f"{directory}/{name}"
             if name.endswith(UNFINISHED):
@@ -220,14 +240,27 @@ class FileStore:
             if not name.endswith(SUFFIX):
                 continue
             try:
-                head, size = self._scan_file(path)
+                found = self._scan_file(path)
             except FileTierError as error:
                 problems.append(f"{path}: {error}")
                 continue
-            heads.append(head)
-            num_bytes += size
-        self._books.scanned(prefix, num_bytes)
-        return ScannedDirectory(prefix, tuple(heads), num_bytes, tuple(problems))
+            if found is not None:
+                head, sizes[head.key] = found
+                heads.append(head)
+        num_vanished = self._books.scanned(prefix, sizes)
+        if num_vanished:
+            logger.warning(
+                "files of rank %d: %d have vanished from directory %s: let nothing else clean it",
+                self.identity.rank,
+                num_vanished,
+                directory,
+            )
+        return ScannedDirectory(prefix, tuple(heads), sum(sizes.values()), tuple(problems))
+
+    def forget_all(self) -> None:
+        """The directory is gone, with all that it held, and an empty one takes its place."""
+        self._books.all_vanished()
+        self._aside.forget()
 
     def statistics(self) -> FileTierStatistics:
         """Return the figures, frozen."""
@@ -247,36 +280,63 @@ class FileStore:
 
     # --- writing
 
-    def _write_file(self, name: str, buffers: Sequence[memoryview]) -> None:
-        descriptor = self._create(name)
+    def _write_file(self, unfinished: str, name: str, buffers: Sequence[memoryview]) -> None:
+        """Write a file beside its name, and rename it. Raises OSError, FileTierError."""
+        for _ in range(MAX_OBSTACLES):
+            try:
+                self._write_once(unfinished, name, buffers)
+                return
+            except FileNotFoundError:
+                self._make_directory(name[:2])
+            except NotADirectoryError:
+                self._clear(name[:2])
+                self._make_directory(name[:2])
+            except IsADirectoryError:
+                self._clear(name)
+            except FileExistsError:
+                pass  # removed below
+            self._remove_quietly(unfinished)
+        self._write_once(unfinished, name, buffers)
+
+    def _write_once(self, unfinished: str, name: str, buffers: Sequence[memoryview]) -> None:
+        descriptor = self._files.create(unfinished)
         try:
             write_all(self._files, descriptor, buffers)
             if self._sync != "never":
                 self._files.sync(descriptor)
         finally:
             self._files.close(descriptor)
+        self._files.rename(unfinished, name)
 
-    def _create(self, name: str) -> int:
-        """Create a file, and its directory when it is the first one there."""
+    def _give_up_write(self, unfinished: str, num_bytes: int) -> None:
+        self._remove_quietly(unfinished)
+        self._books.release(num_bytes)
+
+    def _make_directory(self, directory: str) -> None:
+        """Make a directory, in place of what is none, and the store's own where that is gone."""
         try:
-            return self._files.create(name)
+            self._files.make_directory(directory)
+            return
+        except NotADirectoryError:
+            self._clear(directory)
         except FileNotFoundError:
-            self._files.make_directory(name[:2])
-        except FileExistsError:
+            self._make_again()
+        self._files.make_directory(directory)
+
+    def _clear(self, name: str) -> None:
+        """Remove what lies under a name; set aside a directory that holds something."""
+        try:
             self._files.remove(name)
-        return self._files.create(name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            self._aside.put(name, "damaged")
 
     def _sync_directory(self, directory: str) -> None:
         try:
             self._files.sync_directory(directory)
         except OSError as error:
             raise self._counted(from_os_error(f"directory {directory}", error)) from error
-
-    def _size_of(self, name: str) -> int:
-        try:
-            return self._files.size_of(name)
-        except FileNotFoundError:
-            return 0
 
     # --- reading
 
@@ -318,13 +378,17 @@ class FileStore:
         if named != key:
             raise FileTierError("wrong_key", f"it holds block {_shown(named)}")
 
-    def _scan_file(self, path: str) -> tuple[FileHead, int]:
-        """Return a file's head and length; raises FileTierError, counted, the file set aside."""
+    def _scan_file(self, path: str) -> tuple[FileHead, int] | None:
+        """Return a file's head and length, None if it has just vanished.
+
+        Raises FileTierError, counted, the file set aside.
+        """
         try:
             descriptor = self._files.open(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         except OSError as error:
-            raise self._counted(from_os_error("it cannot be opened", error)) from error
-        size = 0
+            raise self._counted(self._unopened(path, "it cannot be opened", error), path) from error
         try:
             size = self._files.size(descriptor)
             head, _ = self._read_head(descriptor, size)
@@ -332,25 +396,44 @@ class FileStore:
                 raise FileTierError("wrong_key", f"it is the file of block {_shown(head.key)}")
             self._require_ours(head, head.key)
         except OSError as error:
-            raise self._counted(from_os_error("it cannot be read", error)) from error
+            raise self._counted(from_os_error("it cannot be read", error), path) from error
         except FileTierError as error:
-            self._put_aside(path, 0, error.kind)
-            raise self._counted(error) from None
+            self._put_aside(path, error.kind)
+            raise self._counted(error, path) from None
         finally:
             self._quietly(lambda: self._files.close(descriptor))
         return head, size
 
     # --- what is wrong
 
-    def _put_aside(self, name: str, size: int, kind: Problem) -> None:
-        """Move a wrong file away; of those, only the last few are kept."""
+    def _unopened(self, name: str, what: str, error: OSError) -> FileTierError:
+        """Return what it means that a file cannot be opened.
+
+        What is no file, or is closed to us although its directory is open, is set aside: that is
+        wrong with this one alone, and waiting would not mend it.
+        """
+        is_its_own = isinstance(error, (IrregularFileError, PermissionError))
+        if is_its_own and self._put_aside(name, "damaged"):
+            return FileTierError("damaged", f"{what}: {error.strerror}: set aside")
+        return from_os_error(what, error)
+
+    def _put_aside(self, name: str, kind: Problem) -> bool:
+        """Move a wrong file away, of which only the last few are kept; say whether it is gone."""
         if kind not in SET_ASIDE:
-            return
-        self._quietly(lambda: self._aside.put(name, kind))
-        self._books.set_aside(int(name[:2], 16), size)
+            return False
+        try:
+            self._aside.put(name, kind)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            self.count("io")
+            return False
+        self._books.set_aside(_key_of(name))
+        return True
 
     def _remove_quietly(self, name: str) -> None:
-        self._quietly(lambda: self._files.remove(name))
+        """Remove what a writer left unfinished."""
+        self._quietly(lambda: self._clear(name))
 
     def _quietly(self, call: Callable[[], None]) -> None:
         """Do what changes nothing for the caller when it fails; count that it did."""
@@ -361,19 +444,30 @@ class FileStore:
         except OSError:
             self.count("io")
 
-    def _counted(self, error: FileTierError) -> FileTierError:
-        """Count an error, and say it: the first, second, fourth, eighth ... of its kind."""
-        count = self._books.count(error.kind)
-        if count & (count - 1) == 0:
-            logger.warning(
-                "files of rank %d: %s (%d of this kind so far)", self.identity.rank, error, count
-            )
+    def _counted(self, error: FileTierError, path: str = "") -> FileTierError:
+        """Count an error, and say it; `path` is of what, where the error does not say so."""
+        logger.warning(
+            "files of rank %d: %s%s (%d of this kind so far)",
+            self.identity.rank,
+            path and f"{path}: ",
+            error,
+            self._books.count(error.kind),
+        )
         return error
 
 
 def _name(key: bytes) -> str:
     text = key.hex()
     return f"{text[:2]}/{text}{SUFFIX}"
+
+
+def _key_of(name: str) -> bytes | None:
+    """Return the key whose file has this name, None if there is no such key."""
+    try:
+        key = bytes.fromhex(name[3 : -len(SUFFIX)])
+    except ValueError:
+        return None
+    return key if _name(key) == name else None
 
 
 def _shown(key: bytes) -> str:

@@ -1,13 +1,15 @@
 """The system calls of the file tier, on names below one directory.
 
 Below file_store.py; a test hands in another one that fails as it is told. The directory is held by
-a descriptor: when it is unplugged, nothing is made anew in its place on another disk. All of it may
-raise OSError.
+a descriptor: a directory that is moved is used where it is, and nothing is written in the place of
+one that is unplugged. All of it may raise OSError.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +19,13 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+class IrregularFileError(OSError):
+    """A directory, link, pipe or socket has the name of a file."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(errno.EISDIR, "it is no regular file", name)
+
+
 class FileSystem(Protocol):
     """What the store asks of a disk. Names are relative to the store's directory."""
 
@@ -24,7 +33,10 @@ class FileSystem(Protocol):
         """Create a file that only its owner reads; return its descriptor. It must not exist."""
 
     def open(self, name: str) -> int:
-        """Open a file for reading; links are not followed."""
+        """Open a file for reading; links are not followed, and pipes are not waited for.
+
+        Raises IrregularFileError for what is no regular file.
+        """
 
     def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
         """Write buffers one behind the other at `offset`, all or a part; return how many bytes."""
@@ -34,9 +46,6 @@ class FileSystem(Protocol):
 
     def size(self, descriptor: int) -> int:
         """Return the bytes of an open file."""
-
-    def size_of(self, name: str) -> int:
-        """Return the bytes of a file."""
 
     def sync(self, descriptor: int) -> None:
         """Have the disk take what was written."""
@@ -51,10 +60,10 @@ class FileSystem(Protocol):
         """Give a file another name, in place of what has it."""
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, or an empty directory."""
 
     def make_directory(self, name: str) -> None:
-        """Make a directory, unless it is there."""
+        """Make a directory, unless it is there; NotADirectoryError if something else is."""
 
     def names_in(self, directory: str) -> list[str]:
         """Return the names in a directory, in no order."""
@@ -72,8 +81,17 @@ class DirectoryFiles:
         return os.open(name, _CREATE, 0o600, dir_fd=self._directory)
 
     def open(self, name: str) -> int:
-        """Open."""
-        return os.open(name, _READ, dir_fd=self._directory)
+        """Open; a pipe is opened without a writer, and refused."""
+        try:
+            descriptor = os.open(name, _READ | os.O_NONBLOCK, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+                raise IrregularFileError(name) from error
+            raise
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise IrregularFileError(name)
 
     def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
         """Write without copying."""
@@ -86,10 +104,6 @@ class DirectoryFiles:
     def size(self, descriptor: int) -> int:
         """Ask the file."""
         return os.fstat(descriptor).st_size
-
-    def size_of(self, name: str) -> int:
-        """Ask by name."""
-        return os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_size
 
     def sync(self, descriptor: int) -> None:
         """Sync data and length."""
@@ -113,14 +127,19 @@ class DirectoryFiles:
 
     def remove(self, name: str) -> None:
         """Unlink."""
-        os.unlink(name, dir_fd=self._directory)
+        try:
+            os.unlink(name, dir_fd=self._directory)
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=self._directory)
 
     def make_directory(self, name: str) -> None:
         """Make."""
         try:
             os.mkdir(name, 0o700, dir_fd=self._directory)
-        except FileExistsError:
-            return
+        except FileExistsError as error:
+            found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "it is no directory", name) from error
 
     def names_in(self, directory: str) -> list[str]:
         """List."""

@@ -7,12 +7,18 @@ that what cannot be exchanged never meets:
 
 The directory says what it holds, and is locked by the process that uses it. Refuses a directory
 that says something else, or that a living process has.
+
+A directory that is removed while it is used is made again below its root, empty. Not so where the
+root is gone, or its place is on another device than before: a disk was unplugged, and nothing is
+written in its place.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +27,16 @@ from typing import get_args
 import xxhash
 
 from kvcache.errors import ConfigurationError
+from kvcache.logs import get_logger
 from kvcache.specs import require_count
 from kvcache.worker.checksums import ChecksumRule
+from kvcache.worker.file_errors import FileTierError
 from kvcache.worker.file_format import FORMAT_VERSION
 from kvcache.worker.file_lanes import Lanes, ThreadLanes
 from kvcache.worker.file_store import BlockIdentity, FileStore, StoreLimits, Sync
 from kvcache.worker.file_system import DirectoryFiles, FileSystem
+
+logger = get_logger(__name__)
 
 ABOUT = "about"
 MAX_ABOUT_BYTES = 4096
@@ -43,7 +53,7 @@ class DiskAccess:
 
 @dataclass(frozen=True)
 class FileTierSettings:
-    """The file tier of one rank. `cluster` names the directory below `root`, which exists.
+    """The file tier of one rank. `cluster` names the directory `below` the `root`, which exists.
 
     `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
     cannot be used does not start, or, unless `must_work`, starts without it and says why in every
@@ -59,6 +69,7 @@ class FileTierSettings:
     max_set_aside: int = 16
     must_work: bool = True
     access: DiskAccess = DiskAccess()
+    below: str = ""
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_queued_blocks"):
@@ -96,23 +107,26 @@ class FileTier:
 
         Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
         """
-        self.directory = (
-            settings.root / settings.cluster / identity.layout_fingerprint / f"rank{identity.rank}"
-        )
+        cluster = settings.root / settings.below / settings.cluster
+        self.directory = cluster / identity.layout_fingerprint / f"rank{identity.rank}"
         if not os.path.isdir(settings.root):  # a sick disk raises nothing here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is no directory: make or mount it first"
             )
+        self._root = settings.root
+        self._about = _about(identity)
+        self._again = threading.Lock()
+        self._device = 0
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._directory = self._open()
+            self._device = os.fstat(self._directory).st_dev
         except OSError as error:
             raise ConfigurationError(
                 f"the file tier's directory {self.directory} cannot be used ({error.strerror}): "
                 "let the workers' user write there, or choose another root"
             ) from error
         try:
-            self._lock = self._take(identity)
+            self._lock = self._take(self._directory)
         except BaseException:
             os.close(self._directory)
             raise
@@ -122,6 +136,7 @@ class FileTier:
             settings.limits,
             xxhash.xxh3_64_hexdigest(writer.encode()),
             rule,
+            make_again=self._make_again,
         )
 
     def close(self) -> None:
@@ -129,12 +144,20 @@ class FileTier:
         os.close(self._lock)
         os.close(self._directory)
 
-    def _take(self, identity: BlockIdentity) -> int:
-        """Lock the directory and compare what it says; return the lock's descriptor."""
-        expected = _about(identity)
+    def _open(self) -> int:
+        """Make the directory if need be, and open it; raises OSError."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _take(self, directory: int) -> int:
+        """Lock a directory and compare what it says; return the lock's descriptor.
+
+        Raises ConfigurationError.
+        """
+        expected = self._about
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            lock = os.open(ABOUT, flags, 0o600, dir_fd=self._directory)
+            lock = os.open(ABOUT, flags, 0o600, dir_fd=directory)
         except OSError as error:
             raise ConfigurationError(
                 f"{self.directory / ABOUT} cannot be written ({error.strerror}): let the workers' "
@@ -159,6 +182,47 @@ class FileTier:
                 f"needs {_shown(expected)}: choose another root, or remove the directory"
             )
         return lock
+
+    def _make_again(self) -> None:
+        """Put an empty directory in the place of the one that was removed, unless another thread
+        has done so. Raises FileTierError."""
+        with self._again:
+            try:
+                self._replace()
+            except (OSError, ConfigurationError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                raise FileTierError(
+                    "unplugged",
+                    f"the file tier's directory {self.directory} is gone, and cannot be made again "
+                    f"({why}): bring it back, or restart the workers",
+                ) from error
+
+    def _replace(self) -> None:
+        place = self.directory
+        while place != self._root and not place.exists():
+            place = place.parent
+        if os.stat(place).st_dev != self._device:
+            raise OSError(errno.ENODEV, f"{place} is on another device now")
+        if self.directory.exists() and os.path.samestat(
+            os.stat(self.directory), os.fstat(self._directory)
+        ):
+            return
+        made = self._open()
+        try:
+            if os.listdir(made):
+                raise OSError(errno.ENOTEMPTY, "another one is in its place, and is not empty")
+            lock = self._take(made)
+            self.store.forget_all()
+            os.dup2(made, self._directory, inheritable=False)
+        finally:
+            os.close(made)
+        os.close(self._lock)
+        self._lock = lock
+        logger.warning(
+            "files of rank %d: directory %s was removed by somebody else, and is made again",
+            self.store.identity.rank,
+            self.directory,
+        )
 
 
 def _about(identity: BlockIdentity) -> bytes:

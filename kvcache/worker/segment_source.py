@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 ATTACHED = "attached"
 FRESH = "fresh"
+PRIVATE = "private"
 
 _KEEPER_ERRORS = (ClusterError, ProtocolError, ExhaustedError)
 
@@ -35,7 +36,7 @@ def open_segment(shape: SegmentShape, keeper: KeeperAddress | None = None) -> Ho
     Raises NotEnoughMemoryError.
     """
     if keeper is None:
-        return _make(shape, "private: no keeper is configured")
+        return _make(shape, f"{PRIVATE}: no keeper is configured")
     client = KeeperClient(keeper.address, keeper.timeout_s)
     name = keeper.name_of(shape.rank)
     origin = FRESH
@@ -52,17 +53,31 @@ def open_segment(shape: SegmentShape, keeper: KeeperAddress | None = None) -> Ho
     except _KEEPER_ERRORS as error:
         return _private(shape, error)
     segment = _make(shape, origin)
-    try:
-        client.put(name, segment.descriptor)
-    except _KEEPER_ERRORS as error:
-        segment.origin = f"private: {error}"
-        logger.warning("host memory of rank %d ends with its process: %s", shape.rank, error)
+    reason = keep_segment(segment, segment.descriptor, keeper)
+    if reason:
+        segment.origin = f"{PRIVATE}: {reason}"
     return segment
+
+
+def keep_segment(segment: HostSegment, descriptor: int, keeper: KeeperAddress) -> str:
+    """Have the keeper keep a segment, `descriptor` of it; return why it does not, empty if it does.
+
+    May be called again, and from any thread: a keeper that has died and come back keeps nothing.
+    """
+    rank = segment.shape.rank
+    try:
+        KeeperClient(keeper.address, keeper.timeout_s).put(keeper.name_of(rank), descriptor)
+    except _KEEPER_ERRORS as error:
+        logger.warning("host memory of rank %d ends with its process: %s", rank, error)
+        return str(error)
+    if segment.origin.startswith(PRIVATE):
+        segment.origin = FRESH
+    return ""
 
 
 def _private(shape: SegmentShape, error: Exception) -> HostSegment:
     logger.warning("host memory of rank %d ends with its process: %s", shape.rank, error)
-    return _make(shape, f"private: {error}")
+    return _make(shape, f"{PRIVATE}: {error}")
 
 
 def _make(shape: SegmentShape, origin: str) -> HostSegment:

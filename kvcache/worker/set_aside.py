@@ -1,13 +1,17 @@
 """Files that were wrong, kept apart for somebody to look at: the last few of them.
 
-Beside file_store.py. A file that cannot be moved is removed: nobody shall find it again under its
-name.
+Beside file_store.py. A directory or pipe with the name of a file goes the same way. A file that
+cannot be moved is removed: it must not be found again under its name. A directory that holds
+something is never removed.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import deque
+from contextlib import suppress
+from itertools import count
 
 from kvcache.worker.file_errors import Problem
 from kvcache.worker.file_system import FileSystem
@@ -26,14 +30,12 @@ class SetAside:
         self._lock = threading.Lock()
 
     def put(self, name: str, kind: Problem) -> None:
-        """Move the file `name`, `directory/file`, away; raises OSError when it cannot even be
-        removed."""
-        target = f"{SET_ASIDE_DIRECTORY}/{name[3:]}.{kind}"
+        """Move what lies under `name` away; raises OSError when it cannot even be removed."""
+        target = f"{SET_ASIDE_DIRECTORY}/{name.rpartition('/')[2]}.{kind}"
         with self._lock:
             names = self._known()
             try:
-                self._files.make_directory(SET_ASIDE_DIRECTORY)
-                self._files.rename(name, target)
+                target = self._move(name, target)
             except OSError:
                 self._files.remove(name)
                 return
@@ -41,7 +43,31 @@ class SetAside:
                 names.remove(target)
             names.append(target)
             while len(names) > self._max_files:
-                self._files.remove(names.popleft())
+                with suppress(OSError):  # it holds something, or is gone
+                    self._files.remove(names.popleft())
+
+    def forget(self) -> None:
+        """Look again what is there: the directory is another one."""
+        with self._lock:
+            self._names = None
+
+    def _move(self, name: str, target: str) -> str:
+        """Move it to `target`, or beside it where a directory is in the way; return where to."""
+        try:
+            self._files.make_directory(SET_ASIDE_DIRECTORY)
+            self._files.rename(name, target)
+            return target
+        except NotADirectoryError:
+            with suppress(OSError):  # a file where that directory should be
+                self._files.remove(SET_ASIDE_DIRECTORY)
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        names = self._known()
+        target = next(new for n in count(1) if (new := f"{target}.{n}") not in names)
+        self._files.make_directory(SET_ASIDE_DIRECTORY)
+        self._files.rename(name, target)
+        return target
 
     def _known(self) -> deque[str]:
         """Return what is there, the oldest first; what another process left has no order."""

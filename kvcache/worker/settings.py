@@ -26,6 +26,7 @@ class WorkerSettings:
     A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
     `host_keeper` host slots end with the process; without `file_tier` there are no files.
     `verify` says which blocks' checksums are compared before they are loaded (`ChecksumRule`).
+    `held_up_s`: how long a content-checked forward is held up by transfers; it fails then.
     `copy_priority` is that of the threads that carry stores and loads out; on CPU, `copy_threads`
     of them share one.
     """
@@ -43,6 +44,7 @@ class WorkerSettings:
     hello_interval_s: float = 0.2
     repeat_interval_s: float = 0.5
     heartbeat_interval_s: float = 1.0
+    held_up_s: float = 30.0
     max_buffered: int = 256
     max_report_bytes: int = 2**20
     host_keeper: KeeperAddress | None = None
@@ -62,7 +64,7 @@ class WorkerSettings:
             "copy_threads",
         ):
             require_count(name, getattr(self, name))
-        for name in ("hello_interval_s", "repeat_interval_s", "heartbeat_interval_s"):
+        for name in ("hello_interval_s", "repeat_interval_s", "heartbeat_interval_s", "held_up_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
         if not self.incarnation:

@@ -9,6 +9,7 @@ decide anything: it never seals, frees or evicts by itself.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ from kvcache.worker.file_pool import FilePool
 from kvcache.worker.host_pool import HostPool
 from kvcache.worker.label_reports import LabelReporter
 from kvcache.worker.reports import ReportOutbox
+from kvcache.worker.segment_source import keep_segment
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
 from kvcache.worker.worker_figures import RefusedMessages, worker_statistics
 
@@ -300,6 +302,22 @@ class KVCacheWorker:
             return self._take_replies()
 
     # --- books
+
+    def keep_host_memory(self) -> str:
+        """Have the keeper of the node keep this rank's host memory again: a keeper that was made
+        again has nothing. Return why it does not, empty if it does, or there is nothing to keep.
+
+        Holds up no step: the keeper is waited for outside the lock.
+        """
+        with self._condition:
+            host, keeper = self.host_pool, self.settings.host_keeper
+            if self._is_closed or host is None or keeper is None:
+                return ""
+            descriptor = os.dup(host.segment.descriptor)
+        try:
+            return keep_segment(host.segment, descriptor, keeper)
+        finally:
+            os.close(descriptor)
 
     def collect_labels(self) -> LabelSet:
         """Return the labels of all blocks, as of the last applied message; a copy."""

@@ -36,7 +36,7 @@ def build_config(name: str = "", **sections: dict[str, Any]) -> ClusterConfig:
         "cache": {"memory_per_rank": "1MiB"},
         "parallel": {"tensor_parallel_size": 2},
         "transport": {"resend_s": 0.2, "heartbeat_s": 0.4},
-        "deadlines": {"startup_s": 120.0, "step_s": 40.0, "forward_s": 40.0, "shutdown_s": 4.0},
+        "deadlines": {"startup_s": 120.0, "step_s": 40.0, "shutdown_s": 4.0},
         "content_check": {"enabled": True},
     }
     for section, values in sections.items():

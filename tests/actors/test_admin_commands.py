@@ -147,7 +147,7 @@ def test_an_idle_cache_is_cleared_at_once(cluster: KVCacheCluster) -> None:
 def test_a_name_that_nobody_has_is_answered_with_those_there_are(cluster: KVCacheCluster) -> None:
     for command in (["usage"], ["top", "--once"], ["status"], ["stop"]):
         result = CliRunner().invoke(app, [*command, "--name", "none"])
-        assert result.exit_code == 2
+        assert result.exit_code == 3
         assert "no cluster named 'none' is running: choose one of " in result.stderr
         assert "test-admin" in result.stderr
 

@@ -32,10 +32,12 @@ class RefusingClient:
         raise WorkerLostError("rank 1 has not been heard of for 12.0 s")
 
 
-def stepper_on(client: RefusingClient, monkeypatch: pytest.MonkeyPatch) -> ClientStepper:
+def stepper_on(
+    client: RefusingClient, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> ClientStepper:
     monkeypatch.setattr(playground, "_SEND_AGAIN_S", 0.0)
     made: Any = client
-    return ClientStepper(made, lambda: (None, ()))
+    return ClientStepper(made, lambda: (None, ()), return_s=60.0, tell=told.append)
 
 
 STEP = StepRequest(finished=("a",))
@@ -45,15 +47,17 @@ def test_a_refused_step_is_sent_again_and_the_answer_says_under_which_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = RefusingClient(num_refusals=2)
-    stepper = stepper_on(client, monkeypatch)
+    told: list[str] = []
+    stepper = stepper_on(client, monkeypatch, told)
     result = stepper.wait_result(stepper.submit(STEP))
     assert result.step == 3
     assert client.sent == [STEP] * 3
+    assert told == ["rank 1 has not been heard of for 12.0 s: waiting, 60 s at most"]
 
 
 def test_a_step_whose_epoch_is_over_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     client = RefusingClient(num_refusals=1, is_over_then=True)
-    stepper = stepper_on(client, monkeypatch)
+    stepper = stepper_on(client, monkeypatch, [])
     with pytest.raises(WorkerLostError, match="rank 1 has not been heard of"):
         stepper.wait_result(stepper.submit(STEP))
     assert client.sent == [STEP] * 2

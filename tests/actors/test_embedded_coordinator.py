@@ -198,7 +198,7 @@ def test_threads_and_event_loops_of_the_process_share_the_coordinator(
 
 def test_a_killed_driver_is_taken_over_warm(drive: Any, make_config: Any, traces: Any) -> None:
     # Were its clients waited for, the first step would have no answer in time.
-    config = make_config(deadlines={"reattach_s": 60.0})
+    config = make_config(deadlines={"reattach_s": 60.0, "step_s": 61.0})
     driver = drive(config)
     assert driver.epoch == 1
     driver.kill()

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from actors import LocalCluster
+from actors.transport import Endpoint
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
     BacklogFullError,
+    ClusterError,
     ConfigurationError,
     DeadlineError,
     MalformedMessageError,
@@ -92,7 +94,9 @@ def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
 
 
 def test_one_client_too_many_is_told_once_which_key_to_raise(make_config: MakeConfig) -> None:
-    config = make_config(transport={"max_clients": 2}, deadlines={"step_s": 0.2})
+    soon = {"worker_silence_s": 0.1, "worker_kill_s": 0.0, "reattach_s": 0.1, "step_s": 0.2}
+    often = {"heartbeat_s": 0.05, "resend_s": 0.05}
+    config = make_config(transport={"max_clients": 2, **often}, deadlines=soon)
     with (
         LocalCluster(config) as cluster,
         cluster.client(),
@@ -253,3 +257,40 @@ def test_empty_running_rows_travel(make_config: MakeConfig) -> None:
     with LocalCluster(make_config()) as cluster, cluster.client() as client:
         result = client.step(StepRequest("", 0, 0, running=EMPTY_RUNNING))
         assert result.running_scheduled.tolist() == []
+
+
+def test_an_error_of_a_client_costs_one_message_and_no_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        connection = client._connection
+        take, num_left = connection.session.on_message, [1]
+
+        def fail_once(message: Any) -> Any:
+            if num_left and num_left.pop():
+                raise KeyError("no such step")
+            return take(message)
+
+        monkeypatch.setattr(connection.session, "on_message", fail_once)
+        client.wait_finished(client.step(EMPTY).step)
+        assert (connection.faults.count, connection.malformed) == (1, 0)
+        connection.take([b"\xc1", b"no message"])
+        assert connection.malformed == 2
+
+
+def test_a_client_that_cannot_connect_elsewhere_tries_again(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptor(*_: object) -> None:
+        raise ClusterError("no descriptor is free")
+
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        connection = client._connection
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster, "open", no_descriptor)
+            with pytest.raises(ClusterError):
+                connection.redial(Endpoint("elsewhere"))
+        before = connection.transport
+        connection.redial(Endpoint("elsewhere"))
+        assert connection.transport is not before
+        client.wait_finished(client.step(EMPTY).step)

@@ -41,6 +41,7 @@ from kvcache.errors import (
 )
 from kvcache.planner import RankMemory
 from kvcache.step import NewRequest, StepRequest
+from tests.cli.commands import KVCACHE
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
@@ -136,6 +137,42 @@ def test_a_worker_that_hangs_is_ended_and_replaced(launch: Any, make_config: Any
         assert not psutil.pid_exists(hanging)
         notice_and_attach_again(client)
         assert [play(client, "b", 0), play(client, "c", 0)] == [0, 32]
+
+
+def test_a_replay_goes_on_when_a_worker_that_hangs_is_ended_and_replaced(
+    ray_cluster: str, launch: Any, make_config: Any, tmp_path: Path
+) -> None:
+    cluster = launch(make_config(deadlines={"worker_silence_s": 1.0}))  # the others follow
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": i, "input_length": 400, "output_length": 100, "hash_ids": [i % 7]}
+        for i in range(400)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    replay = [*KVCACHE, "replay", str(trace), "--name", cluster.name, "--json", "--no-progress"]
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
+    with subprocess.Popen(
+        replay, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert wait_until(lambda: num_steps(cluster) > 30, SOON_S)
+        hanging = cluster.status().ranks[1].process_id
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            shown, told = process.communicate(timeout=4 * SOON_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0, told
+    report = json.loads(shown)
+    assert (report["num_requests"], report["num_wrong_blocks"]) == (400, 0)
+    assert report["num_returns"] >= 1 and report["bytes_checked"] > 0
+    assert "a process of the cluster is lost: waiting" in told
+    assert "the cluster serves again: all running requests come back" in told
+    assert not psutil.pid_exists(hanging)
+
+
+def num_steps(cluster: KVCacheCluster) -> int:
+    statistics = cluster.coordinator_statistics()
+    return 0 if statistics is None else statistics.num_steps
 
 
 def test_a_worker_and_the_coordinator_are_lost_together(launch: Any, make_config: Any) -> None:

@@ -68,7 +68,7 @@ def play(cluster: KVCacheCluster, max_num_seqs: int) -> float:
             return figures.coordinator, figures.workers
 
         limits = EngineLimits(512, 512, max_num_seqs)
-        stepper = ClientStepper(client, look)  # type: ignore[arg-type]
+        stepper = ClientStepper(client, look, return_s=60.0)  # type: ignore[arg-type]
         report = ReplayEngine(Readings(), stepper, limits, SystemClock()).run()
     assert report.num_requests == NUM_REQUESTS
     return report.hit_rate
@@ -95,7 +95,9 @@ def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
         choices = RecordingChoices(path, num_requests=NUM_REQUESTS, seconds=300)
         options = RecordingOptions(10**7)
         summaries.append(
-            follow_requests(choices, options, take_and_tell, SystemClock(), threading.Event())
+            follow_requests(
+                choices, options, take_and_tell, SystemClock(), threading.Event(), patience_s=60.0
+            )
         )
 
     recording = threading.Thread(target=record)

@@ -125,10 +125,9 @@ def test_what_goes_to_the_same_receivers_in_one_turn_goes_together_and_in_order(
 def test_a_client_that_has_hung_up_is_named_with_the_next_tick() -> None:
     clock, decider = VirtualClock(), Decider()
     service, transport = make_service(decider, clock)
-    for name in ("gone", "back", "there"):
-        transport.connect(client_peer(name))
+    ends = {name: transport.connect(client_peer(name)) for name in ("gone", "back", "there")}
     for name in ("gone", "back"):
-        transport.disconnect(client_peer(name))
+        transport.disconnect(client_peer(name), ends[name])
     transport.connect(client_peer("back"))
     service.turn()
     assert decider.lost == []

@@ -62,6 +62,41 @@ def test_a_process_is_watched_as_soon_as_it_is_known(monkeypatch: pytest.MonkeyP
         is_over.set()
 
 
+def test_a_sentinel_that_cannot_be_sent_or_read_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+    is_watched = Event()
+
+    class Sentinel:
+        def remote(self, epoch: int) -> str:
+            tried.append(epoch)
+            if len(tried) == 1:
+                raise ConnectionError("Ray is away")
+            return "a call"
+
+    def wait(calls: list[object], **options: object) -> tuple[list[object], list[object]]:
+        if len(tried) < 4:
+            return calls, []
+        is_watched.set()
+        return [], calls
+
+    def get(call: object) -> object:
+        raise ValueError("an answer that cannot be read")
+
+    monkeypatch.setattr(health, "WAIT_S", 0.01)
+    monkeypatch.setattr(health.ray, "wait", wait)
+    monkeypatch.setattr(health.ray, "get", get)
+    watch = DeathWatch(lambda: 1, lambda rank, incarnation, cause: None)
+    watch.watch(0, "p", SimpleNamespace(kvcache_watch=Sentinel()))
+    try:
+        assert is_watched.wait(10.0)
+        assert watch.loop.statistics().num_faults == 3
+        assert watch.loop.is_running
+    finally:
+        watch.stop()
+
+
 def test_processes_that_die_again_and_again_are_made_ever_more_slowly_and_not_for_ever(
     make_config: Any,
 ) -> None:

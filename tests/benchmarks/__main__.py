@@ -3,9 +3,9 @@
     python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
-Names are workloads (`w1` ... `w9`, `m`, `g`, `flat`, `c1` to `c5`, `o1`, `e1`); without any, all
+Names are workloads (`w1` ... `w10`, `m`, `g`, `flat`, `c1` to `c5`, `o1`, `e1`); without any, all
 run.
-`--cores` says which cores run, all by default: a core that is not there has an empty column.
+`--cores` says which cores run, all by default.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
 `--full` serves 20,000 turns of churn and a million small requests.
 """
@@ -25,13 +25,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.benchmarks.cores import FAST, PEER, REFERENCE, present
+from tests.benchmarks.cores import PEER, REFERENCE, registered
 from tests.benchmarks.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
 from tests.benchmarks.measure import Row
 from tests.benchmarks.sides import SidePool
 from tests.benchmarks.works import Sizes
 
-SIDES = (FAST, REFERENCE, PEER)
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_WORKLOADS = ("c1", "c2", "c4", "c5")
 
@@ -42,8 +41,8 @@ def main() -> None:
     parser.add_argument(
         "--cores",
         type=lambda text: text.split(","),
-        default=[FAST, REFERENCE],
-        help=f"cores to run, separated by commas (default: {FAST},{REFERENCE})",
+        default=list(registered()),
+        help=f"cores to run, separated by commas (default: {','.join(registered())})",
     )
     parser.add_argument("--peer", type=Path, help="environment of the peer")
     size = parser.add_mutually_exclusive_group()
@@ -59,11 +58,9 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown workloads {unknown}: there are {', '.join(known)}")
     console = Console(stderr=True)
-    cores = present(options.cores)
-    if not set(options.cores) <= {FAST, REFERENCE} or not cores:
-        parser.error(f"cores {options.cores}: choose of {FAST},{REFERENCE}, one that is there")
-    for missing in sorted({FAST, REFERENCE} - set(cores)):
-        console.print(f"core '{missing}' is not {why_not(missing)}: its column stays empty")
+    cores = tuple(options.cores)
+    if not set(cores) <= set(registered()):
+        parser.error(f"cores {','.join(cores)}: choose of {','.join(registered())}")
     peer = options.peer
     if peer is None and (ROOT / ".venv-peer" / ".installed").exists():
         peer = ROOT / ".venv-peer"
@@ -87,11 +84,15 @@ def main() -> None:
             from tests.benchmarks.bench_cluster import measure_cluster
 
             rows += measure_cluster(cluster, cores, options.smoke, progress)
-    show(rows)
+    sides = [*cores, *(side for row in rows for side in row.figures if side != PEER)]
+    columns = tuple(
+        dict.fromkeys(sides)
+    )  # some rows have the fast core's figures whatever is asked
+    show(rows, columns)
     if options.json:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     if options.write:
-        options.write.write_text(markdown(rows, peer, cores, load_before), encoding="utf-8")
+        options.write.write_text(markdown(rows, peer, columns, load_before), encoding="utf-8")
 
 
 def measure_in_process(names: list[str], is_smoke: bool, progress: Progress) -> list[Row]:
@@ -116,23 +117,20 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return Sizes(options.smoke, options.churn_turns or turns, requests)
 
 
-def why_not(core: str) -> str:
-    return "asked for" if core in present() else "in this version"
-
-
-def show(rows: list[Row]) -> None:
-    table = Table(*HEADINGS)
+def show(rows: list[Row], cores: tuple[str, ...]) -> None:
+    table = Table(*headings(cores))
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row, cores))
     Console(width=200).print(table)
 
 
-HEADINGS = ("", "work", "fast core", "reference core", "peer", "fast", "reference", "bar", "goal")
+def headings(cores: tuple[str, ...]) -> tuple[str, ...]:
+    return ("", "work", *cores, "peer", *(f"{core} ratio" for core in cores), "bar", "goal")
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    figures = [str(row.figures[side]) if side in row.figures else "-" for side in SIDES]
-    ratios = [row.ratio(core) for core in (FAST, REFERENCE)]
+def cells(row: Row, cores: tuple[str, ...]) -> tuple[str, ...]:
+    figures = [str(row.figures.get(side, "-")) for side in (*cores, PEER)]
+    ratios = [row.ratio(core) for core in cores]
     if PEER in row.figures:
         figures[-1] += f" ({row.peer_name})"
     what = f"{row.what} ({row.note})" if row.note else row.what
@@ -141,7 +139,6 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_before: float) -> str:
-    missing = sorted({FAST, REFERENCE} - set(cores))
     name = "vLLM" if peer is None else f"vLLM {peer_version(peer)}"
     lines = [
         "# Benchmarks",
@@ -159,16 +156,15 @@ def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_be
         f"- Command: `python -m tests.benchmarks {' '.join(options_without_paths())}`",
         f"- Peer of w, m, g: the KV cache manager of {name} (`make bench-peer`). Peer of C: the",
         "  same messages as plain Ray actor calls; of C3: a memcpy of as many bytes.",
-        *[f"- Core `{core}` is not {why_not(core)}: its column is empty." for core in missing],
         "",
-        f"The fast core is `{FAST}`, the reference core `{REFERENCE}`; `fast` and `reference` are",
-        "their ratios to the peer, how many times less they took. `bar` is what the reference core",
-        "must reach, `goal` what the fast core is built for.",
+        "A core's ratio is the peer's figure divided by the core's: how many times less it took.",
+        f"`bar` is what the reference core, `{REFERENCE}`, must reach, `goal` what the others are",
+        "built for.",
         "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|" + "---|" * len(HEADINGS),
+        "| " + " | ".join(headings(cores)) + " |",
+        "|" + "---|" * len(headings(cores)),
     ]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    lines += ["| " + " | ".join(cells(row, cores)) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

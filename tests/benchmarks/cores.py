@@ -1,16 +1,15 @@
-"""The sides of a comparison by name: the two cores of this package, and the peer."""
+"""The sides of a comparison by name: the cores of this package, and the peer."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from kvcache.manager.core_registry import CORES
 
 FAST = "extents"
+"""The core that runs where only one does."""
 REFERENCE = "blocks"
 PEER = "peer"
 
 
-def present(wanted: Sequence[str] = (FAST, REFERENCE)) -> tuple[str, ...]:
-    """Return those of the wanted cores that this version has; the others' columns stay empty."""
-    return tuple(core for core in wanted if core in CORES)
+def registered() -> tuple[str, ...]:
+    """Return the cores of this version, the fast one first."""
+    return tuple(sorted(CORES, key=lambda core: core != FAST))

@@ -1,4 +1,4 @@
-"""The manager's workloads as rows: both cores' and the peer's sides alternate."""
+"""The manager's workloads as rows: the sides of all cores and the peer's take turns."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
-from tests.benchmarks.cores import FAST, PEER, REFERENCE
+from tests.benchmarks.cores import PEER, REFERENCE
 from tests.benchmarks.measure import Figure, Row, alternate
 from tests.benchmarks.sides import SidePool, Sides
 from tests.benchmarks.works import Sizes, Work, all_works
 
-MANAGER_WORKLOADS = ("w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "m", "g", "flat")
+MANAGER_WORKLOADS = ("w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "w10", "m", "g", "flat")
 PEER_NAME = "vLLM"
 SMOKE_REPETITIONS = 2
 FLAT_PARTS = 10
-
-CORE_NAMES = {FAST: "fast core", REFERENCE: "reference core"}
 
 
 def measure_manager(
@@ -48,19 +46,16 @@ def measure(work: Work, sides: Sides, sizes: Sizes, progress: Progress) -> Row:
     task = progress.add_task(f"{work.workload} {work.what}", total=repetitions)
     calls = sides.callers(work.function, *work.arguments)
     figures = alternate(calls, repetitions, advancing(progress, task), work.unit)
-    note = note_on(work, figures, sides)
+    note = note_on(work, sides)
     return Row(work.workload, work.what, figures, PEER_NAME, work.goal, work.bar, note)
 
 
-def note_on(work: Work, figures: dict[str, Figure], sides: Sides) -> str:
+def note_on(work: Work, sides: Sides) -> str:
     """Say what else there is to say of a work: are the sides' results the same?"""
     if work.workload == "w6":
         return note_on_payloads(sides)
     if work.function == "serve":
         return note_on_hits(sides.ask("hit_tokens"))
-    if work.function == "average" and FAST in figures and REFERENCE in figures:
-        share = figures[FAST].median / figures[REFERENCE].median
-        return f"fast core takes {share:.2f}x the reference core's time"
     return ""
 
 
@@ -71,7 +66,7 @@ def note_on_payloads(sides: Sides) -> str:
     peer = sides.by_name[PEER]
     payloads = {n: side.call("payload") for n, side in sides.by_name.items() if side is not peer}
     wrong = {name: said for name, text in payloads.items() if (said := peer.call("check", text))}
-    return "; ".join(f"{CORE_NAMES[n]} {said}" for n, said in wrong.items()) or "decodes equal"
+    return "; ".join(f"{name} {said}" for name, said in wrong.items()) or "decodes equal"
 
 
 def note_on_hits(hits: dict[str, int]) -> str:
@@ -82,9 +77,9 @@ def note_on_hits(hits: dict[str, int]) -> str:
     said = []
     for name in hits.keys() - {against}:
         change = hits[name] / hits[against] - 1
-        said.append(f"{CORE_NAMES[name]} {f'{change:+.2%}' if change else 'same'}")
+        said.append(f"{name} {f'{change:+.2%}' if change else 'same'}")
     said.sort()
-    return f"hit tokens beside {CORE_NAMES.get(against, PEER_NAME)}: {', '.join(said)}"
+    return f"hit tokens beside {PEER_NAME if against == PEER else against}: {', '.join(said)}"
 
 
 def growth(sizes: Sizes, pool: SidePool, progress: Progress) -> list[Row]:
@@ -128,7 +123,7 @@ def flatness(sizes: Sizes, pool: SidePool, progress: Progress) -> list[Row]:
     for name, figure in held.items():
         first, middle, last = (figure.samples[i] for i in (0, FLAT_PARTS // 2 - 1, -1))
         notes.append(
-            f"{CORE_NAMES[name]} {first:.1f}, {middle:.1f}, {last:.1f} MiB, "
+            f"{name} {first:.1f}, {middle:.1f}, {last:.1f} MiB, "
             f"{costs[name] * 1e6:.0f} us a request"
         )
     what = f"memory after {sizes.flat_requests:,} small requests, against after a tenth of them"

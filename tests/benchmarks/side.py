@@ -26,11 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from churn import Churn
 from flat import Flat
 from hostile import Hostile
+from short_prompts import ShortPrompts
 from side_setup import Setup
 from workloads import Decoding, Prompts, StoredEvents
 
 SUITES = {
     "prompts": Prompts,
+    "short": ShortPrompts,
     "decoding": Decoding,
     "events": StoredEvents,
     "churn": Churn,

@@ -16,7 +16,8 @@ class Setup:
 
     `suite` names a class of `side.SUITES`. `is_hybrid`: full attention and a sliding window, else
     full attention alone. `is_list`: prompts come as lists of integers, not as arrays (the peer gets
-    lists always). `size` scales a suite's own numbers: requests in flight, or blocks of the trunk.
+    lists always). `size` scales a suite's own numbers: requests in flight, prompts at a time, or
+    blocks of the trunk.
     """
 
     suite: str

@@ -75,10 +75,6 @@ class Prompts:
         self.manager.allocate(request, len(tokens))
         self.manager.free(request)
 
-    def average(self, count: int, function: str, *arguments: Any) -> float:
-        """Return the mean seconds of `count` calls in a row of another function."""
-        return sum(getattr(self, function)(*arguments) for _ in range(count)) / count
-
     def bytes_per_block(self) -> float:
         """Return what the process grew by until all blocks were cached, per block."""
         return self.memory_bytes / self.num_blocks

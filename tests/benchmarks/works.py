@@ -8,8 +8,10 @@ from typing import Any
 from tests.benchmarks.side_setup import Setup
 
 PROMPT_TOKENS = 32_768
-SHORT_TOKENS = 256
-"""Of a prompt whose per-request calls are short: 16 blocks."""
+SHORT_TOKENS = (64, 256, 2048)
+"""Of prompts for which a call has little to do: 4, 16 and 128 blocks."""
+SHORT_AT_ONCE = 16
+"""Short prompts that run, or come in a step, at the same time."""
 
 TRUNK_BLOCKS = 2048
 IN_A_ROW = 16
@@ -56,8 +58,10 @@ class Sizes:
             return Setup("prompts", num_blocks // 10, prompt_tokens=2048, **fields)
         return Setup("prompts", num_blocks, prompt_tokens=PROMPT_TOKENS, **fields)
 
-    def short_prompts(self) -> Setup:
-        return Setup("prompts", 1_000 if self.is_smoke else 20_000, SHORT_TOKENS)
+    def short_prompts(self, prompt_tokens: int) -> Setup:
+        if self.is_smoke:
+            return Setup("short", 2_000, prompt_tokens, size=4)
+        return Setup("short", 20_000, prompt_tokens, size=SHORT_AT_ONCE)
 
     def decoding(self, **fields: Any) -> Setup:
         return Setup("decoding", 40_000 if self.is_smoke else 400_000, **fields)
@@ -91,13 +95,12 @@ class Sizes:
 
 
 def all_works(sizes: Sizes) -> list[Work]:
-    """Return the rows of W1 to W9 and M, in the order of the table; G is made of pairs."""
+    """Return the rows of W1 to W10 and M, in the order of the table; G is made of pairs."""
     blocks = PROMPT_TOKENS // 16
     stored = f"build and encode BlockStored of {blocks} blocks"
     memory = f"metadata per block, {sizes.large().num_blocks:,} blocks all cached"
     return [
         *prompt_works(sizes),
-        *call_works(sizes),
         *decode_works(sizes),
         *hot_and_cold(
             Work("w6", stored, sizes.events(), "encode_stored", (IN_A_ROW,), goal=">= 35x")
@@ -105,6 +108,7 @@ def all_works(sizes: Sizes) -> list[Work]:
         *churn_works(sizes),
         *hybrid_works(sizes),
         *hostile_works(sizes),
+        *short_works(sizes),
         Work("m", memory, sizes.large(), "bytes_per_block", (), "", "<= 130 B", "B", 1),
     ]
 
@@ -136,23 +140,6 @@ def prompt_works(sizes: Sizes) -> list[Work]:
     pairs = [hot_and_cold(work) if work.arguments else [work] for work in works]
     works = [work for pair in pairs for work in pair]
     return [*works, Work("w1", "hash a fresh 32k prompt, xxh3", fast, "hash_fresh", goal=">= 6x")]
-
-
-def call_works(sizes: Sizes) -> list[Work]:
-    """Per-request calls on short prompts, where there is little to win by large strides."""
-    rows = (
-        ("w2", "look up a cached short prompt", ("look_up_cached", 1)),
-        ("w2", "tokens to hit, cached, short prompt", ("tokens_to_hit", False)),
-        ("w3", "allocate a short prompt, evicting, hashed before", ("allocate_hashed",)),
-        ("w3", "allocate a short prompt, evicting, hashing", ("allocate_hashing",)),
-        ("w5", "free a short prompt", ("free_prompt",)),
-    )
-    count, goal = 4 if sizes.is_smoke else 64, "<= 1.2x the reference core's time"
-    setup = sizes.short_prompts()
-    return [
-        Work(workload, f"{what}, {SHORT_TOKENS} tokens", setup, "average", (count, *call), "", goal)
-        for workload, what, call in rows
-    ]
 
 
 def decode_works(sizes: Sizes) -> list[Work]:
@@ -243,3 +230,34 @@ def hostile_works(sizes: Sizes) -> list[Work]:
             for function, what, _, goal in shapes
         ),
     ]
+
+
+def short_works(sizes: Sizes) -> list[Work]:
+    """Return what one prompt costs where large strides win little, call by call and by step."""
+    works = []
+    for num_tokens in SHORT_TOKENS:
+        setup = sizes.short_prompts(num_tokens)
+        many = setup.size
+        all_in_all = ("all in all (look up, allocate, free)", "all_calls", (), ())
+        rows = (
+            # what, function, arguments before and after the kind of prompt
+            ("look up", "call", ("look_up",), ()),
+            ("allocate", "call", ("allocate",), ()),
+            ("free", "call", ("free",), ()),
+            all_in_all,
+            ("all in all, request and hashes included", "from_tokens", (), ()),
+            (f"in a step that admits {many}", "step", ("admit",), (many,)),
+            (f"in a step that ends {many}", "step", ("end",), (many,)),
+            (f"in steps of {many}, all in all", "step", ("both",), (many,)),
+            ("in steps of one, all in all", "step", ("both",), (1,)),
+        )
+        for kind, rows_of_kind in (("fresh", rows), ("cached", rows), ("repeated", (all_in_all,))):
+            for what, function, before, after in rows_of_kind:
+                name = f"{num_tokens:,} {kind} tokens: {what}"
+                is_hardest = name.startswith("64 cached") and function == "all_calls"
+                goal = ">= 2x" if is_hardest else ">= 1.5x"
+                arguments = (*before, kind, *after)
+                works.append(
+                    Work("w10", name, setup, function, arguments, goal=goal, repetitions=31)
+                )
+    return works

@@ -131,7 +131,6 @@ def random_config(rng: random.Random, seed: int, model: str, has_other: bool) ->
             },
             "deadlines": {
                 "step_s": 20.0,
-                "forward_s": 20.0,
                 "worker_silence_s": 1.0,
                 "worker_kill_s": 5.0,
                 "client_silence_s": 1.0 if has_other else 5.0,

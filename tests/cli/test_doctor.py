@@ -31,6 +31,7 @@ from actors.cli.doctor_network import (
 )
 from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig, parse_config
+from kvcache.config.sections import Location
 from kvcache.planner import plan_cluster
 from kvcache.worker.copy_measurement import CopyMeasurement, MeasureLimits, measure_cpu
 
@@ -221,8 +222,14 @@ def test_looking_at_a_directory_leaves_nothing_behind(tmp_path: Path) -> None:
             self.advance(0.5)
             return super().now()
 
-    figures = look_at_directory(tmp_path, Ticking())
+    figures = look_at_directory(Location(tmp_path), Ticking())
     assert (figures.sync_bytes_per_s, figures.problem) == (2 * SYNC_BYTES, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_would_be_made_below_the_root_is_not_made_to_look_at_it(tmp_path: Path) -> None:
+    figures = look_at_directory(Location(tmp_path, "cache/kvcache"), VirtualClock())
+    assert (figures.path, figures.problem) == (tmp_path, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,13 +238,16 @@ def test_a_path_that_is_no_directory_or_cannot_be_written_is_said(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert look_at_directory(file, VirtualClock()).problem == "is no directory"
+    assert look_at_directory(Location(file), VirtualClock()).problem == "is no directory"
+    assert look_at_directory(Location(tmp_path / "gone"), VirtualClock()).problem == (
+        "is no directory"
+    )
 
     def refuse(dir: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    figures = look_at_directory(tmp_path, VirtualClock())
+    figures = look_at_directory(Location(tmp_path), VirtualClock())
     assert figures.problem == "cannot be written (Permission denied)"
 
 

@@ -64,6 +64,7 @@ class FakeCluster:
             self.take,
             self.clock,
             self.ended,
+            patience_s=60.0,
         )
         lines = path.read_text(encoding="utf-8").splitlines()
         return summary, [json.loads(line) for line in lines]
@@ -108,6 +109,7 @@ def test_tenants_are_named_only_if_asked_for(tmp_path: Path) -> None:
         cluster.take,
         cluster.clock,
         cluster.ended,
+        patience_s=60.0,
     )
     assert '"tenant":"tenant-1"' in named.read_text(encoding="utf-8")
     _, lines = FakeCluster([request(0.0)], []).record(tmp_path / "plain.jsonl")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.cli.prefix_tree import PrefixNode
+from actors.dashboard import observer
 from actors.dashboard.picture import MAX_BOXES, MAX_CELLS, pool_picture, tree_picture
+from kvcache.errors import DeadlineError
 from kvcache.metrics.inspection import CacheInspection
 from kvcache.request import Namespace
 
@@ -74,3 +79,23 @@ def test_of_a_huge_tree_the_widest_boxes_are_drawn_each_below_its_own() -> None:
 def test_an_empty_cache_has_a_picture() -> None:
     assert tree_picture([])["boxes"] == []
     assert pool_picture(inspection([], []))["num_blocks"] == 0
+
+
+def test_an_observer_survives_errors_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = [TypeError("an odd answer"), DeadlineError("no answer")]
+
+    def status() -> None:
+        raise errors[0] if len(errors) == 1 else errors.pop(0)
+
+    cluster: Any = SimpleNamespace(name="away", status=status)
+    monkeypatch.setattr(observer, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(observer, "POLL_S", 0.01)
+    with observer.Observer(cluster) as watching:
+        number, problems = 0, []
+        while len(problems) < 2:
+            newer, text = watching.wait_newer(number, 30.0)
+            assert newer > number
+            number = newer
+            problems.append(json.loads(text)["problem"])
+    assert problems[0] == "a look at the cluster: TypeError: an odd answer"
+    assert problems[1] == "no answer"

@@ -206,3 +206,21 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert (tmp_path / "site" / "configuration.html").exists()
+
+
+def test_the_table_of_waits_has_the_defaults_of_the_code() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    table = text.partition("<!-- waits -->")[2].partition("<!-- end of waits -->")[0]
+    told = dict(re.findall(r"^\| \**`(\w+)`\** \| ([0-9.]+) s", table, re.MULTILINE))
+    layer = {"kind": "full", "num_kv_heads": 4, "head_size": 8}
+    config = parse_config({"model": {"name": "m", "max_model_len": 64, "layers": [layer]}})
+    known = {
+        name: getattr(config.deadlines, name) for name in told if hasattr(config.deadlines, name)
+    }
+    known["stall_s"] = config.stall_s
+    assert {name: float(value) for name, value in told.items()} == known
+    assert len(told) == table.count("\n| ") - 1
+    for name in ("heartbeat_s", "resend_s"):
+        assert f"`{name}` {getattr(config.transport, name):g} s" in table
+    assert f"`offload.wait_s` {config.offload.wait_s:g} s" in table
+    assert f"`closing_s` {config.deadlines.closing_s:.1f} s" in table

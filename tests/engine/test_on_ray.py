@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 PROMPTS = [[*tokens(0, 30), *tokens(seed, 4 * seed)] for seed in range(1, 5)]
 LONG = SamplingParams(max_tokens=24, temperature=1.0, seed=4)
 
-DEADLINES = {"startup_s": 120.0, "step_s": 40.0, "forward_s": 40.0, "shutdown_s": 4.0}
+DEADLINES = {"startup_s": 120.0, "step_s": 40.0, "shutdown_s": 4.0}
 TRANSPORT = {"resend_s": 0.2, "heartbeat_s": 0.4}
 
 

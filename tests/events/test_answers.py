@@ -102,3 +102,20 @@ def test_requests_wait_while_there_are_many_answers(world: World) -> None:
         assert world.answers.has_room
         world.answers.put([[b"%d" % i, b"", b""]], 0.0)
     assert not world.answers.has_room
+
+
+def test_an_error_costs_one_answer_and_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Answers._send
+
+    def fail_for_one(answers: Answers, client: bytes, message: list[bytes]) -> bool:
+        if client == b"odd":
+            raise KeyError(client)
+        return send(answers, client, message)
+
+    monkeypatch.setattr(Answers, "_send", fail_for_one)
+    world.answers.put([[b"odd", b"", b""]], 0.0)
+    world.answer(3)
+    assert world.read() == [0, 1, 2]
+    assert (world.answers.num_given_up, world.answers.faults.count) == (1, 1)

@@ -18,7 +18,7 @@ import zmq
 from kvcache.clock import SystemClock
 from kvcache.core import BlocksStored
 from kvcache.digests import PackedDigests
-from kvcache.events.feed_frames import pack_events, pack_frame, pack_state
+from kvcache.events.feed_frames import FrameReader, pack_events, pack_frame, pack_state
 from kvcache.events.process_link import ProcessLink
 from kvcache.events.publisher import SEQUENCE, PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
@@ -82,6 +82,20 @@ def test_a_publisher_that_is_made_again_is_where_the_one_before_was(link: Proces
         begin(link, 200)
         link.poll()
         subscriber.wait_for(200, PATIENCE_S)
+
+
+@pytest.mark.parametrize("said", [[["ready"]], [["figures", 7]], [["figures", {}]]])
+def test_a_publisher_that_talks_nonsense_is_made_again(
+    link: ProcessLink, monkeypatch: pytest.MonkeyPatch, said: list[list[Any]]
+) -> None:
+    before = link.figures()["process_id"]
+    with monkeypatch.context() as patch:
+        patch.setattr(FrameReader, "feed", lambda reader, data: said)
+        begin(link, 100)
+        wait_until(link, lambda: not link.figures()["is_alive"])
+    assert link.figures()["problem"].startswith("the event publisher cannot be understood: ")
+    wait_until(link, lambda: link.needs_state)
+    assert link.figures()["process_id"] != before
 
 
 @pytest.mark.long

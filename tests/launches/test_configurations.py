@@ -35,7 +35,7 @@ def test_a_configuration_launches_and_serves_right_bytes(
     ray_cluster: str, name: str, tmp_path: Path
 ) -> None:
     config = load_config(CONFIGS / name)
-    patient = {"startup_s": 240.0, "step_s": 60.0, "forward_s": 60.0}
+    patient = {"startup_s": 240.0, "step_s": 60.0, "forward_s": 90.0}
     deadlines = config.deadlines.model_copy(update=patient)
     config = config.model_copy(update={"name": f"test-{config.name}", "deadlines": deadlines})
     if config.offload.disk is not None:
@@ -44,7 +44,9 @@ def test_a_configuration_launches_and_serves_right_bytes(
         config = config.model_copy(update={"offload": offload})
     with KVCacheCluster.launch(config) as cluster, cluster.client("replay") as client:
         stepper = ClientStepper(
-            client, lambda: (cluster.statistics().coordinator, cluster.statistics().workers)
+            client,
+            lambda: (cluster.statistics().coordinator, cluster.statistics().workers),
+            return_s=config.deadlines.return_s,
         )
         limits = EngineLimits(
             max_model_len=cluster.status().max_model_len,

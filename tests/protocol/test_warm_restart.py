@@ -278,7 +278,7 @@ def test_a_rank_that_lives_is_heard_while_no_epoch_can_be_saved() -> None:
 
 
 def test_a_rank_that_lives_but_never_tells_its_labels_makes_the_epoch_begin_cold() -> None:
-    bench = Bench(saved(), worker_silence_s=5.0)
+    bench = Bench(saved(), worker_silence_s=5.0, labels_s=15.0)
     granted(bench)
     bench.labels(0, *chain())
     out: list[Outgoing] = []

@@ -25,7 +25,20 @@ from kvcache.worker.file_tier import DiskAccess
 MAX_UNPLUGGED_S = 1.5
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.ESTALE)
-DAMAGE = ("cut", "bit", "gone", "directory gone", "other file")
+DAMAGE = (
+    "cut",
+    "bit",
+    "gone",
+    "directory gone",
+    "other file",
+    "directory",
+    "full directory",
+    "pipe",
+    "link",
+    "file for directory",
+)
+VANISHED_SHARES = (0.1, 0.5, 1.0)
+"""How many of all files a cleaner removes at once."""
 
 
 class VirtualLanes:
@@ -75,6 +88,7 @@ class SickFiles(DirectoryFiles):
         self.open_descriptors: set[int] = set()
 
     def create(self, name: str) -> int:
+        self._disk.may_vanish()
         self._disk.may_fail()
         descriptor = super().create(name)
         self.open_descriptors.add(descriptor)
@@ -144,6 +158,7 @@ class VirtualDisk:
     num_failures: int = 0
     num_damaged: int = 0
     num_unplugged: int = 0
+    num_vanished: int = 0
     files: list[SickFiles] = field(default_factory=list)
     lanes: list[VirtualLanes] = field(default_factory=list)
     _unplugged_until_s: float = 0.0
@@ -174,19 +189,23 @@ class VirtualDisk:
             os.close(descriptor)
             self.files[-1].open_descriptors.discard(descriptor)
         if self.files and self.random.random() < 0.5:  # it was writing
-            self.directory.joinpath("00").mkdir(exist_ok=True)
+            self.directory.joinpath("00").mkdir(parents=True, exist_ok=True)
             self.directory.joinpath("00", f".dead.{len(self.lanes)}.tmp").write_bytes(b"half")
 
     def keys(self) -> set[bytes]:
         """The keys of which there is a file."""
-        return {bytes.fromhex(p.name[: -len(SUFFIX)]) for p in self.directory.glob(f"??/*{SUFFIX}")}
+        return {bytes.fromhex(path.name[: -len(SUFFIX)]) for path in self._files()}
 
     def unfinished(self) -> list[str]:
         """Files that somebody began to write."""
         return [str(path) for path in self.directory.glob("??/.*")]
 
     def num_bytes(self) -> int:
-        return sum(p.stat().st_size for p in self.directory.glob(f"??/*{SUFFIX}"))
+        return sum(path.stat().st_size for path in self._files())
+
+    def _files(self) -> list[Path]:
+        """Whatever has the name of a block's file."""
+        return sorted(self.directory.glob(f"??/*{SUFFIX}"))
 
     # --- what happens to calls
 
@@ -236,8 +255,37 @@ class VirtualDisk:
             case "directory gone":
                 shutil.rmtree(path.parent)
             case "other file":
-                others = sorted(self.directory.glob(f"??/*{SUFFIX}"))
+                others = [other for other in self._files() if other.is_file()]
                 path.write_bytes(self.random.choice(others).read_bytes())
+            case "directory":
+                path.unlink()
+                path.mkdir()
+            case "full directory":
+                path.unlink()
+                path.mkdir()
+                path.joinpath("something").write_bytes(b"else")
+            case "pipe":
+                path.unlink()
+                os.mkfifo(path)
+            case "link":
+                path.rename(path.with_name("target"))
+                path.symlink_to("target")
+            case "file for directory":
+                shutil.rmtree(path.parent)
+                path.parent.write_bytes(b"no directory")
+
+    def may_vanish(self) -> None:
+        """Remove files by chance, as a cleaner does, or all that there is."""
+        if not self.fail_share or self.random.random() >= self.fail_share / 4:
+            return
+        self.num_vanished += 1
+        if self.random.random() < 0.3:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            return
+        share = self.random.choice(VANISHED_SHARES)
+        for path in self._files():
+            if self.random.random() < share and path.is_file():
+                path.unlink()
 
     def _fail(self, number: int) -> None:
         self.num_failures += 1

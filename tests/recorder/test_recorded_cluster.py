@@ -62,7 +62,9 @@ def test_a_workload_on_a_cluster_replays_to_the_identical_state(tmp_path: Path, 
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
         workers = [one.worker for one in cluster.workers]
         stepper = ClientStepper(
-            client, lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers])
+            client,
+            lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
+            return_s=60.0,
         )
         groups = cluster.plan.model_groups
         limits = EngineLimits(

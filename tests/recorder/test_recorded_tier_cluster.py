@@ -181,7 +181,9 @@ def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
         workers = [one.worker for one in cluster.workers]
         stepper = ClientStepper(
-            client, lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers])
+            client,
+            lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
+            return_s=60.0,
         )
         model = ModelTraits.of(cluster.plan.model_groups)
         limits = EngineLimits(512, max_num_batched_tokens=128, max_num_seqs=6, model=model)

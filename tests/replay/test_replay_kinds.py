@@ -77,7 +77,9 @@ def replay_on_workers(config: ClusterConfig) -> ReplayReport:
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
         workers = [one.worker for one in cluster.workers]
         stepper = ClientStepper(
-            client, lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers])
+            client,
+            lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
+            return_s=60.0,
         )
         limits = EngineLimits(
             max_model_len=cluster.plan.max_model_len,

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,10 @@ from actors.replica_scores import Candidate, RankedReplica, RouterSettings, rank
 from actors.router import PrefixRouter
 from kvcache.clock import VirtualClock
 from kvcache.errors import ConfigurationError, RequestError
-from kvcache.events.prefix_index import PrefixMatch
+from kvcache.events.prefix_index import PrefixIndex, PrefixMatch
+from kvcache.events.publisher import EventPublisher
+from kvcache.events.subscriber import KVEventSubscriber
+from kvcache.events.subscription import Subscription, SubscriptionSettings
 from kvcache.request_content import Namespace
 from tests.events.event_world import BLOCK, LORAS, SALTS, Block
 from tests.routing.replica import HEARTBEAT_S, Replica, wait_until
@@ -175,6 +179,47 @@ def is_silent_alone(scene: Scene, name: str) -> bool:
     scene.clock.advance(3.5 * HEARTBEAT_S)
     wait_until(lambda: not any(scene.is_stale(other) for other in scene.replicas if other != name))
     return scene.is_stale(name)
+
+
+@pytest.mark.parametrize("place", [PrefixIndex, Subscription])
+def test_a_follower_that_cannot_take_a_message_follows_from_the_beginning(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, place: type[PrefixIndex] | type[Subscription]
+) -> None:
+    prompt, _ = fill(scene, "b")
+    name = "follow" if place is PrefixIndex else "_apply"
+    take, num_left = getattr(place, name), [1]
+
+    def fail_once(*arguments: object) -> object:
+        if num_left and num_left.pop():
+            raise KeyError(("no", "such", "block"))
+        return take(*arguments)
+
+    monkeypatch.setattr(place, name, fail_once)
+    scene.replicas["b"].tell(scene.replicas["b"].cache.act())
+    wait_until(lambda: not num_left)
+    settle(scene)
+    assert first(scene.router.rank(prompt)) == ("b", 6, False)
+    told = [each.known for each in scene.router.statistics().replicas.values()]
+    problems = [known.problem or known.events.last_problem for known in told]
+    assert [text for text in problems if "KeyError: ('no', 'such', 'block')" in text]
+
+
+def test_a_publisher_survives_requests_that_it_cannot_answer(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, num_left = EventPublisher.answer, [1]
+
+    def fail_once(*arguments: Any) -> Any:
+        if num_left and num_left.pop():
+            raise MemoryError("far too much")
+        return answer(*arguments)
+
+    monkeypatch.setattr(EventPublisher, "answer", fail_once)
+    there = scene.replicas["a"]
+    settings = SubscriptionSettings(reply_s=0.05)
+    with KVEventSubscriber(there.endpoint, there.replay_endpoint, settings=settings) as late:
+        wait_until(lambda: late.poll(0.01) is not None and not num_left and late.is_exact)
+        assert late.checksum == there.checksum()
 
 
 def test_who_was_never_heard_is_stale(scene: Scene) -> None:

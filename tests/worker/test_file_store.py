@@ -5,8 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvcache.errors import ConfigurationError, InvariantError
+from kvcache.offload.keys import label_keys
 from kvcache.worker.file_errors import FileTierError
 from kvcache.worker.file_format import FileHead, labels_of_heads, pack_head
 from kvcache.worker.file_store import FileStore, StoreLimits
@@ -358,6 +364,216 @@ def test_a_directory_that_cannot_be_listed_is_a_problem_of_the_scan(tmp_path: Pa
     assert store.statistics().problems == {"io": 1}
 
 
+# --- what others do to files
+
+
+def limited(directory: Path, num_files: int) -> tuple[FileStore, list[FileHead]]:
+    """A store with room for so many files of one size, all of which are there."""
+    heads = []
+    for seed in range(2 * num_files):
+        head = random_head(np.random.default_rng(seed), PAYLOAD)
+        head = replace(head, token_bytes=b"", extra_keys=b"", namespace=PLAIN)
+        heads.append(replace(head, key=label_keys(labels_of_heads([head]))[0]))
+    size = len(pack_head(heads[0])) + 96
+    store, _ = make_store(directory, StoreLimits(max_bytes=num_files * size))
+    for head in heads[:num_files]:
+        assert store.write(head, views()) == size
+    return store, heads
+
+
+def scan_all(store: FileStore) -> list[bytes]:
+    return sorted(head.key for prefix in range(256) for head in store.scan(prefix).heads)
+
+
+def bytes_below(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("??/*.kvb"))
+
+
+def find_by_read(store: FileStore, head: FileHead) -> None:
+    with pytest.raises(FileTierError, match="has no file"):
+        read(store, head.key)
+
+
+def find_by_discard(store: FileStore, head: FileHead) -> None:
+    assert not store.discard(head.key)
+
+
+def find_by_scan(store: FileStore, head: FileHead) -> None:
+    assert store.scan(head.key[0]).heads == ()
+
+
+@pytest.mark.parametrize("find", [find_by_read, find_by_discard, find_by_scan])
+def test_files_that_others_remove_make_room_for_new_ones(
+    tmp_path: Path, find: Callable[[FileStore, FileHead], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, heads = limited(tmp_path, 8)
+    with pytest.raises(FileTierError, match="exceeds the tier's max_bytes"):
+        store.write(heads[8], views())
+    for head in heads[:8]:
+        path_of(tmp_path, head).unlink()
+        find(store, head)
+    assert store.statistics().used_bytes == 0
+    assert store.statistics().num_vanished == 8
+    assert "files of rank 1: " in caplog.text
+    for head in heads[8:]:
+        store.write(head, views())
+    assert store.statistics().used_bytes == bytes_below(tmp_path) > 0
+    assert scan_all(store) == sorted(head.key for head in heads[8:])
+
+
+def test_a_file_that_was_replaced_behind_the_store_counts_once(tmp_path: Path) -> None:
+    store, heads = limited(tmp_path, 2)
+    path_of(tmp_path, heads[0]).write_bytes(b"short")
+    store.discard(heads[1].key)
+    store.write(heads[0], views())
+    assert store.statistics().used_bytes == bytes_below(tmp_path)
+
+
+def put_a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def put_a_full_directory(path: Path) -> None:
+    path.mkdir()
+    path.joinpath("some").write_bytes(b"thing")
+
+
+def put_a_link(path: Path) -> None:
+    path.symlink_to("/etc/hostname")
+
+
+@contextmanager
+def working_in(directory: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def put_a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound, working_in(path.parent):
+        bound.bind(path.name)  # the whole path may be too long
+
+
+OBSTACLES = [put_a_directory, put_a_full_directory, put_a_link, os.mkfifo, put_a_socket]
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_is_set_aside_once(
+    tmp_path: Path, obstacle: Callable[[Path], None]
+) -> None:
+    store, heads = limited(tmp_path, 4)
+    read_head, scanned, discarded, written_again = heads[:4]
+    for head in heads[:4]:
+        path_of(tmp_path, head).unlink()
+        obstacle(path_of(tmp_path, head))
+    with pytest.raises(FileTierError, match="it is no regular file: set aside") as caught:
+        read(store, read_head.key)
+    assert caught.value.kind == "damaged"
+    assert len(store.scan(scanned.key[0]).problems) == 1
+    store.discard(discarded.key)
+    store.discard(heads[0].key)
+    store.write(written_again, views())
+    assert scan_all(store) == [written_again.key]
+    before = store.statistics()
+    assert before.used_bytes == bytes_below(tmp_path)
+    assert scan_all(store) == [written_again.key]
+    assert store.statistics() == before, "what was set aside is counted again"
+    assert read(store, written_again.key) == (written_again, PAYLOAD)
+    assert len(list(tmp_path.glob("set-aside/*"))) >= 2
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_an_unfinished_file_that_is_none_is_removed_or_set_aside(
+    tmp_path: Path, obstacle: Callable[[Path], None]
+) -> None:
+    store, heads = limited(tmp_path, 1)
+    directory = path_of(tmp_path, heads[0]).parent
+    store.discard(heads[0].key)
+    obstacle(directory / f".{heads[0].key.hex()}.me.tmp")
+    store.write(heads[0], views())
+    obstacle(directory / f".{heads[0].key.hex()}.dead.tmp")
+    assert scan_all(store) == scan_all(store) == [heads[0].key]
+    assert [path.name for path in directory.iterdir()] == [f"{heads[0].key.hex()}.kvb"]
+    assert store.statistics().problems == {}
+
+
+@pytest.mark.parametrize("obstacle", [*OBSTACLES[2:], Path.touch])
+def test_what_lies_in_the_place_of_a_directory_goes(
+    tmp_path: Path, obstacle: Callable[[Path], None]
+) -> None:
+    store, heads = limited(tmp_path, 2)
+    directory = path_of(tmp_path, heads[0]).parent
+    shutil.rmtree(directory)
+    obstacle(directory)
+    with pytest.raises(FileTierError) as caught:
+        read(store, heads[0].key)
+    assert caught.value.kind == "missing"
+    assert store.scan(heads[0].key[0]).heads == ()
+    store.write(heads[0], views())
+    assert read(store, heads[0].key) == (heads[0], PAYLOAD)
+    assert store.statistics().used_bytes == bytes_below(tmp_path)
+
+
+@pytest.mark.parametrize("obstacle", [*OBSTACLES[2:], Path.touch])
+def test_what_lies_in_the_place_of_what_is_set_aside_goes(
+    tmp_path: Path, obstacle: Callable[[Path], None]
+) -> None:
+    store, heads = limited(tmp_path, 2)
+    obstacle(tmp_path / "set-aside")
+    for head in heads[:2]:
+        path_of(tmp_path, head).unlink()
+        put_a_full_directory(path_of(tmp_path, head))
+    assert scan_all(store) == []
+    assert len(list(tmp_path.glob("set-aside/*/some"))) == 2
+
+
+def test_a_directory_is_set_aside_beside_one_of_its_name(tmp_path: Path) -> None:
+    store, heads = limited(tmp_path, 1)
+    path = path_of(tmp_path, heads[0])
+    for _ in range(3):
+        path.unlink()
+        put_a_full_directory(path)
+        assert scan_all(store) == []
+        store.write(heads[0], views())
+    path.write_bytes(b"")
+    assert scan_all(store) == []
+    assert sorted(p.name.partition(".kvb.")[2] for p in tmp_path.glob("set-aside/*")) == [
+        "damaged",
+        "damaged.1",
+        "damaged.2",
+        "truncated",
+    ]
+
+
+def test_a_file_that_is_closed_to_us_is_set_aside_and_a_closed_disk_is_not(tmp_path: Path) -> None:
+    store, files = make_store(tmp_path)
+    head = written(store)
+    files.faults.failing |= {"open": errno.EACCES, "rename": errno.EACCES, "remove": errno.EACCES}
+    with pytest.raises(FileTierError, match="let the workers' user write there") as caught:
+        read(store, head.key)
+    assert caught.value.kind == "denied"
+    files.faults.cure()
+    assert read(store, head.key) == (head, PAYLOAD)
+    files.faults.failing["open"] = errno.EACCES
+    with pytest.raises(FileTierError, match="Permission denied: set aside") as caught:
+        read(store, head.key)
+    assert caught.value.kind == "damaged"
+    assert files_below(tmp_path) == [f"set-aside/{head.key.hex()}.kvb.damaged"]
+    assert store.statistics().used_bytes == 0
+
+
+def test_a_directory_that_cannot_be_listed_keeps_its_bytes_in_the_books(tmp_path: Path) -> None:
+    store, files = make_store(tmp_path)
+    head = written(store)
+    used = store.statistics().used_bytes
+    files.faults.failing["names_in"] = errno.EIO
+    assert store.scan(head.key[0]).heads == ()
+    assert store.statistics().used_bytes == used > 0
+
+
 # --- the directory of a rank
 
 
@@ -377,6 +593,107 @@ def test_a_rank_has_a_directory_of_its_own_that_says_what_it_holds(tmp_path: Pat
         "about",
         f"{head.key.hex()[:2]}/{head.key.hex()}.kvb",
     ]
+
+
+def test_what_lies_below_the_root_is_made(tmp_path: Path) -> None:
+    tier = FileTier(replace(settings(tmp_path), below=".cache/kvcache"), IDENTITY, "me")
+    assert tier.directory == tmp_path / ".cache" / "kvcache" / "cluster" / "layout" / "rank1"
+    shutil.rmtree(tmp_path / ".cache")
+    head = written(tier.store)
+    assert read(tier.store, head.key) == (head, PAYLOAD)
+    tier.close()
+
+
+def remove_the_rank(tier: FileTier, root: Path) -> None:
+    shutil.rmtree(tier.directory)
+
+
+def remove_the_cluster(tier: FileTier, root: Path) -> None:
+    shutil.rmtree(root / "cluster")
+
+
+def replace_it(tier: FileTier, root: Path) -> None:
+    shutil.rmtree(tier.directory)
+    tier.directory.mkdir()
+
+
+def move_and_remove_it(tier: FileTier, root: Path) -> None:
+    tier.directory.rename(root / "elsewhere")
+    tier.directory.mkdir()
+    shutil.rmtree(root / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "remove", [remove_the_rank, remove_the_cluster, replace_it, move_and_remove_it]
+)
+def test_a_directory_that_others_remove_is_made_again(
+    tmp_path: Path,
+    remove: Callable[[FileTier, Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = FileTier(settings(tmp_path), IDENTITY, "me")
+    heads = [written(tier.store, seed) for seed in range(20)]
+    path_of(tier.directory, heads[0]).write_bytes(b"")
+    assert tier.store.scan(heads[0].key[0]).problems
+    remove(tier, tmp_path)
+    with pytest.raises(FileTierError) as caught:
+        read(tier.store, heads[3].key)
+    assert caught.value.kind == "missing"
+    with ThreadPoolExecutor(8) as threads:  # only one of them makes it
+        list(threads.map(lambda head: tier.store.write(head, views()), heads))
+    assert [read(tier.store, head.key) for head in heads] == [(head, PAYLOAD) for head in heads]
+    figures = tier.store.statistics()
+    assert figures.used_bytes == bytes_below(tier.directory) > 0
+    assert figures.num_vanished == 19
+    path_of(tier.directory, heads[1]).write_bytes(b"")
+    with pytest.raises(FileTierError, match="set aside"):
+        read(tier.store, heads[1].key)
+    assert caplog.text.count(f"directory {tier.directory} was removed by somebody else") == 1
+    assert remove is not remove_the_rank or is_locked(tmp_path)
+    tier.close()
+    again = FileTier(settings(tmp_path), IDENTITY, "next")
+    assert read(again.store, heads[0].key) == (heads[0], PAYLOAD)
+    again.close()
+
+
+def test_a_directory_whose_place_is_taken_is_not_made_again(tmp_path: Path) -> None:
+    tier = FileTier(settings(tmp_path), IDENTITY, "me")
+    replace_it(tier, tmp_path)
+    (tier.directory / "something").write_bytes(b"else")
+    with pytest.raises(FileTierError) as caught:
+        written(tier.store)
+    assert str(caught.value) == (
+        f"the file tier's directory {tier.directory} is gone, and cannot be made again (another "
+        "one is in its place, and is not empty): bring it back, or restart the workers"
+    )
+    assert caught.value.kind == "unplugged"
+    assert files_below(tmp_path) == ["cluster/layout/rank1/something"]
+    (tier.directory / "something").unlink()
+    head = written(tier.store)
+    assert read(tier.store, head.key) == (head, PAYLOAD)
+    tier.close()
+
+
+def test_a_root_that_is_gone_or_on_another_disk_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "mounted"
+    root.mkdir()
+    tier = FileTier(settings(root), IDENTITY, "me")
+    head = written(tier.store)
+    shutil.rmtree(root)
+    with pytest.raises(FileTierError, match="No such file or directory") as caught:
+        written(tier.store)
+    assert caught.value.kind == "unplugged"
+    assert not root.exists()
+    root.mkdir()
+    with monkeypatch.context() as unmounted:
+        unmounted.setattr(tier, "_device", tier._device + 1)
+        with pytest.raises(FileTierError, match="is on another device now"):
+            written(tier.store)
+        assert files_below(root) == []
+    assert tier.store.write(head, views()) == tier.store.statistics().used_bytes
+    tier.close()
 
 
 def test_a_directory_of_other_blocks_is_refused(tmp_path: Path) -> None:
@@ -412,17 +729,23 @@ except ConfigurationError as error:
 """
 
 
-def test_a_directory_that_a_living_process_uses_is_refused(tmp_path: Path) -> None:
-    tier = FileTier(settings(tmp_path), IDENTITY, "me")
+def is_locked(root: Path) -> bool:
+    """Whether another process is refused."""
     found = subprocess.run(
-        [sys.executable, "-c", TAKE, str(tmp_path)],
+        [sys.executable, "-c", TAKE, str(root)],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert f"directory {tier.directory} is in use by another process" in found.stdout
+    return "is in use by another process" in found.stdout
+
+
+def test_a_directory_that_a_living_process_uses_is_refused(tmp_path: Path) -> None:
+    tier = FileTier(settings(tmp_path), IDENTITY, "me")
+    assert is_locked(tmp_path)
     tier.close()
+    assert not is_locked(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from kvcache.keeper.client import KeeperAddress, KeeperClient
 from kvcache.keeper.memory_keeper import MemoryKeeper
 from kvcache.keeper.protocol import make_socket, receive, send, socket_name
 from kvcache.worker.label_rows import SlotState
-from kvcache.worker.segment_source import open_segment
+from kvcache.worker.segment_source import keep_segment, open_segment
 from kvcache.worker.shared_memory import make_memory
 from tests.worker.keeper_party import PAYLOADS, keeper_of
 from tests.worker.tier_support import SHAPE, fill
@@ -362,6 +362,48 @@ def test_a_segment_of_another_plan_is_let_go_and_a_new_one_is_kept(
     other.close()
     assert keeper.statistics().num_segments == 1
     assert open_segment(replace(SHAPE, layout_fingerprint="new"), kept_at).origin == "attached"
+
+
+def test_a_keeper_that_was_made_again_is_given_the_segment_again(address: str) -> None:
+    kept_at = KeeperAddress(address, "cluster")
+    keeper = serving_at(address)
+    segment = open_segment(SHAPE, kept_at)
+    fill(segment, PAYLOADS)
+    keeper.close()
+    reason = keep_segment(segment, segment.descriptor, kept_at)
+    assert reason == f"no keeper answers at {address} (Connection refused)"
+    assert segment.origin == "fresh"
+    keeper = serving_at(address)
+    assert KeeperClient(address).attach("cluster/rank1") is None
+    for _ in range(2):
+        assert keep_segment(segment, segment.descriptor, kept_at) == ""
+    assert keeper.statistics().names == ("cluster/rank1",)
+    segment.close()
+    again = open_segment(SHAPE, kept_at)
+    assert again.origin == "attached"
+    assert {slot: b"".join(again.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS
+    again.close()
+    keeper.close()
+
+
+def test_a_private_segment_is_kept_once_there_is_a_keeper(address: str) -> None:
+    kept_at = KeeperAddress(address, "cluster")
+    segment = open_segment(SHAPE, kept_at)
+    assert segment.origin.startswith("private: no keeper answers at ")
+    keeper = serving_at(address)
+    assert keep_segment(segment, segment.descriptor, kept_at) == ""
+    assert segment.origin == "fresh"
+    segment.close()
+    again = open_segment(SHAPE, kept_at)
+    assert again.origin == "attached"
+    again.close()
+    keeper.close()
+
+
+def serving_at(address: str) -> MemoryKeeper:
+    keeper = MemoryKeeper(address, max_segments=3, max_bytes=2**20)
+    keeper.serve()
+    return keeper
 
 
 # --- processes that are killed

@@ -1,0 +1,83 @@
+"""The keeper of a node is killed, or stands still: it comes back, and memory is kept again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import KVCacheCluster
+from actors.placement import wait_until
+from actors.reports import KeeperStatus
+from tests.actors.conftest import launch, traces  # noqa: F401  fixtures
+from tests.actors.test_tier_restarts import ALL_FOUND, HOST_BLOCKS, Player
+from tests.actors.tier_driver import tier_config
+
+pytestmark = [pytest.mark.ray, pytest.mark.faults]
+
+SOON_S = 90.0
+
+
+def keeper_of(cluster: KVCacheCluster) -> KeeperStatus:
+    (status,) = cluster.status().keepers
+    return status
+
+
+def wait_for(cluster: KVCacheCluster, holds: Callable[[KeeperStatus], bool]) -> KeeperStatus:
+    """Return the keeper's status once it is as wanted."""
+    seen: list[KeeperStatus] = []
+
+    def is_so() -> bool:
+        seen[:] = cluster.status().keepers
+        return len(seen) == 1 and holds(seen[0])
+
+    assert wait_until(is_so, SOON_S), cluster.status()
+    return seen[0]
+
+
+def is_keeping_all(status: KeeperStatus) -> bool:
+    return not status.problem and status.kept_ranks == (0, 1)
+
+
+def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
+    launch: Any,  # noqa: F811
+    traces: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = tier_config(tmp_path, host_blocks=HOST_BLOCKS, offload={"disk": None})
+    cluster = launch(config)
+    with cluster.client() as client:
+        player = Player(cluster, client)
+        player.play_all()
+        before = wait_for(cluster, is_keeping_all)
+        assert cluster.status().warnings == ()
+
+        os.kill(before.process_id, signal.SIGSTOP)
+        away = wait_for(cluster, lambda status: bool(status.problem))
+        assert away.problem == "it does not answer"
+        assert player.play_all() == ALL_FOUND  # no step waits for a keeper
+        (warning,) = cluster.status().warnings
+        assert "host memory of ranks 0, 1 now ends with their processes" in warning
+        assert cluster.status().state == "ready"
+
+        os.kill(before.process_id, signal.SIGKILL)
+        after = wait_for(
+            cluster,
+            lambda status: status.process_id != before.process_id and is_keeping_all(status),
+        )
+        assert after.num_restarts == 1
+        assert cluster.status().warnings == ()
+        assert player.play_all() == ALL_FOUND
+
+        player.kill_worker(1)
+        player.find(0)
+        assert player.play_all() == ALL_FOUND
+        assert [player.transfers(rank).host.origin for rank in (0, 1)] == ["fresh", "attached"]
+        assert player.figures().num_failed_jobs == 0
+        assert is_keeping_all(keeper_of(cluster))
+    cluster.stop()
+    traces.check(cluster.name)

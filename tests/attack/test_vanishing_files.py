@@ -1,0 +1,13 @@
+"""Files that vanish and change under a tier, in short; `vanishing_files.py` says how to go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attack.vanishing_files import attack
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_to_files_no_byte_is_wrong_and_the_tier_serves_again(seed: int) -> None:
+    made = attack(seed, lambda num_played: num_played < 25)
+    assert made.counts
