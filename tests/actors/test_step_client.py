@@ -135,7 +135,11 @@ def test_a_client_that_nobody_answers_closes_after_a_while_and_says_so(
 def test_a_client_whose_cluster_is_gone_waits_for_no_confirmation(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dialer = Dialer(make_config(transport={"resend_s": 1000.0}))
+    dialer = Dialer(
+        make_config(
+            transport={"resend_s": 1000.0}, deadlines={"worker_silence_s": 2000.0, "step_s": 3000.0}
+        )
+    )
     connection = ClientConnection(dialer, "c")
     client = KVCacheClient(dialer)
     dialer.listener.num_disconnections = 1
