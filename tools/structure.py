@@ -112,7 +112,7 @@ def measure(core: str = DEFAULT_CORE, root: Path = ROOT) -> Structure:
         allocate,
         free,
         depth_of_step(core),
-        num_modules_with_one_importer(root),
+        len(modules_with_one_importer(root)),
         sum(num_lines(path) < SMALL_LINES for path in product_sources(root)),
         len(list((root / "kvcache").glob("*.py"))),
         num_import_ranks(root),
@@ -141,8 +141,8 @@ def decision_path(root: Path) -> Iterator[Path]:
         yield from (root / "kvcache").glob(f"{part}.py")
 
 
-def num_modules_with_one_importer(root: Path) -> int:
-    """Count the modules and packages that exactly one other source of the product imports.
+def modules_with_one_importer(root: Path) -> list[str]:
+    """Return the modules and packages that exactly one other source of the product imports.
 
     A name that a package passes on counts as an import of the package.
     """
@@ -151,9 +151,9 @@ def num_modules_with_one_importer(root: Path) -> int:
     for path in modules.values():
         for name in imported_names(path):
             module = name if name in modules else name.rpartition(".")[0]
-            if module in modules and modules[module] != path:
+            if module in modules:
                 importers[module].add(path)
-    return sum(len(paths) == 1 for paths in importers.values())
+    return [name for name, paths in importers.items() if len(paths) == 1]
 
 
 def module_name(path: Path, root: Path) -> str:
