@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors import KVCacheCluster
-from actors.placement import wait_until
-from actors.reports import KeeperStatus
 from tests.actors.conftest import launch, traces  # noqa: F401  fixtures
 from tests.actors.test_tier_restarts import ALL_FOUND, HOST_BLOCKS, Player
 from tests.actors.tier_driver import tier_config
+from tests.attack.siege import is_keeping_all, wait_for_keeper
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
-
-SOON_S = 90.0
-
-
-def keeper_of(cluster: KVCacheCluster) -> KeeperStatus:
-    (status,) = cluster.status().keepers
-    return status
-
-
-def wait_for(cluster: KVCacheCluster, holds: Callable[[KeeperStatus], bool]) -> KeeperStatus:
-    """Return the keeper's status once it is as wanted."""
-    seen: list[KeeperStatus] = []
-
-    def is_so() -> bool:
-        seen[:] = cluster.status().keepers
-        return len(seen) == 1 and holds(seen[0])
-
-    assert wait_until(is_so, SOON_S), cluster.status()
-    return seen[0]
-
-
-def is_keeping_all(status: KeeperStatus) -> bool:
-    return not status.problem and status.kept_ranks == (0, 1)
 
 
 def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
@@ -53,11 +27,11 @@ def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
     with cluster.client() as client:
         player = Player(cluster, client)
         player.play_all()
-        before = wait_for(cluster, is_keeping_all)
+        before = wait_for_keeper(cluster, is_keeping_all)
         assert cluster.status().warnings == ()
 
         os.kill(before.process_id, signal.SIGSTOP)
-        away = wait_for(cluster, lambda status: bool(status.problem))
+        away = wait_for_keeper(cluster, lambda status: bool(status.problem))
         assert away.problem == "it does not answer"
         assert player.play_all() == ALL_FOUND  # no step waits for a keeper
         (warning,) = cluster.status().warnings
@@ -65,7 +39,7 @@ def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
         assert cluster.status().state == "ready"
 
         os.kill(before.process_id, signal.SIGKILL)
-        after = wait_for(
+        after = wait_for_keeper(
             cluster,
             lambda status: status.process_id != before.process_id and is_keeping_all(status),
         )
@@ -78,6 +52,6 @@ def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
         assert player.play_all() == ALL_FOUND
         assert [player.transfers(rank).host.origin for rank in (0, 1)] == ["fresh", "attached"]
         assert player.figures().num_failed_jobs == 0
-        assert is_keeping_all(keeper_of(cluster))
+        assert is_keeping_all(wait_for_keeper(cluster, lambda status: True))
     cluster.stop()
     traces.check(cluster.name)
