@@ -7,7 +7,6 @@ Everything that decides is in `kvcache.coordinator`; this class carries bytes an
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -42,11 +41,12 @@ from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
 from kvcache.errors import NotRunningError, StartupError
+from kvcache.logs import get_logger
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTap, record_request
 from kvcache.serving_loop import problems_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

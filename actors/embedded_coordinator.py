@@ -11,7 +11,6 @@ only actors can be called.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,9 +48,10 @@ from kvcache.errors import (
     StartupError,
     SupersededError,
 )
+from kvcache.logs import get_logger
 from kvcache.serving_loop import ServingLoop
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 READY_POLL_S = 0.002

@@ -9,7 +9,6 @@ Knows nothing of Ray; the actor methods that pass the cluster's calls on are in 
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
@@ -28,6 +27,7 @@ from kvcache.config.sections import Location
 from kvcache.errors import NotRunningError, ProtocolError
 from kvcache.hashing import get_hash_fn
 from kvcache.keeper.client import KeeperAddress
+from kvcache.logs import get_logger
 from kvcache.messages import Message, ToWorker
 from kvcache.planner import (
     Plan,
@@ -43,7 +43,7 @@ from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.worker import KVCacheWorker
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_QUEUED_BLOCKS = 8192
 """Blocks that wait for the threads of files: more than are ever spilled and fetched at once."""

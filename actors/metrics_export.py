@@ -10,16 +10,16 @@ Prometheus knows: `_bucket` with `le`, `_sum`, `_count`. Refuses to end a proces
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.util import metrics as ray_metrics
 
+from kvcache.logs import get_logger
 from kvcache.metrics import AnySample, CounterGrowth, HistogramSample, Kind, Metric, Sample
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STOP_TIMEOUT_S = 2.0
 

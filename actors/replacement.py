@@ -11,7 +11,6 @@ that does not fit it is refused, with what is missing; nobody plans anew behind 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,10 +28,11 @@ from actors.workforce import Workforce
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, NotEnoughMemoryError, PlanMismatchError, StartupError
+from kvcache.logs import get_logger
 from kvcache.planner import Plan
 from kvcache.specs import KVCacheSpec
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WAITING_FOR_ROOM = "waiting for room"
 STARTING = "starting"

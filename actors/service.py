@@ -10,7 +10,6 @@ next epoch's come from what the workers hold.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
@@ -18,11 +17,12 @@ from typing import Protocol, get_args
 from actors.transport import Inbound, ServerTransport, TransportStatistics
 from kvcache.clock import Clock
 from kvcache.errors import ProtocolError
+from kvcache.logs import get_logger
 from kvcache.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
 from kvcache.serving_loop import Faults, LoopStatistics
 from kvcache.wire import decode, encode
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FROM_WORKER = get_args(FromWorker)
 FROM_CLIENT = get_args(FromClient)

@@ -11,7 +11,6 @@ the service is over, and every client is told why.
 
 from __future__ import annotations
 
-import logging
 import math
 import select
 import threading
@@ -23,10 +22,11 @@ from actors.transport import Inbound, Peer
 from actors.transport.inprocess import InProcessPeer, InProcessServer
 from kvcache.clock import Clock
 from kvcache.errors import ClusterError, KVCacheError, ProtocolError
+from kvcache.logs import get_logger
 from kvcache.messages import ClientAddress, Detach, Detached, Outgoing, Unattached
 from kvcache.wire import decode, encode
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -25,9 +24,10 @@ from actors.reports import NodeAddress, WorkerReport
 from actors.state import RayRecordStore
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.errors import ClusterError, StartupError
+from kvcache.logs import get_logger
 from kvcache.planner import Plan, RankMemory
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 

@@ -13,7 +13,6 @@ unseen. Refuses to replace numpy: what a few of its calls can say, they do.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,9 @@ import numba
 from numba import njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-logger = logging.getLogger(__name__)
+from kvcache.logs import get_logger
+
+logger = get_logger(__name__)
 
 Signature: TypeAlias = Any
 """The result called with the arguments: `types.int64(array_type("int32"), types.intp)`."""

@@ -10,15 +10,15 @@ it: service goes on. Refuses to guess who is right: nobody is.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from kvcache.commands import Audit, Command
 from kvcache.coordinator.job_book import EndedJob, JobBook
 from kvcache.coordinator.settings import AuditCounts, AuditSettings
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AUDITED_BLOCKS = 4096
 """Blocks compared by one audit of the mode `sample`; the next one goes on behind them."""

@@ -14,7 +14,6 @@ A state machine with one owner. It sends nothing itself, and refuses what is not
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -38,6 +37,7 @@ from kvcache.errors import (
     RequestError,
     SupersededError,
 )
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Applied,
@@ -62,7 +62,7 @@ from kvcache.messages import (
 from kvcache.offload.specs import DEVICE_MEDIUM
 from kvcache.state_store import StateStore
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Coordinator:

@@ -7,15 +7,15 @@ guess, and to fail: a rebuild that does not work out is a cold start with its re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.coordinator.label_collection import LabelCollection
 from kvcache.errors import KVCacheError
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ManagerFactory = Callable[[int], KVCacheManager]
 """Makes a cold manager for a new epoch; the argument is the model epoch."""

@@ -11,7 +11,6 @@ forgotten; files are asked for as long as ranks read their directories, but wait
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,13 +21,14 @@ from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.errors import KVCacheError
 from kvcache.label_agreement import NO_LABELS, agreed_labels
 from kvcache.labels import LabelSet
+from kvcache.logs import get_logger
 from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ASK_S = 0.05
 """How long after an answer "not read yet" a rank is asked again."""

@@ -7,7 +7,6 @@ link is told to state everything anew. Refuses to wait, except in `open` and `cl
 
 from __future__ import annotations
 
-import logging
 import selectors
 import socket
 import subprocess
@@ -23,9 +22,10 @@ from kvcache.events.feed_frames import FrameReader, pack_frame
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.translation import GroupKind
+from kvcache.logs import get_logger
 from kvcache.serving_loop import describe_error
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _READ_BYTES: Final = 1 << 16
 _BUFFER_BYTES: Final = 4 << 20

@@ -10,7 +10,6 @@ use; a drain waits until it is not.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 
@@ -18,13 +17,14 @@ from kvcache.clock import Clock
 from kvcache.commands import Command, Reset
 from kvcache.core import CacheHit, Core
 from kvcache.errors import RequestError
+from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import LoRARequest, Request, TokenIds
 from kvcache.tenants import TenantLedger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class CacheControl:

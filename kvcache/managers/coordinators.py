@@ -7,7 +7,6 @@ shorten each other's hits until all agree. Refuses to allocate by halves: the co
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -19,13 +18,14 @@ from kvcache.blocks.references import NULL_ID
 from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import BlockHash
+from kvcache.logs import get_logger
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
 from kvcache.managers.block_tables import NEVER, RowLimits
 from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig, KVCacheSpec
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NO_LIMITS = RowLimits(NEVER, NEVER, NEVER)
 

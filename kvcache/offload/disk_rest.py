@@ -7,9 +7,9 @@ Refuses to read a clock.
 
 from __future__ import annotations
 
-import logging
+from kvcache.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_REST_S = 0.25
 LONGEST_REST_S = 30.0

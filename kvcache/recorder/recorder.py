@@ -10,7 +10,6 @@ so once, counts what is lost, and begins again with the next epoch.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from kvcache.clock import Clock
 from kvcache.commands import Command
 from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics
 from kvcache.coordinator.tier_calls import TierCall, WantedLoad
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
 from kvcache.recorder.frames import frame
@@ -52,7 +52,7 @@ from kvcache.step import NewRequest, StepRequest
 from kvcache.step_delivery import StepAnswer, StepMessage
 from kvcache.wire import encode
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_BUFFER_BYTES = 1 << 20
 """What waits for a tick at most; one record more may be added before it goes to disk."""

@@ -6,17 +6,17 @@ nothing here changes who holds what.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from kvcache.blocks.pending_copies import PendingCopies
 from kvcache.errors import BlockError, shown
 from kvcache.hashing import BlockHash, RequestBlockHasher
+from kvcache.logs import get_logger
 from kvcache.sequences.allocator_statistics import AllocatorStatistics
 from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.held_blocks import HeldBlocks
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class SequenceCache:

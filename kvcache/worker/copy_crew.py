@@ -7,7 +7,6 @@ says when copies rest, because all of its threads do. Refuses to know what is co
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from kvcache.logs import get_logger
 from kvcache.worker.copy_priority import CopyPriority, take_priority
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PAUSE_S = 0.0005
 """How long copies rest when the worker says that it has something to do: about what a step takes

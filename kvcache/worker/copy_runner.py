@@ -8,7 +8,6 @@ two jobs. Refuses to know labels or jobs.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from kvcache.logs import get_logger
 from kvcache.worker.copy_crew import ALONE, CopyCrew, Crew
 from kvcache.worker.copy_engine import PendingCopy
 from kvcache.worker.copy_priority import CopyPriority, take_priority
 from kvcache.worker.copy_task import CopyResult, CopyTask
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL_S = 0.0005
 """How often a copy that another device carries out is asked whether it is done."""

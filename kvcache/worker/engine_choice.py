@@ -7,18 +7,18 @@ that has not just moved bytes on this device. On CPU nothing is measured: there 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 
 from kvcache.clock import Clock
 from kvcache.errors import ConfigurationError
+from kvcache.logs import get_logger
 from kvcache.worker.copy_engine import CopyEngine, CpuCopyEngine
 from kvcache.worker.copy_measurement import CopyMeasurement, measure_cuda
 from kvcache.worker.cuda_engine import CudaCopyEngine, KernelChoice, RowCopier
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,15 @@ it when its clock says so. Refuses to know what a task is: a task never raises.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-logger = logging.getLogger(__name__)
+from kvcache.logs import get_logger
+
+logger = get_logger(__name__)
 
 Task = Callable[[], None]
 

@@ -8,16 +8,16 @@ process. Refuses to fail for want of a keeper; want of memory is an error.
 
 from __future__ import annotations
 
-import logging
 import os
 
 from kvcache.errors import ClusterError, ExhaustedError, PlanMismatchError, ProtocolError
 from kvcache.keeper.client import KeeperAddress, KeeperClient
+from kvcache.logs import get_logger
 from kvcache.worker.free_memory import SYSTEM_ROOT
 from kvcache.worker.host_segment import HostSegment, SegmentShape
 from kvcache.worker.shared_memory import make_memory
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ATTACHED = "attached"
 FRESH = "fresh"

@@ -6,13 +6,13 @@ no files without slots.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvcache.errors import ConfigurationError
+from kvcache.logs import get_logger
 from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.file_jobs import FileJobs
 from kvcache.worker.file_pool import FilePool
@@ -25,7 +25,7 @@ from kvcache.worker.segment_source import open_segment
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.slot_holds import SlotHolds
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 """How long files may take to be finished when a worker ends."""

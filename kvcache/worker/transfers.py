@@ -11,7 +11,6 @@ command has been obeyed by then.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from kvcache.arrays import Int32Array
 from kvcache.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.labels import LabelTable
+from kvcache.logs import get_logger
 from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.worker.block_move import BlockMove
@@ -36,7 +36,7 @@ from kvcache.worker.tiers import Tiers
 
 __all__ = ["FILE_MEDIUM", "HOST_MEDIUM", "TransferJobs"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 """How long copies that have begun may take when a worker ends."""
