@@ -59,7 +59,7 @@ def crowd_config(**sections: dict[str, Any]) -> ClusterConfig:
         "cache": {"num_blocks": 1024, "memory_per_rank": "4MiB"},
         "parallel": {"tensor_parallel_size": 2},
         "transport": {"resend_s": 0.2, "heartbeat_s": 0.4},
-        "deadlines": {"step_s": 20.0, "client_silence_s": 600.0, "reattach_s": 600.0},
+        "deadlines": {"step_s": 601.0, "client_silence_s": 600.0, "reattach_s": 600.0},
         "scheduler": {"max_num_seqs": 256},
     }
     for section, values in sections.items():

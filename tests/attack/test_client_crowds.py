@@ -142,7 +142,9 @@ def test_clients_that_close_after_the_coordinator_has_gone_do_so_at_once(kind: s
         await asyncio.wait_for(asyncio.gather(*(c.close() for c in clients)), DEADLINE_S)
         sync.close()
 
-    endless = crowd_config(transport={"resend_s": 100.0, "heartbeat_s": 0.4})
+    endless = crowd_config(
+        transport={"resend_s": 100.0, "heartbeat_s": 0.4}, deadlines={"worker_silence_s": 200.0}
+    )
     asyncio.run(crowd(CrowdedCluster(kind, endless)))
 
 
