@@ -109,6 +109,13 @@ class FaultyNetwork:
         self._under_way = [entry for entry in self._under_way if entry[2].receiver != receiver]
         heapq.heapify(self._under_way)
 
+    def hang_up(self, party: Hashable) -> None:
+        """Lose everything under way to and from a party whose connection has ended."""
+        self._under_way = [
+            entry for entry in self._under_way if party not in (entry[2].sender, entry[2].receiver)
+        ]
+        heapq.heapify(self._under_way)
+
     def statistics(self) -> NetworkStatistics:
         """Return the counters, frozen."""
         return NetworkStatistics(**self._counts)

@@ -33,7 +33,8 @@ class DeadlinesConfig(Section):
     `replacement_s` (0: not at all). Clients wait `step_s` for an answer, and `forward_s` while
     nothing moves. A client that is silent for `client_silence_s` is given up. One that has lost
     its connection, or its coordinator, may take `reattach_s` to come back: after a restart steps
-    wait so long for the clients of before.
+    wait so long for the clients of before. Ray calls have no connections: there, only silence
+    tells that a client is gone.
 
     Unless they are set, three follow from others. `worker_kill_s` is three times
     `worker_silence_s`. So is `step_s`, or twice `reattach_s`, but at least 30. `forward_s` is

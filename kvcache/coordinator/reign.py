@@ -121,6 +121,7 @@ class Reign:
             for rank, incarnation in identity.incarnations.items()
         }
         self._settled_seq = 0
+        self._has_released = False  # and what follows for the ranks may not have been sent
         self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
         self._clients = clients
         self._jobs = jobs
@@ -174,6 +175,9 @@ class Reign:
         reason = self._clients.attach(message, self._clock.now())
         ledger = self._clients.get(client_id)
         if reason or ledger is None:
+            logger.warning(
+                "epoch %d: client %s is not attached: %s", self._epoch, client_id, reason
+            )
             return Unattached(client_id, self._epoch, reason)
         ledger.on_heard(self._clock.now())
         return Attached(
@@ -203,6 +207,7 @@ class Reign:
     def detach(self, client_id: str) -> list[Outgoing]:
         """Serve a client no more. Raises ClusterError as `on_client_message` does."""
         if self._clients.detach(client_id):
+            logger.info("epoch %d: client %s has detached", self._epoch, client_id)
             self.reattachment.forget(client_id)
         return self.work()
 
@@ -347,6 +352,11 @@ class Reign:
     def work(self) -> list[Outgoing]:
         """Execute what is ready, client by client in turn, while the command window has room."""
         out = self._let_clients_go() if self._clients.has_leaving else []
+        if self._has_released and not self.window.is_full:
+            self._has_released = False
+            commands = self._server.withdraw()
+            if commands:
+                out.append(self._send_audited("", 0, commands)[1])
         if self._auditor.wrong_blocks and not self.window.is_full:
             block_ids = sorted(self._auditor.wrong_blocks)
             self._auditor.wrong_blocks.clear()
@@ -404,6 +414,7 @@ class Reign:
             elif ledger.fence_seq and self.window.applied_by_all >= ledger.fence_seq:
                 self._server.release(ledger.client_id)
                 self._clients.forget(ledger.client_id)
+                self._has_released = True
         return out
 
     def _progress(self, ledger: ClientLedger) -> Outgoing:

@@ -82,7 +82,9 @@ class Scenario:
     `num_host_blocks` there is a tier below the device, with `num_disk_blocks` a second one: files,
     of whose calls `disk_fail_share` fail and `disk_stall_share` take long. `keeps_memory`: host
     memory outlives its process. Of preemptions `swap_share` ask for a swap.
-    With `has_slow_copies` transfers take a while, and overtake one another.
+    With `has_slow_copies` transfers take a while, and overtake one another. Connections of clients
+    end `num_hang_ups` times, and stand again soon. `num_visitors` are clients beside the others
+    that go with requests running: they say so, or are killed.
     """
 
     seed: int
@@ -106,6 +108,8 @@ class Scenario:
     keeps_memory: bool = False
     swap_share: float = 0.0
     has_slow_copies: bool = False
+    num_hang_ups: int = 0
+    num_visitors: int = 0
     faults: NetworkFaults = field(default_factory=NetworkFaults)
 
 
@@ -117,6 +121,7 @@ def random_scenario(seed: int) -> Scenario:
     has_tiers = model in MODELS_IN_TIERS and tiers.random() < 0.6
     disks = random.Random(seed * 49979687 + 13)
     has_disk = has_tiers and disks.random() < 0.6
+    goings = random.Random(seed * 122949823 + 19)
     num_blocks = rng.choice((22, 26, 40))
     if has_tiers:  # so few that contents leave the device
         num_blocks = tiers.choice((13, 16, 20))
@@ -139,6 +144,8 @@ def random_scenario(seed: int) -> Scenario:
         writes_through=disks.random() < 0.3,
         keeps_memory=has_tiers and disks.random() < 0.4,
         swap_share=random.Random(seed * 86028121 + 17).choice((0.0, 0.5, 1.0)),
+        num_hang_ups=goings.choice((0, 0, 0, 1, 4)),
+        num_visitors=goings.choice((0, 0, 0, 1, 2)),
         faults=NetworkFaults(
             dropped=rng.choice((0.0, 0.05, 0.2)),
             duplicated=rng.choice((0.0, 0.1, 0.3)),

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
 
-from kvcache.client_session import ClientSession, SessionSettings
+from kvcache.client_session import ClientSession, SessionSettings, SessionState
 from kvcache.clock import Clock, VirtualClock
 from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
@@ -120,7 +120,17 @@ class Cluster:
             self._keeper = self._keep_memory()
         for rank in range(scenario.num_ranks):
             self._start_worker(rank)
-        self.engines = {f"engine-{i}": self._make_engine(i) for i in range(scenario.num_clients)}
+        num_engines = scenario.num_clients + scenario.num_visitors
+        self.engines = {f"engine-{i}": self._make_engine(i) for i in range(num_engines)}
+        going = random.Random(scenario.seed * 15487469 + 5)
+        self._hang_ups_s = sorted(going.uniform(0.05, 1.5) for _ in range(scenario.num_hang_ups))
+        self._departures_s = {
+            f"engine-{i}": going.uniform(0.05, 0.8)
+            for i in range(scenario.num_clients, num_engines)
+        }
+        self._going = going
+        self._away: dict[str, float] = {}
+        self.num_killed = self.num_departed = 0
         losses = [self.random.uniform(0.05, 1.5) for _ in range(scenario.num_worker_losses)]
         self._losses_s = sorted(losses)
         chance = random.Random(scenario.seed * 104729 + 3)
@@ -175,6 +185,7 @@ class Cluster:
         if self._restarts_s and self.clock.now() >= self._restarts_s[0]:
             self._restarts_s.pop(0)
             self._restart()
+        self._let_clients_go()
         for coordinator in (*self.superseded, self.coordinator):
             self._send_all(coordinator.on_tick())
         for rank, worker in self.workers.items():
@@ -183,8 +194,53 @@ class Cluster:
             self._run_forwards(rank, worker)
             self._send(self._name(worker), COORDINATOR, worker.on_tick())
         for name, engine in self.engines.items():
-            self._turn(name, engine)
-            self._send(name, COORDINATOR, engine.session.on_tick())
+            if not self._is_away(name):
+                self._turn(name, engine)
+                self._send(name, COORDINATOR, engine.session.on_tick())
+
+    def _let_clients_go(self) -> None:
+        """Have clients leave whose time has come, and end connections of others."""
+        now_s = self.clock.now()
+        for name in [name for name, at_s in self._departures_s.items() if now_s >= at_s]:
+            del self._departures_s[name]
+            engine = self.engines[name]
+            if engine.is_done:
+                continue
+            engine.is_done = True
+            if self._going.random() < 0.5:
+                self.num_departed += 1
+                self._send(name, COORDINATOR, engine.session.detach())
+            else:
+                self.num_killed += 1
+                self._hang_up(name, math.inf)
+        while self._hang_ups_s and now_s >= self._hang_ups_s[0]:
+            self._hang_ups_s.pop(0)
+            there = [name for name in self.engines if not self._is_away(name)]
+            if there:
+                away_s = self._going.choice((0.0, 0.3, 2.5))
+                self._hang_up(self._going.choice(there), now_s + away_s)
+
+    def _hang_up(self, name: str, until_s: float) -> None:
+        """End a client's connection, which it does not have again before `until_s`."""
+        self._away[name] = until_s
+        self.network.hang_up(name)
+        self.coordinator.on_client_lost(name)
+
+    def _is_away(self, name: str) -> bool:
+        return self.clock.now() < self._away.get(name, 0.0)
+
+    def _are_departed_forgotten(self) -> bool:
+        """Whether the coordinator has nothing of clients that have left or were killed, and every
+        rank has applied what follows from it."""
+        departed = [
+            name
+            for name, engine in self.engines.items()
+            if engine.session.state in (SessionState.DETACHING, SessionState.CLOSED)
+            or self._is_away(name)
+        ]
+        if any(self.coordinator._clients.get(name) is not None for name in departed):
+            return False
+        return not (departed and self.coordinator.statistics().num_unacknowledged)
 
     def _deliver(self, sender: Hashable, receiver: Hashable, payload: bytes) -> None:
         if self._is_taken_undecoded(sender, receiver, payload):
@@ -204,7 +260,7 @@ class Cluster:
                 self._send(receiver, COORDINATOR, worker.on_message(message))
                 if self.random.random() < 0.7:
                     self._run_forwards(receiver[0], worker)
-        else:
+        elif not self._is_away(str(receiver)):
             engine = self.engines[str(receiver)]
             self._send(receiver, COORDINATOR, engine.session.on_message(message))
             self._turn(str(receiver), engine)
@@ -469,15 +525,19 @@ class Cluster:
         """No wrong byte, nothing left over, and the books add up, also when the clients go."""
         self._losses_s.clear()
         self._restarts_s.clear()
+        self._hang_ups_s.clear()
         self.network.faults = NetworkFaults()
-        for _ in range(400):
-            if self.coordinator.phase is Phase.RUNNING and not self._num_loads():
+        for _ in range(600):
+            is_running = self.coordinator.phase is Phase.RUNNING
+            if is_running and not self._num_loads() and self._are_departed_forgotten():
                 break
             self._step_on()
         assert self.coordinator.phase is Phase.RUNNING, self._describe()
+        assert self._are_departed_forgotten(), self._describe()
         self._check_books()
         for name, engine in self.engines.items():
-            self._send(name, COORDINATOR, engine.session.detach())
+            if not self._is_away(name):
+                self._send(name, COORDINATOR, engine.session.detach())
         # What is written through goes on without steps, and a disk that hangs takes its time.
         for _ in range(600 if self.scenario.num_disk_blocks else 60):
             if self._is_quiet():
@@ -492,7 +552,9 @@ class Cluster:
             self.num_adopted_blocks += statistics.offload.num_adopted_blocks
             if not self.are_copies_failing:
                 assert statistics.offload.num_failed_jobs == 0, statistics.offload
-        assert statistics.num_clients in (0, len(self.engines)), statistics
+        assert statistics.num_clients == 0, statistics
+        for name, engine in self.engines.items():
+            assert self._is_away(name) or engine.session.state is SessionState.CLOSED, name
         num_audits = self._audit_mode == "sample"  # one is under way
         assert statistics.num_open_jobs <= num_audits, statistics
         assert statistics.num_unacknowledged <= num_audits, statistics
@@ -536,7 +598,8 @@ class Cluster:
             if self._keeper is None or worker not in self.lost_workers:
                 worker.check()  # memory that is kept is another process's now
             figures = worker.statistics()
-            if not self.are_copies_failing:
+            has_fenced = self.num_departed or self.num_killed  # forwards of theirs are refused
+            if not (self.are_copies_failing or has_fenced):
                 assert figures.num_failed_jobs == 0, figures
             assert figures.num_invalid_messages == 0, figures.last_invalid_reason
         manager = self.coordinator.manager

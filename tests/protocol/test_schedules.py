@@ -5,13 +5,17 @@ A failing seed is in the message; `simulate(random_scenario(seed))` plays it aga
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 
+from kvcache.client_session import ClientSession, SessionState
+from kvcache.coordinator import Coordinator
 from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core import Reservation
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.extents import row_batch
@@ -22,7 +26,7 @@ from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManage
 from kvcache.managers.encoder_tables import EncoderColumns
 from kvcache.managers.mamba import MambaManager
 from kvcache.managers.state_tables import StateColumns
-from kvcache.messages import Applied, StepCommands
+from kvcache.messages import Applied, FromClient, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.step_delivery import StepReceiver
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
@@ -89,6 +93,16 @@ def test_the_schedules_of_every_model_reach_what_they_are_meant_to_reach(model: 
     assert (num_hit > 0) is can_hit
 
 
+def any_is_red(scenarios: Iterable[Scenario]) -> bool:
+    """Say whether some schedule fails."""
+    for scenario in scenarios:
+        try:
+            simulate(scenario)
+        except AssertionError:
+            return True
+    return False
+
+
 CORES = ["blocks", "extents"]
 
 
@@ -99,21 +113,70 @@ def turns_red(
 
     Who knows a seed that finds a mistake begins shortly before it.
     """
-    for seed in range(first_seed, first_seed + num_seeds):
-        num_blocks = 24 * len(MODELS[model])
-        scenario = Scenario(
-            seed, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model, core=core
-        )
-        try:
-            simulate(replace(scenario, num_ranks=2 + seed % 2))
-        except AssertionError:
-            return True
-    return False
+    num_blocks = 24 * len(MODELS[model])
+    scenario = Scenario(
+        0, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model, core=core
+    )
+    seeds = range(first_seed, first_seed + num_seeds)
+    return any_is_red(replace(scenario, seed=seed, num_ranks=2 + seed % 2) for seed in seeds)
 
 
 @pytest.mark.parametrize("model", ["full", "mla, chunk, align", "chunk, cross, none"])
 def test_with_all_rules_the_rough_schedules_are_green(model: str) -> None:
     assert not turns_red(6, model)
+
+
+def comings_and_goings(seed: int, model: str = "full") -> Scenario:
+    """Return a schedule in which clients leave, are killed, and lose their connections."""
+    num_blocks = 30 * len(MODELS[model])
+    return Scenario(
+        seed,
+        num_blocks,
+        num_requests=3,
+        faults=ROUGH,
+        fail_share=0.1,
+        model=model,
+        num_hang_ups=4,
+        num_visitors=2,
+        num_restarts=seed % 2,
+    )
+
+
+@pytest.mark.parametrize("model", ["full", "mla, chunk, short window", "align"])
+def test_clients_that_go_leave_nothing_and_those_that_come_back_lose_nothing(model: str) -> None:
+    clusters = [simulate(comings_and_goings(seed, model)) for seed in range(8)]
+    assert sum(cluster.num_killed for cluster in clusters) > 0
+    assert sum(cluster.num_departed for cluster in clusters) > 0
+
+
+def test_ranks_are_told_what_follows_when_a_client_goes_though_no_step_comes() -> None:
+    assert simulate(random_scenario(113)).num_departed == 1
+
+
+def test_a_connection_that_ends_unnoticed_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Coordinator, "on_client_lost", lambda self, client_id: None)
+    assert any_is_red(map(comings_and_goings, range(6)))
+
+
+def test_a_client_given_up_with_its_connection_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CoordinatorSettings, "client_return_s", 0.0)
+    assert any_is_red(map(comings_and_goings, range(6)))
+
+
+def test_a_farewell_that_is_said_once_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_tick = ClientSession.on_tick
+
+    def once(self: ClientSession) -> list[FromClient]:
+        return [] if self.state is SessionState.DETACHING else on_tick(self)
+
+    monkeypatch.setattr(ClientSession, "on_tick", once)
+    assert any_is_red(map(comings_and_goings, range(30)))
 
 
 def test_a_report_counted_twice_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,16 @@ def test_messages_and_forwards_name_the_ranks_that_are_behind() -> None:
     assert not {message, forward} & set(look(watchdog, bench))
 
 
+def test_a_client_that_has_lost_its_connection_is_named_until_it_is_heard() -> None:
+    bench, watchdog = Bench(reattach_s=20.0).run(), Watchdog(LIMITS)
+    bench.coordinator.on_client_lost("c")
+    bench.clock.advance(7.0)
+    what = "client c has lost its connection"
+    assert look(watchdog, bench)[what] == PendingWork("client", what, 7.0, 20.0)
+    bench.attach()
+    assert what not in look(watchdog, bench)
+
+
 def test_steps_that_wait_for_room_or_for_one_before_them_are_named() -> None:
     bench, watchdog = Bench(max_unacknowledged=1).run(), Watchdog(LIMITS)
     bench.step(1)
