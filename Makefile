@@ -71,15 +71,15 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/python -m tests.benchmarks --write BENCHMARKS.md
+	$(BIN)/python -m bench --write BENCHMARKS.md
 
 bench-smoke: setup
-	$(BIN)/python -m tests.benchmarks --smoke
+	$(BIN)/python -m bench --smoke
 
 # The peer's own manager, in an environment of its own; without it its columns stay empty.
 bench-peer: setup
-	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/benchmarks/install_peer.sh .venv-peer
-	$(BIN)/python -m tests.benchmarks --peer .venv-peer --write BENCHMARKS.md
+	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash bench/install_peer.sh .venv-peer
+	$(BIN)/python -m bench --peer .venv-peer --write BENCHMARKS.md
 
 docs: setup
 	$(BIN)/python -m mkdocs build --strict

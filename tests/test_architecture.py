@@ -288,6 +288,17 @@ def test_nothing_of_the_house_imports_integrations() -> None:
 
 
 @pytest.mark.parametrize("package", ["kvcache", "actors"])
+def test_nothing_that_is_installed_imports_what_is_not(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(package)
+        for module in imported_modules(path)
+        if module.split(".")[0] in {"tests", "bench", "tools", "examples"}
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ["kvcache", "actors"])
 def test_nothing_is_ever_unpickled(package: str) -> None:
     wrong = [
         str(path.relative_to(ROOT))
@@ -310,7 +321,7 @@ def test_the_environment_is_read_only_where_configuration_is() -> None:
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     names = {
         path.stem
-        for package in ("kvcache", "actors", "tools", "examples/engine")
+        for package in ("kvcache", "actors", "bench", "tools", "examples/engine")
         for path in sources(package)
     }
     assert names & {"utils", "util", "common", "helpers", "misc"} == set()

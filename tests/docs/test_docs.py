@@ -20,8 +20,8 @@ from typer.main import get_command
 from actors.cli.app import app
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.config.tenants import MAX_NAME_CHARACTERS, MAX_NAMED_TENANTS
-from tests.docs.configuration_page import PAGE, configuration_page
 from tests.docs.pages import FENCE, PAGES, ROOT, fences, name_of
+from tools.configuration_page import PAGE, configuration_page
 
 FOREIGN = {("docs/routers.md", "type:")}
 """Blocks that configure something else: llm-d's scorer. By page and first word."""
@@ -105,6 +105,10 @@ def test_commands_in_pages_exist_with_their_options(page: Path, text: str) -> No
                 assert words[1] in targets, f"{name_of(page)}: {line}"
 
 
+OURS = ("tests", "examples", "bench", "tools")
+"""Beginnings of the names of modules in this tree that pages say to run."""
+
+
 @pytest.mark.launches
 def test_modules_in_pages_take_their_arguments() -> None:
     lines = []
@@ -112,7 +116,7 @@ def test_modules_in_pages_take_their_arguments() -> None:
         for language, text in fences(page):
             for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
                 words = shlex.split(line, comments=True)
-                if "-m" in words and words[words.index("-m") + 1].startswith(("tests", "examples")):
+                if "-m" in words and words[words.index("-m") + 1].startswith(OURS):
                     lines.append(shlex.join(words[words.index("-m") + 1 :]))
     assert len(lines) > 5
     done = subprocess.run(
@@ -181,7 +185,9 @@ def require_command(words: list[str], line: str) -> None:
 
 
 def test_the_configuration_page_is_what_the_models_say() -> None:
-    assert PAGE.read_text("utf-8") == configuration_page(), "run: python -m tests.docs"
+    assert PAGE.read_text("utf-8") == configuration_page(), (
+        "run: python -m tools.configuration_page"
+    )
 
 
 def test_the_configuration_page_has_the_bounds_of_tenants() -> None:

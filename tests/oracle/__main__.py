@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.benchmarks.manager_rows import peer_version
+from bench.manager_rows import peer_version
 from tests.oracle.compare import KINDS, Comparison, Peer, compare_kind
 from tests.oracle.rules import RULES
 

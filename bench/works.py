@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.benchmarks.side_setup import Setup
+from bench.side_setup import Setup
 
 PROMPT_TOKENS = 32_768
 SHORT_TOKENS = (64, 256, 2048)

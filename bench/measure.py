@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from tests.benchmarks.cores import PEER
+from bench.cores import PEER
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The configuration reference, made from the models that read configurations.
 
 A section's docstring says what its keys mean; types, limits and defaults come from its fields. Run
-`python -m tests.docs` after changing a model.
+`python -m tools.configuration_page` after changing a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.config.layer_kinds import LAYER_KINDS
 from kvcache.config.sections import BYTE_UNITS, MAX_COUNT
 from kvcache.policies import EVICTION_POLICIES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
@@ -39,7 +39,7 @@ model:
 parallel: {tensor_parallel_size: 4}
 ```
 
-This page is made from the models in `kvcache/config/` (`python -m tests.docs`).
+This page is made from the models in `kvcache/config/` (`python -m tools.configuration_page`).
 """
 
 
@@ -194,3 +194,13 @@ def _memory_text(num_bytes: int) -> str:
         if num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
     return str(num_bytes)
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(configuration_page(), "utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

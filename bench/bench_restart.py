@@ -20,11 +20,11 @@ import ray
 from ray.exceptions import RayError
 
 from actors import KVCacheClient, KVCacheCluster
+from bench.cores import PEER
+from bench.measure import Figure, Row
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.errors import KVCacheError
 from kvcache.step import NewRequest, StepRequest
-from tests.benchmarks.cores import PEER
-from tests.benchmarks.measure import Figure, Row
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 512

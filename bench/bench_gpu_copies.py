@@ -2,7 +2,7 @@
 
 Pages of 4 KiB to 4 MiB, 16 to 50,000 of them, here and there; both layouts; by copy units and by
 the kernel; beside a matrix product and alone, and what that product loses. Only where there is a
-GPU. `python -m tests.benchmarks.bench_gpu_copies [--smoke] [--write FILE]`.
+GPU. `python -m bench.bench_gpu_copies [--smoke] [--write FILE]`.
 """
 
 from __future__ import annotations

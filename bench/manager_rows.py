@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
-from tests.benchmarks.cores import PEER, REFERENCE
-from tests.benchmarks.measure import Figure, Row, alternate
-from tests.benchmarks.sides import SidePool, Sides
-from tests.benchmarks.works import Sizes, Work, all_works
+from bench.cores import PEER, REFERENCE
+from bench.measure import Figure, Row, alternate
+from bench.sides import SidePool, Sides
+from bench.works import Sizes, Work, all_works
 
 MANAGER_WORKLOADS = ("w1", "w2", "w3", "w4", "w5", "w6", "w7", "w8", "w9", "w10", "m", "g", "flat")
 PEER_NAME = "vLLM"

@@ -14,6 +14,9 @@ from contextlib import ExitStack
 import numpy as np
 
 from actors import KVCacheClient, KVCacheCluster
+from bench.bench_cluster import Decodes, make_config, per_step_us
+from bench.cores import FAST
+from bench.measure import Figure, Row
 from kvcache.arrays import int32_array
 from kvcache.clock import SystemClock
 from kvcache.config import parse_config
@@ -27,9 +30,6 @@ from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.translation import EventTranslator, GroupKind
 from kvcache.request_content import Namespace
-from tests.benchmarks.bench_cluster import Decodes, make_config, per_step_us
-from tests.benchmarks.cores import FAST
-from tests.benchmarks.measure import Figure, Row
 
 BLOCK_TOKENS = 16
 BLOCKS_AT_ONCE = 2048

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from tests.benchmarks.cores import FAST, PEER
-from tests.benchmarks.measure import Figure, Row, alternate
+from bench.cores import FAST, PEER
+from bench.measure import Figure, Row, alternate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
+from bench.cores import FAST, PEER
+from bench.measure import Figure, Row, alternate
 from kvcache.arrays import int32_array
 from kvcache.clock import SystemClock
 from kvcache.config.metrics import MetricsConfig
@@ -29,8 +31,6 @@ from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvcache.state_store import MemoryStateStore
 from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest, StepResult
 from kvcache.wire import encode
-from tests.benchmarks.cores import FAST, PEER
-from tests.benchmarks.measure import Figure, Row, alternate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

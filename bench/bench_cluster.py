@@ -1,6 +1,6 @@
 """Steps through a real cluster on each core, beside the same by Ray calls. Rows C1 and C2.
 
-    python -m tests.benchmarks.bench_cluster [--cores NAMES] [--smoke] [--json FILE] [--only C1|C2]
+    python -m bench.bench_cluster [--cores NAMES] [--smoke] [--json FILE] [--only C1|C2]
 
 C1: one empty step from the engine to the coordinator actor, to the workers, acknowledged by all of
 them, back to the engine; and the same step with 256 requests that decode a token each. C2: empty
@@ -43,12 +43,12 @@ import ray  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from actors import KVCacheClient, KVCacheCluster  # noqa: E402
+from bench.cores import PEER, registered  # noqa: E402
+from bench.measure import Figure, Row  # noqa: E402
 from kvcache.config import ClusterConfig, parse_config  # noqa: E402
 from kvcache.messages import StepCommands  # noqa: E402
 from kvcache.step import NewRequest, RunningRequests, StepRequest  # noqa: E402
 from kvcache.wire import encode  # noqa: E402
-from tests.benchmarks.cores import PEER, registered  # noqa: E402
-from tests.benchmarks.measure import Figure, Row  # noqa: E402
 
 EMPTY_STEP = StepRequest("", 0, 0)
 DEPTH = 16
@@ -324,11 +324,11 @@ def measure_cluster(
     with ray_for_benchmarks():
         measured = measure_all(wanted, cores, is_small, show)
         if "c4" in names:
-            from tests.benchmarks.bench_restart import measure_restart
+            from bench.bench_restart import measure_restart
 
             others += measure_restart(cores, is_small, show)
         if "c5" in names:
-            from tests.benchmarks.bench_events import measure_events
+            from bench.bench_events import measure_events
 
             others += measure_events(is_small, show)
     progress.remove_task(task)

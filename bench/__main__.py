@@ -1,6 +1,6 @@
 """Run the benchmarks.
 
-    python -m tests.benchmarks [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
+    python -m bench [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
 Names are workloads (`w1` ... `w10`, `m`, `g`, `flat`, `c1` to `c5`, `o1`, `e1`); without any, all
@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.benchmarks.cores import PEER, REFERENCE, registered
-from tests.benchmarks.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
-from tests.benchmarks.measure import Row
-from tests.benchmarks.sides import SidePool
-from tests.benchmarks.works import Sizes
+from bench.cores import PEER, REFERENCE, registered
+from bench.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
+from bench.measure import Row
+from bench.sides import SidePool
+from bench.works import Sizes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CLUSTER_WORKLOADS = ("c1", "c2", "c4", "c5")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", help="workloads to run")
     parser.add_argument(
         "--cores",
@@ -76,12 +76,12 @@ def main() -> None:
             rows += measure_manager(managers, pool, sizes_of(options), progress)
         rows += measure_in_process(names, options.smoke, progress)
         if "c3" in names:
-            from tests.benchmarks.bench_copies import measure_copies_shown
+            from bench.bench_copies import measure_copies_shown
 
             rows += measure_copies_shown(options.smoke, progress)
         cluster = [name for name in names if name in CLUSTER_WORKLOADS]
         if cluster:
-            from tests.benchmarks.bench_cluster import measure_cluster
+            from bench.bench_cluster import measure_cluster
 
             rows += measure_cluster(cluster, cores, options.smoke, progress)
     sides = [*cores, *(side for row in rows for side in row.figures if side != PEER)]
@@ -99,11 +99,11 @@ def measure_in_process(names: list[str], is_smoke: bool, progress: Progress) -> 
     """Return the rows of workloads that have a process to themselves: this one."""
     rows: list[Row] = []
     if "o1" in names:
-        from tests.benchmarks.bench_metrics import measure_metrics
+        from bench.bench_metrics import measure_metrics
 
         rows += measure_metrics(is_smoke, progress)
     if "e1" in names:
-        from tests.benchmarks.bench_engine import measure_engine
+        from bench.bench_engine import measure_engine
 
         rows += measure_engine(is_smoke, progress)
     return rows
@@ -153,7 +153,7 @@ def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_be
         f"- Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("numpy", "ray", "torch", "pyzmq")),
         f"- Revision: {revision()}",
-        f"- Command: `python -m tests.benchmarks {' '.join(options_without_paths())}`",
+        f"- Command: `python -m bench {' '.join(options_without_paths())}`",
         f"- Peer of w, m, g: the KV cache manager of {name} (`make bench-peer`). Peer of C: the",
         "  same messages as plain Ray actor calls; of C3: a memcpy of as many bytes.",
         "",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.cores import PEER
-from tests.benchmarks.side_setup import Setup
+from bench.cores import PEER
+from bench.side_setup import Setup
 
 HERE = Path(__file__).resolve().parent
 

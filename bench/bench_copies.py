@@ -1,6 +1,6 @@
 """Copies of blocks beside a plain memcpy of as many bytes, and steps beside transfers. Rows C3.
 
-    python -m tests.benchmarks.bench_copies [--smoke] [--json FILE]
+    python -m bench.bench_copies [--smoke] [--json FILE]
 
 A page is all of a block's bytes here. Contiguous: blocks and slots in ascending order. Scattered:
 blocks in no order, host slots as they come; on both sides: slots in no order either. The peer is
@@ -24,6 +24,10 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
+from bench.cores import FAST, PEER
+from bench.measure import Figure, Row, alternate
+from bench.step_beside_copies import OtherCopies, StepBesideCopies
+from bench.stopwatch import now_s
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.worker import CpuCopyEngine, HostPool
 from kvcache.worker.block_move import BlockMove
@@ -32,10 +36,6 @@ from kvcache.worker.copy_runner import InlineCopies
 from kvcache.worker.copy_task import Comparison, CopyTask
 from kvcache.worker.host_segment import HostSegment, SegmentShape
 from kvcache.worker.shared_memory import make_memory
-from tests.benchmarks.cores import FAST, PEER
-from tests.benchmarks.measure import Figure, Row, alternate
-from tests.benchmarks.step_beside_copies import OtherCopies, StepBesideCopies
-from tests.benchmarks.stopwatch import now_s
 
 PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 ORDERS = ("contiguous", "scattered", "scattered on both sides")
