@@ -124,6 +124,10 @@ class ClusterAccess(ABC):
         """Return the figures of the coordinator alone. Raises as `statistics` does."""
         return self._service_statistics()[0]
 
+    def message_statistics(self) -> ServiceStatistics | None:
+        """Return the figures of the coordinator's message loop alone. Raises as `statistics`."""
+        return self._service_statistics()[1]
+
     def collect_labels(self, rank: int) -> LabelSet:
         """Return what a rank knows of each of its blocks."""
         labels: LabelSet = ask(self.workers[rank].kvcache_labels.remote(), f"rank {rank}")

@@ -101,7 +101,7 @@ class ClientConnection:
     def send(self, messages: Sequence[FromClient]) -> None:
         """Encode and send."""
         for message in messages:
-            self.transport.send(encode(message))
+            self.transport.send(encode(message, self._max_message_bytes))
 
     def send_step(self, submitted: Submitted) -> int:
         """Send what the session has just numbered and return its number.
@@ -110,10 +110,12 @@ class ClientConnection:
         size limit; then nothing was submitted.
         """
         try:
-            self.send(submitted.messages)
-        except ProtocolError:
+            payloads = [encode(m, self._max_message_bytes) for m in submitted.messages]
+        except BaseException:
             self.session.take_back(submitted.step)
             raise
+        for payload in payloads:
+            self.transport.send(payload)
         return submitted.step
 
     def take(self, payloads: Sequence[bytes]) -> None:
@@ -121,21 +123,31 @@ class ClientConnection:
         for payload in payloads:
             try:
                 message = decode(payload, self._max_message_bytes)
-            except ProtocolError:
-                self.malformed += 1
+            except ProtocolError as error:
+                self._count_malformed(str(error))
+                with self.faults.contained("a message that cannot be read"):
+                    self.send(self.session.on_unreadable(payload, str(error)))
                 continue
             except Exception as error:
                 self.malformed += 1
                 self.faults.note("the bytes of a message", error)
                 continue
             if not isinstance(message, TO_CLIENT):
-                self.malformed += 1
+                self._count_malformed(f"{type(message).__name__} is not for clients")
                 continue
             with self.faults.contained("a message"):
                 if answers := self.session.on_message(message):
                     self.send(answers)
         if payloads:
             self._heard_s = self.clock.now()
+
+    def _count_malformed(self, reason: str) -> None:
+        self.malformed += 1
+        logger.warning(
+            "client %s: a message of the coordinator cannot be read: %s",
+            self.session.client_id,
+            reason,
+        )
 
     def tick(self, now_s: float) -> None:
         """Do what is due by the clock, which shows `now_s`."""

@@ -124,6 +124,7 @@ def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
         "malformed": loop.malformed + transport.oversized,
         "impersonated": loop.impersonated,
         "refused_message": loop.refused,
+        "unsendable": loop.unsendable,
         "early": loop.early,
         "fault": loop.faults + transport.faults,
         "foreign": transport.foreign,

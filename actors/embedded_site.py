@@ -20,6 +20,7 @@ from actors.keeper import ANSWER_S, keeps_memory, look_at_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
 from actors.process_identity import is_process_alive
 from actors.reports import ClusterStatus, KeeperStatus, RankStatus, WorkerReport
+from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
 from actors.state import RayStateStore
 from kvcache.config import ClusterConfig
@@ -71,6 +72,10 @@ class EmbeddedSite:
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:
         """Return None: the coordinator's figures are known in its process only."""
+        return None
+
+    def message_statistics(self) -> ServiceStatistics | None:
+        """Return None: so are those of its message loop."""
         return None
 
     def pending(self) -> tuple[PendingWork, ...]:

@@ -240,7 +240,7 @@ class EmbeddedWorker:
                 return False
             if now_s >= self._next_tick_s:
                 self._next_tick_s = now_s + self._tick_s
-                _send(transport, self._worker.on_tick())
+                self._send(transport, self._worker.on_tick())
             return self._serve(self._worker, transport, timeout_s)
 
     def wake(self) -> None:
@@ -326,19 +326,26 @@ class EmbeddedWorker:
             if num_plain:
                 transport.send(acknowledgement)
             if num_plain < len(payloads):
-                _send(transport, worker.on_messages(self._decoded(payloads[num_plain:])))
+                self._take(worker, transport, payloads[num_plain:])
         if worker.has_due_forwards or not payloads:
-            _send(transport, worker.run_due_forwards())
+            self._send(transport, worker.run_due_forwards())
         return bool(payloads)
 
-    def _decoded(self, payloads: Sequence[bytes]) -> list[Message]:
-        """Return the messages for a worker among `payloads`; count the others."""
+    def _take(
+        self, worker: KVCacheWorker, transport: PeerTransport, payloads: Sequence[bytes]
+    ) -> None:
+        """Have the worker obey what is for it among `payloads`; count and answer the others."""
         messages: list[Message] = []
         for payload in payloads:
             try:
                 message = decode(payload, self._max_message_bytes)
-            except ProtocolError:
+            except ProtocolError as error:
                 self._malformed += 1
+                rank = worker.settings.rank
+                logger.warning(
+                    "rank %d: a message of the coordinator cannot be read: %s", rank, error
+                )
+                self._send(transport, worker.on_unreadable(payload, str(error)))
                 continue
             except Exception as error:
                 self._malformed += 1
@@ -348,12 +355,14 @@ class EmbeddedWorker:
                 messages.append(message)
             else:
                 self._misdirected += 1
-        return messages
+        self._send(transport, worker.on_messages(messages))
 
-
-def _send(transport: PeerTransport, messages: Sequence[Message]) -> None:
-    for message in messages:
-        try:
-            transport.send(encode(message))
-        except ProtocolError as error:
-            logger.error("not sent to the coordinator: %s", error)
+    def _send(self, transport: PeerTransport, messages: Sequence[Message]) -> None:
+        """Send; what cannot travel is said again with less."""
+        for message in messages:
+            try:
+                payload = encode(message, self._max_message_bytes)
+            except ProtocolError as error:
+                self.worker.say_less(type(message).__name__, str(error))
+            else:
+                transport.send(payload)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, get_args
 
 from actors.transport import Inbound, ServerTransport, TransportStatistics
@@ -46,6 +47,12 @@ class Decider(Protocol):
     def on_client_lost(self, client_id: str) -> None:
         """Note that a client's last connection has ended."""
 
+    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
+        """Take a payload that is no message, for `reason`; return what its sender is told."""
+
+    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
+        """Return what to send in the place of a message that cannot travel, for `reason`."""
+
     def on_tick(self) -> list[Outgoing]:
         """Look at the clock."""
 
@@ -58,10 +65,10 @@ class Decider(Protocol):
 class ServiceStatistics:
     """What the loop has carried and refused.
 
-    `malformed`: payloads that are no message. `impersonated`: messages that are not from whom they
-    say. `refused`: messages that the coordinator must not obey, or that cannot be sent. `early`:
-    before it was started. `faults`: errors that should not be, `last_fault` names the last: one in
-    a decision ended the epoch.
+    `malformed`: payloads that are no message, `last_malformed` names the last. `impersonated`:
+    messages that are not from whom they say. `refused`: messages that the coordinator must not
+    obey. `unsendable`: messages that could not be sent. `early`: before it was started. `faults`:
+    errors that should not be, `last_fault` names the last: one in a decision ended the epoch.
     """
 
     transport: TransportStatistics
@@ -71,6 +78,8 @@ class ServiceStatistics:
     early: int
     faults: int = 0
     last_fault: str = ""
+    last_malformed: str = ""
+    unsendable: int = 0
 
 
 def with_faults(loop: LoopStatistics, service: ServiceStatistics) -> LoopStatistics:
@@ -94,6 +103,8 @@ class CoordinatorService:
         self._next_tick_s = clock.now() + tick_s
         self._decider: Decider | None = None
         self._malformed = self._impersonated = self._refused = self._early = 0
+        self._unsendable = 0
+        self._last_malformed = ""
         self._faults = Faults("the coordinator's message loop")
         self._error = ""  # one after which the books are not dropped yet
 
@@ -153,35 +164,34 @@ class CoordinatorService:
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
         """Encode each message once and send it to all it is for; what goes to the same ones goes
-        together."""
+        together. In the place of what cannot travel, something else may be sent."""
+        unsendable = self._send(outgoing)
+        if unsendable and (decider := self._decider) is not None:
+            for item, reason in unsendable:
+                what = f"a message to {item.to} that cannot be sent"
+                self._send(self._decide(what, partial(decider.on_unsendable, item, reason)))
+
+    def _send(self, outgoing: Sequence[Outgoing]) -> list[tuple[Outgoing, str]]:
+        """Send; return what cannot be sent, and why."""
         by_receivers: dict[tuple[Address, ...], list[bytes]] = {}
+        unsendable: list[tuple[Outgoing, str]] = []
         for item in outgoing:
             try:
-                payload = encode(item.message)
+                payload = encode(item.message, self._max_message_bytes)
             except ProtocolError as error:
-                self._on_unsendable(item.to, error)
+                self._unsendable += 1
+                logger.error("not sent to %s: %s", item.to, error)
+                unsendable.append((item, str(error)))
                 continue
             except Exception as error:
-                self._refused += 1
-                self._faults.note(f"a message to {item.to}", error)
+                self._unsendable += 1
+                reason = self._faults.note(f"a message to {item.to}", error)
+                unsendable.append((item, reason))
                 continue
             by_receivers.setdefault(item.to, []).append(payload)
         for receivers, payloads in by_receivers.items():
-            try:
-                self.transport.send(receivers, *payloads)
-            except ProtocolError:
-                for payload in payloads:  # all but the one that is too long
-                    self._send_alone(receivers, payload)
-
-    def _send_alone(self, receivers: tuple[Address, ...], payload: bytes) -> None:
-        try:
-            self.transport.send(receivers, payload)
-        except ProtocolError as error:
-            self._on_unsendable(receivers, error)
-
-    def _on_unsendable(self, receivers: tuple[Address, ...], error: ProtocolError) -> None:
-        self._refused += 1
-        logger.error("not sent to %s: %s", receivers, error)
+            self.transport.send(receivers, *payloads)
+        return unsendable
 
     def statistics(self) -> ServiceStatistics:
         """Return figures, frozen."""
@@ -193,6 +203,8 @@ class CoordinatorService:
             early=self._early,
             faults=self._faults.count,
             last_fault=self._faults.last,
+            last_malformed=self._last_malformed,
+            unsendable=self._unsendable,
         )
 
     def _decide(self, what: str, decide: Callable[[], list[Outgoing]]) -> list[Outgoing]:
@@ -215,30 +227,36 @@ class CoordinatorService:
 
     def _take(self, inbound: Inbound) -> list[Outgoing]:
         """Return what is to be sent because of a message; count one that is not to be obeyed."""
+        address, decider = inbound.peer.address, self._decider
         try:
             message = decode(inbound.payload, self._max_message_bytes)
         except ProtocolError as error:
-            self._malformed += 1
-            logger.debug("dropped from %s: %s", inbound.peer, error)
-            return []
+            logger.warning("a message of %s cannot be read: %s", address, error)
+            return self._on_unreadable(inbound, str(error))
         except Exception as error:
-            self._malformed += 1
-            self._faults.note(f"the bytes of {inbound.peer}", error)
-            return []
-        address, decider = inbound.peer.address, self._decider
+            return self._on_unreadable(inbound, self._faults.note(f"the bytes of {address}", error))
         if decider is None:
             self._early += 1
             return []
         try:
             if isinstance(address, WorkerAddress):
-                if not (isinstance(message, FROM_WORKER) and message.rank == address.rank):
-                    self._impersonated += 1
-                    return []
-                return decider.on_worker_message(address.rank, message)
-            if isinstance(message, FROM_CLIENT) and message.client_id == address.client_id:
+                if isinstance(message, FROM_WORKER) and message.rank == address.rank:
+                    return decider.on_worker_message(address.rank, message)
+            elif isinstance(message, FROM_CLIENT) and message.client_id == address.client_id:
                 return decider.on_client_message(message)
-            self._impersonated += 1
         except ProtocolError as error:
             self._refused += 1
-            logger.debug("refused from %s: %s", inbound.peer, error)
+            logger.warning("a message of %s is refused: %s", address, error)
+            return []
+        self._impersonated += 1
+        logger.warning("%s sends a %s in another's name", address, type(message).__name__)
         return []
+
+    def _on_unreadable(self, inbound: Inbound, reason: str) -> list[Outgoing]:
+        """Count a payload that is no message; return what its sender is told."""
+        address, decider = inbound.peer.address, self._decider
+        self._malformed += 1
+        self._last_malformed = f"{address}: {reason}"
+        if decider is None:
+            return []
+        return decider.on_unreadable(address, inbound.payload, reason)

@@ -24,7 +24,7 @@ from kvcache.clock import Clock
 from kvcache.errors import ClusterError, KVCacheError, ProtocolError
 from kvcache.logs import get_logger
 from kvcache.messages import ClientAddress, Detach, Detached, Outgoing, Unattached
-from kvcache.wire import decode, encode
+from kvcache.wire import decode, encode, prose
 
 logger = get_logger(__name__)
 
@@ -181,7 +181,7 @@ class SharedService:
         address, coordinator = end.peer.address, self._coordinator
         if isinstance(address, ClientAddress):
             epoch = 1 + (0 if coordinator is None else coordinator.epoch)
-            end.put(encode(Unattached(address.client_id, epoch, str(self.ended))))
+            end.put(encode(Unattached(address.client_id, epoch, prose(str(self.ended)))))
 
     def _answer_after_the_end(self, inbound: Inbound, end: InProcessPeer) -> None:
         """Send a client away, or let it go if that is what it asks for."""

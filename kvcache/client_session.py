@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvcache.clock import Clock
-from kvcache.errors import ConfigurationError, DeadlineError, RequestError, StaleEpochError
+from kvcache.errors import (
+    ConfigurationError,
+    DeadlineError,
+    MalformedMessageError,
+    RequestError,
+    StaleEpochError,
+)
 from kvcache.messages import (
     Acknowledge,
     Attach,
@@ -34,7 +40,8 @@ from kvcache.messages import (
     Unattached,
 )
 from kvcache.step import NO_STEP, StepRequest, StepResult
-from kvcache.step_delivery import StepAnswer, StepMessage, StepWindow, stamped
+from kvcache.step_delivery import StepAnswer, StepMessage, StepWindow, error_answer, stamped
+from kvcache.wire import leading_fields
 
 MAX_STORED_ANSWERS = 1024
 """Answers kept for `result`; older ones are forgotten."""
@@ -299,6 +306,25 @@ class ClientSession:
                 return self._on_answer(message)
             case MissingSteps():
                 return list(self._window.on_missing(message.from_step, self._clock.now()))
+
+    def on_unreadable(self, payload: bytes, reason: str) -> list[FromClient]:
+        """Take a payload that cannot be decoded, for `reason`. If it is the answer to a step, the
+        step has an error for an answer: the coordinator would send the same one again."""
+        leading = leading_fields(payload)
+        if leading is None or leading.kind not in (StepResult, CallResult):
+            return []
+        client_id, step, epoch, seq = map(leading.fields.get, ("client_id", "step", "epoch", "seq"))
+        is_ours = self._state is SessionState.ATTACHED and (client_id, epoch) == (
+            self.client_id,
+            self._epoch,
+        )
+        if not is_ours or step is None:
+            return []
+        answer: StepAnswer = StepResult(self.client_id, step, self._epoch, seq or 0)
+        if leading.kind is CallResult:
+            answer = CallResult(self.client_id, step, self._epoch, seq or 0, b"")
+        text = f"the answer to step {step} cannot be read, it may have been executed: {reason}"
+        return self._on_answer(error_answer(answer, MalformedMessageError.__name__, text))
 
     def on_tick(self) -> list[FromClient]:
         """Repeat what got no answer, acknowledge, give a sign of life."""

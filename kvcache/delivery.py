@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcache.errors import BacklogFullError, MalformedMessageError, StaleEpochError
+from kvcache.errors import BacklogFullError, ClusterError, MalformedMessageError, StaleEpochError
 from kvcache.heads import NO_ITEMS, MessageHead
 from kvcache.messages import (
     INT64_MAX,
@@ -308,6 +308,7 @@ class _RankProgress:
     applied_seq: int = 0
     waiting_since_s: float = 0.0
     asked_seq: int = 0
+    rejected_seq: int = 0
     num_resent: int = 0
 
 
@@ -416,6 +417,25 @@ class CommandWindow:
             return []
         progress.asked_seq = from_seq
         return self._resend(progress, from_seq, now_s)
+
+    def on_rejected(
+        self, rank: int, incarnation: str, epoch: int, seq: int, reason: str
+    ) -> list[StepCommands]:
+        """Return the message that `rank` could not read or obey, to be sent once more: what came
+        may have been damaged.
+
+        Raises as `on_applied` does, and ClusterError when the rank says so again: nothing behind
+        that message can ever be applied.
+        """
+        progress = self._progress(rank, incarnation, epoch)
+        message = self._messages.get(seq)
+        if message is None or seq <= progress.applied_seq:
+            return []
+        if seq == progress.rejected_seq:
+            raise ClusterError(f"rank {rank} cannot obey message {epoch}:{seq}: {reason}")
+        progress.rejected_seq = seq
+        progress.num_resent += 1
+        return [message]
 
     def due_for_resend(self, now_s: float) -> dict[int, list[StepCommands]]:
         """Return, per rank that has been silent about its messages for too long, what to repeat."""

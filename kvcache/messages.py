@@ -5,10 +5,12 @@
                 ──FinishedAck────▶             these reports arrived, stop repeating them
                 ──Ping───────────▶             no step ran for a while: say that you live
                 ──CollectLabels──▶             say what your blocks hold, from this one on
+                ──Unreadable─────▶             a report cannot be read: say less
     worker      ──Hello──────────▶ coordinator a process asks to be taken, or taken over
                 ──Granted / Refused ▶          answer to a Grant
                 ──Applied────────▶             answer to StepCommands, stored for repeats
                 ──Missing────────▶             a gap: send again from this number on
+                ──Rejected───────▶             these commands cannot be read or obeyed
                 ──Finished───────▶             jobs that have ended; repeated until acknowledged
                 ──Heartbeat──────▶             answer to a Ping; also sent when idle
                 ──LabelReport────▶             answer to CollectLabels, as much as fits
@@ -165,6 +167,17 @@ class CollectLabels:
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """A message of kind `kind` (`Finished`, `LabelReport`) cannot be read, for `reason`: repeating
+    it does not help, saying less does."""
+
+    nonce: str
+    epoch: int
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ClientStep:
     """The last step of a client that a rank has applied, in whatever epoch."""
 
@@ -218,6 +231,19 @@ class Missing:
     rank: int
     epoch: int
     from_seq: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """`rank` cannot read or obey the commands of number `seq`, for `reason`; it waits for others
+    under that number."""
+
+    nonce: str
+    incarnation: str
+    rank: int
+    epoch: int
+    seq: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -364,9 +390,9 @@ class Detached:
     epoch: int
 
 
-ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping | CollectLabels
+ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping | CollectLabels | Unreadable
 FromWorker: TypeAlias = (
-    Hello | Granted | Refused | Applied | Missing | Finished | Heartbeat | LabelReport
+    Hello | Granted | Refused | Applied | Missing | Rejected | Finished | Heartbeat | LabelReport
 )
 FromClient: TypeAlias = Attach | StepRequest | Call | Acknowledge | Detach
 ToClient: TypeAlias = (

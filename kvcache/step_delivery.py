@@ -17,11 +17,38 @@ from kvcache.delivery import MAX_RESENT
 from kvcache.errors import BacklogFullError, MalformedMessageError
 from kvcache.messages import Call, CallResult
 from kvcache.step import StepRequest, StepResult
+from kvcache.wire import prose
+
+
+@dataclass(frozen=True)
+class UnreadableStep:
+    """In the place of a step or call that came and cannot be read, for `reason`. It takes the
+    number, and is refused like any other that makes no sense. Never travels."""
+
+    client_id: str
+    step: int
+    epoch: int
+    is_call: bool
+    reason: str
+
 
 StepMessage: TypeAlias = StepRequest | Call
+ReceivedMessage: TypeAlias = StepMessage | UnreadableStep
 StepAnswer: TypeAlias = StepResult | CallResult
 
 MessageT = TypeVar("MessageT", bound=StepRequest | StepResult | CallResult)
+
+
+def error_answer(message: ReceivedMessage | StepAnswer, error_type: str, reason: str) -> StepAnswer:
+    """Return the answer with an error to a step or call, or one in the place of another answer."""
+    client_id, step, reason = message.client_id, message.step, prose(reason)
+    is_call = isinstance(message, Call | CallResult) or (
+        isinstance(message, UnreadableStep) and message.is_call
+    )
+    seq = message.seq if isinstance(message, StepResult | CallResult) else 0
+    if is_call:
+        return CallResult(client_id, step, message.epoch, seq, b"", error_type, reason)
+    return StepResult(client_id, step, message.epoch, seq, error=prose(f"{error_type}: {reason}"))
 
 
 def stamped(message: MessageT, **figures: int | str) -> MessageT:
@@ -54,7 +81,7 @@ class StepReceiver:
         self.client_id = client_id
         self._max_stored = max_stored
         self._next_step = next_step
-        self._buffered: dict[int, StepMessage] = {}
+        self._buffered: dict[int, ReceivedMessage] = {}
         self._answers: OrderedDict[int, StepAnswer] = OrderedDict()
         self.num_duplicates = 0
         self.num_overflowed = 0
@@ -74,7 +101,7 @@ class StepReceiver:
         self._next_step = max(self._next_step, next_step)
         self._buffered = {n: m for n, m in self._buffered.items() if n >= self._next_step}
 
-    def on_step(self, message: StepMessage) -> ReceivedStep:
+    def on_step(self, message: ReceivedMessage) -> ReceivedStep:
         """Keep a step for `take_ready`, or return the answer it got before.
 
         A number that is too far ahead is dropped, and so is one whose answer the client has
@@ -94,11 +121,11 @@ class StepReceiver:
         return ReceivedStep(missing_from=self._next_step if is_gap else None)
 
     @property
-    def ready_step(self) -> StepMessage | None:
+    def ready_step(self) -> ReceivedMessage | None:
         """What `take_ready` would take if answers were claimed."""
         return self._buffered.get(self._next_step)
 
-    def take_ready(self) -> StepMessage | None:
+    def take_ready(self) -> ReceivedMessage | None:
         """Return the next step in order, or None: not there, or too many answers unclaimed."""
         if len(self._answers) >= self._max_stored:
             return None
@@ -110,6 +137,11 @@ class StepReceiver:
     def store_answer(self, answer: StepAnswer) -> None:
         """Keep the answer of a step that was taken."""
         self._answers[answer.step] = answer
+
+    def replace_answer(self, answer: StepAnswer) -> None:
+        """Keep another answer to a step whose own one cannot travel."""
+        if answer.step in self._answers:
+            self._answers[answer.step] = answer
 
     def on_acknowledge(self, step: int) -> None:
         """Release the answers up to `step`."""

@@ -130,6 +130,12 @@ def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Mess
     return message
 
 
+def prose(text: str) -> str:
+    """Return `text` as it may travel to people: cut, and without what UTF-8 cannot encode."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= MAX_PROSE_CHARS else text[: MAX_PROSE_CHARS - 4] + " ..."
+
+
 def leading_fields(data: bytes) -> Leading | None:
     """Return what `data`, which `decode` refused, says first, so that its sender can be told.
 

@@ -85,9 +85,12 @@ def show_status(name: str | None, as_json: bool) -> None:
         cluster = named_cluster(name)
         status = cluster.status()
         statistics = cluster.coordinator_statistics()
+        messages = cluster.message_statistics()
     if as_json:
         figures = None if statistics is None else asdict(statistics)
-        print_json(json.dumps({**status.to_dict(), "statistics": figures}, indent=2))
+        loop = None if messages is None else asdict(messages)
+        whole = {**status.to_dict(), "statistics": figures, "messages": loop}
+        print_json(json.dumps(whole, indent=2))
         return
     console = Console(file=sys.stdout)
     print_facts(console, status.name, _summary(status, statistics))

@@ -141,7 +141,7 @@ class TransportConfig(Section):
     bind_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     window: Count = 64
     max_clients: FewThousand = 64
-    max_message_bytes: Bytes = 64 * MIB
+    max_message_bytes: Annotated[Bytes, Field(ge=MIB)] = 64 * MIB
     resend_s: Seconds = 0.5
     heartbeat_s: Seconds = 1.0
 

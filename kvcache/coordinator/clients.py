@@ -16,7 +16,7 @@ from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.errors import InvariantError
 from kvcache.messages import Attach
-from kvcache.step_delivery import StepMessage
+from kvcache.step_delivery import ReceivedMessage
 
 MAX_CLIENT_ID_CHARS = 256
 MAX_STEP = 2**53
@@ -83,7 +83,7 @@ class Clients:
             return f"client {client_id} gave its steps up, they are freed: use a new client id"
         return ""
 
-    def take_ready(self) -> tuple[ClientLedger, StepMessage] | None:
+    def take_ready(self) -> tuple[ClientLedger, ReceivedMessage] | None:
         """Return the next step in order of the client that has waited longest; None if none is
         ready. The client is asked last from now on."""
         for ledger in self._ledgers.values():

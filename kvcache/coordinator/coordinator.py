@@ -33,6 +33,7 @@ from kvcache.errors import (
     ClusterError,
     InvariantError,
     KVCacheError,
+    MalformedMessageError,
     ProtocolError,
     RequestError,
     SupersededError,
@@ -40,8 +41,12 @@ from kvcache.errors import (
 from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
+    Acknowledge,
+    Address,
     Applied,
     Attach,
+    Call,
+    CallResult,
     ClientAddress,
     Detach,
     Detached,
@@ -55,14 +60,25 @@ from kvcache.messages import (
     Missing,
     Outgoing,
     Ping,
+    Progress,
     Refused,
+    Rejected,
+    StepCommands,
     Unattached,
+    Unreadable,
     WorkerAddress,
 )
 from kvcache.offload.specs import DEVICE_MEDIUM
 from kvcache.state_store import StateStore
+from kvcache.step import StepRequest, StepResult
+from kvcache.step_delivery import ReceivedMessage, UnreadableStep, error_answer
+from kvcache.wire import leading_fields, prose
 
 logger = get_logger(__name__)
+
+
+REPEATED_REPORTS = (Finished, LabelReport)
+"""What a worker says again until it is acknowledged, or asked again for."""
 
 
 class Coordinator:
@@ -175,7 +191,7 @@ class Coordinator:
                     return self._on_refused(refused)
                 case LabelReport() as labels:
                     return self._on_labels(labels)
-                case Applied() | Missing() | Finished() | Heartbeat() as report:
+                case Applied() | Missing() | Rejected() | Finished() | Heartbeat() as report:
                     return self._on_report(report)
         except ProtocolError as error:
             self._drop(str(error))
@@ -210,9 +226,15 @@ class Coordinator:
             if isinstance(answer, Unattached):
                 self._counts = self._counts.plus(unattached=1)
             return [Outgoing((ClientAddress(client_id),), answer)]
-        ledger = self._clients.get(client_id)
+        return self._on_attached_client(reign, message)
+
+    def _on_attached_client(
+        self, reign: Reign, message: ReceivedMessage | Acknowledge
+    ) -> list[Outgoing]:
+        """Take a message that only an attached client may send; send others away."""
+        ledger = self._clients.get(message.client_id)
         if message.epoch != self.epoch or ledger is None or ledger.is_leaving:
-            return self._part_from([client_id])
+            return self._part_from([message.client_id])
         return self._guarded(lambda: reign.on_client_message(ledger, message))
 
     def _on_detach(self, client_id: str) -> list[Outgoing]:
@@ -258,6 +280,62 @@ class Coordinator:
             ping = Ping(self._members.nonce, self.epoch)
             out.append(Outgoing(tuple(WorkerAddress(rank) for rank in silent), ping))
         return out + self._guarded(self._reign.on_tick)
+
+    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
+        """Take a payload that cannot be decoded, for `reason`: its sender would repeat it.
+
+        A step or call is refused under its number, a worker is asked to say less. Whatever does not
+        say what it is, or is not from whom it says, gets no answer.
+        """
+        leading = leading_fields(payload)
+        if leading is None:
+            return []
+        what = leading.fields
+        if isinstance(sender, WorkerAddress):
+            if what.get("nonce") != self._members.nonce or leading.kind not in REPEATED_REPORTS:
+                return []
+            unreadable = Unreadable(
+                self._members.nonce, self.epoch, leading.kind.__name__, prose(reason)
+            )
+            return [Outgoing((sender,), unreadable)]
+        reign, client_id = self._reign, sender.client_id
+        if reign is None or what.get("client_id") != client_id:
+            return []
+        if leading.kind is Attach:
+            return [Outgoing((sender,), Unattached(client_id, self.epoch, prose(reason)))]
+        step, epoch, is_call = what.get("step"), what.get("epoch"), leading.kind is Call
+        if not (is_call or leading.kind is StepRequest) or step is None or epoch is None:
+            return []
+        unread = UnreadableStep(client_id, step, epoch, is_call, reason)
+        return self._on_attached_client(reign, unread)
+
+    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
+        """Return what to send in the place of a message that cannot travel, for `reason`.
+
+        Answers become errors: their step was executed all the same. Commands that no rank can get
+        end the epoch, or all that come behind them would wait.
+        """
+        message = item.message
+        match message:
+            case StepResult() | CallResult():
+                answer = error_answer(
+                    message,
+                    MalformedMessageError.__name__,
+                    f"step {message.step} was executed, but its answer cannot be sent: {reason}",
+                )
+                ledger = self._clients.get(message.client_id)
+                if ledger is not None and message.epoch == self.epoch:
+                    ledger.receiver.replace_answer(answer)
+                return [Outgoing(item.to, answer)]
+            case Progress():
+                failures = tuple(replace(failure, detail="") for failure in message.failures)
+                return [Outgoing(item.to, replace(message, failures=failures))]
+            case StepCommands() if self._reign is not None and message.epoch == self.epoch:
+                return self._begin_epoch(
+                    f"the commands of step {message.client_step} of client {message.client_id!r}, "
+                    f"message {message.epoch}:{message.seq}, cannot be sent: {reason}"
+                )
+        return []
 
     def on_error(self, reason: str) -> list[Outgoing]:
         """An error ended a decision, which may have left books half written: begin a new epoch,
@@ -414,7 +492,9 @@ class Coordinator:
         self._reason = f"another coordinator took over: {reason}"
         return self._part_from(clients)
 
-    def _on_report(self, message: Applied | Missing | Finished | Heartbeat) -> list[Outgoing]:
+    def _on_report(
+        self, message: Applied | Missing | Rejected | Finished | Heartbeat
+    ) -> list[Outgoing]:
         """Take a report of a rank's present process in the present epoch."""
         who, now_s = (message.rank, message.incarnation, message.nonce), self._clock.now()
         if self._members.was_replaced(*who):
@@ -467,7 +547,7 @@ class Coordinator:
         elif self._collection:
             missing = f"waiting for the labels of ranks {self._collection.missing()}"
         parts = [part for part in (self._reason, missing, self.problem()) if part]
-        reason = "; ".join(parts) or "attach first"
+        reason = prose("; ".join(parts) or "attach first")
         away = [Unattached(client_id, self.epoch, reason) for client_id in client_ids]
         self._counts = self._counts.plus(unattached=len(away))
         return [Outgoing((ClientAddress(message.client_id),), message) for message in away]

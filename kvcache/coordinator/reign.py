@@ -51,13 +51,14 @@ from kvcache.messages import (
     Missing,
     MissingSteps,
     Outgoing,
+    Rejected,
     StepCommands,
     ToClient,
     Unattached,
     WorkerAddress,
 )
 from kvcache.step import StepRequest, StepResult
-from kvcache.step_delivery import StepMessage, stamped
+from kvcache.step_delivery import ReceivedMessage, UnreadableStep, stamped
 
 MAX_STEPS_AT_ONCE = 256
 """Steps executed for one incoming message; the rest waits for the next one."""
@@ -192,13 +193,13 @@ class Reign:
         )
 
     def on_client_message(
-        self, ledger: ClientLedger, message: StepMessage | Acknowledge
+        self, ledger: ClientLedger, message: ReceivedMessage | Acknowledge
     ) -> list[Outgoing]:
         """Take a message of an attached client. Raises ClusterError when the state store fails."""
         ledger.on_heard(self._clock.now())
         out: list[Outgoing] = []
         match message:
-            case StepRequest() | Call():
+            case StepRequest() | Call() | UnreadableStep():
                 out = self._on_step(ledger, message)
             case Acknowledge():
                 ledger.on_acknowledge(message.step)
@@ -233,7 +234,7 @@ class Reign:
             return f"its connection ended {now_s - ledger.lost_s:.1f} s ago"
         return ""
 
-    def _on_step(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
+    def _on_step(self, ledger: ClientLedger, message: ReceivedMessage) -> list[Outgoing]:
         received = ledger.receiver.on_step(message)
         if received.answer is not None:
             return [_to_client(received.answer)]
@@ -244,8 +245,11 @@ class Reign:
 
     # --- ranks
 
-    def on_report(self, message: Applied | Missing | Finished | Heartbeat) -> list[Outgoing]:
-        """Take a report of a rank. Raises ProtocolError for numbers that were never given."""
+    def on_report(
+        self, message: Applied | Missing | Rejected | Finished | Heartbeat
+    ) -> list[Outgoing]:
+        """Take a report of a rank. Raises ProtocolError for numbers that were never given, and
+        ClusterError for a message that the rank cannot obey."""
         now_s, who = self._clock.now(), (message.rank, message.incarnation, message.epoch)
         match message:
             case Applied() | Heartbeat():
@@ -253,6 +257,16 @@ class Reign:
                 return self.settle()
             case Missing():
                 again = self.window.on_missing(*who, message.from_seq, now_s)
+                return [Outgoing((WorkerAddress(message.rank),), m) for m in again]
+            case Rejected():
+                again = self.window.on_rejected(*who, message.seq, message.reason)
+                logger.warning(
+                    "epoch %d: rank %d rejects message %d: %s",
+                    self._epoch,
+                    message.rank,
+                    message.seq,
+                    message.reason,
+                )
                 return [Outgoing((WorkerAddress(message.rank),), m) for m in again]
             case Finished():
                 return self._on_finished(message)
@@ -380,7 +394,7 @@ class Reign:
             out += self._execute(*ready)
         return out
 
-    def _execute(self, ledger: ClientLedger, message: StepMessage) -> list[Outgoing]:
+    def _execute(self, ledger: ClientLedger, message: ReceivedMessage) -> list[Outgoing]:
         """Serve one step; its commands leave before its answer."""
         problem = self._problem()
         server = self._server

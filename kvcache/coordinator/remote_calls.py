@@ -21,11 +21,12 @@ import msgpack
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.errors import RequestError
+from kvcache.errors import RequestError, shown
+from kvcache.heads import UNREADABLE
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
-from kvcache.messages import Call
+from kvcache.messages import MAX_ITEMS, MAX_NAME_CHARS, Call
 from kvcache.request import LoRARequest, Request
 
 MAX_REQUESTS_PER_CLIENT = 4096
@@ -46,16 +47,26 @@ _REQUEST_KEYS = {
 
 
 def pack_values(values: object) -> bytes:
-    """Return arguments or a result as bytes: plain values, dataclasses, blocks and int32 arrays."""
-    packed: bytes = msgpack.packb(values, default=_plain)
+    """Return arguments or a result as bytes: plain values, dataclasses, blocks and int32 arrays.
+
+    Raises RequestError for anything else, numbers beyond 64 bits and text that is no Unicode.
+    """
+    try:
+        packed: bytes = msgpack.packb(values, default=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(
+            f"arguments or result cannot be encoded: {error}: pass plain values and int32 arrays"
+        ) from error
     return packed
 
 
 def unpack_values(data: bytes) -> Any:
     """Return what `pack_values` made, arrays as bytes; raises `RequestError` for anything else."""
     try:
-        return msgpack.unpackb(data)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        return msgpack.unpackb(
+            data, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
+        )
+    except UNREADABLE as error:
         raise RequestError(f"arguments cannot be decoded: {error}: pack a map") from error
 
 
@@ -73,8 +84,27 @@ class _Arguments:
         """Return an argument of exactly `kind`, or the default if there is none."""
         value = self._values.pop(name, default)
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise RequestError(f"{self._method}: {name} is {value!r}: pass {kind.__name__}")
+            raise RequestError(f"{self._method}: {name} is {shown(value)}: pass {kind.__name__}")
+        if kind is str:
+            self._require_short(name, value)
         return value
+
+    def take_names(self, name: str) -> list[str]:
+        """Return a list of texts, empty if there is none."""
+        values: list[str] = self.take(name, list, [])
+        for value in values:
+            if type(value) is not str:
+                raise RequestError(f"{self._method}: {name} holds {shown(value)}: pass texts")
+            self._require_short(name, value)
+        return values
+
+    def _require_short(self, name: str, value: str) -> None:
+        """As long as in the fields of messages: blocks' labels repeat some of them."""
+        if len(value) > MAX_NAME_CHARS:
+            raise RequestError(
+                f"{self._method}: {name} has {len(value)} characters, at most {MAX_NAME_CHARS} "
+                "travel: shorten it"
+            )
 
     def take_optional_text(self, name: str) -> str | None:
         """Return a text or None."""
@@ -269,7 +299,7 @@ class RemoteCalls:
 
     def _make_request(self, request_id: str, token_ids: Int32Array, what: _Arguments) -> Request:
         num_prompt = what.take("num_prompt_tokens", int, len(token_ids))
-        mm_hashes = what.take("mm_hashes", list, [])
+        mm_hashes = what.take_names("mm_hashes")
         offsets, lengths = (what.take_ids(n).tolist() for n in ("mm_offsets", "mm_lengths"))
         if len(offsets) != len(lengths):
             raise RequestError(f"request {request_id!r}: unequal mm_offsets and mm_lengths")

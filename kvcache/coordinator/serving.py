@@ -25,12 +25,13 @@ from kvcache.errors import (
     InvalidInputError,
     InvariantError,
     KVCacheError,
+    MalformedMessageError,
     RequestError,
 )
 from kvcache.manager import KVCacheManager
 from kvcache.messages import Call, CallResult
 from kvcache.step import NewRequest, StepRequest, StepResult
-from kvcache.step_delivery import StepAnswer, StepMessage
+from kvcache.step_delivery import ReceivedMessage, StepAnswer, UnreadableStep, error_answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,10 @@ class StepServer:
         self._recorder = NullStepRecorder() if recorder is None else recorder
         self._offloading = offloading
 
-    def serve(self, ledger: ClientLedger, message: StepMessage) -> Served:
+    def serve(self, ledger: ClientLedger, message: ReceivedMessage) -> Served:
         """Execute the message, or refuse it and leave everything as it was."""
+        if isinstance(message, UnreadableStep):
+            return self.refuse(message, message.reason, MalformedMessageError.__name__)
         try:
             if self._is_content_checking:
                 ledger.require_over(message)
@@ -79,14 +82,10 @@ class StepServer:
             return self.refuse(message, str(error), type(error).__name__)
 
     def refuse(
-        self, message: StepMessage, reason: str, error_type: str = "WorkerLostError"
+        self, message: ReceivedMessage, reason: str, error_type: str = "WorkerLostError"
     ) -> Served:
         """Answer with an error. Changes nothing."""
-        client_id, step = message.client_id, message.step
-        if isinstance(message, Call):
-            answer = CallResult(client_id, step, 0, 0, b"", error_type, reason)
-            return Served(answer)
-        return Served(StepResult(client_id, step, 0, 0, error=f"{error_type}: {reason}"))
+        return Served(error_answer(message, error_type, reason))
 
     def release(self, client_id: str) -> None:
         """Free everything a client had. Call it when no rank can run a step of it any more."""

@@ -89,7 +89,7 @@ ERRORS = _counter(
     "What was refused or went wrong, by kind: refused_step, failed_forward, failed_step_report, "
     "dropped, unattached, wrong_block, lost_record; of tiers failed_job, expired_job, "
     "load_given_up, disk_rest; of the message loop malformed, impersonated, refused_message, "
-    "early, foreign, undeliverable, refused_connection, disconnection, fault.",
+    "unsendable, early, foreign, undeliverable, refused_connection, disconnection, fault.",
     "kind",
 )
 EPOCH = _gauge("kvcache_epoch", "The coordinator's epoch; it rises with every loss of a process.")
@@ -204,7 +204,8 @@ WORKER_MESSAGES = _counter(
 )
 WORKER_ERRORS = _counter(
     "kvcache_worker_errors_total",
-    "What went wrong on a rank, by kind: failed_job, invalid, foreign, malformed, undeliverable.",
+    "What went wrong on a rank, by kind: failed_job, invalid, foreign, malformed, undeliverable, "
+    "refused_report.",
     "rank",
     "kind",
 )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvcache.coordinator import Coordinator
-from kvcache.messages import Call, Detach, FromClient, FromWorker, Outgoing
+from kvcache.messages import Address, Call, Detach, FromClient, FromWorker, Outgoing
 from kvcache.metrics.step_meter import StepMeter
 from kvcache.step import StepRequest
 
@@ -68,6 +68,16 @@ class MeteredCoordinator:
         if self._is_open:
             self._meter.forget_silent(begun_s)
         return self._looked_at(self._coordinator.on_tick(), begun_s)
+
+    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
+        """See `Coordinator`."""
+        begun_s = self._now()
+        return self._looked_at(self._coordinator.on_unreadable(sender, payload, reason), begun_s)
+
+    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
+        """See `Coordinator`."""
+        begun_s = self._now()
+        return self._looked_at(self._coordinator.on_unsendable(item, reason), begun_s)
 
     def on_error(self, reason: str) -> list[Outgoing]:
         """See `Coordinator`."""

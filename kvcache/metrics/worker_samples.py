@@ -39,6 +39,7 @@ def worker_samples(cluster: str, figures: WorkerStatistics, traffic: RankTraffic
             "foreign": figures.num_foreign_messages,
             "malformed": traffic.num_malformed,
             "undeliverable": traffic.num_undeliverable,
+            "refused_report": figures.num_refused_reports,
         }.items()
     ]
 

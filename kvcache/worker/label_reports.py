@@ -46,6 +46,7 @@ class LabelReporter:
         self._executor = executor
         self._directories: dict[int, ScannedDirectory] = {}
         self._are_files_read = False
+        self._are_labels_left_out = False
 
     def collect(self, first_block: int = 0, end_block: int | None = None) -> LabelSet:
         """Return the labels of blocks `[first_block, end_block)` as of the last applied message."""
@@ -80,10 +81,15 @@ class LabelReporter:
             return self._report_files(first_block, files.pool)
         return self._piece(medium, 0, 0, 0, self._no_labels())
 
+    def leave_labels_out(self) -> None:
+        """Report no labels until another coordinator asks: the rank says of no block what it holds,
+        and nothing of it is kept."""
+        self._are_labels_left_out = True
+
     def forget_files(self) -> None:
         """Another coordinator asks: files are read again when it does."""
         self._directories.clear()
-        self._are_files_read = False
+        self._are_files_read = self._are_labels_left_out = False
 
     def _collect_slots(self, first_slot: int, end_slot: int) -> LabelSet:
         host = self._executor.tiers.host
@@ -158,6 +164,8 @@ class LabelReporter:
         self, medium: str, first: int, end: int, total: int, labels: LabelSet
     ) -> LabelReport:
         """Return one message. Whose steps were applied is in the first one about the device."""
+        if self._are_labels_left_out:
+            labels = self._no_labels()
         is_first = first == 0 and medium == DEVICE_MEDIUM
         steps = self._executor.gate.client_steps if is_first else {}
         return LabelReport(

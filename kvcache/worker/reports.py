@@ -5,10 +5,11 @@ Stands between jobs and messages. Knows no sockets and no clock of its own. Refu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.delivery import CommandReceiver
 from kvcache.messages import Finished, JobReport
+from kvcache.wire import prose
 
 MAX_REPORTS_IN_MESSAGE = 512
 """More go into several messages, so that one never grows with a backlog."""
@@ -35,7 +36,14 @@ class ReportOutbox:
     def add(self, report: JobReport) -> None:
         """Keep `report`; it leaves with the next `take_due`."""
         self.num_failed += not report.ok
+        if report.detail:
+            report = replace(report, detail=prose(report.detail))
         self._reports[report.job_id] = _Report(report)
+
+    def leave_details_out(self) -> None:
+        """Say of these jobs no more than how they ended."""
+        for entry in self._reports.values():
+            entry.report = replace(entry.report, detail="")
 
     def acknowledge(self, job_ids: tuple[int, ...]) -> None:
         """Forget these reports; unknown ids are acknowledgements of repeats."""

@@ -91,7 +91,7 @@ class WorkerStatistics:
     """What one worker process has done so far. Counts are since the process started.
 
     `num_blocks_copied` and `num_blocks_zeroed`: by commands executed on this rank, a block over all
-    layers counted once.
+    layers counted once. `num_refused_reports` could not be sent, or not be read.
     """
 
     rank: int
@@ -113,4 +113,5 @@ class WorkerStatistics:
     pool_bytes: int
     host_bytes: int
     receiver: ReceiverStatistics
+    num_refused_reports: int = 0
     transfers: TransferStatistics = field(default_factory=TransferStatistics)

@@ -30,15 +30,20 @@ from kvcache.labels import LabelSet, LabelTable
 from kvcache.logs import get_logger
 from kvcache.messages import (
     CollectLabels,
+    Finished,
     FinishedAck,
     Grant,
     Granted,
+    LabelReport,
     Message,
     Ping,
     Refused,
+    Rejected,
     StepCommands,
+    Unreadable,
 )
 from kvcache.serving_loop import describe_error
+from kvcache.wire import leading_fields, prose
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.engine_choice import make_copy_engine
@@ -208,6 +213,29 @@ class KVCacheWorker:
                 self._condition.notify_all()
             return num_obeyed, self._receiver.applied_payload()
 
+    def on_unreadable(self, payload: bytes, reason: str) -> list[Message]:
+        """Take a payload that cannot be decoded, for `reason`; return what to answer: commands of
+        the present coordinator are rejected, or it would repeat them."""
+        leading = leading_fields(payload)
+        if leading is None or leading.kind is not StepCommands:
+            return []
+        nonce, epoch, seq = map(leading.fields.get, ("nonce", "epoch", "seq"))
+        with self._lock:
+            if seq is None or not self._is_present(nonce, epoch):
+                return []
+            return [self._rejected(seq, reason)]
+
+    def say_less(self, kind: str, reason: str) -> None:
+        """Leave out of messages of `kind` what the coordinator can do without: the last one could
+        not be sent or read, for `reason`, and would be repeated."""
+        logger.error("rank %d: a %s cannot travel: %s", self.settings.rank, kind, reason)
+        with self._lock:
+            self._refused.num_reports += 1
+            if kind == Finished.__name__:
+                self._reports.leave_details_out()
+            elif kind == LabelReport.__name__:
+                self._labels.leave_labels_out()
+
     def on_tick(self) -> list[Message]:
         """Return what is due without being asked: introductions, reports that are not acknowledged,
         a sign of life after silence. Also moves put-off work on."""
@@ -366,7 +394,9 @@ class KVCacheWorker:
                 self._repeat_reports(after_s=0.0)
             case CollectLabels() if self._is_present(message.nonce, message.epoch):
                 self._outbox.append(self._labels.report(message.first_block, message.medium))
-            case Ping() | CollectLabels():
+            case Unreadable() if self._is_present(message.nonce, message.epoch):
+                self.say_less(message.kind, message.reason)
+            case Ping() | CollectLabels() | Unreadable():
                 self._refused.num_foreign += 1
                 self._refuse_superseded(message.nonce, message.epoch)
             case _:
@@ -397,6 +427,7 @@ class KVCacheWorker:
                 reason = f"message {message.epoch}:{message.seq}: {error}"
                 self._refused.last_invalid = reason
                 logger.error("rank %d refuses %s", self.settings.rank, reason)
+                self._outbox.append(self._rejected(message.seq, str(error)))
                 return
         received = self._receiver.on_commands(message)
         self._ready.extend(received.ready)
@@ -404,12 +435,18 @@ class KVCacheWorker:
         if not is_ours:
             self._refuse_superseded(message.nonce, message.epoch)
 
+    def _rejected(self, seq: int, reason: str) -> Rejected:
+        receiver, rank = self._receiver, self.settings.rank
+        return Rejected(
+            receiver.nonce, receiver.incarnation, rank, receiver.epoch, seq, prose(reason)
+        )
+
     def _refuse_superseded(self, nonce: str, epoch: int) -> None:
         refusal = self._receiver.refusal_of(nonce, epoch)
         if refusal is not None:
             self._outbox.append(refusal)
 
-    def _is_present(self, nonce: str, epoch: int) -> bool:
+    def _is_present(self, nonce: str | None, epoch: int | None) -> bool:
         receiver = self._receiver
         return epoch != NO_EPOCH and (nonce, epoch) == (receiver.nonce, receiver.epoch)
 

@@ -15,11 +15,13 @@ from kvcache.worker.settings import WorkerStatistics
 
 @dataclass
 class RefusedMessages:
-    """Messages that were not obeyed, and why the last invalid one was not."""
+    """Messages that were not obeyed, and why the last invalid one was not; and reports of this
+    rank that could not be sent or read."""
 
     num_invalid: int = 0
     last_invalid: str = ""
     num_foreign: int = 0
+    num_reports: int = 0
 
 
 def worker_statistics(
@@ -47,6 +49,7 @@ def worker_statistics(
         num_invalid_messages=refused.num_invalid,
         last_invalid_reason=refused.last_invalid,
         num_foreign_messages=refused.num_foreign,
+        num_refused_reports=refused.num_reports,
         pool_bytes=executor.pool.layout.size_bytes,
         host_bytes=executor.host_bytes,
         receiver=receiver.statistics(),

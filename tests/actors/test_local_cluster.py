@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import LocalCluster
+from actors import LocalCluster, calls
 from actors.transport import Endpoint
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
@@ -23,8 +23,18 @@ from kvcache.errors import (
     RequestError,
     StaleEpochError,
 )
+from kvcache.messages import Message
 from kvcache.request import Request
-from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
+from kvcache.step import (
+    EMPTY_RUNNING,
+    Fork,
+    NewRequest,
+    RunningRequests,
+    StepRequest,
+    StepResult,
+)
+from kvcache.wire import encode
+from tests.protocol.loose_sender import unchecked
 
 MakeConfig = Callable[..., ClusterConfig]
 
@@ -91,6 +101,114 @@ def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
         after = client.step(StepRequest("", 0, 0, new=(prompt("a", 40),)))
         client.wait_finished(after.step)
         assert (after.step, client.num_resent) == (before + 1, 0)
+
+
+def test_what_a_client_with_other_rules_sends_is_refused_at_the_call_that_sent_it(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = r"^StepRequest\.completed_step is 9223372036854775808: pass an integer of 64 bits$"
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr("actors.connection.encode", unchecked)
+            with pytest.raises(MalformedMessageError, match=said):
+                client.step(StepRequest(completed_step=2**63))
+            patch.setattr("actors.calls.pack_values", lambda values: "no bytes")
+            with pytest.raises(MalformedMessageError, match=r"Call\.arguments is 'no bytes'"):
+                client.usage()
+        assert client.usage() == 0.0
+        after = client.step(StepRequest(new=(prompt("a", 40),)))
+        client.wait_finished(after.step)
+        assert (after.step, client.num_resent) == (4, 0)
+        assert cluster._service.statistics().malformed == 2
+
+
+def test_an_answer_that_does_not_travel_is_an_error_of_the_call(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode_short_ones(message: Message, max_bytes: int) -> bytes:
+        if isinstance(message, StepResult) and len(message.admitted_slots):
+            return encode(message, 60)
+        return encode(message, max_bytes)
+
+    def encode_wrong_ones(message: Message, max_bytes: int) -> bytes:
+        if isinstance(message, StepResult) and len(message.forked_slots):
+            return unchecked(replace(message, seq=message.seq, no_room=[1]))  # type: ignore[arg-type]  # wrong on purpose
+        return encode(message, max_bytes)
+
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        monkeypatch.setattr("actors.service.encode", encode_short_ones)
+        with pytest.raises(
+            MalformedMessageError,
+            match=r"^step 1 was executed, but its answer cannot be sent: StepResult of \d+ bytes",
+        ):
+            client.step(StepRequest(new=(prompt("a", 40),)))
+        client.wait_finished(1)
+        monkeypatch.setattr("actors.service.encode", encode_wrong_ones)
+        with pytest.raises(
+            MalformedMessageError,
+            match=r"^the answer to step 2 cannot be read, .* StepResult\.no_room holds something",
+        ):
+            client.step(StepRequest(completed_step=1, forks=(Fork("a", "b"),)))
+        client.wait_finished(2)
+        done = client.step(StepRequest(completed_step=2, finished=("a", "b")))
+        client.wait_finished(done.step)
+        assert client.failures == ()
+        assert cluster._service.statistics().unsendable == 1
+
+
+def test_commands_that_are_too_long_end_the_epoch_with_the_reason_and_nothing_hangs(
+    make_config: MakeConfig,
+) -> None:
+    """Every label repeats the name of its LoRA adapter."""
+    config = make_config(
+        transport={"max_message_bytes": "1MiB"},
+        model={"max_model_len": 8192},
+        cache={"memory_per_rank": "4MiB"},
+        content_check={"enabled": False},
+    )
+    with LocalCluster(config) as cluster, cluster.client() as client:
+        epoch = cluster.coordinator.epoch
+        long = replace(prompt("a", 8000), lora_name="l" * 4096)
+        client.wait_finished(client.step(StepRequest(new=(long,))).step)
+        with pytest.raises(
+            StaleEpochError,
+            match=r"the commands of step 2 of client '.*', message 1:\d+, cannot be sent: "
+            r"StepCommands of \d+ bytes, the limit is 1048576: send less at once, or raise "
+            r"transport\.max_message_bytes",
+        ):
+            client.wait_applied(client.submit(StepRequest(completed_step=1)))
+        client.attach()
+        assert cluster.coordinator.epoch == epoch + 1
+        after = client.step(StepRequest(new=(prompt("b", 40),)))
+        client.wait_finished(after.step)
+        cluster.coordinator.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mm_hashes": ["h" * 5000]}, "mm_hashes has 5000 characters, at most 4096 travel"),
+        ({"mm_hashes": ["h"] * 70_000}, "70000 exceeds max_array_len"),
+        ({"mm_hashes": [7]}, "mm_hashes holds 7: pass texts"),
+        ({"lora_name": "l" * 5000}, "lora_name has 5000 characters, at most 4096 travel"),
+        ({"num_computed_tokens": 2**64}, "cannot be encoded"),
+        ({"cache_salt": "\ud800"}, "cannot be encoded"),
+        ({"cache_salt": object()}, "cannot be encoded"),
+    ],
+)
+def test_a_call_that_cannot_be_meant_is_refused_and_the_client_goes_on(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    describe = calls._describe
+    request = Request("r", list(range(40)))
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "_describe", lambda *args: describe(*args) | changes)
+            with pytest.raises(RequestError, match=said):
+                client.allocate_slots(request, 40)
+        assert client.allocate_slots(request, 40) is not None
+        client.free(request)
+        assert client.usage() == 0.0
 
 
 def test_one_client_too_many_is_told_once_which_key_to_raise(make_config: MakeConfig) -> None:

@@ -33,6 +33,7 @@ from kvcache.messages import (
 )
 from kvcache.step import NewRequest, StepRequest
 from kvcache.wire import encode
+from tests.protocol.loose_sender import unchecked
 
 MAX_BYTES = 1000
 DEADLINE_S = 60.0
@@ -62,13 +63,18 @@ class Decider:
         self.errors: list[str] = []
         self.num_vain_drops = 0
         self.lost: list[str] = []
+        self.takes_plain = True
+        self.unreadable: list[tuple[Address, bytes, str]] = []
+        self.unsendable: list[str] = []
+        self.instead: Message = Unattached("a", 0, "instead")
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         return []
 
     def on_plain_applied(self, rank: int, payload: bytes) -> bool:
-        self.taken.append(rank)
-        return True
+        if self.takes_plain:
+            self.taken.append(rank)
+        return self.takes_plain
 
     def settle(self) -> list[Outgoing]:
         return [Outgoing((ClientAddress("a"),), Unattached("a", 0, f"settled {self.taken}"))]
@@ -80,6 +86,14 @@ class Decider:
             Outgoing(RANKS, Ping("nonce", 1)),
             *[Outgoing((ClientAddress(message.client_id),), one) for one in answers],
         ]
+
+    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
+        self.unreadable.append((sender, payload, reason))
+        return [Outgoing((sender,), Unattached("a", 0, f"told {reason}"))]
+
+    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
+        self.unsendable.append(reason)
+        return [Outgoing(item.to, self.instead)]
 
     def on_client_lost(self, client_id: str) -> None:
         self.lost.append(client_id)
@@ -147,24 +161,63 @@ def test_acknowledgements_that_arrive_together_are_settled_once() -> None:
     assert transport.sent == [((ClientAddress("a"),), (settled,))]
 
 
-def test_a_message_that_is_too_long_is_counted_and_the_others_of_its_turn_are_sent() -> None:
-    service, transport = make_service(Decider("x" * MAX_BYTES))
+def test_something_else_is_sent_for_a_message_that_is_too_long() -> None:
+    decider = Decider("x" * MAX_BYTES)
+    service, transport = make_service(decider)
     transport.put(Inbound(client_peer("a"), encode(Attach("a"))))
     service.turn()
-    short = encode(Unattached("a", 1, "short"))
     assert transport.sent == [
         (RANKS, (encode(Ping("nonce", 1)),)),
-        ((ClientAddress("a"),), (short,)),
+        ((ClientAddress("a"),), (encode(Unattached("a", 0, "instead")),)),
+        ((ClientAddress("a"),), (encode(Unattached("a", 1, "short")),)),
     ]
-    assert service.statistics().refused == 1
+    size = len(encode(Unattached("a", 0, decider.reason)))
+    assert decider.unsendable == [
+        f"Unattached of {size} bytes, the limit is {MAX_BYTES}: send less at once, or raise "
+        "transport.max_message_bytes"
+    ]
+    assert (service.statistics().unsendable, service.statistics().refused) == (1, 0)
 
 
-def test_a_message_that_cannot_be_encoded_is_counted_and_the_others_are_sent() -> None:
-    service, transport = make_service(Decider())
-    impossible = Ping("nonce", 2**64)
-    service.send([Outgoing(RANKS, impossible), Outgoing(RANKS, Ping("nonce", 1))])
+def test_what_cannot_be_encoded_is_counted_and_logged_and_the_others_are_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decider = Decider()
+    decider.instead = Ping("nonce", 2**64)  # neither
+    service, transport = make_service(decider)
+    service.send([Outgoing(RANKS, Ping("nonce", 2**63)), Outgoing(RANKS, Ping("nonce", 1))])
     assert transport.sent == [(RANKS, (encode(Ping("nonce", 1)),))]
-    assert service.statistics().refused == 1
+    assert service.statistics().unsendable == 2
+    said = f"Ping.epoch is {2**63}: pass an integer of 64 bits"
+    assert decider.unsendable == [said]
+    assert f"not sent to {RANKS}: {said}" in caplog.messages
+
+
+@pytest.mark.parametrize("peer", [client_peer("a"), worker_peer(0, "process")])
+def test_who_sends_what_cannot_be_read_is_answered_counted_and_logged(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    decider = Decider()
+    decider.takes_plain = False
+    service, transport = make_service(decider)
+    payload = unchecked(StepRequest("a", 1, 1, completed_step=2**63))
+    transport.put(Inbound(peer, payload))
+    service.turn()
+    reason = f"StepRequest.completed_step is {2**63}: pass an integer of 64 bits"
+    assert decider.unreadable == [(peer.address, payload, reason)]
+    told = encode(Unattached("a", 0, f"told {reason}"))
+    assert transport.sent == [((peer.address,), (told,))]
+    figures = service.statistics()
+    assert (figures.malformed, figures.last_malformed) == (1, f"{peer.address}: {reason}")
+    assert f"a message of {peer.address} cannot be read: {reason}" in caplog.messages
+
+
+def test_nobody_is_answered_before_there_is_a_coordinator() -> None:
+    transport = Recorder()
+    service = CoordinatorService(transport, VirtualClock(), MAX_BYTES, tick_s=1.0)
+    transport.put(Inbound(client_peer("a"), b"nothing"))
+    service.turn()
+    assert (service.statistics().malformed, transport.sent) == (1, [])
 
 
 def broken(*_: object) -> list[Outgoing]:

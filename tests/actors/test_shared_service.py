@@ -19,6 +19,7 @@ from kvcache.clock import VirtualClock
 from kvcache.errors import ClusterError, MalformedMessageError, NotRunningError, SupersededError
 from kvcache.messages import (
     Acknowledge,
+    Address,
     Attach,
     ClientAddress,
     Detach,
@@ -68,6 +69,12 @@ class Rule:
             Outgoing((ClientAddress(message.client_id),), answer),
             Outgoing((WorkerAddress(0),), Ping("nonce", 1)),
         ]
+
+    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
+        return [Outgoing((sender,), Unattached("a", 7, f"unreadable: {reason}"))]
+
+    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
+        return []
 
     def on_client_lost(self, client_id: str) -> None:
         self.lost.append(client_id)

@@ -26,7 +26,15 @@ from kvcache.clock import SystemClock
 from kvcache.coordinator import Coordinator
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.keeper import KeeperClient, MemoryKeeper
-from kvcache.messages import Attach, ClientAddress, FromClient, FromWorker, Outgoing, Unattached
+from kvcache.messages import (
+    Address,
+    Attach,
+    ClientAddress,
+    FromClient,
+    FromWorker,
+    Outgoing,
+    Unattached,
+)
 from kvcache.wire import decode, encode
 from kvcache.worker.shared_memory import make_memory
 from tests.actors.conftest import build_config
@@ -98,6 +106,15 @@ class Answers:
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         answer = Unattached(message.client_id, 1, "answered")
         return [Outgoing((ClientAddress(message.client_id),), answer)]
+
+    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
+        return []
+
+    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
+        return []
+
+    def on_client_lost(self, client_id: str) -> None:
+        """It is answered again when it is heard again."""
 
     def on_tick(self) -> list[Outgoing]:
         return []

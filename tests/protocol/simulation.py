@@ -247,7 +247,8 @@ class Cluster:
             return
         try:
             message = decode(payload)
-        except MalformedMessageError:
+        except MalformedMessageError as error:
+            self._on_unreadable(sender, receiver, payload, str(error))
             return
         if receiver == COORDINATOR:
             if isinstance(message, FROM_CLIENT):
@@ -264,6 +265,22 @@ class Cluster:
             engine = self.engines[str(receiver)]
             self._send(receiver, COORDINATOR, engine.session.on_message(message))
             self._turn(str(receiver), engine)
+
+    def _on_unreadable(
+        self, sender: Hashable, receiver: Hashable, payload: bytes, reason: str
+    ) -> None:
+        """Offer what cannot be decoded to whom it is for, as the actors do."""
+        if receiver == COORDINATOR:
+            is_worker = isinstance(sender, tuple)
+            address = WorkerAddress(sender[0]) if is_worker else ClientAddress(str(sender))
+            self._send_all(self.coordinator.on_unreadable(address, payload, reason))
+        elif isinstance(receiver, tuple):
+            worker = self.workers[receiver[0]]
+            if self._name(worker) == receiver:
+                self._send(receiver, COORDINATOR, worker.on_unreadable(payload, reason))
+        else:
+            session = self.engines[str(receiver)].session
+            self._send(receiver, COORDINATOR, session.on_unreadable(payload, reason))
 
     def _is_taken_undecoded(self, sender: Hashable, receiver: Hashable, payload: bytes) -> bool:
         """Offer a payload to the short way of whom it is for, as the actors do."""
@@ -301,18 +318,21 @@ class Cluster:
                     self._epochs_begun.add(item.message.epoch)
                     self.num_kept_blocks += self.coordinator.statistics().num_kept_blocks
                 self._note_commands(item.message)
-            payload = encode(item.message)
             for address in item.to:
                 if isinstance(address, WorkerAddress):
                     receiver: Hashable = self._name(self.workers[address.rank])
                 else:
                     assert isinstance(address, ClientAddress)
                     receiver = address.client_id
-                self.network.send(COORDINATOR, receiver, payload)
+                self.network.send(COORDINATOR, receiver, self._encoded(item.message, receiver))
 
     def _send(self, sender: Hashable, receiver: Hashable, messages: Iterable[Message]) -> None:
         for message in messages:
-            self.network.send(sender, receiver, encode(message))
+            self.network.send(sender, receiver, self._encoded(message, receiver))
+
+    def _encoded(self, message: Message, receiver: Hashable) -> bytes:
+        """Return the bytes of a message to one party."""
+        return encode(message)
 
     def _note_commands(self, message: StepCommands) -> None:
         """Remember which job, in which message, is a step's forward."""

@@ -43,6 +43,7 @@ from kvcache.messages import (
 )
 from kvcache.step import NewRequest, StepRequest, StepResult
 from kvcache.wire import decode, encode, leading_fields
+from tests.protocol.loose_sender import unchecked
 
 MESSAGES: tuple[type[Any], ...] = tuple(
     cls
@@ -273,32 +274,13 @@ def damaged(draw: st.DrawFn, value: Any) -> Any:
     return dataclasses.replace(value, **{field.name: draw(st.one_of(choices))})
 
 
-def written(value: Any, tagged: bool = False) -> Any:
-    """What a sender without any rules would pack."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = typing.get_type_hints(type(value))
-        tag = [type(value).__name__] if tagged else []
-        return [
-            *tag,
-            *(
-                written(getattr(value, f.name), tagged=hints[f.name] == tuple[Command, ...])
-                for f in dataclasses.fields(value)
-            ),
-        ]
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, tuple | list):
-        return [written(item, tagged) for item in value]
-    return value
-
-
 def assert_encoded_exactly_where_decoded(message: Message, max_bytes: int) -> bool:
     """Assert that `encode` accepts what `decode` returns unchanged, and nothing else; say which."""
     try:
         data = encode(message, max_bytes)
     except MalformedMessageError:
         try:
-            data = msgpack.packb([WIRE_VERSION, type(message).__name__, *written(message)])
+            data = unchecked(message)
         except (TypeError, ValueError, OverflowError):
             return False
         try:
@@ -354,12 +336,6 @@ def test_lists_as_long_as_can_be_travel_and_longer_ones_do_not(num_items: int) -
         StepResult("c", 1, 1, 1, no_room=("r",) * num_items),
     ):
         assert assert_encoded_exactly_where_decoded(message, 2**26) == (num_items == 65_536)
-
-
-def unchecked(message: Message) -> bytes:
-    """The bytes of a sender that has other rules than ours."""
-    packed: bytes = msgpack.packb([WIRE_VERSION, type(message).__name__, *written(message)])
-    return packed
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
 from kvcache.errors import ClusterError, StaleEpochError
 from kvcache.labels import LabelTable
-from kvcache.messages import Applied, Finished
+from kvcache.messages import Applied, Finished, Rejected
 from kvcache.worker import CpuCopyEngine, PendingCopy
 from kvcache.worker.executor import CommandExecutor
 from tests.worker.worker_support import (
@@ -149,7 +149,10 @@ def test_an_invalid_message_is_refused_as_a_whole_and_leaves_its_number_free(
     commands: tuple[Command, ...], reason: str
 ) -> None:
     harness = Harness.make(is_content_checking=True)
-    assert harness.send(label(3), patch(0, [1]), *commands) == []
+    (rejected,) = harness.send(label(3), patch(0, [1]), *commands)
+    assert isinstance(rejected, Rejected)
+    assert replace(rejected, reason="") == Rejected("coordinator-1", "process-a", 0, 1, 1, "")
+    assert rejected.reason.startswith(reason)
     statistics = harness.worker.statistics()
     assert (statistics.num_invalid_messages, statistics.applied_seq) == (1, 0)
     assert statistics.last_invalid_reason.startswith(f"message 1:1: {reason}")

@@ -1,0 +1,35 @@
+"""A sender that checks nothing of what it sends: other rules than ours, or a fault of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kvcache.commands import Command
+from kvcache.messages import WIRE_VERSION, Message
+
+
+def unchecked(message: Message, max_bytes: int = 0) -> bytes:
+    """Return the bytes of a message whatever its fields hold, as long as msgpack can pack them."""
+    packed: bytes = msgpack.packb([WIRE_VERSION, type(message).__name__, *written(message)])
+    return packed
+
+
+def written(value: Any, tagged: bool = False) -> Any:
+    """Return what is packed for a value; commands are `tagged`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value))
+        parts = [
+            written(getattr(value, f.name), tagged=hints[f.name] == tuple[Command, ...])
+            for f in dataclasses.fields(value)
+        ]
+        return [type(value).__name__, *parts] if tagged else parts
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, tuple | list):
+        return [written(item, tagged) for item in value]
+    return value
