@@ -172,6 +172,14 @@ class EmbeddedWorker:
         poll = None if self._is_threaded else self._poll_for_forward
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll, on_news=self.wake)
         self._plan = plan
+        logger.info(
+            "rank %d has %d blocks on %s, process %s of place %d",
+            rank,
+            settings.kv_cache_config.num_blocks,
+            settings.device,
+            self.incarnation,
+            self._place,
+        )
         return settings.fingerprint
 
     def _keeper(self) -> KeeperAddress | None:
@@ -300,6 +308,9 @@ class EmbeddedWorker:
         with self._watching:
             self._watching.notify_all()
 
+    def _rank(self) -> int:
+        return self.worker.settings.rank
+
     def _is_released(self, epoch: int) -> bool:
         return self._is_closed or self._watched_epoch > epoch
 
@@ -313,6 +324,7 @@ class EmbeddedWorker:
             self._transport.close()
             self._transport = None
         peer = worker_peer(self.worker.settings.rank, self.incarnation)
+        logger.info("rank %d connects to %s", self._rank(), endpoint.address)
         self._transport = self._connect(
             endpoint, peer, self._config.transport.max_message_bytes, self.mailbox
         )
@@ -355,6 +367,8 @@ class EmbeddedWorker:
                 messages.append(message)
             else:
                 self._misdirected += 1
+                kind = type(message).__name__
+                logger.warning("rank %d drops a message: %s is for others", self._rank(), kind)
         self._send(transport, worker.on_messages(messages))
 
     def _send(self, transport: PeerTransport, messages: Sequence[Message]) -> None:

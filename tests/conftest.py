@@ -5,6 +5,7 @@ Ray reads its settings from the environment when it is imported, so they are set
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvcache.logs import LineLimit
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
 """Short, because Ray puts socket paths below it and those end at 107 characters."""
@@ -51,6 +54,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish() -> None:
     """Remove what the run wrote outside the tree."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def unlimited_lines(request: pytest.FixtureRequest) -> None:
+    """Let tests that read the log see their own lines: earlier ones may have used up the limit."""
+    if "caplog" in request.fixturenames:
+        for logger in logging.root.manager.loggerDict.values():
+            for known in getattr(logger, "filters", ()):
+                if isinstance(known, LineLimit):
+                    known._places.clear()
 
 
 @pytest.fixture(scope="session")

@@ -35,8 +35,11 @@ from actors.transport.unix_channel import (
 )
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
 from kvcache.errors import ClusterError, MalformedMessageError
+from kvcache.logs import get_logger
 from kvcache.messages import Address, ClientAddress
 from kvcache.serving_loop import Faults
+
+logger = get_logger(__name__)
 
 EVENTS_AT_ONCE = 64
 BACKLOG = 1024
@@ -223,7 +226,11 @@ class UnixServer:
     def _read(self, connection: _Connection, inbound: list[Inbound]) -> None:
         try:
             payloads = connection.channel.receive()
-        except (OSError, MalformedMessageError):
+        except MalformedMessageError as error:
+            logger.warning("refused: %s: it is cut off, for %s", _who(connection), error)
+            self._cut_off(connection)
+            return
+        except OSError:
             self._cut_off(connection)
             return
         peer = connection.peer
@@ -237,6 +244,12 @@ class UnixServer:
             self._num_received += 1
             if len(payload) > self._max_bytes:
                 self._counts["oversized"] += 1
+                logger.warning(
+                    "refused: a message of %d bytes from %s, the limit is %d",
+                    len(payload),
+                    peer.address,
+                    self._max_bytes,
+                )
             else:
                 inbound.append(Inbound(peer, payload))
 
@@ -249,6 +262,10 @@ class UnixServer:
         peer = parse_identity(identity)
         if peer is None:
             self._counts["foreign"] += 1
+            logger.warning(
+                "refused: a connection as %r, which is no peer of this cluster",
+                identity[:MAX_IDENTITY_BYTES],
+            )
             self._cut_off(connection)
             return None
         ends = self._known.setdefault(peer.address, {})
@@ -262,6 +279,7 @@ class UnixServer:
         if before is not None:
             self._cut_off(before)
         if len(ends) > MAX_PROCESSES_PER_RANK:
+            logger.warning("refused: %s has too many connections, the oldest ends", peer.address)
             self._cut_off(next(iter(ends.values())))
         return peer
 
@@ -302,12 +320,17 @@ class UnixServer:
             return  # otherwise it is gone again
         if not is_trusted(accepted) or len(self._connections) >= MAX_KNOWN_PEERS:
             self._counts["refused_connections"] += 1
+            logger.warning(
+                "refused: a connection of another user, or beyond the %d that may be open",
+                MAX_KNOWN_PEERS,
+            )
             accepted.close()
             return
         try:
             self._watch(accepted.fileno(), _READ)
-        except OSError:
+        except OSError as error:
             self._counts["refused_connections"] += 1
+            logger.warning("refused: a connection: %s", error)
             accepted.close()
             return
         channel = UnixChannel(accepted, self._limits, self._chunk, MAX_IDENTITY_BYTES)
@@ -315,11 +338,15 @@ class UnixServer:
         self._connections[accepted.fileno()] = connection
         self._strangers[connection] = None
         if len(self._strangers) > MAX_STRANGERS:
+            logger.warning("refused: a connection that has not said whose it is: others came")
             self._cut_off(next(iter(self._strangers)))
 
     def _pause_accepting(self) -> None:
         """Look at no listener for a while: it would be ready all the time, and serve nobody."""
         self._counts["refused_connections"] += 1
+        logger.error(
+            "refused: connections, for %g s: this process has no descriptor left", ACCEPT_PAUSE_S
+        )
         self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
         for descriptor in self._listeners:
             self._epoll.modify(descriptor, 0)
@@ -329,3 +356,8 @@ class UnixServer:
             self._accept_again_s = None
             for descriptor in self._listeners:
                 self._epoll.modify(descriptor, _READ)
+
+
+def _who(connection: _Connection) -> str:
+    """Name who is at the other end of a connection, for the log."""
+    return "a stranger" if connection.peer is None else str(connection.peer.address)

@@ -21,6 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from actors.transport.protocol import (
+    MAX_IDENTITY_BYTES,
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
@@ -29,8 +30,11 @@ from actors.transport.protocol import (
 )
 from kvcache.curve import CurveGate, CurveKeys, guard_server
 from kvcache.errors import ClusterError, MalformedMessageError
+from kvcache.logs import get_logger
 from kvcache.messages import Address, ClientAddress, WorkerAddress
 from kvcache.serving_loop import Faults
+
+logger = get_logger(__name__)
 
 LOCAL_ENDPOINT = "ipc://@kvcache-"
 """An abstract address: a second binder is refused, and no file is left behind."""
@@ -338,8 +342,19 @@ class ZmqServer:
             peer = self._get_to_know(frames[0])
         if peer is None:
             self._count(foreign=1)
+            logger.warning(
+                "refused: %d frames from %r, which is no peer of this cluster",
+                len(frames),
+                frames[0][:MAX_IDENTITY_BYTES],
+            )
         elif len(frames[1]) > self._limits.max_message_bytes:
             self._count(oversized=1)
+            logger.warning(
+                "refused: a message of %d bytes from %s, the limit is %d",
+                len(frames[1]),
+                peer.address,
+                self._limits.max_message_bytes,
+            )
         else:
             inbound.append(Inbound(peer, frames[1]))
 
@@ -376,6 +391,8 @@ class ZmqServer:
             self._count(disconnections=int(is_end), refused_connections=int(not is_end))
             if is_end:
                 self._num_probes_left = PROBES_PER_END
+            else:
+                logger.warning("refused: a connection that does not prove itself with a key")
 
     def _probe_clients(self) -> None:
         """Find the clients without a connection: libzmq has no place to put a message for them."""

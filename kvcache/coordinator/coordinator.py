@@ -14,6 +14,7 @@ A state machine with one owner. It sends nothing itself, and refuses what is not
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ from kvcache.errors import (
     MalformedMessageError,
     ProtocolError,
     RequestError,
+    StaleEpochError,
     SupersededError,
 )
 from kvcache.logs import get_logger
@@ -80,6 +82,9 @@ logger = get_logger(__name__)
 REPEATED_REPORTS = (Finished, LabelReport)
 """What a worker says again until it is acknowledged, or asked again for."""
 
+NAMED_CLIENTS = 8
+"""As many are named in a line of the log."""
+
 
 class Coordinator:
     """One coordinator. `on_*` take what arrived or the clock, and return what to send, in order.
@@ -122,6 +127,8 @@ class Coordinator:
         self._recovery = Recovery()
         self._returning: frozenset[str] = frozenset()
         self._reason = "the coordinator has not started"
+        self._began_s = 0.0
+        self._has_problem = False
         self._counts = CoordinatorStatistics()
 
     @property
@@ -170,6 +177,7 @@ class Coordinator:
             self._members.serve(rank, incarnation, self._clock.now())
         self._members.take_epoch(self._clock.now())
         self._phase, self._reason = Phase.FENCING, ""
+        self._note_taken()
         return self._grants()
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
@@ -193,8 +201,11 @@ class Coordinator:
                     return self._on_labels(labels)
                 case Applied() | Missing() | Rejected() | Finished() | Heartbeat() as report:
                     return self._on_report(report)
+        except StaleEpochError as error:  # usual while epochs and processes change
+            self._drop(str(error), logging.DEBUG)
+            return []
         except ProtocolError as error:
-            self._drop(str(error))
+            self._drop(f"rank {rank}: {error}")
             return []
 
     def on_plain_applied(self, rank: int, payload: bytes) -> bool:
@@ -262,10 +273,11 @@ class Coordinator:
         if self._phase not in OBEYED or self._members.incarnations.get(rank) != incarnation:
             return []
         self._members.retire(rank)
-        return self._begin_epoch(f"rank {rank} is lost: {reason}")
+        return self._begin_epoch(f"rank {rank} is lost, process {incarnation}: {reason}")
 
     def on_tick(self) -> list[Outgoing]:
         """Repeat what is not acknowledged, ping who is silent, serve what had to wait."""
+        self._note_problem()
         if self._phase is Phase.FENCING:
             return self._grants()
         collection = self._collection
@@ -347,6 +359,8 @@ class Coordinator:
     def close(self) -> None:
         """Serve nobody any more. May be called again."""
         self._recorder.close()
+        if self._phase in OBEYED:
+            logger.info("epoch %d ends: coordinator %s closes", self.epoch, self._members.nonce)
         self._end_reign()
         self._events.close()
         self._phase = Phase.CLOSED
@@ -404,7 +418,13 @@ class Coordinator:
         return [] if grant is None else [Outgoing((WorkerAddress(hello.rank),), grant)]
 
     def _on_granted(self, granted: Granted) -> list[Outgoing]:
-        self._members.on_granted(granted, self._clock.now())
+        if self._members.on_granted(granted, self._clock.now()):
+            logger.info(
+                "epoch %d: rank %d obeys, process %s",
+                self.epoch,
+                granted.rank,
+                granted.incarnation,
+            )
         if self._phase is not Phase.FENCING or not self._members.is_complete:
             return []
         self._collection = LabelCollection(
@@ -415,6 +435,12 @@ class Coordinator:
             resend_s=self.settings.resend_s,
         )
         self._phase = Phase.COLLECTING
+        logger.info(
+            "epoch %d: all %d ranks obey after %.3f s, their labels are collected",
+            self.epoch,
+            self.settings.num_ranks,
+            self._clock.now() - self._began_s,
+        )
         return self._collection.begin(self._clock.now())
 
     def _on_labels(self, report: LabelReport) -> list[Outgoing]:
@@ -460,9 +486,22 @@ class Coordinator:
         self._collection, self._returning = None, frozenset()
         self._phase, self._reason = Phase.RUNNING, ""
         self._counts = self._counts.plus(epochs_run=1)
+        logger.info(
+            "epoch %d is ready after %.3f s: %s",
+            self.epoch,
+            self._clock.now() - self._began_s,
+            self._recovery.describe(),
+        )
         return self._reign.begin(self._recovery, collection)
 
     def _on_refused(self, refused: Refused) -> list[Outgoing]:
+        logger.warning(
+            "epoch %d: rank %d does not obey, process %s: %s",
+            self.epoch,
+            refused.rank,
+            refused.incarnation,
+            refused.reason,
+        )
         if self._members.on_refused(refused, self._clock.now()):
             return self._on_higher_epoch(f"rank {refused.rank}: {refused.reason}")
         return []
@@ -486,8 +525,14 @@ class Coordinator:
 
     def _give_way(self, reason: str) -> list[Outgoing]:
         """Another coordinator has taken over: send all clients away, for good."""
-        logger.error("epoch %d was superseded: %s", self.epoch, reason)
         clients = self._end_reign()
+        logger.warning(
+            "epoch %d was superseded, coordinator %s serves no more: %s%s",
+            self.epoch,
+            self._members.nonce,
+            reason,
+            _who_attaches_again(clients),
+        )
         self._phase = Phase.SUPERSEDED
         self._reason = f"another coordinator took over: {reason}"
         return self._part_from(clients)
@@ -506,8 +551,8 @@ class Coordinator:
 
     def _begin_epoch(self, reason: str) -> list[Outgoing]:
         """Void the present epoch and fence the next one. Clients must attach again."""
-        logger.warning("epoch %d ends: %s", self.epoch, reason)
         clients = self._end_reign()
+        logger.warning("epoch %d ends: %s%s", self.epoch, reason, _who_attaches_again(clients))
         self._phase, self._reason = Phase.FENCING, reason
         self._members.doubt_epoch()
         grants = self._grants()
@@ -519,10 +564,11 @@ class Coordinator:
         if self._members.is_epoch_doubted:
             try:
                 self._members.take_epoch(now_s)
+                self._note_taken()
             except SupersededError as error:
                 return self._give_way(str(error))
             except ClusterError as error:
-                self._drop(str(error))
+                self._drop(str(error), logging.DEBUG)  # said where it is saved
                 return []
         due = self._members.grants_due(now_s, self.settings.resend_s)
         return [Outgoing((WorkerAddress(rank),), grant) for rank, grant in due.items()]
@@ -552,6 +598,35 @@ class Coordinator:
         self._counts = self._counts.plus(unattached=len(away))
         return [Outgoing((ClientAddress(message.client_id),), message) for message in away]
 
-    def _drop(self, reason: str) -> None:
-        logger.debug("dropped: %s", reason)
+    def _drop(self, reason: str, level: int = logging.WARNING) -> None:
+        logger.log(level, "epoch %d: a message is dropped: %s", self.epoch, reason)
         self._counts = self._counts.plus_dropped(reason)
+
+    def _note_taken(self) -> None:
+        """An epoch was taken."""
+        self._began_s = self._clock.now()
+        logger.info(
+            "epoch %d begins: coordinator %s asks %d ranks to obey, processes %s are known",
+            self.epoch,
+            self._members.nonce,
+            self.settings.num_ranks,
+            self._members.incarnations or "none",
+        )
+
+    def _note_problem(self) -> None:
+        """Say when something begins to be wrong, and when it is over."""
+        problem = self.problem()
+        if problem and not self._has_problem:
+            logger.warning("epoch %d: steps are refused: %s", self.epoch, problem)
+        elif self._has_problem and not problem and self._phase is Phase.RUNNING:
+            logger.info("epoch %d: all ranks are heard again", self.epoch)
+        self._has_problem = bool(problem)
+
+
+def _who_attaches_again(clients: list[str]) -> str:
+    """Return what to say of the clients of an epoch that ends."""
+    if not clients:
+        return ""
+    more = len(clients) - NAMED_CLIENTS
+    names = ", ".join(clients[:NAMED_CLIENTS]) + (f" and {more} more" if more > 0 else "")
+    return f"; to attach again: {names}"

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from kvcache.delivery import MAX_EPOCH
 from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError, SupersededError
+from kvcache.logs import get_logger
 from kvcache.messages import Grant, Granted, Hello, Refused
 from kvcache.state_store import SmallState, StateStore
+
+logger = get_logger(__name__)
 
 EPOCH_EVENTS = 1 << 40
 """Event numbers that an epoch reserves, more than it can use. They go forward with the epoch even
@@ -283,8 +286,14 @@ class Membership:
             if saved != state:
                 self._store.save(state, saved)
         except ClusterError as error:
+            if not self.save_problem:
+                logger.error(
+                    "epoch %d: the state of the cluster cannot be saved: %s", self.epoch, error
+                )
             self.save_problem = f"the state of the cluster cannot be saved: {error}"
             raise
+        if self.save_problem:
+            logger.info("epoch %d: the state of the cluster can be saved again", self.epoch)
         self._state = self._saved = state
         self.save_problem = ""
 

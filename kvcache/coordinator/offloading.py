@@ -45,6 +45,7 @@ from kvcache.coordinator.tier_adoption import TierAdoption
 from kvcache.coordinator.tier_tenants import rows_by_tenant
 from kvcache.core import OffloadHit
 from kvcache.labels import LabelTable
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.contents import label_rows
@@ -54,6 +55,8 @@ from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.request import Request
 from kvcache.step import NO_SLOT, StepRequest, StepResult
+
+logger = get_logger(__name__)
 
 MAX_DISCARDED_KEYS = 16384
 """Files to be removed that one message names; the others follow."""
@@ -233,6 +236,7 @@ class Offloading:
             self._last_failure = f"{kind.value}: " + "; ".join(
                 f"rank {failure.rank}: {failure.detail}" for failure in job.failures
             )
+            logger.warning("job %d of tiers failed: %s", job.job_id, self._last_failure)
         visible: Int32Array = EMPTY_INT32
         match kind:
             case JobKind.STORE:
@@ -291,6 +295,7 @@ class Offloading:
         for late in self.tiers.expire(now_s):
             self._num_failed += 1
             self._last_failure = f"{late.kind.value} of {len(late.keys)} blocks takes too long"
+            logger.warning("job %d of tiers is late: %s", late.job_id, self._last_failure)
             self._loading.on_overdue(late.job_id, now_s)
         self._loading.expire(now_s)
         self._tails.expire(now_s)

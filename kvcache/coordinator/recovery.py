@@ -30,6 +30,12 @@ class Recovery:
     num_labels: int = 0
     reason: str = ""
 
+    def describe(self) -> str:
+        """Return what was kept, in words."""
+        if self.reason:
+            return f"cold, {self.reason}"
+        return f"{self.num_kept_blocks} blocks are kept, a rank has labels of {self.num_labels}"
+
     @property
     def is_cold(self) -> bool:
         """Whether the ranks have to forget everything."""
@@ -53,5 +59,5 @@ def recover(
         except KVCacheError as error:
             reason = f"the labels could not be put together: {error}"
             manager = make_manager(model_epoch)
-    logger.warning("the epoch begins cold: %s", reason)
+    logger.warning("model epoch %d: no labels are kept: %s", model_epoch, reason)
     return manager, Recovery(0, num_labels, reason)

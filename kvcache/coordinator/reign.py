@@ -157,6 +157,13 @@ class Reign:
         self._events.begin(self.manager, self._first_event, known, tier_state)
         _, sent = self._send_commands("", 0, commands)
         self._events.flush()
+        if self.reattachment.is_waiting:
+            logger.info(
+                "epoch %d: steps wait up to %.1f s for clients %s",
+                self._epoch,
+                self._settings.reattach_s,
+                ", ".join(self.reattachment.missing()),
+            )
         if below is None:
             return [sent]
         settings, model_epoch = self._settings, self.manager.model_epoch
@@ -173,13 +180,22 @@ class Reign:
         client_id = message.client_id
         if message.nonce not in ("", self._nonce):
             return Unattached(client_id, self._epoch, "another coordinator has taken its place")
+        is_new = self._clients.get(client_id) is None
         reason = self._clients.attach(message, self._clock.now())
         ledger = self._clients.get(client_id)
         if reason or ledger is None:
             logger.warning(
-                "epoch %d: client %s is not attached: %s", self._epoch, client_id, reason
+                "epoch %d: client %s is not attached: %s", self._epoch, client_id[:256], reason
             )
             return Unattached(client_id, self._epoch, reason)
+        if is_new:
+            logger.info(
+                "epoch %d: client %s is attached, its next step is %d; %d clients",
+                self._epoch,
+                client_id,
+                ledger.receiver.next_step,
+                len(self._clients),
+            )
         ledger.on_heard(self._clock.now())
         return Attached(
             client_id,
@@ -325,6 +341,13 @@ class Reign:
                 continue
             if ended.failures:
                 self.counts.num_failed_forwards += 1
+                logger.warning(
+                    "epoch %d: the forward of step %d of client %s failed: %s",
+                    self._epoch,
+                    ended.step,
+                    ended.client_id,
+                    "; ".join(f"rank {one.rank}: {one.detail}" for one in ended.failures),
+                )
             ledger = self._clients.get(ended.client_id)
             if ledger is not None and ledger.on_job_ended(ended):
                 told[ended.client_id] = ledger
@@ -382,7 +405,13 @@ class Reign:
             return out
         if self.reattachment.gone and not self.window.is_full:
             # Ranks remember them no more: the next epoch shall not wait for them again.
-            fences = tuple(Fence(name) for name in self.reattachment.take_gone())
+            gone = self.reattachment.take_gone()
+            logger.warning(
+                "epoch %d: clients %s have not come back in time: they need new ids",
+                self._epoch,
+                ", ".join(gone),
+            )
+            fences = tuple(Fence(name) for name in gone)
             out.append(self._send_commands("", 0, fences)[1])
         num_left = MAX_STEPS_AT_ONCE
         # Steps that are refused need no room.
@@ -478,6 +507,7 @@ class Reign:
         )
 
     def _drop(self, reason: str) -> None:
+        logger.warning("epoch %d: a report is dropped: %s", self._epoch, reason)
         self.counts.num_dropped += 1
         self.counts.last_dropped = reason
 

@@ -50,6 +50,7 @@ class TierAdoption:
     ) -> None:
         """Take over for `tiers`, which are empty. Requests wait for it for `patience_s` at most."""
         self._tiers = tiers
+        self._epoch = epoch
         self._patience_s = patience_s
         self._give_up_s = float("inf")
         self._is_forgotten = False
@@ -77,6 +78,11 @@ class TierAdoption:
     def begin(self, now_s: float) -> list[Outgoing]:
         """Ask every rank. Until they have answered the tiers do not know what they hold."""
         self._tiers.begin_adoption()
+        logger.info(
+            "epoch %d: ranks are asked what they hold in tiers: %s",
+            self._epoch,
+            ", ".join(self._open),
+        )
         self._give_up_s = now_s + self._patience_s
         return [message for each in self._open.values() for message in each.begin(now_s)]
 
@@ -126,21 +132,31 @@ class TierAdoption:
             collection.problem = collection.problem or "it takes too long"
         if FILE_MEDIUM in self._open:
             problem = "ranks still read what files there are: none is found before they have"
-            logger.warning("the %s tier is late: %s", FILE_MEDIUM, problem)
+            logger.warning("epoch %d: the %s tier is late: %s", self._epoch, FILE_MEDIUM, problem)
             self._tiers.postpone_disk(problem)
 
     def _close_what_is_over(self) -> None:
         for medium in [medium for medium, each in self._open.items() if each.is_over]:
             collection = self._open.pop(medium)
             label_sets = collection.label_sets()
+            num_adopted = self.num_adopted
             if collection.problem:
-                logger.warning("the %s tier begins empty: %s", medium, collection.problem)
+                self._warn_of_empty(medium, collection.problem)
             adopt = self._adopt_host if medium == HOST_MEDIUM else self._adopt_files
             try:
                 adopt(label_sets)
             except KVCacheError as error:
-                logger.warning("the %s tier begins empty: %s", medium, error)
+                self._warn_of_empty(medium, str(error))
                 adopt([])
+            logger.info(
+                "epoch %d: of the %s tier %d blocks are taken over",
+                self._epoch,
+                medium,
+                self.num_adopted - num_adopted,
+            )
+
+    def _warn_of_empty(self, medium: str, reason: str) -> None:
+        logger.warning("epoch %d: the %s tier begins empty: %s", self._epoch, medium, reason)
 
     def _adopt_host(self, label_sets: Sequence[LabelSet]) -> None:
         agreed = NO_LABELS

@@ -2,7 +2,8 @@
 
 Beside the coordinator: reads its books whenever somebody looks, in the thread that owns it, and
 changes nothing. Most books do not say since when, so the watchdog remembers when it saw each thing
-first; an age is right to within the time between two looks. Refuses to do anything about it.
+first; an age is right to within the time between two looks. What begins to be stuck is one line of
+the log. Refuses to do anything about it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 from kvcache.coordinator.coordinator import Coordinator
 from kvcache.coordinator.phase import Phase
 from kvcache.coordinator.reign import Reign
+from kvcache.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,30 @@ class Watchdog:
         """Have seen nothing yet."""
         self._limits = limits
         self._seen_s: dict[tuple[str, str], float] = {}
+        self._stuck: set[tuple[str, str]] = set()
 
     def look(self, coordinator: Coordinator, now_s: float) -> tuple[PendingWork, ...]:
         """Return everything that is waited for now, the oldest first. `now_s` is by the clock of
         the coordinator."""
         pending = []
+        stuck: set[tuple[str, str]] = set()
         seen_s: dict[tuple[str, str], float] = {}
         for kind, what, limit_s, known_s in self._waits(coordinator):
             since_s = known_s
             if since_s is None:
                 since_s = seen_s[kind, what] = self._seen_s.get((kind, what), now_s)
-            pending.append(PendingWork(kind, what, max(0.0, now_s - since_s), limit_s))
-        self._seen_s = seen_s
+            work = PendingWork(kind, what, max(0.0, now_s - since_s), limit_s)
+            pending.append(work)
+            if work.is_stuck:
+                stuck.add((kind, what))
+                if (kind, what) not in self._stuck:
+                    logger.warning(
+                        "epoch %d waits too long, %.1f s: %s",
+                        coordinator.epoch,
+                        work.age_s,
+                        what,
+                    )
+        self._seen_s, self._stuck = seen_s, stuck
         return tuple(sorted(pending, key=lambda work: -work.age_s))
 
     def _waits(self, coordinator: Coordinator) -> Iterator[tuple[str, str, float, float | None]]:

@@ -224,6 +224,7 @@ class ProcessLink:
             except OSError as error:
                 ours.close()
                 self._problem = f"the event publisher cannot be started: {error}"
+                logger.error("%s: it is tried again in %g s", self._problem, _RESTART_S)
                 self._restart_at_s = self._clock.now() + _RESTART_S
                 return
         ours.setblocking(False)
@@ -279,11 +280,17 @@ class ProcessLink:
             if kind == "ready":
                 self._places = (str(values[0]), str(values[1]))
                 self._is_ready, self._problem = True, ""
+                logger.info(
+                    "the event publisher is ready, process %d: live at %s, replay at %s",
+                    0 if self._process is None else self._process.pid,
+                    *self._places,
+                )
                 live, replay = self._places
                 self._bound = replace(self._sockets, endpoint=live, replay_endpoint=replay)
             elif kind == "failed":
                 self._problem = str(values[0])
                 self._bound = None
+                logger.error("the event publisher cannot bind its sockets: %s", self._problem)
             elif kind == "figures":
                 self._figures = dict(values[0])
                 self._last_seq = max(self._last_seq, int(self._figures["last_seq"]))

@@ -24,7 +24,7 @@ from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import LoRARequest, Request, TokenIds
 from kvcache.tenants import TenantLedger
 
-_logger = get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class CacheControl:
@@ -120,6 +120,11 @@ class CacheControl:
             self._core.stop_hits()
             self.changed()
             self.is_draining = True
+            logger.info(
+                "the prefix cache drains: %d requests run, %d pins go, nothing hits until then",
+                self._book.counts()[0],
+                len(self._pins),
+            )
             for hit in self._pins.take_all():
                 self._core.unpin(hit)
             return self._try_to_empty()
@@ -152,7 +157,7 @@ class CacheControl:
         if num_used:
             self.num_blocks_refusing_reset = num_used
             if not self.is_draining:
-                _logger.warning(
+                logger.warning(
                     "the prefix cache is not reset: %d blocks are in use by %d running requests "
                     "and %d pins: finish and unpin them, or reset with drain=True",
                     num_used,
@@ -169,6 +174,7 @@ class CacheControl:
                 known.request = _renewed(known, self.model_epoch)
         if self._has_workers:
             self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]
+        logger.info("the prefix cache is reset: model epoch %d", self.model_epoch)
         return True
 
 

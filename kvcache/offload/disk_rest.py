@@ -24,6 +24,7 @@ class DiskRest:
         self.reason = ""
         self._next_s = FIRST_REST_S
         self._until_s: float | None = None
+        self._is_doubted = False
 
     @property
     def is_on(self) -> bool:
@@ -36,6 +37,7 @@ class DiskRest:
             return
         self.num_rests += 1
         self.reason = reason
+        self._is_doubted = True
         logger.warning("files are left alone for %g s: %s", self._next_s, reason)
         self._until_s = now_s + self._next_s
         self._next_s = min(2 * self._next_s, LONGEST_REST_S)
@@ -44,7 +46,11 @@ class DiskRest:
         """End the rest when it is time."""
         if self._until_s is not None and now_s >= self._until_s:
             self._until_s = None
+            logger.info("files are asked again after rest %d", self.num_rests)
 
     def served(self) -> None:
         """The disk has served: its next rest is a short one."""
+        if self._is_doubted:
+            self._is_doubted = False
+            logger.info("files serve again after rest %d", self.num_rests)
         self._next_s = FIRST_REST_S

@@ -16,7 +16,7 @@ from kvcache.sequences.allocator_statistics import AllocatorStatistics
 from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.held_blocks import HeldBlocks
 
-_logger = get_logger(__name__)
+logger = get_logger(__name__)
 
 
 class SequenceCache:
@@ -126,7 +126,7 @@ class SequenceCache:
         """Forget every content; False, unchanged, while a block is in use."""
         num_held = self._held.reset()
         if num_held:
-            _logger.warning(
+            logger.warning(
                 "the prefix cache is not reset: %d of %d blocks are in use: free them first",
                 num_held,
                 self.get_num_total_blocks(),

@@ -85,6 +85,7 @@ def make_tiers(
     )
     holds = SlotHolds(num_slots)
     host = HostPool(open_segment(shape, settings.host_keeper), is_pinned=device.type == "cuda")
+    logger.info("rank %d has %d host slots: %s", settings.rank, num_slots, host.segment.origin)
     if settings.file_tier is None:
         return Tiers(holds, host)
     identity = BlockIdentity(
@@ -103,6 +104,7 @@ def make_tiers(
             return Tiers(holds, host, why_no_files=why, files_problem=str(error))
         host.close()
         raise
+    logger.info("rank %d has its files in %s", settings.rank, file_tier.directory)
     pool = FilePool(
         file_tier.store,
         host.segment.slot_views,

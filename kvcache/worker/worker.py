@@ -404,12 +404,28 @@ class KVCacheWorker:
 
     def _on_grant(self, grant: Grant) -> None:
         """Take a grant, now or when nothing of the old epoch runs any more."""
-        epoch = self._receiver.epoch
+        epoch, was_put_off = self._receiver.epoch, self._receiver.pending_grant is not None
         reply = self._receiver.on_grant(grant, self._executor.is_busy)
         if reply is not None:
             self._outbox.append(reply)
+        if isinstance(reply, Refused):
+            self._log_refusal(grant.nonce, grant.epoch, reply.reason)
+        elif self._receiver.pending_grant is not None and not was_put_off:
+            logger.info(
+                "rank %d: epoch %d waits until what runs in epoch %d has ended",
+                self.settings.rank,
+                grant.epoch,
+                epoch,
+            )
         self._is_introducing &= not isinstance(reply, Granted)
         if self._receiver.epoch != epoch:
+            logger.info(
+                "rank %d obeys epoch %d of coordinator %s, process %s",
+                self.settings.rank,
+                self._receiver.epoch,
+                grant.nonce,
+                self.settings.incarnation,
+            )
             self._ready.clear()
             self._reports.clear()
             self._labels.forget_files()
@@ -444,7 +460,17 @@ class KVCacheWorker:
     def _refuse_superseded(self, nonce: str, epoch: int) -> None:
         refusal = self._receiver.refusal_of(nonce, epoch)
         if refusal is not None:
+            self._log_refusal(nonce, epoch, refusal.reason)
             self._outbox.append(refusal)
+
+    def _log_refusal(self, nonce: str, epoch: int, reason: str) -> None:
+        logger.warning(
+            "rank %d does not obey epoch %d of coordinator %s: %s",
+            self.settings.rank,
+            epoch,
+            nonce,
+            reason,
+        )
 
     def _is_present(self, nonce: str | None, epoch: int | None) -> bool:
         receiver = self._receiver
