@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from kvcache.arguments import as_number
+
 
 class Clock(Protocol):
     """A source of time that never runs backwards."""
@@ -25,14 +27,12 @@ class VirtualClock:
 
     def __init__(self, start_s: float = 0.0) -> None:
         """Start at `start_s`."""
-        self._now_s = start_s
+        self._now_s = as_number("start_s", start_s)
 
     def now(self) -> float:
         """Return the present virtual time in seconds."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move on by `seconds`, which must not be negative."""
-        if seconds < 0:
-            raise ValueError(f"cannot move a clock by {seconds} s: time only goes forward")
-        self._now_s += seconds
+        """Move on by `seconds`; raises InvalidInputError if they are negative."""
+        self._now_s += as_number("seconds by which a clock moves", seconds, 0)

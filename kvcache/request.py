@@ -9,12 +9,12 @@ decides nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.arguments import MAX_INT, as_bool, as_int, as_text, check_kind, check_methods
 from kvcache.digests import join_digests
 from kvcache.errors import RequestError, shown
 from kvcache.hash_algorithms import BlockHash
@@ -22,7 +22,6 @@ from kvcache.request_content import (
     LoRARequest,
     MultiModalPosition,
     Namespace,
-    check_text,
     lora_label,
     sorted_items,
 )
@@ -36,6 +35,7 @@ __all__ = [
     "MultiModalPosition",
     "Namespace",
     "Request",
+    "RequestView",
     "TokenIds",
     "as_token_ids",
 ]
@@ -104,6 +104,7 @@ class Request:
         "_block_hasher",
         "_block_hashes",
         "_num_computed_tokens",
+        "_num_preemptions",
         "_num_tokens",
         "_packed_hashes",
         "_prompt_bytes",
@@ -113,7 +114,6 @@ class Request:
         "mm_hashes",
         "mm_positions",
         "namespace",
-        "num_preemptions",
         "num_prompt_tokens",
         "request_id",
         "skip_reading_prefix_cache",
@@ -133,25 +133,26 @@ class Request:
         tenant: str | None = None,
         model_epoch: int = 0,
     ) -> None:
-        check_text("request id", request_id)
-        if lora is not None and not isinstance(lora, LoRARequest):
-            raise RequestError(
-                f"request {request_id}: lora is {shown(lora)}: pass a LoRARequest or None"
-            )
-        if type(model_epoch) is not int or model_epoch < 0:
-            raise RequestError(
-                f"request {request_id}: model epoch is {shown(model_epoch)}: pass an integer of "
-                "at least 0"
-            )
+        request_id = as_text("request id", request_id, RequestError)
+        if lora is not None:
+            check_kind(f"request {request_id}: lora", lora, LoRARequest, RequestError)
+        if type(model_epoch) is not int or not 0 <= model_epoch <= MAX_INT:
+            what = f"request {request_id}: model epoch"
+            model_epoch = as_int(what, model_epoch, error=RequestError)
+        if skip_reading_prefix_cache is not False:
+            what = f"request {request_id}: skip_reading_prefix_cache"
+            skip_reading_prefix_cache = as_bool(what, skip_reading_prefix_cache, RequestError)
+        if block_hasher is not None:
+            _check_hasher(request_id, block_hasher)
         tokens = as_token_ids(prompt_token_ids, f"request {request_id}: prompt token id")
         if tokens.size == 0:
             raise RequestError(
                 f"request {request_id}: the prompt is empty: pass at least one token"
             )
         if cache_salt is not None:
-            check_text(f"request {request_id}: cache salt", cache_salt)
+            cache_salt = as_text(f"request {request_id}: cache salt", cache_salt, RequestError)
         if tenant is not None:
-            check_text(f"request {request_id}: tenant", tenant)
+            tenant = as_text(f"request {request_id}: tenant", tenant, RequestError)
         positions: tuple[MultiModalPosition, ...] = ()
         hashes: tuple[str, ...] = ()
         if mm_positions is not _NO_ITEMS or mm_hashes is not _NO_ITEMS:
@@ -172,7 +173,7 @@ class Request:
             else Namespace(model_epoch, lora_label(lora), cache_salt, tenant)
         )
         self.num_prompt_tokens: Final[int] = tokens.size
-        self.num_preemptions = 0
+        self._num_preemptions = 0
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
         # A copy that nobody else has is kept as it is. Another one is made as bytes: they are what
@@ -215,6 +216,16 @@ class Request:
                 f"{self._num_tokens} tokens: pass a number from 0 to {self._num_tokens}"
             )
         self._num_computed_tokens = num_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it lost its blocks while it ran."""
+        return self._num_preemptions
+
+    @num_preemptions.setter
+    def num_preemptions(self, num_preemptions: int) -> None:
+        what = f"request {self.request_id}: num_preemptions"
+        self._num_preemptions = as_int(what, num_preemptions, error=RequestError)
 
     @property
     def all_token_ids(self) -> NDArray[np.int32]:
@@ -288,13 +299,8 @@ class Request:
                 self._packed_hashes = b""
 
     def _as_count(self, num_tokens: int) -> int:
-        try:
-            return index(num_tokens)
-        except TypeError:
-            raise RequestError(
-                f"request {self.request_id}: {shown(num_tokens)} is no number of tokens: pass an "
-                "integer"
-            ) from None
+        what = f"request {self.request_id}: number of tokens"
+        return as_int(what, num_tokens, -MAX_INT, error=RequestError)
 
     @property
     def block_hasher(self) -> BlockHasher | None:
@@ -309,6 +315,7 @@ class Request:
         """
         if self._block_hasher is block_hasher:
             return
+        _check_hasher(self.request_id, block_hasher)
         if self._block_hasher is not None and self._block_hasher != block_hasher:
             raise RequestError(
                 f"request {self.request_id} has the block hasher {self._block_hasher}, not "
@@ -360,6 +367,83 @@ class Request:
     def note_next_digest(self, digest: BlockHash) -> None:
         """Keep the digest of the next full block, of which this object may lack tokens still."""
         self._block_hashes.append(digest)
+
+
+class RequestView(Request):
+    """A request of somebody else, as it was when it was looked at: to be read, and nothing more.
+
+    Its tokens are a view of the owner's: valid until the owner changes the request.
+
+    Raises:
+        RequestError: whatever would change the request.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, request: Request) -> None:
+        """Look at `request`."""
+        for name in Request.__slots__:
+            object.__setattr__(self, name, getattr(request, name))
+        object.__setattr__(self, "_block_hashes", list(request.known_block_hashes))
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("Request(", "RequestView(", 1)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        self._refuse("set num_computed_tokens")
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._num_preemptions
+
+    @num_preemptions.setter
+    def num_preemptions(self, num_preemptions: int) -> None:
+        self._refuse("set num_preemptions")
+
+    def append_output_token_ids(self, ids: TokenIds) -> None:
+        self._refuse("append tokens")
+
+    def append_checked_token_ids(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
+        self._refuse("append tokens")
+
+    def truncate_tokens(self, num_tokens: int) -> None:
+        self._refuse("truncate it")
+
+    def note_next_digest(self, digest: BlockHash) -> None:
+        self._refuse("note a digest")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RequestError(
+            f"request {self.request_id} belongs to the manager: cannot {what} in a view of it: "
+            "name the request in a step"
+        )
+
+
+def check_request(request: object) -> None:
+    """Raise RequestError unless `request` is one that its caller may change: a view is not."""
+    if type(request) is Request:
+        return
+    check_kind("request", request, Request, RequestError)
+    if isinstance(request, RequestView):
+        raise RequestError(
+            f"request {request.request_id} was admitted by a step: change it by steps, or use "
+            "another request id"
+        )
+
+
+def _check_hasher(request_id: str, block_hasher: BlockHasher) -> None:
+    """Raise RequestError unless something computes digests."""
+    size = getattr(block_hasher, "block_size", None)
+    if type(size) is int and size > 0 and callable(block_hasher):
+        return
+    what = f"request {request_id}: block hasher"
+    check_methods(what, block_hasher, ("__call__", "digests", "hash_all_plain"), RequestError)
+    as_int(f"{what}: block size", size, 1, error=RequestError)
 
 
 def _bytes_of(tokens: NDArray[np.int32]) -> bytes:

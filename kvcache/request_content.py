@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcache.arguments import as_int, as_text, as_tuple, check_fields
 from kvcache.errors import RequestError, shown
 
 
@@ -25,8 +26,10 @@ class LoRARequest:
     path: str
 
     def __post_init__(self) -> None:
-        check_text("LoRA name", self.name)
-        check_text("LoRA path", self.path, may_be_empty=True)
+        name = as_text("LoRA name", self.name, RequestError)
+        path = as_text("LoRA path", self.path, RequestError, may_be_empty=True)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "path", path)
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,10 @@ class MultiModalPosition:
     length: int
 
     def __post_init__(self) -> None:
-        if type(self.offset) is not int or type(self.length) is not int:
-            raise RequestError(
-                f"multimodal position (offset {shown(self.offset)}, length "
-                f"{shown(self.length)}): both must be plain integers"
-            )
-        if self.offset < 0 or self.length < 1:
-            raise RequestError(
-                f"multimodal position (offset {shown(self.offset)}, length "
-                f"{shown(self.length)}): offset must be at least 0 and length at least 1"
-            )
+        offset = as_int("offset of a multimodal position", self.offset, error=RequestError)
+        length = as_int("length of a multimodal position", self.length, 1, error=RequestError)
+        object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "length", length)
 
     @property
     def end(self) -> int:
@@ -64,12 +61,22 @@ class Namespace:
 
     A component of in-memory look-up keys, of block labels and of tier directories. `lora` is the
     adapter's name and path as a JSON array, so that no two adapters read the same.
+
+    Raises:
+        RequestError: the epoch is no integer of at least 0, or another part is no text.
     """
 
     model_epoch: int
     lora: str | None
     salt: str | None
     tenant: str | None
+
+    def __post_init__(self) -> None:
+        check_fields(self, as_int, "model_epoch", error=RequestError)
+        for name in ("lora", "salt", "tenant"):
+            value = getattr(self, name)
+            if value is not None:
+                as_text(name, value, RequestError, may_be_empty=True)
 
 
 def sorted_items(
@@ -83,20 +90,16 @@ def sorted_items(
     Raises:
         RequestError: unequal numbers, or an item that does not lie inside the prompt.
     """
-    for name, items_given in (("mm_positions", mm_positions), ("mm_hashes", mm_hashes)):
-        if isinstance(items_given, str) or not isinstance(items_given, Sequence):
-            raise RequestError(
-                f"request {request_id}: {name} is {shown(items_given)}: pass a list, one entry "
-                "per item"
-            )
+    mm_positions = as_tuple(f"request {request_id}: mm_positions", mm_positions, RequestError)
+    mm_hashes = as_tuple(f"request {request_id}: mm_hashes", mm_hashes, RequestError)
     if len(mm_hashes) != len(mm_positions):
         raise RequestError(
             f"request {request_id}: {len(mm_hashes)} mm_hashes for {len(mm_positions)} "
             "mm_positions: pass one hash per position"
         )
     items = []
-    for given, mm_hash in zip(mm_positions, mm_hashes, strict=True):
-        check_text(f"request {request_id}: multimodal hash", mm_hash)
+    for given, given_hash in zip(mm_positions, mm_hashes, strict=True):
+        mm_hash = as_text(f"request {request_id}: multimodal hash", given_hash, RequestError)
         if isinstance(given, MultiModalPosition):
             position = given
         elif isinstance(given, (tuple, list)) and len(given) == 2:
@@ -119,15 +122,3 @@ def sorted_items(
 def lora_label(lora: LoRARequest | None) -> str | None:
     """The adapter as a `Namespace` states it."""
     return None if lora is None else json.dumps([lora.name, lora.path], ensure_ascii=False)
-
-
-def check_text(what: str, text: object, *, may_be_empty: bool = False) -> None:
-    """Raise RequestError unless `text` is a str that can be hashed and sent."""
-    if not isinstance(text, str) or not (text or may_be_empty):
-        raise RequestError(
-            f"{what} is {shown(text)}: pass a {'' if may_be_empty else 'non-empty '}str"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{what} is {shown(text)}: pass text that UTF-8 can encode") from None

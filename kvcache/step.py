@@ -8,18 +8,34 @@ found no room. All of a step travels in one `StepRequest`, arrays in, arrays out
            ◀─StepResult(step n)───
 
 Steps may be pipelined: n+1 may be sent while the forward of n runs. Refuses to decide: this module
-is data. Validation is the manager's.
+is data, and says whether it is of the right types. Whether a step fits what is known is the
+manager's question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
+from kvcache.arguments import (
+    MAX_INT,
+    MAX_INT32,
+    as_bool,
+    as_int,
+    as_integers,
+    as_text,
+    as_texts,
+    as_tuple,
+    check_kind,
+)
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.errors import RequestError, shown
+from kvcache.tokens import as_token_ids
 
 NO_STEP = -1
 """`completed_step` when there is nothing to report; `failed_step` when none failed."""
@@ -88,6 +104,21 @@ class RunningRow:
     num_rejected_tokens: int = 0
 
 
+_ROW_COLUMNS = (
+    ("slots", "slot"),
+    ("num_new_tokens", "num_new_tokens"),
+    ("num_draft_tokens", "num_draft_tokens"),
+    ("num_rejected_tokens", "num_rejected_tokens"),
+)
+_ALL_COLUMNS = (
+    *(column for column, _ in _ROW_COLUMNS),
+    "token_offsets",
+    "token_ids",
+    "draft_token_ids",
+)
+_INT32 = np.dtype(np.int32)
+
+
 @dataclass(frozen=True, eq=False)
 class RunningRequests:
     """Rows that run on, as arrays. Row `i` is the request in slot `slots[i]`, each slot once.
@@ -110,15 +141,29 @@ class RunningRequests:
 
     @classmethod
     def from_rows(cls, rows: Sequence[RunningRow]) -> RunningRequests:
-        """Return the arrays for `rows`, in order. Engines with many rows keep arrays themselves."""
-        counts = [len(row.token_ids) for row in rows]
+        """Return the arrays for `rows`, in order. Engines with many rows keep arrays themselves.
+
+        Raises:
+            RequestError: a number is no integer that fits 32 bits, or something is no token id.
+        """
+        listed = as_tuple("rows", rows, RequestError, RunningRow)
+        columns = {
+            column: int32_array(
+                as_integers(
+                    f"{name} of rows",
+                    list(map(attrgetter(name), listed)),
+                    0,
+                    MAX_INT32,
+                    RequestError,
+                )
+            )
+            for column, name in _ROW_COLUMNS
+        }
+        tokens = [as_token_ids(row.token_ids, f"row {i}: token id") for i, row in enumerate(listed)]
         return cls(
-            slots=int32_array([row.slot for row in rows]),
-            num_new_tokens=int32_array([row.num_new_tokens for row in rows]),
-            num_draft_tokens=int32_array([row.num_draft_tokens for row in rows]),
-            num_rejected_tokens=int32_array([row.num_rejected_tokens for row in rows]),
-            token_offsets=int32_array(np.cumsum([0, *counts])),
-            token_ids=int32_array([token for row in rows for token in row.token_ids]),
+            **columns,
+            token_offsets=int32_array(np.cumsum([0, *map(len, tokens)])),
+            token_ids=np.concatenate(tokens) if tokens else EMPTY_INT32,
         )
 
 
@@ -222,3 +267,181 @@ class StepResult:
     forked_slots: Int32Array = field(default_factory=lambda: EMPTY_INT32)
     patches: BlockTablePatch = EMPTY_PATCH
     error: str = ""
+
+
+# --- types of what an engine sends ----------------------------------------------------------
+
+_STEP_FIELDS = tuple(StepRequest.__dataclass_fields__)
+_FIELDS_OF_STEP = attrgetter(*_STEP_FIELDS)
+_USUAL_TYPES = tuple(map(type, _FIELDS_OF_STEP(StepRequest())))
+_NAMING = ("finished", "preempted_recompute", "preempted_swap")
+
+
+def checked_step(request: StepRequest) -> StepRequest:
+    """Return a step whose fields are of the right types: plain numbers, tuples of what they hold.
+
+    The columns of running rows are looked at by who reads them. Changes nothing; a step that is
+    right as it is, as most are, is returned itself.
+
+    Raises:
+        RequestError: a field is of another type, or beyond what 64 bits hold.
+    """
+    if type(request) is not StepRequest:
+        check_kind("step", request, StepRequest, RequestError)
+    values = _FIELDS_OF_STEP(request)
+    changes: dict[str, Any] = {}
+    if tuple(map(type, values)) != _USUAL_TYPES or not _are_in_range(request):
+        client = request.client_id if isinstance(request.client_id, str) else "a client"
+        changes = _plain_fields(f"step {shown(request.step)} of {client}", request)
+        request = replace(request, **changes)
+    if (
+        request.finished
+        or request.preempted_recompute
+        or request.preempted_swap
+        or request.resumed
+        or request.new
+        or request.forks
+    ):
+        changes = _plain_items(f"step {request.step} of {request.client_id}", request)
+        if changes:
+            request = replace(request, **changes)
+    return request
+
+
+def check_columns(where: str, running: RunningRequests) -> None:
+    """Raise RequestError unless the columns of rows are int32 arrays of the shapes stated."""
+    for name in _ALL_COLUMNS:
+        values = getattr(running, name)
+        if not isinstance(values, np.ndarray):
+            raise RequestError(f"{where}: running.{name} is {shown(values)}: pass an int32 array")
+        if values.dtype != _INT32:
+            raise RequestError(f"{where}: running.{name} is of {values.dtype}: pass int32 arrays")
+        if values.ndim != 1:
+            raise RequestError(
+                f"{where}: running.{name} has shape {values.shape}: pass a one-dimensional array"
+            )
+    n = len(running.slots)
+    for name, _ in _ROW_COLUMNS:
+        values = getattr(running, name)
+        if values.shape != (n,):
+            raise RequestError(
+                f"{where}: running.{name} has shape {values.shape} for {n} slots: pass one number "
+                "per slot"
+            )
+    offsets, token_ids = running.token_offsets, running.token_ids
+    if offsets.shape != (n + 1,):
+        raise RequestError(
+            f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
+            f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
+        )
+
+
+def _are_in_range(request: StepRequest) -> bool:
+    numbers = (request.step, request.epoch, request.num_lookahead_tokens)
+    return min(numbers) >= 0 and max(numbers) <= MAX_INT and request.client_id.isascii()
+
+
+def _plain_fields(where: str, request: StepRequest) -> dict[str, Any]:
+    """Return the fields of a step with plain numbers and tuples, whatever is in the tuples."""
+    check_kind(f"{where}: running", request.running, RunningRequests, RequestError)
+    fields: dict[str, Any] = {
+        "client_id": as_text(
+            "client_id of a step", request.client_id, RequestError, may_be_empty=True
+        )
+    }
+    for name in ("step", "epoch", "num_lookahead_tokens"):
+        fields[name] = as_int(f"{where}: {name}", getattr(request, name), error=RequestError)
+    for name in ("completed_step", "failed_step"):
+        fields[name] = as_int(
+            f"{where}: {name}", getattr(request, name), NO_STEP, error=RequestError
+        )
+    for name in (*_NAMING, "resumed", "new", "forks"):
+        fields[name] = as_tuple(f"{where}: {name}", getattr(request, name), RequestError)
+    return fields
+
+
+def _plain_items(where: str, request: StepRequest) -> dict[str, Any]:
+    """Return the lists of a step whose items had to be changed; raises RequestError."""
+    lists: dict[str, tuple[object, ...]] = {}
+    for name in _NAMING:
+        if names := getattr(request, name):
+            lists[name] = as_texts(f"{where}: {name}", names, RequestError)
+    if request.resumed:
+        resumed = as_tuple(f"{where}: resumed", request.resumed, RequestError, ResumedRequest)
+        lists["resumed"] = tuple([_checked_resumed(where, item) for item in resumed])
+    if request.new:
+        new = as_tuple(f"{where}: new", request.new, RequestError, NewRequest)
+        lists["new"] = tuple([checked_new(where, item) for item in new])
+    if request.forks:
+        forks = as_tuple(f"{where}: forks", request.forks, RequestError, Fork)
+        lists["forks"] = tuple([_checked_fork(where, item) for item in forks])
+    return {
+        name: items
+        for name, items in lists.items()
+        if any(item is not given for item, given in zip(items, getattr(request, name), strict=True))
+    }
+
+
+def _checked_resumed(where: str, item: ResumedRequest) -> ResumedRequest:
+    request_id = as_text(f"{where}: id of a resumed request", item.request_id, RequestError)
+    what = f"{where}: request {request_id}: max_new_tokens"
+    count = as_int(what, item.max_new_tokens, 1, error=RequestError)
+    is_plain = request_id is item.request_id and count is item.max_new_tokens
+    return item if is_plain else ResumedRequest(request_id, count)
+
+
+def _checked_fork(where: str, item: Fork) -> Fork:
+    parent = as_text(f"{where}: parent_id of a fork", item.parent_id, RequestError)
+    child = as_text(f"{where}: child_id of a fork", item.child_id, RequestError)
+    is_plain = parent is item.parent_id and child is item.child_id
+    return item if is_plain else Fork(parent, child)
+
+
+_NEW_COUNTS = (
+    ("max_new_tokens", 1),
+    ("num_external_computed_tokens", 0),
+    ("num_lookahead_tokens", 0),
+    ("num_encoder_tokens", 0),
+)
+_NEW_FLAGS = ("skip_reading_prefix_cache", "delay_cache_blocks")
+
+
+def checked_new(where: str, new: NewRequest) -> NewRequest:
+    """Return a new request whose fields are of the right types, itself where they are.
+
+    Raises:
+        RequestError: one is not. Whether it can be a request is another question.
+    """
+    request_id = as_text(f"{where}: id of a new request", new.request_id, RequestError)
+    changes: dict[str, Any] = {} if request_id is new.request_id else {"request_id": request_id}
+    what = f"{where}: request {request_id}"
+    for name, at_least in _NEW_COUNTS:
+        count = getattr(new, name)
+        if type(count) is not int or not at_least <= count <= MAX_INT:
+            changes[name] = as_int(f"{what}: {name}", count, at_least, error=RequestError)
+    for name in _NEW_FLAGS:
+        flag = getattr(new, name)
+        if type(flag) is not bool:
+            changes[name] = as_bool(f"{what}: {name}", flag, RequestError)
+    for name in ("lora_name", "lora_path", "cache_salt", "tenant"):
+        text = getattr(new, name)
+        if text is not None:
+            plain = as_text(f"{what}: {name}", text, RequestError, may_be_empty=name == "lora_path")
+            if plain is not text:
+                changes[name] = plain
+    if not _is_column(new.token_ids):
+        changes["token_ids"] = as_token_ids(new.token_ids, f"{what}: prompt token id")
+    if type(new.mm_hashes) is not tuple or new.mm_hashes:
+        mm_hashes = as_texts(f"{what}: mm_hashes", new.mm_hashes, RequestError)
+        if mm_hashes is not new.mm_hashes:
+            changes["mm_hashes"] = mm_hashes
+    for name in ("mm_offsets", "mm_lengths"):
+        values = getattr(new, name)
+        if not _is_column(values):
+            column = as_integers(f"{what}: {name}", values, 0, MAX_INT32, RequestError)
+            changes[name] = int32_array(column)
+    return replace(new, **changes) if changes else new
+
+
+def _is_column(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype == _INT32 and values.ndim == 1

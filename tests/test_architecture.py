@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What stands lower may import what stands higher, never the reverse. Modules of one line may
 # import each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("errors", "ids", "arrays", "logs", "serving_loop", "compiled", "clock", "curve"),
+    ("errors", "arguments", "ids", "arrays", "logs", "serving_loop", "compiled", "clock", "curve"),
     ("specs", "policies"),
     ("config",),
     ("tokens", "hash_algorithms", "request_content"),

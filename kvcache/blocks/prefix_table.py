@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import cbor2
 
-from kvcache.errors import MalformedMessageError
+from kvcache.errors import MalformedMessageError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.request import Namespace
 
@@ -100,4 +100,7 @@ def parse_namespace_name(name: bytes) -> Namespace:
         or not all(part is None or isinstance(part, str) for part in rest)
     ):
         raise MalformedMessageError(f"namespace name {name!r} is not an epoch and three texts")
-    return Namespace(epoch, *rest)
+    try:
+        return Namespace(epoch, *rest)
+    except RequestError as error:
+        raise MalformedMessageError(f"namespace name {name!r} is not readable: {error}") from error

@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvcache.arguments import MAX_INT32, as_int, as_integers, as_tuple, check_kind
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.errors import InvalidInputError
 from kvcache.ids import NULL_BLOCK_ID
 
 _Ids: TypeAlias = "Sequence[int] | Int32Array"
@@ -48,13 +50,18 @@ class KVCacheBlocks:
         `unhashed_ids[g]` are those of them whose content had no hash when this was made: partial
         blocks, mostly. `look_up_number` says which state of the cache a hit was found in, None
         for blocks that no look-up found.
+
+        Raises:
+            InvalidInputError: something is no list of block ids.
         """
-        self._block_ids = tuple(map(int32_array, block_ids))
+        self._block_ids = _id_arrays("block_ids", block_ids)
         self._unhashed_ids = (
             (EMPTY_INT32,) * len(self._block_ids)
             if unhashed_ids is None
-            else tuple(map(int32_array, unhashed_ids))
+            else _id_arrays("unhashed_ids", unhashed_ids)
         )
+        if look_up_number is not None:
+            look_up_number = as_int("look_up_number", look_up_number)
         self.look_up_number = look_up_number
 
     @property
@@ -85,6 +92,12 @@ class KVCacheBlocks:
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         """Return the blocks of `self` followed by those of `other`, group by group."""
+        check_kind("what is added to blocks", other, KVCacheBlocks)
+        if len(other._block_ids) != len(self._block_ids):
+            raise InvalidInputError(
+                f"blocks of {len(self._block_ids)} groups and of {len(other._block_ids)} cannot be "
+                "added: pass blocks of one manager"
+            )
         ids = zip(self._block_ids, other._block_ids, strict=True)
         unhashed = zip(self._unhashed_ids, other._unhashed_ids, strict=True)
         return KVCacheBlocks(list(map(np.concatenate, ids)), list(map(np.concatenate, unhashed)))
@@ -102,3 +115,20 @@ class KVCacheBlocks:
 
     def __repr__(self) -> str:
         return f"KVCacheBlocks({self.get_block_ids()})"
+
+
+_INT32 = np.dtype(np.int32)
+
+
+def _id_arrays(what: str, tables: Sequence[_Ids]) -> tuple[Int32Array, ...]:
+    """Return the tables of all groups as arrays; those that are some already stay as they are."""
+    if type(tables) is not tuple and type(tables) is not list:
+        tables = as_tuple(what, tables)
+    return tuple(
+        [
+            table
+            if type(table) is np.ndarray and table.dtype is _INT32 and table.ndim == 1
+            else int32_array(as_integers(f"{what}[{group}]", table, 0, MAX_INT32))
+            for group, table in enumerate(tables)
+        ]
+    )

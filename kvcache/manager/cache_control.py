@@ -10,13 +10,11 @@ use; a drain waits until it is not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from kvcache.clock import Clock
 from kvcache.commands import Command, Reset
 from kvcache.core import CacheHit, Core
-from kvcache.errors import RequestError
 from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
@@ -82,16 +80,12 @@ class CacheControl:
         if self.is_draining:
             self._try_to_empty()
 
-    def pin(self, request: Request, ttl_s: float, num_tokens: int) -> Pin:
+    def pin(self, request: Request, ttl_s: float) -> Pin:
         """Pin what is cached of `request`, which holds one token more than the prefix wanted.
 
         Raises:
             PinLimitError: pins would hold too large a share of the pool, or of their tenant's.
         """
-        if not (ttl_s > 0 and math.isfinite(ttl_s)):
-            raise RequestError(
-                f"pinning {num_tokens} tokens for {ttl_s} s: pass a time limit above 0 seconds"
-            )
         hit = self._core.look_up(request)
         self._pins.require_room(hit)
         self._pins.require_tenant_room(hit, request.namespace, self._core.num_free_blocks())

@@ -12,6 +12,7 @@ from kvcache.core import Core
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.pins import Pin, held_blocks
 from kvcache.manager.request_book import RequestBook
+from kvcache.request import Request
 
 
 class CacheView:
@@ -22,6 +23,13 @@ class CacheView:
         self._core = core
         self._book = book
         self._control = control
+
+    def request(self, request_id: str) -> Request | None:
+        """Return the manager's own request with all its tokens, None if it is not known.
+
+        For those who run the manager and must tell its requests apart: not to be changed.
+        """
+        return self._book.up_to_date(request_id)
 
     def pins(self) -> tuple[Pin, ...]:
         """Return the pins that hold, the oldest first."""

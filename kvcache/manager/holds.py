@@ -14,7 +14,7 @@ from kvcache.errors import RequestError
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.step_plan import make_request
 from kvcache.request import BlockHasher
-from kvcache.step import NewRequest
+from kvcache.step import NewRequest, checked_new
 
 
 class PrefixHolds:
@@ -40,7 +40,8 @@ class PrefixHolds:
         num_tokens = 0
         for new in requests:
             try:
-                request = make_request(new, self._control.model_epoch, self._hasher)
+                plain = checked_new(f"held for {owner}", new)
+                request = make_request(plain, self._control.model_epoch, self._hasher)
             except RequestError:
                 continue
             hit = self._core.look_up(request)

@@ -15,11 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvcache.arguments import (
+    as_bool,
+    as_int,
+    as_integers,
+    as_number,
+    as_text,
+    as_tuple,
+    check_kind,
+)
 from kvcache.clock import Clock, SystemClock
 from kvcache.commands import Command
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import CacheEvent, EventSink, NullOffloadHooks, OffloadHooks
-from kvcache.errors import RequestError
+from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.labels import LabelSet
 from kvcache.manager.cache_blocks import KVCacheBlocks
@@ -28,12 +37,13 @@ from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.manager.parts import ManagerParts, ManagerSettings
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_calls import Wanted
+from kvcache.manager.request_calls import checked_wanted
+from kvcache.manager.slots import CALLER
 from kvcache.manager.statistics import ManagerStatistics
-from kvcache.request import LoRARequest, Request, TokenIds
+from kvcache.request import LoRARequest, Request, RequestView, TokenIds
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
-from kvcache.step import StepRequest, StepResult
+from kvcache.step import StepRequest, StepResult, checked_step
 
 
 class KVCacheManager:
@@ -182,7 +192,8 @@ class KVCacheManager:
         Raises:
             RequestError: counts that contradict each other, the request, or its tenant's limit.
         """
-        wanted = Wanted(
+        wanted = checked_wanted(
+            request,
             num_new_tokens,
             num_new_computed_tokens,
             num_draft_tokens,
@@ -190,8 +201,11 @@ class KVCacheManager:
             num_external_computed_tokens,
             num_encoder_tokens,
         )
+        if new_computed_blocks is not None:
+            check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
+        delays_caching = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
         return self._calls.allocate_slots(
-            request, wanted, new_computed_blocks, delays_caching=delay_cache_blocks
+            request, wanted, new_computed_blocks, delays_caching=delays_caching
         )
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
@@ -230,11 +244,11 @@ class KVCacheManager:
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of the request's block tables, one per group; empty if it has none."""
-        return self._core.block_ids(request_id)
+        return self._core.block_ids(as_text("request id", request_id, RequestError))
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Return the blocks of the request, one table per group; empty if it has none."""
-        return KVCacheBlocks(self._core.block_ids(request_id))
+        return KVCacheBlocks(self.get_block_ids(request_id))
 
     def create_empty_block_list(self) -> KVCacheBlocks:
         """Return no blocks, for each group."""
@@ -249,7 +263,9 @@ class KVCacheManager:
         self, request: Request, num_running_requests: int
     ) -> list[int]:
         """Return, per group, how many leading blocks all running requests share with this one."""
-        return self._core.common_prefix_blocks(request.request_id, num_running_requests)
+        check_kind("request", request, Request, RequestError)
+        num_running = as_int("num_running_requests", num_running_requests, error=RequestError)
+        return self._core.common_prefix_blocks(request.request_id, num_running)
 
     # A whole step.
 
@@ -265,6 +281,7 @@ class KVCacheManager:
             RequestError: the step contradicts what is known, or itself; nothing was changed.
             BacklogFullError: too many steps of the client are unfinished; nothing was changed.
         """
+        request = checked_step(request)
         client = self._ledger.look_up(request.client_id)
         plan = self._planner.plan(request, client, self._control.model_epoch)
         self._ledger.keep(client, has_failed=plan.rollback is not None)
@@ -280,7 +297,7 @@ class KVCacheManager:
         Call it only when no rank can still run any of its steps. Returns the ids of the requests;
         a client that is not known has none.
         """
-        client = self._ledger.forget(client_id)
+        client = self._ledger.forget(as_text("client id", client_id, RequestError))
         if client is None:
             return ()
         self._control.changed()
@@ -293,25 +310,30 @@ class KVCacheManager:
         return tuple(known.request.request_id for known in gone)
 
     def get_request(self, request_id: str) -> Request | None:
-        """Return the request with all its tokens, or None. Valid until the next step."""
-        return self._book.up_to_date(request_id)
+        """Return the request with all its tokens, or None. Valid until the next step.
+
+        One that came by a call is its caller's own object; one of steps is a view, to be read.
+        """
+        known = self._book.get(as_text("request id", request_id, RequestError))
+        request = self._book.up_to_date(request_id)
+        if known is None or request is None or known.client_index == CALLER:
+            return request
+        return RequestView(request)
 
     def slot_of(self, request_id: str) -> int | None:
         """Return the slot of a running request; None if it is preempted or not known."""
-        known = self._book.get(request_id)
+        known = self._book.get(as_text("request id", request_id, RequestError))
         return known.slot if known is not None and known.is_running else None
 
     def request_in_slot(self, slot: int) -> Request | None:
-        """Return the request that runs in `slot`, with all its tokens; None if it is free.
+        """Return the request that runs in `slot`, as `get_request` does; None if it is free.
 
         Raises:
             RequestError: there is no such slot.
         """
-        if not 0 <= slot < self._slots.num_slots:
-            raise RequestError(
-                f"slot {slot} does not exist: slots are 0 to {self._slots.num_slots - 1}"
-            )
-        return self._slots.request_in(slot)
+        index = as_int("slot", slot, 0, self._slots.num_slots - 1, RequestError)
+        request = self._slots.request_in(index)
+        return None if request is None else self.get_request(request.request_id)
 
     # The cache as a whole.
 
@@ -333,12 +355,12 @@ class KVCacheManager:
         the cache is emptied and the model epoch advanced when the last block has come free, now
         or in a later call. Asking again tells whether it has.
         """
-        return self._control.reset(drain=drain)
+        return self._control.reset(drain=as_bool("drain", drain, RequestError))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of cached blocks that continue them. Requests
         that have one cache nothing more. Raises BlockError for an id that does not exist."""
-        self._control.evict(block_ids)
+        self._control.evict(as_integers("block_ids", block_ids, error=BlockError).tolist())
 
     def pin_prefix(
         self,
@@ -358,18 +380,21 @@ class KVCacheManager:
             RequestError: no tokens, or a time limit that is not above 0.
             PinLimitError: pins would hold more than `max_pin_share` of the blocks.
         """
+        limit_s = as_number("ttl_s", ttl_s, above=0, error=RequestError)
         self._control.refresh()
         epoch = self._control.model_epoch
         request = prefix_request(
             tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=epoch
         )
         request.attach_block_hasher(self._hasher)
-        return self._control.pin(request, ttl_s, request.num_tokens - 1)
+        return self._control.pin(request, limit_s)
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """End a pin; False if it had ended already."""
+        check_kind("pin", pin, Pin, RequestError)
+        pin_id = as_int("pin_id", pin.pin_id, error=RequestError)
         self._control.refresh()
-        return self._control.unpin(pin.pin_id)
+        return self._control.unpin(pin_id)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last time; always empty without `enable_kv_cache_events`."""
@@ -437,6 +462,7 @@ class KVCacheManager:
         Raises:
             RequestError: requests are known; nothing was changed.
         """
+        sets = as_tuple("labels", labels, RequestError, LabelSet)
         num_running, num_preempted = self._book.counts()
         if num_running or num_preempted:
             raise RequestError(
@@ -444,4 +470,4 @@ class KVCacheManager:
                 "restore a new manager"
             )
         self._control.changed()
-        return self._core.restore(labels)
+        return self._core.restore(sets)

@@ -10,6 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvcache.arguments import (
+    MAX_INT32,
+    as_bool,
+    as_int,
+    as_number,
+    as_text,
+    check_fields,
+    check_kind,
+    check_methods,
+)
 from kvcache.clock import Clock
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import EventSink, NullEventSink, OffloadHooks
@@ -30,12 +40,25 @@ from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
 from kvcache.manager.tiers import TierLink
-from kvcache.specs import KVCacheConfig, require_count
+from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger, TierShares
 from kvcache.tenants.shares import DEVICE_TIER
 
 MAX_UNFINISHED_STEPS = 256
 """Steps of one client that may be neither complete nor failed at the same time."""
+
+
+_FLAGS = (
+    "enable_caching",
+    "use_eagle",
+    "log_stats",
+    "enable_kv_cache_events",
+    "zero_new_blocks",
+    "has_workers",
+    "merge_duplicates",
+    "publish_all_groups",
+)
+_HOOKS = ("look_up", "on_eviction_candidates", "on_sealed", "on_request_finished")
 
 
 @dataclass(frozen=True)
@@ -67,17 +90,19 @@ class ManagerSettings:
     tenants: TenantsConfig | None = None
 
     def __post_init__(self) -> None:
-        require_count("max_model_len", self.max_model_len)
-        require_count("max_num_seqs", self.max_num_seqs)
-        require_count("model_epoch", self.model_epoch, at_least=0)
-        if not 0.0 <= self.watermark < 1.0:
+        check_kind("kv_cache_config", self.kv_cache_config, KVCacheConfig, ConfigurationError)
+        check_fields(self, as_int, "max_model_len", "max_num_seqs", at_least=1, at_most=MAX_INT32)
+        check_fields(self, as_int, "model_epoch")
+        check_fields(self, as_bool, *_FLAGS)
+        check_fields(self, as_text, "caching_hash_algo", "eviction_policy", "core")
+        check_fields(self, as_text, "hash_seed", may_be_empty=True)
+        check_fields(self, as_number, "watermark", "max_pin_share", at_least=0, at_most=1)
+        if self.watermark == 1:
             raise ConfigurationError(
                 f"watermark is {self.watermark}: pass a share from 0.0 to below 1.0"
             )
-        if not 0.0 <= self.max_pin_share <= 1.0:
-            raise ConfigurationError(
-                f"max_pin_share is {self.max_pin_share}: pass a share from 0.0 to 1.0"
-            )
+        if self.tenants is not None:
+            check_kind("tenants", self.tenants, TenantsConfig, ConfigurationError)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -111,6 +136,11 @@ class ManagerParts:
         core_factories: Mapping[str, CoreFactory],
     ) -> None:
         """Make the parts of a manager with an empty cache; raises `ConfigurationError`."""
+        check_methods("clock", clock, ("now",), ConfigurationError)
+        check_methods("offload_hooks", hooks, _HOOKS, ConfigurationError)
+        if event_sink is not None:
+            check_methods("event_sink", event_sink, ("emit",), ConfigurationError)
+        check_kind("core_factories", core_factories, Mapping, ConfigurationError)
         config = settings.kv_cache_config
         max_model_len = settings.max_model_len
         limits = ModelLimits.of(config, max_model_len)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvcache.arguments import are_ints, as_bool, as_int, check_kind
 from kvcache.errors import ConfigurationError
 
 
@@ -30,7 +31,9 @@ class PrefixCacheStats:
 
     def record(self, num_tokens: int, num_hit_tokens: int, *, is_preempted: bool) -> None:
         """Count one look-up of `num_tokens` tokens, of which `num_hit_tokens` were cached."""
-        if is_preempted:
+        num_tokens = as_int("num_tokens", num_tokens)
+        num_hit_tokens = as_int("num_hit_tokens", num_hit_tokens)
+        if as_bool("is_preempted", is_preempted):
             self.preempted_requests += 1
             self.preempted_queries += num_tokens
             self.preempted_hits += num_hit_tokens
@@ -49,11 +52,8 @@ class PrefixCachingMetrics:
         Raises:
             ConfigurationError: that is not a positive integer.
         """
-        if type(max_recent_requests) is not int or max_recent_requests < 1:
-            raise ConfigurationError(
-                f"max_recent_requests is {max_recent_requests!r}: pass an integer of at least 1"
-            )
-        self._max_recent_requests = max_recent_requests
+        what = "max_recent_requests"
+        self._max_recent_requests = as_int(what, max_recent_requests, 1, error=ConfigurationError)
         # Invariant: the three sums are those of the intervals in the queue.
         self._intervals: deque[tuple[int, int, int]] = deque()
         self._num_requests = 0
@@ -65,6 +65,11 @@ class PrefixCachingMetrics:
 
         The oldest intervals leave while more requests than wanted are in, but never the last one.
         """
+        check_kind("stats", stats, PrefixCacheStats)
+        counts = (stats.requests, stats.queries, stats.hits)
+        if not are_ints(counts) or min(counts) < 0:
+            for name, count in zip(("requests", "queries", "hits"), counts, strict=True):
+                as_int(name, count)
         if stats.reset:
             self.reset()
         if stats.requests == 0:

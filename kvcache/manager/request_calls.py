@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.arguments import MAX_INT, are_ints, as_int, check_kind
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import BlockTablePatch
 from kvcache.core import CacheHit, Core, NewestState, TableChange, patch_of
@@ -25,7 +26,7 @@ from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.slots import CALLER
 from kvcache.manager.tiers import TierLink
-from kvcache.request import BlockHasher, Request
+from kvcache.request import BlockHasher, Request, check_request
 
 
 class Wanted(NamedTuple):
@@ -41,6 +42,24 @@ class Wanted(NamedTuple):
 
 NOTHING = Wanted(0, 0, 0, 0, 0, 0)
 """No new tokens of any kind."""
+
+
+def checked_wanted(request: Request, *counts: int) -> Wanted:
+    """Return the counts of a call as plain integers, in the order of `Wanted`.
+
+    Raises:
+        RequestError: the request is none that its caller may change, or a count is no integer of
+            at least 0.
+    """
+    check_request(request)
+    if not are_ints(counts):
+        counts = tuple(
+            [
+                as_int(f"request {request.request_id}: {name}", count, error=RequestError)
+                for name, count in zip(Wanted._fields, counts, strict=True)
+            ]
+        )
+    return Wanted(*counts)
 
 
 class RequestCalls:
@@ -74,6 +93,7 @@ class RequestCalls:
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Look a request up and count that."""
+        check_kind("request", request, Request, RequestError)
         self._prepare(request)
         hit = self._admission.look_up(request)
         self._admission.record(request, hit.num_tokens)
@@ -117,6 +137,8 @@ class RequestCalls:
 
     def fork(self, parent: Request, child: Request) -> KVCacheBlocks | None:
         """Let a new request share the blocks of a known one."""
+        check_request(parent)
+        check_request(child)
         known = self._book.require_caller_owned(parent)
         if known is None or not known.is_running:
             raise RequestError(
@@ -141,12 +163,15 @@ class RequestCalls:
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Make full blocks of a running request hittable."""
+        check_request(request)
+        what = f"request {request.request_id}: num_computed_tokens"
+        num_computed_tokens = as_int(what, num_computed_tokens, error=RequestError)
         known = self._book.require_caller_owned(request)
         if known is None:
             raise RequestError(
                 f"request {request.request_id} has no blocks to cache: allocate slots for it first"
             )
-        if not 0 <= num_computed_tokens <= request.num_tokens:
+        if num_computed_tokens > request.num_tokens:
             raise RequestError(
                 f"request {request.request_id}: cannot cache {num_computed_tokens} tokens, it has "
                 f"{request.num_tokens}: pass 0 to that number"
@@ -156,6 +181,7 @@ class RequestCalls:
 
     def free(self, request: Request) -> None:
         """Give a request's blocks back and forget it; nothing if it is not known."""
+        check_request(request)
         known = self._book.require_caller_owned(request)
         if known is None:
             return
@@ -167,6 +193,7 @@ class RequestCalls:
 
     def free_block_hashes(self, request: Request) -> None:
         """Make no further block of a request hittable; nothing if it is not known."""
+        check_request(request)
         if self._book.require_caller_owned(request) is not None:
             self._core.forget_hashes(request)
 
@@ -332,9 +359,9 @@ def _demand(
 def _check_wanted(request: Request, wanted: Wanted, limits: ModelLimits) -> None:
     """Refuse what `allocate_slots` cannot mean."""
     request_id = request.request_id
-    if min(wanted) < 0:
-        name, count = next(item for item in wanted._asdict().items() if item[1] < 0)
-        raise RequestError(f"request {request_id}: {name} is {count}: pass 0 or more")
+    if min(wanted) < 0 or max(wanted) > MAX_INT:
+        for name, count in wanted._asdict().items():
+            as_int(f"request {request_id}: {name}", count, error=RequestError)
     if wanted.num_encoder_tokens:
         limits.require_encoder_tokens(request_id, wanted.num_encoder_tokens)
     if wanted.num_draft_tokens:

@@ -27,14 +27,13 @@ from kvcache.manager.slots import FREE, RowFigures, SeatedRows, SlotTable
 from kvcache.manager.step_columns import (
     ARE_SAME_SLOTS,
     IS_DECODE,
-    check_shapes,
     fit,
     look_at,
     require_token_ids,
     token_counts,
 )
 from kvcache.manager.step_ledger import ClientSteps, Rollback
-from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest
+from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest, check_columns
 
 _MAX_INT32 = 2**31 - 1
 _FEW_ROWS = 256
@@ -183,7 +182,7 @@ class RowPlanner:
     def _columns(self, where: str, running: RunningRequests) -> _Columns:
         """Check what columns say by themselves; equal ones as the last time are known."""
         if not fit(running):
-            check_shapes(where, running)
+            check_columns(where, running)
         num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
         key = (
             num_new.tobytes(),

@@ -14,9 +14,8 @@ from kvcache.compiled import array_type, compiled
 from kvcache.errors import RequestError
 from kvcache.step import RunningRequests
 
-_TOKEN_FIELDS = ("token_offsets", "token_ids", "draft_token_ids")
-_ROW_FIELDS = ("slots", "num_new_tokens", "num_draft_tokens", "num_rejected_tokens")
 _INT32 = np.dtype(np.int32)
+_ARRAYS = frozenset({np.ndarray})
 _READ = array_type("int32", is_read=True)
 
 IS_DECODE, ARE_SAME_SLOTS = 1, 2
@@ -112,37 +111,17 @@ def require_token_ids(where: str, running: RunningRequests) -> None:
 
 
 def fit(running: RunningRequests) -> bool:
-    """Whether all arrays are int32 and of the right shapes."""
+    """Whether all columns are int32 arrays and of the right shapes."""
     slots, offsets, token_ids = running.slots, running.token_offsets, running.token_ids
+    if not _ARRAYS.issuperset(map(type, vars(running).values())) or slots.ndim != 1:
+        return False
     num_new, num_draft = running.num_new_tokens, running.num_draft_tokens
     rejected, draft_ids = running.num_rejected_tokens, running.draft_token_ids
     shape = (len(slots),)
     return (
         shape == slots.shape == num_new.shape == num_draft.shape == rejected.shape
         and offsets.shape == (len(slots) + 1,)
-        and token_ids.ndim == 1
+        and token_ids.ndim == draft_ids.ndim == 1
         and _INT32 == slots.dtype == num_new.dtype == num_draft.dtype == rejected.dtype
         and _INT32 == offsets.dtype == token_ids.dtype == draft_ids.dtype
     )
-
-
-def check_shapes(where: str, running: RunningRequests) -> None:
-    """Refuse arrays of other types or shapes."""
-    n = len(running.slots)
-    for name in (*_ROW_FIELDS, *_TOKEN_FIELDS):
-        values = getattr(running, name)
-        if values.dtype != _INT32:
-            raise RequestError(f"{where}: running.{name} is of {values.dtype}: pass int32 arrays")
-    for name in _ROW_FIELDS:
-        values = getattr(running, name)
-        if values.shape != (n,):
-            raise RequestError(
-                f"{where}: running.{name} has shape {values.shape} for {n} slots: pass one number "
-                "per slot"
-            )
-    offsets, token_ids = running.token_offsets, running.token_ids
-    if offsets.shape != (n + 1,) or token_ids.ndim != 1:
-        raise RequestError(
-            f"{where}: running.token_offsets has shape {offsets.shape} and token_ids "
-            f"{token_ids.shape} for {n} slots: pass {n + 1} offsets and one row of tokens"
-        )

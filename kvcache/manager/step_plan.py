@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from kvcache.errors import BacklogFullError, RequestError
+from kvcache.errors import BacklogFullError, RequestError, shown
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.manager.row_plan import RowPlan, RowPlanner
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.request import BlockHasher, LoRARequest, Request
-from kvcache.request_content import check_text
 from kvcache.step import NO_STEP, Fork, NewRequest, ResumedRequest, StepRequest
 
 
@@ -72,7 +71,6 @@ class StepPlanner:
         self._check_backlog(where, request, client)
         if rollback is None and _names_nobody(request):
             running = self._rows.plan(where, request, client, None, ())
-            _check_lookahead(where, request)
             return StepPlan(request, client, None, (), (), running, (), (), (), names_nobody=True)
         forgotten: set[int] = set()
         waiting: set[int] = set()
@@ -85,7 +83,6 @@ class StepPlanner:
         leaving = {*finished, *preempted}
         rows = self._rows.plan(where, request, client, rollback, leaving)
         resumed = self._resumed(where, request.resumed, client, forgotten, waiting)
-        _check_lookahead(where, request)
         gone = forgotten | {id(known) for known in finished}
         new = tuple([(self._new(where, n, gone, model_epoch), n) for n in request.new])
         staying = finished
@@ -146,7 +143,6 @@ class StepPlanner:
                     f"{where}: request {item.request_id} is to be resumed but is not preempted: "
                     "resume preempted requests only"
                 )
-            _check_max_new_tokens(where, item.request_id, item.max_new_tokens)
             plans.append((known, item.max_new_tokens))
         return tuple(plans)
 
@@ -180,7 +176,6 @@ class StepPlanner:
                 f"{where}: request {fork.child_id} is to be forked from {fork.parent_id} but known "
                 "already: use another id"
             )
-        check_text(f"{where}: request id of a fork", fork.child_id)
         return parent, fork.child_id
 
     def _new(self, where: str, new: NewRequest, gone: set[int], model_epoch: int) -> Request:
@@ -191,14 +186,11 @@ class StepPlanner:
                 f"{where}: request {new.request_id} is new but known already: use another id, or "
                 "resume it if it is preempted"
             )
-        _check_max_new_tokens(where, new.request_id, new.max_new_tokens)
         if len(new.token_ids) > self._max_model_len:
             raise RequestError(
                 f"{where}: request {new.request_id} has a prompt of {len(new.token_ids)} tokens, "
                 f"the model takes {self._max_model_len}: shorten it or raise max_model_len"
             )
-        if new.num_external_computed_tokens < 0 or new.num_lookahead_tokens < 0:
-            _refuse_negative(where, new)
         if new.num_external_computed_tokens >= max(1, len(new.token_ids)):
             raise RequestError(
                 f"{where}: request {new.request_id} has {new.num_external_computed_tokens} "
@@ -209,21 +201,12 @@ class StepPlanner:
         return make_request(new, model_epoch, self._hasher)
 
 
-def _refuse_negative(where: str, new: NewRequest) -> NoReturn:
-    for name in ("num_external_computed_tokens", "num_lookahead_tokens"):
-        if getattr(new, name) < 0:
-            break
-    raise RequestError(
-        f"{where}: request {new.request_id} has {name} {getattr(new, name)}: pass 0 or more"
-    )
-
-
 def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher | None = None) -> Request:
     """Return the request that `new` describes; raises `RequestError` for what cannot be one."""
     if new.lora_name is None and new.lora_path is not None:
         raise RequestError(
-            f"request {new.request_id} has the LoRA path {new.lora_path!r} but no LoRA name: pass "
-            "both or neither"
+            f"request {new.request_id} has the LoRA path {shown(new.lora_path)} but no LoRA name: "
+            "pass both or neither"
         )
     if len(new.mm_offsets) != len(new.mm_lengths):
         raise RequestError(
@@ -290,13 +273,6 @@ def _names_nobody(request: StepRequest) -> bool:
     return not (leaving or request.resumed or request.new or request.forks)
 
 
-def _check_lookahead(where: str, request: StepRequest) -> None:
-    if request.num_lookahead_tokens < 0:
-        raise RequestError(
-            f"{where}: {request.num_lookahead_tokens} lookahead tokens: pass 0 or more"
-        )
-
-
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
@@ -313,11 +289,3 @@ def _check_ids_once(where: str, request: StepRequest) -> None:
         if len(set(ids)) < len(ids):
             twice = next(name for name, times in Counter(ids).items() if times > 1)
             raise RequestError(f"{where}: request {twice} is {what} twice: name it once")
-
-
-def _check_max_new_tokens(where: str, request_id: str, max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
-        raise RequestError(
-            f"{where}: request {request_id} has max_new_tokens {max_new_tokens}: at least one "
-            "token is scheduled, pass 1 or more"
-        )

@@ -46,7 +46,7 @@ def require_eviction_policy(
     name: str, policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES
 ) -> str:
     """Return `name`; raises ConfigurationError, with those there are, if nobody has it."""
-    if name not in policies:
+    if not isinstance(name, str) or name not in policies:
         raise ConfigurationError(
             f"unknown eviction policy {shown(name)}: choose one of {', '.join(sorted(policies))}"
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
+from kvcache.arguments import as_text
 from kvcache.errors import BlockError, RequestError, shown
 from kvcache.hash_algorithms import ExtraKeys
 from kvcache.hashing import (
@@ -21,7 +22,6 @@ from kvcache.hashing import (
     get_request_block_hasher,
     hash_block_tokens,
 )
-from kvcache.request_content import check_text
 from kvcache.tokens import TokenIds, as_token_ids
 
 ExtraHash: TypeAlias = "int | str | ExtraKeys | None"
@@ -249,8 +249,8 @@ def extra_keys_of(extra_hash: ExtraHash) -> ExtraKeys | None:
     if type(extra_hash) is int:
         return (("extra_hash", "number", extra_hash),)
     if isinstance(extra_hash, str):
-        check_text("extra hash", extra_hash, may_be_empty=True)
-        return (("extra_hash", "text", extra_hash),)
+        text = as_text("extra hash", extra_hash, RequestError, may_be_empty=True)
+        return (("extra_hash", "text", text),)
     if isinstance(extra_hash, tuple) and all(map(_is_key, extra_hash)):
         return extra_hash or None
     raise RequestError(

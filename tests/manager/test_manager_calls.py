@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "negative tokens": (
         lambda m, r: m.allocate_slots(r, -1),
-        "request a: num_new_tokens is -1: pass 0 or more",
+        "request a: num_new_tokens is -1: pass an integer of at least 0",
     ),
     "more tokens than there are": (
         lambda m, r: m.allocate_slots(r, 4),
@@ -245,7 +245,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "a slot that does not exist": (
         lambda m, r: m.request_in_slot(8),
-        "slot 8 does not exist: slots are 0 to 7",
+        "slot is 8: pass an integer from 0 to 7",
     ),
     "restoring into use": (
         lambda m, r: m.restore([]),
@@ -253,7 +253,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "pinning for no time": (
         lambda m, r: m.pin_prefix([1, 2], 0.0),
-        "pinning 2 tokens for 0.0 s: pass a time limit above 0 seconds",
+        "ttl_s is 0.0: pass a number above 0",
     ),
 }
 
@@ -282,10 +282,10 @@ def test_a_request_with_another_hasher_is_refused() -> None:
     [
         ({"core": "rocks"}, "core 'rocks' is not known: choose one of blocks, extents"),
         ({"watermark": 1.0}, "watermark is 1.0: pass a share from 0.0 to below 1.0"),
-        ({"max_pin_share": 1.5}, "max_pin_share is 1.5: pass a share from 0.0 to 1.0"),
+        ({"max_pin_share": 1.5}, "max_pin_share is 1.5: pass a number of at least 0 and at most 1"),
         (
             {"max_num_seqs": 0},
-            "max_num_seqs is 0, but must be a whole number of at least 1: raise it",
+            "max_num_seqs is 0: pass an integer from 1 to 2147483647",
         ),
     ],
 )

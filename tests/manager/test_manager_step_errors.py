@@ -100,8 +100,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "resuming for no token": (
         lambda e: e.request(resumed=(resume("waiting", 0),)),
-        f"{LAST}: request waiting has max_new_tokens 0: at least one token is scheduled, pass 1 or "
-        "more",
+        f"{LAST}: request waiting: max_new_tokens is 0: pass an integer of at least 1",
     ),
     "a new request that is known": (
         lambda e: e.request(new=(new("waiting", [1]),)),
@@ -114,7 +113,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "a new request for no token": (
         lambda e: e.request(new=(new("r9", [1], 0),)),
-        f"{LAST}: request r9 has max_new_tokens 0: at least one token is scheduled, pass 1 or more",
+        f"{LAST}: request r9: max_new_tokens is 0: pass an integer of at least 1",
     ),
     "a prompt beyond the model": (
         lambda e: e.request(new=(new("r9", [1] * (MAX + 1)),)),
@@ -131,7 +130,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "negative external tokens": (
         lambda e: e.request(new=(new("r9", [1, 2], num_external_computed_tokens=-1),)),
-        f"{LAST}: request r9 has num_external_computed_tokens -1: pass 0 or more",
+        f"{LAST}: request r9: num_external_computed_tokens is -1: pass an integer of at least 0",
     ),
     "external tokens that leave nothing to compute": (
         lambda e: e.request(new=(new("r9", [1, 2], num_external_computed_tokens=2),)),
@@ -140,11 +139,11 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "negative lookahead of a new request": (
         lambda e: e.request(new=(new("r9", [1, 2], num_lookahead_tokens=-1),)),
-        f"{LAST}: request r9 has num_lookahead_tokens -1: pass 0 or more",
+        f"{LAST}: request r9: num_lookahead_tokens is -1: pass an integer of at least 0",
     ),
     "negative lookahead": (
         lambda e: e.request(num_lookahead_tokens=-3),
-        f"{LAST}: -3 lookahead tokens: pass 0 or more",
+        f"{LAST}: num_lookahead_tokens is -3: pass an integer of at least 0",
     ),
     "a LoRA path without a name": (
         lambda e: e.request(new=(new("r9", [1], lora_path="/adapter"),)),
@@ -233,7 +232,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "a lookahead that no array can hold": (
         lambda e: e.request(num_lookahead_tokens=-(2**62)),
-        f"{LAST}: {-(2**62)} lookahead tokens: pass 0 or more",
+        f"{LAST}: num_lookahead_tokens is {-(2**62)}: pass an integer of at least 0",
     ),
     "a negative output token": (
         lambda e: e.request(row(0, [-7])),

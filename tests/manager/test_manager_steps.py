@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.request import Request
 from kvcache.step import StepResult
@@ -263,3 +264,41 @@ def test_calls_and_steps_of_one_give_identical_states(shape: Shape, seed: int) -
     twin = Twin(shape, seed)
     for _ in range(60):
         twin.act()
+
+
+def test_a_view_of_a_request_of_steps_refuses_to_be_changed() -> None:
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=(new("r1", range(6)),))
+    engine.step(row(0, [6]))
+    view = manager.get_request("r1")
+    assert view is not None
+    assert view.all_token_ids.tolist() == list(range(7))
+    assert (view.num_computed_tokens, view.num_prompt_tokens) == (7, 6)
+    assert len(view.block_hashes) == 1
+    before = manager.dump_state()
+    for change in (
+        lambda: view.append_output_token_ids([1]),
+        lambda: view.append_checked_token_ids([1]),
+        lambda: view.truncate_tokens(6),
+        lambda: view.note_next_digest(view.block_hashes[0]),
+        lambda: setattr(view, "num_computed_tokens", 3),
+        lambda: setattr(view, "num_preemptions", 3),
+    ):
+        with pytest.raises(RequestError, match=r"belongs to the manager: cannot .* in a view"):
+            change()
+    seated = manager.request_in_slot(0)
+    with pytest.raises(RequestError, match="r1 was admitted by a step: change it by steps"):
+        manager.free(seated or view)
+    assert manager.dump_state() == before
+    engine.step(row(0, [7]))
+    assert view.num_tokens == 7, "the view is of the moment when it was taken"
+    manager.check()
+
+
+def test_a_request_of_a_call_is_its_caller_s_own_object() -> None:
+    manager = make_manager()
+    request = Request("a", list(range(6)))
+    manager.allocate_slots(request, 6)
+    assert manager.get_request("a") is request
+    assert manager.request_in_slot(0) is request

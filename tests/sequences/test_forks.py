@@ -398,7 +398,7 @@ def test_a_preempted_child_comes_back_like_any_request() -> None:
             {"forks": (Fork("parent", "c"),), "new": (new("c", [1]),)},
             "request c is resumed or new twice: name it once",
         ),
-        ({"forks": (Fork("parent", ""),)}, "request id of a fork is ''"),
+        ({"forks": (Fork("parent", ""),)}, "child_id of a fork is ''"),
     ],
 )
 def test_forks_that_cannot_be_meant_are_refused(fields: dict[str, object], message: str) -> None:

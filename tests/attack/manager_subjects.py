@@ -1,0 +1,1036 @@
+"""Of the table: requests, managers by call and by step, clients, pools and single-type managers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors import AsyncKVCacheClient, KVCacheClient, LocalCluster
+from kvcache import (
+    BlockPool,
+    Fork,
+    FreeKVCacheBlockQueue,
+    HybridKVCacheCoordinator,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheManager,
+    LoRARequest,
+    MultiModalPosition,
+    Namespace,
+    NewRequest,
+    Pin,
+    PrefixCacheStats,
+    PrefixCachingMetrics,
+    Request,
+    ResumedRequest,
+    RunningRequests,
+    RunningRow,
+    StepRequest,
+    UnitaryKVCacheCoordinator,
+    VirtualClock,
+    get_hash_fn,
+    get_kv_cache_coordinator,
+    get_manager_for_kv_cache_spec,
+    get_request_block_hasher,
+)
+from kvcache.arrays import int32_array
+from kvcache.blocks.audit import check_pool, dump_pool
+from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
+from kvcache.blocks.run import CachedRun
+from kvcache.config import parse_config
+from kvcache.config.tenants import TenantsConfig
+from kvcache.core import (
+    CacheHit,
+    NullEventSink,
+    NullOffloadHooks,
+    ReferenceKind,
+    Reservation,
+)
+from kvcache.hashing import BlockHash
+from kvcache.labels import LabelSet
+from kvcache.manager.core_registry import CORES
+from kvcache.managers.audit import dump_tables
+from kvcache.managers.coordinators import KVCacheCoordinatorNoPrefixCache
+from kvcache.managers.registry import MANAGERS
+from kvcache.policies import EVICTION_POLICIES
+from kvcache.specs import KVCacheSpec
+from tests.attack.argument_kinds import (
+    BOOL,
+    BYTES,
+    COUNT,
+    COUNTS,
+    DIGESTS,
+    HOSTILE,
+    ID,
+    IDS,
+    INTEGER,
+    MAPPING,
+    NAME,
+    NO_LIST,
+    NUMBER,
+    OPTIONAL_TEXT,
+    OPTIONAL_THING,
+    POSITIVE,
+    SECONDS,
+    SHARE,
+    TEXT,
+    TEXTS,
+    THING,
+    TIME_LIMIT,
+    TOKENS,
+    Kind,
+    instance_of,
+    list_of,
+)
+from tests.attack.type_table import Arguments, Builder, Case, Subject
+from tests.manager.managers_under_test import ENCODER, HYBRID, Shape, make_config
+from tests.managers.core_builders import chunked, cross, full, mamba, plan, window
+
+STEP_NUMBER = INTEGER.also(-2, 2**63)
+REQUEST = instance_of(Request)
+REQUEST_ID = TEXT
+LORA = instance_of(LoRARequest).without(None)
+NAMESPACE = instance_of(Namespace)
+LABELS = list_of("label sets", {"a": 1})
+SPEC = instance_of(KVCacheSpec)
+CONFIG = instance_of(KVCacheConfig)
+RESERVATION = instance_of(Reservation)
+HIT = instance_of(CacheHit)
+
+PLAN = make_config(HYBRID, 64)
+HASHER = get_request_block_hasher(4, get_hash_fn("sha256"))
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+COLUMN = Kind(
+    "int32 column",
+    (
+        *NO_LIST,
+        [0],
+        (0,),
+        ints(0, 0, 0),
+        np.array([0]),
+        np.array([0.0]),
+        np.array(["0"]),
+        np.array([True]),
+        np.array([None]),
+        np.zeros((1, 1), np.int32),
+        np.int32(0),
+        np.zeros(1, ">i4"),
+    ),
+)
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def make_request(name: str = "r", **options: Any) -> Request:
+    return Request(name, list(range(9)), block_hasher=HASHER, **options)
+
+
+def state_of_request(request: Request) -> object:
+    return (
+        request.all_token_ids.tolist(),
+        request.num_computed_tokens,
+        request.num_preemptions,
+        len(request.known_block_hashes),
+        request.block_hasher,
+    )
+
+
+def request_subject() -> Subject:
+    of = Builder(Request)
+    of.made(
+        lambda world: {
+            "request_id": "r",
+            "prompt_token_ids": [1, 2, 3, 4],
+            "lora": LoRARequest("a", "b"),
+            "mm_positions": [(1, 2)],
+            "mm_hashes": ["h"],
+            "cache_salt": "s",
+            "skip_reading_prefix_cache": True,
+            "block_hasher": HASHER,
+            "tenant": "t",
+            "model_epoch": 1,
+        },
+        request_id=REQUEST_ID,
+        prompt_token_ids=TOKENS.also([], np.array([], np.int32)),
+        lora=LORA,
+        mm_positions=list_of("positions", [(1,)], [(1, 2.0)], [("1", 2)], [(0, 0)], [(8, 9)]),
+        mm_hashes=TEXTS,
+        cache_salt=OPTIONAL_TEXT,
+        skip_reading_prefix_cache=BOOL,
+        block_hasher=OPTIONAL_THING,
+        tenant=OPTIONAL_TEXT,
+        model_epoch=COUNT,
+    )
+    of.method("append_output_token_ids", {"ids": [1, 2]}, ids=TOKENS)
+    of.method("attach_block_hasher", {"block_hasher": HASHER}, block_hasher=THING)
+    of.method("truncate_tokens", {"num_tokens": 9}, num_tokens=ID)
+    of.attribute("num_computed_tokens", ID, 3)
+    of.attribute("num_preemptions", COUNT, 3)
+    return Subject("request", make_request, state_of_request, cases=tuple(of.cases))
+
+
+def plain_subject() -> Subject:
+    """What has no state beside its own."""
+    lora = Builder(LoRARequest)
+    lora.made({"name": "a", "path": "b"}, name=TEXT, path=TEXT.without(""))
+    position = Builder(MultiModalPosition)
+    position.made({"offset": 0, "length": 1}, offset=COUNT, length=POSITIVE)
+    namespace = Builder(Namespace)
+    namespace.made(
+        {"model_epoch": 0, "lora": "l", "salt": "s", "tenant": "t"},
+        model_epoch=COUNT,
+        lora=OPTIONAL_TEXT.without(""),
+        salt=OPTIONAL_TEXT.without(""),
+        tenant=OPTIONAL_TEXT.without(""),
+    )
+    blocks = Builder(KVCacheBlocks)
+    blocks.made(
+        {"block_ids": [[1, 2]], "unhashed_ids": [[2]], "look_up_number": 3},
+        block_ids=Kind("tables", (*NO_LIST, [1], [[1.5]], [["1"]], [[True]], [[-1]], [[2**40]])),
+        unhashed_ids=Kind("tables", (5, 1.5, True, "x", HOSTILE, [1], [[1.5]], [[-1]])),
+        look_up_number=COUNT.without(None),
+    )
+    clock = Builder(VirtualClock, lambda world: VirtualClock(1.0))
+    clock.made({"start_s": 1.0}, start_s=NUMBER)
+    clock.method("advance", {"seconds": 1.0}, seconds=SECONDS)
+    metrics = Builder(PrefixCachingMetrics, lambda world: PrefixCachingMetrics(3))
+    metrics.made({"max_recent_requests": 3}, max_recent_requests=POSITIVE)
+    metrics.method(
+        "observe", lambda world: {"stats": PrefixCacheStats()}, stats=instance_of(PrefixCacheStats)
+    )
+    stats = Builder(PrefixCacheStats, lambda world: PrefixCacheStats())
+    stats.method(
+        "record",
+        {"num_tokens": 4, "num_hit_tokens": 2, "is_preempted": False},
+        num_tokens=COUNT,
+        num_hit_tokens=COUNT,
+        is_preempted=BOOL,
+    )
+    row = Builder(RunningRow)
+    row.handed_to(
+        lambda world, each: RunningRequests.from_rows([each]),
+        {
+            "slot": 1,
+            "num_new_tokens": 1,
+            "token_ids": (7, 8),
+            "num_draft_tokens": 1,
+            "num_rejected_tokens": 2,
+        },
+        slot=COUNT,
+        num_new_tokens=COUNT,
+        token_ids=TOKENS,
+        num_draft_tokens=COUNT,
+        num_rejected_tokens=COUNT,
+    )
+    rows = Builder(RunningRequests, lambda world: RunningRequests)
+    rows.method("from_rows", {"rows": [RunningRow(1, 1)]}, rows=list_of("rows", [RunningRow]))
+    built = (lora, position, namespace, blocks, clock, metrics, stats, row, rows)
+    return Subject("plain", cases=tuple(case for each in built for case in each.cases))
+
+
+# --- managers ------------------------------------------------------------------------------------
+
+
+@dataclass
+class ManagerWorld:
+    """A manager with a request of a caller, and three of steps, one of them preempted."""
+
+    manager: KVCacheManager
+    running: Request
+    client: Any = None
+
+    def step(self, step: int, **changes: Any) -> StepRequest:
+        return StepRequest("engine", step, 1, **changes)
+
+    def new_request(self) -> Request:
+        return Request("new", list(range(12)))
+
+
+def make_manager(core: str, shape: Shape = HYBRID) -> KVCacheManager:
+    return KVCacheManager(
+        make_config(shape, 64),
+        shape.max_model_len,
+        core=core,
+        log_stats=True,
+        enable_kv_cache_events=True,
+        has_workers=True,
+        max_num_seqs=8,
+        clock=VirtualClock(),
+    )
+
+
+def make_world(core: str, shape: Shape = HYBRID) -> ManagerWorld:
+    manager = make_manager(core, shape)
+    running = Request("a", list(range(9)))
+    num_encoder = 3 if shape is ENCODER else 0
+    manager.allocate_slots(running, 9, num_encoder_tokens=num_encoder)
+    running.num_computed_tokens = 9
+    running.append_output_token_ids([9, 10])
+    world = ManagerWorld(manager, running)
+    new = [NewRequest(name, ints(*range(5)), 10) for name in "stp"]
+    manager.step(world.step(1, new=tuple(new)))
+    manager.step(world.step(2, completed_step=1, preempted_recompute=("p",)))
+    manager.take_commands()
+    return world
+
+
+def state_of_world(world: ManagerWorld) -> object:
+    return world.manager.dump_state(), state_of_request(world.running)
+
+
+def check_world(world: ManagerWorld) -> None:
+    world.manager.check()
+
+
+def slots_good(world: ManagerWorld) -> Arguments:
+    request = world.new_request()
+    blocks, num_hit = world.manager.get_computed_blocks(request)
+    return {
+        "request": request,
+        "num_new_tokens": 4,
+        "num_new_computed_tokens": num_hit,
+        "new_computed_blocks": blocks,
+        "num_draft_tokens": 1,
+        "num_lookahead_tokens": 2,
+        "delay_cache_blocks": True,
+        "num_external_computed_tokens": 0,
+        "num_encoder_tokens": 0,
+    }
+
+
+SLOT_KINDS = {
+    "num_new_tokens": ID,
+    "num_new_computed_tokens": ID,
+    "new_computed_blocks": instance_of(KVCacheBlocks),
+    "num_draft_tokens": ID,
+    "num_lookahead_tokens": COUNT,
+    "delay_cache_blocks": BOOL,
+    "num_external_computed_tokens": ID,
+    "num_encoder_tokens": ID,
+}
+
+
+def manager_subject(core: str) -> Subject:
+    of = Builder(KVCacheManager, lambda world: world.manager, {"request_id": REQUEST_ID})
+    of.made(
+        lambda world: {
+            "kv_cache_config": PLAN,
+            "max_model_len": 80,
+            "enable_caching": True,
+            "caching_hash_algo": "sha256",
+            "use_eagle": False,
+            "log_stats": False,
+            "enable_kv_cache_events": False,
+            "watermark": 0.5,
+            "eviction_policy": "lru",
+            "core": core,
+            "max_num_seqs": 8,
+            "max_pin_share": 0.5,
+            "hash_seed": "seed",
+            "clock": VirtualClock(),
+            "offload_hooks": NullOffloadHooks(),
+            "event_sink": NullEventSink(),
+            "zero_new_blocks": False,
+            "has_workers": False,
+            "model_epoch": 3,
+            "merge_duplicates": False,
+            "publish_all_groups": False,
+            "tenants": None,
+            "core_factories": CORES,
+        },
+        kv_cache_config=CONFIG,
+        max_model_len=POSITIVE,
+        enable_caching=BOOL,
+        caching_hash_algo=NAME,
+        use_eagle=BOOL,
+        log_stats=BOOL,
+        enable_kv_cache_events=BOOL,
+        watermark=SHARE.also(1.0),
+        eviction_policy=NAME,
+        core=NAME,
+        max_num_seqs=POSITIVE,
+        max_pin_share=SHARE,
+        hash_seed=TEXT.without(""),
+        clock=OPTIONAL_THING,
+        offload_hooks=OPTIONAL_THING,
+        event_sink=OPTIONAL_THING,
+        zero_new_blocks=BOOL,
+        has_workers=BOOL,
+        model_epoch=COUNT,
+        merge_duplicates=BOOL,
+        publish_all_groups=BOOL,
+        tenants=instance_of(TenantsConfig).without(None),
+        core_factories=MAPPING,
+    )
+    _request_methods(of)
+    of.method("get_request", {"request_id": "s"})
+    of.method("slot_of", {"request_id": "s"})
+    of.method("request_in_slot", {"slot": 1}, slot=ID)
+    of.method("release_client", {"client_id": "nobody"}, client_id=TEXT)
+    of.method(
+        "step",
+        lambda world: {"request": world.step(3, completed_step=2)},
+        request=instance_of(StepRequest),
+    )
+    of.method(
+        "pin_prefix",
+        {
+            "tokens": list(range(8)),
+            "ttl_s": 5.0,
+            "lora": LoRARequest("a", "b"),
+            "cache_salt": "s",
+            "tenant": "t",
+        },
+        tokens=TOKENS.also([]),
+        ttl_s=TIME_LIMIT,
+        lora=LORA,
+        cache_salt=OPTIONAL_TEXT,
+        tenant=OPTIONAL_TEXT,
+    )
+    step = Builder(StepRequest)
+    step.handed_to(
+        lambda world, request: world.manager.step(request),
+        lambda world: {
+            "client_id": "engine",
+            "step": 3,
+            "epoch": 1,
+            "completed_step": 2,
+            "failed_step": -1,
+            "finished": ("t",),
+            "preempted_recompute": (),
+            "preempted_swap": (),
+            "running": running_row(world.manager.slot_of("s")),
+            "num_lookahead_tokens": 1,
+            "resumed": (ResumedRequest("p", 4),),
+            "new": (NewRequest("n", ints(*range(6)), 10),),
+            "forks": (Fork("s", "f"),),
+        },
+        client_id=TEXT,
+        step=POSITIVE.also(2),
+        epoch=COUNT,
+        completed_step=STEP_NUMBER,
+        failed_step=STEP_NUMBER,
+        finished=TEXTS,
+        preempted_recompute=TEXTS,
+        preempted_swap=TEXTS,
+        running=instance_of(RunningRequests),
+        num_lookahead_tokens=COUNT,
+        resumed=list_of("resumed requests", [ResumedRequest]),
+        new=list_of("new requests", [NewRequest]),
+        forks=list_of("forks", [Fork]),
+    )
+    resumed = Builder(ResumedRequest)
+    resumed.handed_to(
+        lambda world, each: world.manager.step(world.step(3, resumed=(each,))),
+        {"request_id": "p", "max_new_tokens": 4},
+        request_id=REQUEST_ID,
+        max_new_tokens=POSITIVE,
+    )
+    fork = Builder(Fork)
+    fork.handed_to(
+        lambda world, each: world.manager.step(world.step(3, forks=(each,))),
+        {"parent_id": "s", "child_id": "f"},
+        parent_id=REQUEST_ID,
+        child_id=REQUEST_ID,
+    )
+    new = Builder(NewRequest)
+    new.handed_to(
+        lambda world, each: world.manager.step(world.step(3, new=(each,))),
+        lambda world: {
+            "request_id": "n",
+            "token_ids": ints(*range(9)),
+            "max_new_tokens": 20,
+            "num_external_computed_tokens": 1,
+            "num_lookahead_tokens": 2,
+            "lora_name": "l",
+            "lora_path": "p",
+            "mm_hashes": ("h",),
+            "mm_offsets": ints(1),
+            "mm_lengths": ints(2),
+            "cache_salt": "s",
+            "tenant": "t",
+            "skip_reading_prefix_cache": True,
+            "num_encoder_tokens": 0,
+            "delay_cache_blocks": True,
+        },
+        request_id=REQUEST_ID,
+        token_ids=TOKENS.also([], np.array([], np.int32)),
+        max_new_tokens=POSITIVE,
+        num_external_computed_tokens=ID,
+        num_lookahead_tokens=COUNT,
+        lora_name=TEXT,
+        lora_path=OPTIONAL_TEXT.without(""),
+        mm_hashes=TEXTS,
+        mm_offsets=COUNTS,
+        mm_lengths=COUNTS,
+        cache_salt=OPTIONAL_TEXT,
+        tenant=OPTIONAL_TEXT,
+        skip_reading_prefix_cache=BOOL,
+        num_encoder_tokens=ID,
+        delay_cache_blocks=BOOL,
+    )
+    rows = Builder(RunningRequests)
+    rows.handed_to(
+        lambda world, each: world.manager.step(world.step(3, running=each)),
+        lambda world: vars(running_row(world.manager.slot_of("s"))),
+        slots=COLUMN,
+        num_new_tokens=COLUMN,
+        num_draft_tokens=COLUMN,
+        num_rejected_tokens=COLUMN,
+        token_offsets=COLUMN,
+        token_ids=COLUMN,
+        draft_token_ids=COLUMN,
+    )
+    pin = pin_case(lambda world, each: world.manager.unpin_prefix(each))
+    cases = (*of.cases, *step.cases, *resumed.cases, *fork.cases, *new.cases, *rows.cases, pin)
+    return Subject(
+        f"manager on {core}", lambda: make_world(core), state_of_world, check_world, cases
+    )
+
+
+def _request_methods(of: Builder, tokens: str = "tokens") -> None:
+    """What a manager and its clients offer alike."""
+    of.method(
+        "get_computed_blocks",
+        lambda world: {"request": world.new_request()},
+        request=REQUEST,
+    )
+    of.method("allocate_slots", slots_good, request=REQUEST, **SLOT_KINDS)
+    of.method(
+        "fork",
+        lambda world: {
+            "parent_request": world.running,
+            "child_request": Request("child", list(range(11))),
+        },
+        parent_request=REQUEST,
+        child_request=REQUEST,
+    )
+    of.method(
+        "cache_blocks",
+        lambda world: {"request": world.running, "num_computed_tokens": 8},
+        request=REQUEST,
+        num_computed_tokens=ID,
+    )
+    of.method("free", lambda world: {"request": world.new_request()}, request=REQUEST)
+    of.method("free_block_hashes", lambda world: {"request": world.running}, request=REQUEST)
+    of.method("get_block_ids", {"request_id": "a"}, request_id=REQUEST_ID)
+    of.method("get_blocks", {"request_id": "a"}, request_id=REQUEST_ID)
+    of.method(
+        "get_num_common_prefix_blocks",
+        lambda world: {"request": world.running, "num_running_requests": 3},
+        request=REQUEST,
+        num_running_requests=COUNT,
+    )
+    of.method("reset_prefix_cache", {"drain": False}, drain=BOOL)
+    of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=IDS)
+    of.method("unpin_prefix", {"pin": Pin(1, 0, 0, 0.0)}, pin=instance_of(Pin))
+
+
+def pin_case(call: Any) -> Case:
+    """A pin that somebody makes: its number alone is looked at."""
+    return Case(
+        "Pin.__init__",
+        {"pin_id": COUNT},
+        lambda world: {"pin_id": 1},
+        lambda world, arguments: call(world, Pin(arguments["pin_id"], 1, 1, 1.0)),
+    )
+
+
+def running_row(slot: int | None) -> RunningRequests:
+    return RunningRequests.from_rows([RunningRow(slot or 0, 1, (7,))])
+
+
+def encoder_subject(core: str) -> Subject:
+    """A manager with encoder tokens."""
+    of = Builder(KVCacheManager, lambda world: world.manager)
+
+    def good(world: ManagerWorld) -> Arguments:
+        return {"request": world.new_request(), "num_new_tokens": 4, "num_encoder_tokens": 3}
+
+    kinds = {**SLOT_KINDS, "new_computed_blocks": instance_of(KVCacheBlocks).without(None)}
+    of.method("allocate_slots", good, request=REQUEST, **kinds)
+    return Subject(
+        f"manager with an encoder on {core}",
+        lambda: make_world(core, ENCODER),
+        state_of_world,
+        check_world,
+        tuple(of.cases),
+    )
+
+
+def empty_subject(core: str) -> Subject:
+    """A manager that knows nobody and can be restored."""
+    of = Builder(KVCacheManager, lambda world: world)
+    of.method("restore", {"labels": []}, labels=LABELS.also([LabelSet]))
+    return Subject(
+        f"empty manager on {core}",
+        lambda: make_manager(core),
+        lambda world: world.dump_state(),
+        lambda world: world.check(),
+        tuple(of.cases),
+    )
+
+
+# --- clients -------------------------------------------------------------------------------------
+
+CLUSTER = parse_config(
+    {
+        "name": "types",
+        "model": {
+            "name": "small",
+            "max_model_len": 128,
+            "layers": [{"kind": "full", "count": 2, "num_kv_heads": 2, "head_size": 8}],
+        },
+        "cache": {"block_size": 4, "memory_per_rank": "1MiB"},
+        "content_check": {"enabled": False},
+    }
+)
+
+
+@dataclass
+class ClientWorld:
+    """A client, and the manager it speaks to."""
+
+    cluster: LocalCluster
+    client: KVCacheClient
+    running: Request
+
+    @property
+    def manager(self) -> KVCacheManager:
+        manager = self.cluster.coordinator.manager
+        assert manager is not None
+        return manager
+
+    def new_request(self) -> Request:
+        return Request("new", list(range(12)))
+
+
+class BorrowedAsyncClient(AsyncKVCacheClient):
+    """The asyncio client's methods over the connection of a synchronous one."""
+
+    def __init__(self, client: KVCacheClient) -> None:
+        self._client = client
+        self._connection = client._connection
+        self._book = client._book
+
+    async def _run(self, call: Any) -> Any:
+        return self._client._run(call)
+
+    async def _submit(self, make: Any, timeout_s: float | None) -> int:
+        return self._client._submit(lambda: self._connection.send_step(make()), timeout_s)
+
+    async def _wait(self, is_done: Any, timeout_s: float, what: str) -> None:
+        self._client._wait(is_done, timeout_s, what)
+
+
+def make_client_world() -> ClientWorld:
+    cluster = LocalCluster(CLUSTER)
+    client = cluster.client()
+    running = Request("a", list(range(9)))
+    client.allocate_slots(running, 9)
+    running.num_computed_tokens = 9
+    running.append_output_token_ids([9, 10])
+    return ClientWorld(cluster, client, running)
+
+
+def state_of_client(world: ClientWorld) -> object:
+    session = world.client._connection.session
+    return (
+        world.manager.dump_state(),
+        state_of_request(world.running),
+        session.next_step,
+        session.state,
+        dict(world.client._book._num_sent),
+    )
+
+
+WAIT = SECONDS.without(None)
+
+
+def client_subject(is_async: bool) -> Subject:
+    cls = AsyncKVCacheClient if is_async else KVCacheClient
+
+    def target(world: ClientWorld) -> Any:
+        return BorrowedAsyncClient(world.client) if is_async else world.client
+
+    of = Builder(cls, target)
+    _request_methods(of)
+    of.method(
+        "pin_prefix",
+        {
+            "token_ids": list(range(8)),
+            "ttl_s": 5.0,
+            "lora": LoRARequest("a", "b"),
+            "cache_salt": "s",
+            "tenant": "t",
+        },
+        ("ttl_s",),
+        token_ids=TOKENS.also([]),
+        ttl_s=TIME_LIMIT,
+        lora=LORA,
+        cache_salt=OPTIONAL_TEXT,
+        tenant=OPTIONAL_TEXT,
+    )
+    step = instance_of(StepRequest).also(
+        StepRequest(completed_step=True),  # type: ignore[arg-type]  # that it is refused is meant
+        StepRequest(finished="a"),  # type: ignore[arg-type]
+        StepRequest(completed_step=1.5),  # type: ignore[arg-type]
+        StepRequest(new=(NewRequest("n", ints(1), 1.5),)),  # type: ignore[arg-type]
+        StepRequest(running=[1]),  # type: ignore[arg-type]
+    )
+
+    def step_good(world: ClientWorld) -> Arguments:
+        return {"request": StepRequest(), "timeout_s": 5.0}
+
+    of.method("step", step_good, request=step, timeout_s=WAIT)
+    of.method("submit", step_good, request=step, timeout_s=WAIT)
+    of.method("attach", {"timeout_s": 5.0}, timeout_s=WAIT)
+
+    def waits(world: ClientWorld) -> Arguments:
+        return {"step": world.client.submit(StepRequest()), "timeout_s": 5.0}
+
+    for name in ("wait_result", "wait_applied", "wait_finished"):
+        of.method(name, waits, step=ID, timeout_s=WAIT)
+    cases = of.cases
+    if is_async:
+        cases = [_awaited(case) for case in cases]
+    return Subject(
+        "asyncio client" if is_async else "client",
+        make_client_world,
+        state_of_client,
+        lambda world: world.manager.check(),
+        tuple(cases),
+    )
+
+
+def _awaited(case: Case) -> Case:
+    async def wait(world: Any, arguments: Arguments) -> object:
+        return await case.call(world, arguments)  # type: ignore[misc]
+
+    return Case(
+        case.name,
+        case.kinds,
+        case.good,
+        lambda world, arguments: asyncio.run(wait(world, arguments)),
+        case.skips_forms,
+    )
+
+
+# --- pools, queues, single-type managers, coordinators -------------------------------------------
+
+
+def make_pool() -> BlockPool:
+    pool = BlockPool(16)
+    ids = pool.get_new_blocks(6)
+    pool.cache_full_blocks(run_of(pool, ids[:3]))
+    pool.free_blocks(ids[2:3])
+    pool.touch(ids[:2], ReferenceKind.TRANSFER)
+    pool.quarantine([5])
+    return pool
+
+
+def digest(number: int) -> BlockHash:
+    return BlockHash(b"%02d" % number)
+
+
+def run_of(pool: BlockPool, ids: list[int], first: int = 0) -> CachedRun:
+    return CachedRun(
+        table=pool.contents.table(DEFAULT_NAMESPACE, 0),
+        block_ids=ids,
+        digests=[digest(first + i) for i in range(len(ids))],
+        parent=BlockHash(b""),
+        token_ids=np.zeros(2 * len(ids), dtype=np.int32),
+        block_size=2,
+        extra_keys=(),
+        request_id="r",
+        first_index=0,
+    )
+
+
+REFERENCES = instance_of(ReferenceKind)
+
+
+def pool_subject() -> Subject:
+    of = Builder(BlockPool, kinds={"block_id": ID, "block_ids": IDS})
+    of.made(
+        {
+            "num_blocks": 4,
+            "enable_caching": True,
+            "ordered_groups": frozenset({0}),
+            "eviction_policy": "lru",
+            "policies": EVICTION_POLICIES,
+            "outbox": None,
+            "offload": None,
+            "zero_new_blocks": False,
+            "enable_kv_cache_events": True,
+            "tenants": None,
+        },
+        num_blocks=POSITIVE,
+        enable_caching=BOOL,
+        ordered_groups=COUNTS,
+        eviction_policy=NAME,
+        policies=MAPPING,
+        outbox=OPTIONAL_THING,
+        offload=OPTIONAL_THING,
+        zero_new_blocks=BOOL,
+        enable_kv_cache_events=BOOL,
+        tenants=OPTIONAL_THING,
+    )
+    of.method("get_new_blocks", {"num_blocks": 2}, num_blocks=ID)
+    of.method("block", {"block_id": 3})
+    of.method("state", {"block_id": 3})
+    of.method("digest", {"block_id": 3})
+    of.method(
+        "num_references",
+        {"block_id": 1, "kind": ReferenceKind.REQUEST},
+        kind=REFERENCES.without(None),
+    )
+    of.method("blocks_held", {"kind": ReferenceKind.TRANSFER}, kind=REFERENCES)
+    of.method(
+        "get_cached_block",
+        {"block_hash": digest(0), "group_ids": [0], "namespace": DEFAULT_NAMESPACE},
+        block_hash=BYTES,
+        group_ids=COUNTS,
+        namespace=NAMESPACE,
+    )
+    of.method(
+        "cache_full_blocks",
+        lambda world: {"run": run_of(world, [4], 7)},
+        run=instance_of(CachedRun),
+    )
+    of.method("touch", {"block_ids": [1, 4], "kind": ReferenceKind.PIN}, kind=REFERENCES)
+    of.method("free_blocks", {"block_ids": [4], "kind": ReferenceKind.REQUEST}, kind=REFERENCES)
+    of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=IDS)
+    of.method("quarantine", {"block_ids": [6]})
+    of.method("release_quarantine", {"block_ids": [5]})
+    of.method("begin_transfer", {"block_ids": [4]})
+    of.method("end_transfer", {"block_ids": [1]})
+    of.method(
+        "has_room",
+        {"num_blocks": 2, "num_spare_blocks": 1},
+        num_blocks=COUNT,
+        num_spare_blocks=COUNT,
+    )
+    return Subject("pool", make_pool, dump_pool, check_pool, tuple(of.cases))
+
+
+def queue_subject() -> Subject:
+    of = Builder(FreeKVCacheBlockQueue, kinds={"block_id": ID, "block_ids": IDS})
+    of.made({"num_blocks": 4, "block_ids": [2, 1]}, num_blocks=COUNT)
+    of.method("append", {"block_id": 7})
+    of.method("append_n", {"block_ids": [7, 8]})
+    of.method("prepend_n", {"block_ids": [7, 8]})
+    of.method("remove", {"block_id": 1})
+    of.method("remove_n", {"block_ids": [1, 2]})
+    of.method("popleft_n", {"n": 2}, n=ID)
+    return Subject(
+        "free queue",
+        lambda: FreeKVCacheBlockQueue(9, [1, 2, 3]),
+        lambda queue: queue.get_all_free_blocks(),
+        lambda queue: queue.check(),
+        tuple(of.cases),
+    )
+
+
+@dataclass
+class TablesWorld:
+    """A pool, the tables of one coordinator on it, and a request that has blocks."""
+
+    pool: BlockPool
+    coordinator: Any
+    request: Request
+
+    @property
+    def manager(self) -> Any:
+        return self.coordinator.managers[0]
+
+
+def make_tables(*specs: KVCacheSpec, **options: Any) -> TablesWorld:
+    pool = BlockPool(32)
+    coordinator = get_kv_cache_coordinator(plan(32, *specs), pool, **options)
+    request = Request("a", list(range(13)), block_hasher=HASHER)
+    coordinator.allocate_new_blocks("a", Reservation(0, 13, 0, num_encoder_tokens=5))
+    coordinator.note_own_end("a", 13)
+    return TablesWorld(pool, coordinator, request)
+
+
+def state_of_tables(world: TablesWorld) -> object:
+    cached = [manager.num_cached_blocks("a") for manager in world.coordinator.managers]
+    return dump_pool(world.pool), dump_tables(world.coordinator), cached
+
+
+def tables_subject(title: str, spec: KVCacheSpec) -> Subject:
+    cls = get_manager_for_kv_cache_spec(spec)
+    of = Builder(cls, lambda world: world.manager, {"request_id": REQUEST_ID})
+    of.made(
+        lambda world: {"spec": spec, "pool": world.pool, "group": 0, "hash_block_size": 4},
+        spec=SPEC,
+        pool=instance_of(BlockPool),
+        group=COUNT,
+        hash_block_size=POSITIVE,
+    )
+    of.method(
+        "find_longest_cache_hit",
+        lambda world: {
+            "block_hashes": world.request.block_hashes,
+            "max_length": 12,
+            "group_ids": [0],
+            "pool": world.pool,
+            "spec": spec,
+            "use_eagle": False,
+            "namespace": DEFAULT_NAMESPACE,
+        },
+        block_hashes=DIGESTS,
+        max_length=COUNT,
+        group_ids=COUNTS,
+        pool=instance_of(BlockPool),
+        spec=SPEC,
+        use_eagle=BOOL,
+        namespace=NAMESPACE,
+    )
+    of.method(
+        "get_num_blocks_to_allocate",
+        {"request_id": "b", "reservation": Reservation(0, 9, 0), "new_computed_blocks": [1]},
+        reservation=RESERVATION,
+        new_computed_blocks=IDS,
+    )
+    of.method(
+        "save_new_computed_blocks",
+        {"request_id": "b", "block_ids": [1, 2], "num_computed_tokens": 8},
+        block_ids=IDS,
+        num_computed_tokens=COUNT,
+    )
+    of.method(
+        "allocate_new_blocks",
+        {"request_id": "b", "reservation": Reservation(0, 9, 0)},
+        reservation=RESERVATION,
+    )
+    of.method(
+        "cache_blocks",
+        lambda world: {"request": world.request, "num_tokens": 12},
+        request=REQUEST,
+        num_tokens=COUNT,
+    )
+    of.method("free", {"request_id": "a"})
+    of.method(
+        "remove_skipped_blocks",
+        {"request_id": "a", "num_computed_tokens": 12},
+        num_computed_tokens=COUNT,
+    )
+    of.method(
+        "get_num_common_prefix_blocks",
+        {"request_id": "a", "num_running_requests": 1},
+        num_running_requests=COUNT,
+    )
+    of.method("num_skipped_blocks", {"num_computed_tokens": 12}, num_computed_tokens=COUNT)
+    of.method("table", {"request_id": "a"})
+    check = {"check": lambda world: check_pool(world.pool)}
+    return Subject(
+        title, lambda: make_tables(spec), state_of_tables, cases=tuple(of.cases), **check
+    )
+
+
+def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> Subject:
+    of = Builder(cls, lambda world: world.coordinator, {"request_id": REQUEST_ID})
+    of.made(
+        lambda world: {
+            "kv_cache_config": plan(32, *specs),
+            "pool": world.pool,
+            "use_eagle": False,
+            "managers": MANAGERS,
+        },
+        kv_cache_config=CONFIG,
+        pool=instance_of(BlockPool),
+        use_eagle=BOOL,
+        managers=MAPPING,
+    )
+    of.method(
+        "find_longest_cache_hit",
+        lambda world: {
+            "block_hashes": world.request.block_hashes,
+            "max_length": 12,
+            "namespace": DEFAULT_NAMESPACE,
+        },
+        block_hashes=DIGESTS,
+        max_length=COUNT,
+        namespace=NAMESPACE,
+    )
+
+    def hit(world: TablesWorld) -> CacheHit:
+        ids = tuple(int32_array([1, 2]) for _ in world.coordinator.managers)
+        return CacheHit(ids, 8)
+
+    of.method(
+        "get_num_blocks_to_allocate",
+        lambda world: {
+            "request_id": "b",
+            "reservation": Reservation(0, 9, 0),
+            "hit": hit(world),
+        },
+        reservation=RESERVATION,
+        hit=HIT.without(None),
+    )
+    of.method(
+        "save_new_computed_blocks",
+        lambda world: {"request_id": "b", "hit": hit(world), "num_computed_tokens": 8},
+        hit=HIT,
+        num_computed_tokens=COUNT,
+    )
+    of.method(
+        "allocate_new_blocks",
+        {"request_id": "b", "reservation": Reservation(0, 9, 0)},
+        reservation=RESERVATION,
+    )
+    of.method(
+        "cache_blocks",
+        lambda world: {"request": world.request, "num_tokens": 12},
+        request=REQUEST,
+        num_tokens=COUNT,
+    )
+    of.method("free", {"request_id": "a"})
+    of.method(
+        "remove_skipped_blocks",
+        {"request_id": "a", "num_computed_tokens": 12},
+        num_computed_tokens=COUNT,
+    )
+    of.method(
+        "get_num_common_prefix_blocks",
+        {"request_id": "a", "num_running_requests": 1},
+        num_running_requests=COUNT,
+    )
+    of.method("get_blocks", {"request_id": "a"})
+    return Subject(
+        cls.__name__,
+        lambda: make_tables(*specs, **options),
+        state_of_tables,
+        lambda world: check_pool(world.pool),
+        tuple(of.cases),
+    )
+
+
+REQUEST_SUBJECTS = (
+    request_subject(),
+    plain_subject(),
+    *[make(core) for make in (manager_subject, encoder_subject, empty_subject) for core in CORES],
+)
+CLIENT_SUBJECTS = (client_subject(is_async=False), client_subject(is_async=True))
+POOL_SUBJECTS = (
+    pool_subject(),
+    queue_subject(),
+    tables_subject("full attention", full()),
+    tables_subject("sliding window", window(6)),
+    tables_subject("chunked local attention", chunked(8)),
+    tables_subject("states", mamba()),
+    tables_subject("cross attention", cross()),
+    coordinator_subject(UnitaryKVCacheCoordinator, full()),
+    coordinator_subject(HybridKVCacheCoordinator, full(), window(6)),
+    coordinator_subject(KVCacheCoordinatorNoPrefixCache, full(), enable_caching=False),
+)

@@ -1,0 +1,89 @@
+"""Wrong types at every public border: our error, an unchanged state, books that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvcache.errors import InvalidInputError
+from tests.attack.manager_subjects import REQUEST_SUBJECTS as SUBJECTS
+from tests.attack.type_table import Case, Subject
+
+
+def problems_of(subject: Subject, case: Case, step: int = 1) -> list[str]:
+    """Drive one callable with every wrong value of every parameter; say what went wrong."""
+    found: list[str] = []
+    world = subject.make()
+    for name, kind in case.kinds.items():
+        for wrong in kind.wrong[::step]:
+            arguments = {**case.good(world), name: wrong}
+            before = subject.state(world)
+            problem = _problem_of(lambda: case.call(world, arguments))  # noqa: B023 - called at once
+            try:
+                subject.check(world)
+                if subject.state(world) != before:
+                    problem += " (state changed)"
+            except Exception as error:
+                problem += f" (books broken: {type(error).__name__} {error})"
+            if problem:
+                found.append(f"{case.name}({name}={shown(wrong)}): {problem}")
+                world = subject.make()
+    return found
+
+
+def _problem_of(call: Callable[[], object]) -> str:
+    """Call what must be refused; say what is wrong with how it was."""
+    try:
+        result = call()
+    except InvalidInputError as error:
+        return "" if str(error).strip() else "an error without a text"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"accepted, with {shown(result)}"
+
+
+def shown(value: object) -> str:
+    try:
+        return f"{type(value).__name__} {value!r}"[:80]
+    except Exception:
+        return type(value).__name__
+
+
+CASES = [(subject, case) for subject in SUBJECTS for case in subject.cases]
+IDS = [f"{subject.name}-{case.name}" for subject, case in CASES]
+
+
+@pytest.mark.parametrize(("subject", "case"), CASES, ids=IDS)
+def test_wrong_values_are_refused_and_change_nothing(subject: Subject, case: Case) -> None:
+    assert problems_of(subject, case) == []
+
+
+@pytest.mark.parametrize(("subject", "case"), CASES, ids=IDS)
+def test_other_forms_of_a_good_value_act_like_it(subject: Subject, case: Case) -> None:
+    for name, kind in case.kinds.items():
+        if name in case.skips_forms:
+            continue
+        world = subject.make()
+        good = case.good(world)
+        if name not in good:
+            continue
+        for form in kind.forms(good[name]):
+            expected, other = subject.make(), subject.make()
+            results = [
+                case.call(expected, case.good(expected)),
+                case.call(other, {**case.good(other), name: form}),
+            ]
+            where = f"{case.name}({name}={shown(form)})"
+            assert subject.state(other) == subject.state(expected), where
+            assert _plain(results[1]) == _plain(results[0]), where
+            subject.check(other)
+
+
+def _plain(result: object) -> object:
+    """What can be compared of a result, its type included: 5 is not np.int64(5)."""
+    if isinstance(result, (int, float, str, bytes, type(None))):
+        return type(result), result
+    if isinstance(result, (list, tuple)):
+        return [_plain(item) for item in result]
+    return type(result).__name__
