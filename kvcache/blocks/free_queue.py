@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvcache.arguments import MAX_INT, MAX_INT32, as_int, as_integers
 from kvcache.arrays import Ids, IndexArray, Int32Array, index_array
 from kvcache.errors import BlockError, InvariantError, OutOfBlocksError
 from kvcache.policies.entry_queue import OUT, insert_behind, take_first, take_out
@@ -29,14 +30,15 @@ class FreeKVCacheBlockQueue:
         """Make a queue for ids below `num_blocks` that holds `block_ids`, in that order.
 
         Raises:
-            BlockError: an id is not below `num_blocks`, or given twice.
+            BlockError: a number that is none, an id that is not below `num_blocks` or given twice.
         """
+        num_blocks = as_int("num_blocks", num_blocks, 0, MAX_INT32, BlockError)
         self._end = num_blocks
         self._next: Int32Array = np.full(num_blocks + 1, OUT, dtype=np.int32)
         self._before: Int32Array = np.full(num_blocks + 1, OUT, dtype=np.int32)
         self._next[self._end] = self._before[self._end] = self._end
         self._length = 0
-        self.append_n(list(block_ids))
+        self._insert(self._end, self._absent(block_ids))
 
     @property
     def num_free_blocks(self) -> int:
@@ -49,6 +51,7 @@ class FreeKVCacheBlockQueue:
 
     def popleft_n(self, n: int) -> list[int]:
         """Take the first `n` blocks; raises OutOfBlocksError, unchanged, if there are fewer."""
+        n = as_int("n", n, error=BlockError)
         if n > self._length:
             raise OutOfBlocksError(
                 f"{n} blocks are wanted, {self._length} are in the free queue: free some first"
@@ -120,7 +123,7 @@ class FreeKVCacheBlockQueue:
         insert_behind(self._next, self._before, place, block_ids)
         self._length += len(block_ids)
 
-    def _absent(self, block_ids: Sequence[int]) -> IndexArray:
+    def _absent(self, block_ids: Iterable[int]) -> IndexArray:
         """Return ids as an array; raises BlockError if one is unknown, given twice or here."""
         ids = self._known(block_ids)
         here = ids[self._next[ids] != OUT].tolist()
@@ -128,12 +131,14 @@ class FreeKVCacheBlockQueue:
             raise BlockError(f"blocks {here[:5]} are in the queue already: remove them first")
         return ids
 
-    def _known(self, block_ids: Sequence[int]) -> IndexArray:
+    def _known(self, block_ids: Iterable[int]) -> IndexArray:
         """Return ids as an array; raises BlockError if one is unknown or given twice."""
-        unknown = [block_id for block_id in block_ids if not 0 <= block_id < self._end]
+        ids = index_array(as_integers("block_ids", block_ids, -MAX_INT, error=BlockError))
+        unknown = ids[(ids < 0) | (ids >= self._end)].tolist()
         if unknown:
             raise BlockError(f"blocks {unknown[:5]} do not exist: use ids below {self._end}")
-        if len(set(block_ids)) < len(block_ids):
-            twice = sorted({b for b in block_ids if list(block_ids).count(b) > 1})
+        distinct, times = np.unique(ids, return_counts=True)
+        if len(distinct) < len(ids):
+            twice = distinct[times > 1].tolist()
             raise BlockError(f"blocks {twice[:5]} are given twice: give each one once")
-        return index_array(block_ids)
+        return ids

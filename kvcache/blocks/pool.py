@@ -17,6 +17,16 @@ from itertools import chain
 
 import numpy as np
 
+from kvcache.arguments import (
+    MAX_INT,
+    MAX_INT32,
+    as_bool,
+    as_bytes,
+    as_int,
+    as_integers,
+    check_kind,
+    check_methods,
+)
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.blocks.block import KVCacheBlock
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
@@ -37,6 +47,8 @@ from kvcache.policies.entry_queue import Entries
 from kvcache.request import Namespace
 from kvcache.tenants import TenantAccount, TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
+
+_TIER_HOOKS = ("on_eviction_candidates", "on_sealed")
 
 
 class BlockPool(ReferencedBlocks):
@@ -68,13 +80,24 @@ class BlockPool(ReferencedBlocks):
         Raises:
             ConfigurationError: fewer than one block, or an unknown policy.
         """
+        num_blocks = as_int("num_blocks", num_blocks, 0, MAX_INT32, ConfigurationError)
+        enable_caching = as_bool("enable_caching", enable_caching, ConfigurationError)
+        zero_new_blocks = as_bool("zero_new_blocks", zero_new_blocks, ConfigurationError)
+        keeps_events = as_bool("enable_kv_cache_events", enable_kv_cache_events, ConfigurationError)
+        groups = as_integers("ordered_groups", ordered_groups, error=ConfigurationError)
+        ordered_groups = frozenset(groups.tolist())
+        check_kind("policies", policies, Mapping, ConfigurationError)
+        check_kind("outbox", outbox, (Outbox, type(None)), ConfigurationError)
+        check_kind("tenants", tenants, (TenantLedger, type(None)), ConfigurationError)
+        if offload is not None:
+            check_methods("offload", offload, _TIER_HOOKS, ConfigurationError)
         if num_blocks < 1:
             raise ConfigurationError(
                 f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
             )
         log = EventLog()
         outbox = outbox or Outbox(
-            log if enable_kv_cache_events else NullEventSink(),
+            log if keeps_events else NullEventSink(),
             "device",
             none_hash=BlockHash(b""),
             published_groups=ordered_groups,
@@ -114,8 +137,7 @@ class BlockPool(ReferencedBlocks):
 
     def block(self, block_id: int) -> KVCacheBlock:
         """Return a view of a block; raises BlockError if there is no such block."""
-        self._require_known([block_id])
-        return KVCacheBlock(self, block_id)
+        return KVCacheBlock(self, self._one_known(block_id))
 
     def get_all_free_blocks(self) -> list[int]:
         """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
@@ -158,9 +180,11 @@ class BlockPool(ReferencedBlocks):
         """Hand out blocks, each with one request reference; empty ones first, then by eviction.
 
         Raises:
+            BlockError: that is no number of blocks.
             OutOfBlocksError: fewer are free; nothing was changed.
         """
-        block_ids: list[int] = self.take(num_blocks).tolist()
+        count = as_int("num_blocks", num_blocks, error=BlockError)
+        block_ids: list[int] = self.take(count).tolist()
         return block_ids
 
     def take(self, num_blocks: int) -> IndexArray:
@@ -210,9 +234,14 @@ class BlockPool(ReferencedBlocks):
         group_ids: Sequence[int],
         namespace: Namespace = DEFAULT_NAMESPACE,
     ) -> list[int] | None:
-        """Return the block that holds a digest in each group, or None if one of them has none."""
+        """Return the block that holds a digest in each group, or None if one of them has none.
+
+        Raises BlockError for what is no digest, no group or no namespace.
+        """
+        as_bytes("block_hash", block_hash, BlockError)
+        check_kind("namespace", namespace, Namespace, BlockError)
         block_ids = []
-        for group in group_ids:
+        for group in as_integers("group_ids", group_ids, error=BlockError).tolist():
             block_id = self.contents.finder(namespace, group)(block_hash)
             if block_id is None:
                 return None
@@ -234,7 +263,8 @@ class BlockPool(ReferencedBlocks):
             BlockError: a block is free, the null block, quarantined, or has a digest; nothing was
                 changed.
         """
-        ids = self._known(run.block_ids)
+        check_kind("run", run, CachedRun, BlockError)
+        ids = self.known(run.block_ids)
         can_be_cached = self._num_references[ids] > 0
         can_be_cached &= self.contents.table_numbers[ids] == NO_TABLE
         if self._quarantined:
@@ -274,9 +304,8 @@ class BlockPool(ReferencedBlocks):
         Raises:
             BlockError: unknown block; nothing was changed.
         """
-        wanted = list(block_ids)
-        self._require_known(wanted)
-        forgotten = self.contents.forget(wanted)
+        wanted = self.known(as_integers("block_ids", block_ids, -MAX_INT, error=BlockError))
+        forgotten = self.contents.forget(wanted.tolist())
         self._release_forgotten(forgotten)
         return forgotten
 
@@ -344,7 +373,7 @@ class BlockPool(ReferencedBlocks):
 
         Who holds one keeps it. Raises BlockError, unchanged, for an unknown or the null block.
         """
-        self._require_known(block_ids)
+        block_ids = self.known(block_ids).tolist()
         if NULL_ID in block_ids:
             raise BlockError("the null block cannot be quarantined: leave it out")
         self.evict_blocks(block_ids)
@@ -357,6 +386,7 @@ class BlockPool(ReferencedBlocks):
 
         Raises BlockError, unchanged, if one is not quarantined.
         """
+        block_ids = self.known(block_ids).tolist()
         bad = [b for b in block_ids if b not in self._quarantined]
         if bad:
             raise BlockError(f"blocks {bad[:5]} are not quarantined: nothing to release")

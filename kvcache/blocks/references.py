@@ -8,9 +8,11 @@ cannot be held; hands nothing out and forgets no content.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
+from kvcache.arguments import MAX_INT, as_integers, check_kind
 from kvcache.arrays import Ids, IndexArray, Int32Array, index_array
 from kvcache.blocks.block import BlockState
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
@@ -66,7 +68,8 @@ class ReferencedBlocks:
         return int(np.count_nonzero(self._num_references))
 
     def state(self, block_id: int) -> BlockState:
-        """Return what may be done with a block."""
+        """Return what may be done with a block; raises BlockError if there is no such block."""
+        block_id = self._one_known(block_id)
         if block_id in self._quarantined:
             return BlockState.QUARANTINED
         if block_id in self._references[ReferenceKind.TRANSFER]:
@@ -77,12 +80,18 @@ class ReferencedBlocks:
         return BlockState.OWNED if self._num_references[block_id] else BlockState.FREE
 
     def digest(self, block_id: int) -> BlockHash | None:
-        """Return the digest by which a block can be found, None if it cannot."""
-        digest: BlockHash | None = self.contents.digests[block_id]
+        """Return the digest by which a block can be found, None if it cannot.
+
+        Raises BlockError if there is no such block.
+        """
+        digest: BlockHash | None = self.contents.digests[self._one_known(block_id)]
         return digest
 
     def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
-        """Return a block's references of one kind, or of all."""
+        """Return a block's references of one kind, or of all; raises BlockError for no block."""
+        block_id = self._one_known(block_id)
+        if kind is not None:
+            check_kind("kind", kind, ReferenceKind, BlockError)
         total = int(self._num_references[block_id])
         if kind is None:
             return total
@@ -96,10 +105,16 @@ class ReferencedBlocks:
 
     def num_unheld(self, block_ids: Ids) -> int:
         """Return how many of these distinct blocks have no reference, null blocks left out."""
-        return int(count_unheld(self._num_references, index_array(block_ids)))
+        return int(count_unheld(self._num_references, self.known(block_ids)))
 
     def blocks_held(self, kind: ReferenceKind) -> dict[int, int]:
-        """Return a copy of the counts of a kind other than REQUEST: block id to references."""
+        """Return a copy of the counts of a kind other than REQUEST: block id to references.
+
+        Raises BlockError for REQUEST, whose references are not counted apart.
+        """
+        check_kind("kind", kind, ReferenceKind, BlockError)
+        if kind is ReferenceKind.REQUEST:
+            raise BlockError("request references are not counted apart: ask num_references")
         return dict(self._references[kind])
 
     def quarantined_blocks(self) -> set[int]:
@@ -132,7 +147,8 @@ class ReferencedBlocks:
         Raises:
             BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
         """
-        ids = index_array(block_ids)
+        ids = _as_ids(block_ids)
+        check_kind("kind", kind, ReferenceKind, BlockError)
         counts = self._num_references
         if self._quarantined or not are_holdable(counts, self.contents.table_numbers, ids):
             self._require_holdable(ids)
@@ -154,9 +170,10 @@ class ReferencedBlocks:
         Raises:
             BlockError: unknown, or without a reference of this kind; nothing was changed.
         """
+        check_kind("kind", kind, ReferenceKind, BlockError)
+        block_ids = self.known(block_ids).tolist()
         if not block_ids:
             return
-        self._require_known(block_ids)
         self._require_references(block_ids, kind)
         if kind is not ReferenceKind.REQUEST:
             held = self._references[kind]
@@ -197,9 +214,15 @@ class ReferencedBlocks:
         # Distinct, and nowhere queued: their references have just become zero.
         self._blank.prepend_many(block_ids)
 
-    def _known(self, block_ids: Sequence[int] | IndexArray) -> IndexArray:
+    def _one_known(self, block_id: int) -> int:
+        """Return an id; raises BlockError if it is none of a block."""
+        if type(block_id) is int and 0 <= block_id < self.num_blocks:
+            return block_id
+        return int(self.known([block_id])[0])
+
+    def known(self, block_ids: Ids) -> IndexArray:
         """Return ids as an array; raises BlockError if one is none of a block."""
-        ids = index_array(block_ids)
+        ids = _as_ids(block_ids)
         # Read as unsigned an id below 0 is beyond all others.
         if len(ids) and int(np.maximum.reduce(ids.view(np.uintp))) >= self.num_blocks:
             self._require_known(ids.tolist())
@@ -242,3 +265,13 @@ class ReferencedBlocks:
                     f"block {block_id} is given back {count} times but has {held} "
                     f"{kind.value} references: free what you hold, once"
                 )
+
+
+_INDEX = np.dtype(np.intp)
+
+
+def _as_ids(block_ids: Ids) -> IndexArray:
+    """Return ids as an array; raises BlockError for what is no list of integers."""
+    if type(block_ids) is np.ndarray and block_ids.dtype is _INDEX and block_ids.ndim == 1:
+        return cast("IndexArray", block_ids)
+    return index_array(as_integers("block_ids", block_ids, -MAX_INT, error=BlockError))

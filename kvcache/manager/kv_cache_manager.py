@@ -244,7 +244,7 @@ class KVCacheManager:
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of the request's block tables, one per group; empty if it has none."""
-        return self._core.block_ids(as_text("request id", request_id, RequestError))
+        return self._core.block_ids(_named(request_id))
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Return the blocks of the request, one table per group; empty if it has none."""
@@ -314,7 +314,7 @@ class KVCacheManager:
 
         One that came by a call is its caller's own object; one of steps is a view, to be read.
         """
-        known = self._book.get(as_text("request id", request_id, RequestError))
+        known = self._book.get(_named(request_id))
         request = self._book.up_to_date(request_id)
         if known is None or request is None or known.client_index == CALLER:
             return request
@@ -322,7 +322,7 @@ class KVCacheManager:
 
     def slot_of(self, request_id: str) -> int | None:
         """Return the slot of a running request; None if it is preempted or not known."""
-        known = self._book.get(as_text("request id", request_id, RequestError))
+        known = self._book.get(_named(request_id))
         return known.slot if known is not None and known.is_running else None
 
     def request_in_slot(self, slot: int) -> Request | None:
@@ -471,3 +471,8 @@ class KVCacheManager:
             )
         self._control.changed()
         return self._core.restore(sets)
+
+
+def _named(request_id: str) -> str:
+    """Return the id of a request, known or not; raises RequestError for what is no text."""
+    return as_text("request id", request_id, RequestError, may_be_empty=True)

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvcache.arguments import as_bool, as_byte_strings, as_int, as_integers, check_kind
 from kvcache.arrays import EMPTY_INDEX, Ids, IndexArray, index_array
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
@@ -23,7 +24,12 @@ from kvcache.blocks.run import CachedRun
 from kvcache.core import Reservation
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
-from kvcache.managers.block_tables import BlockTables, RowLimits
+from kvcache.managers.block_tables import (
+    BlockTables,
+    RowLimits,
+    check_request_id,
+    check_reservation,
+)
 from kvcache.managers.run_maker import Part, RunMaker
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheSpec, ceil_div
@@ -67,6 +73,10 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         Raises:
             ConfigurationError: the group's block size is no multiple of that.
         """
+        check_kind("spec", spec, KVCacheSpec, ConfigurationError)
+        check_kind("pool", pool, BlockPool, ConfigurationError)
+        group = as_int("group", group, error=ConfigurationError)
+        hash_block_size = as_int("hash_block_size", hash_block_size, 1, error=ConfigurationError)
         if spec.block_size % hash_block_size:
             raise ConfigurationError(
                 f"group {group} has blocks of {spec.block_size} tokens and digests come every "
@@ -80,6 +90,7 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         self._leading: dict[str, IndexArray] = {}
 
     def free(self, request_id: str) -> None:
+        check_request_id(request_id)
         self._pool.free_blocks([b for b in reversed(self.forget_request(request_id)) if b])
 
     # --- tables --------------------------------------------------------------------------------
@@ -90,9 +101,12 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         block_ids: Ids,
         num_computed_tokens: int = 0,
     ) -> None:
+        check_request_id(request_id)
+        given = self._as_ids(block_ids)
+        num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         if self._tables.get(request_id):
             raise self._has_blocks(request_id)
-        ids = np.array(block_ids, dtype=np.intp)
+        ids = np.array(given, dtype=np.intp)
         ids[: self.num_skipped_blocks(num_computed_tokens)] = NULL_ID
         num_kept, first_kept = np.count_nonzero(ids), 0
         if num_kept < len(ids):
@@ -103,6 +117,8 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         self._first_kept[request_id] = first_kept
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        check_request_id(request_id)
+        check_reservation(reservation)
         table = self._tables.get(request_id, [])
         leading = self._leading.get(request_id, EMPTY_INDEX)
         total = ceil_div(reservation.num_slot_tokens, self.block_size)
@@ -140,6 +156,10 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
             self._leading.pop(request_id, None)
         return skipped
 
+    def _as_ids(self, block_ids: Ids) -> IndexArray:
+        """Return ids of blocks as an array; raises BlockError for what is none of the pool's."""
+        return self._pool.known(block_ids)
+
     # --- what a kind answers -------------------------------------------------------------------
 
     @classmethod
@@ -156,9 +176,14 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         Null for blocks it would not read. Changes nothing.
         """
 
-    @abstractmethod
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Return how many leading blocks every running request shares."""
+        """Return how many leading blocks every running request shares.
+
+        None, where blocks before a window or chunk are skipped, and where a block is one request's.
+        """
+        check_request_id(request_id)
+        as_int("num_running_requests", num_running_requests, error=RequestError)
+        return 0
 
     # --- look-up -------------------------------------------------------------------------------
 
@@ -177,7 +202,31 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
 
         `block_hashes` come one per block of `spec`. At most `max_length` tokens; with `use_eagle`
         the last matched block is dropped. Null blocks for skipped positions. Changes nothing.
+
+        Raises:
+            RequestError: an argument is of another type.
         """
+        as_byte_strings("block_hashes", block_hashes, RequestError)
+        max_length = as_int("max_length", max_length, error=RequestError)
+        groups = as_integers("group_ids", group_ids, error=RequestError).tolist()
+        check_kind("pool", pool, BlockPool, RequestError)
+        check_kind("spec", spec, KVCacheSpec, RequestError)
+        use_eagle = as_bool("use_eagle", use_eagle, RequestError)
+        check_kind("namespace", namespace, Namespace, RequestError)
+        return cls.longest_hits(block_hashes, max_length, groups, pool, spec, use_eagle, namespace)
+
+    @classmethod
+    def longest_hits(  # noqa: PLR0917 - as above
+        cls,
+        block_hashes: Sequence[BlockHash],
+        max_length: int,
+        group_ids: Sequence[int],
+        pool: BlockPool,
+        spec: KVCacheSpec,
+        use_eagle: bool,
+        namespace: Namespace,
+    ) -> tuple[Ids, ...]:
+        """Do `find_longest_cache_hit` on the caller's word that the arguments are right."""
         max_blocks = min(len(block_hashes), max_length // spec.block_size)
         limits = MatchLimits(max_blocks, num_extra_blocks=int(use_eagle))
         matches = cls.match_groups(pool, namespace, group_ids, block_hashes, spec, limits)
@@ -305,6 +354,8 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
         Raises:
             RequestError: it has fewer tokens or blocks; nothing was changed.
         """
+        check_kind("request", request, Request, RequestError)
+        num_tokens = as_int("num_tokens", num_tokens, error=RequestError)
         self._pool.cache_runs(self.take_uncached_runs(request, num_tokens))
 
     def take_uncached_runs(self, request: Request, num_tokens: int) -> list[CachedRun]:

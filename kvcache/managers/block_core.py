@@ -187,7 +187,7 @@ class BlockCore:
         coordinator = self.coordinator
         if not coordinator.can_hit or self._hits_stopped or request.skip_reading_prefix_cache:
             return CacheHit((EMPTY_INT32,) * len(coordinator.managers), 0)
-        return coordinator.find_longest_cache_hit(
+        return coordinator.longest_hit(
             request.block_hashes, request.num_tokens - 1, request.namespace
         )
 

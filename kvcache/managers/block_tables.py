@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvcache.arrays import Ids, index_array
+from kvcache.arguments import as_int, as_integers, as_text, check_kind
+from kvcache.arrays import Ids, IndexArray, index_array
 from kvcache.core import ForkOrigin, Reservation
-from kvcache.errors import RequestError
+from kvcache.errors import BlockError, RequestError
 from kvcache.ids import NULL_BLOCK_ID as NULL_ID
 from kvcache.specs import KVCacheSpec, ceil_div
 
@@ -21,6 +22,18 @@ NEVER = 1 << 62
 
 UNBOUNDED_TOKENS = 1 << 40
 """Tokens per column where a table does not grow with them; sums and products stay in 64 bits."""
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise RequestError unless `request_id` is a text."""
+    if type(request_id) is not str or not request_id.isascii():
+        as_text("request id", request_id, RequestError, may_be_empty=True)
+
+
+def check_reservation(reservation: Reservation) -> None:
+    """Raise RequestError unless that is a `Reservation`, which has checked its numbers."""
+    if type(reservation) is not Reservation:
+        check_kind("reservation", reservation, Reservation, RequestError)
 
 
 class RowLimits(NamedTuple):
@@ -87,6 +100,7 @@ class BlockTables:
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Return how many leading blocks nobody reads any more after so many computed tokens."""
+        num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         return self.spec.num_skipped_tokens(num_computed_tokens) // self.block_size
 
     def next_skip_tokens(self, request_id: str) -> int:
@@ -95,6 +109,7 @@ class BlockTables:
 
     def table(self, request_id: str) -> Sequence[int]:
         """Return a request's table, empty if unknown. Belongs to the manager: do not change it."""
+        check_request_id(request_id)
         return self._tables.get(request_id, ())
 
     def request_ids(self) -> Sequence[str]:
@@ -116,6 +131,9 @@ class BlockTables:
 
         Positions that nobody reads after its computed tokens need none. No mutation.
         """
+        check_request_id(request_id)
+        check_reservation(reservation)
+        new_computed_blocks = self._as_ids(new_computed_blocks)
         total = ceil_div(reservation.num_slot_tokens, self.block_size)
         held = len(self._tables.get(request_id, ())) + len(new_computed_blocks)
         skipped = min(self.num_skipped_blocks(reservation.num_computed_tokens), total)
@@ -132,6 +150,8 @@ class BlockTables:
         Where tokens behind the hit come from elsewhere, positions that nobody reads any more after
         `num_computed_tokens` stay null.
         """
+        check_request_id(request_id)
+        block_ids = self._as_ids(block_ids)
         if self._tables.get(request_id):
             raise self._has_blocks(request_id)
         skipped = min(self.num_skipped_blocks(num_computed_tokens), len(block_ids))
@@ -141,6 +161,10 @@ class BlockTables:
         self._tables[request_id] = table
         self.note_cached(request_id, len(table))
         self._first_kept[request_id] = first_kept
+
+    def _as_ids(self, block_ids: Ids) -> IndexArray:
+        """Return ids of blocks as an array; raises BlockError for what is no list of integers."""
+        return index_array(as_integers("block_ids", block_ids, error=BlockError))
 
     def _has_blocks(self, request_id: str) -> RequestError:
         return RequestError(
@@ -154,6 +178,8 @@ class BlockTables:
         Raises:
             OutOfBlocksError: too few are free; nothing was changed.
         """
+        check_request_id(request_id)
+        check_reservation(reservation)
         table = self._tables.get(request_id, [])
         total = ceil_div(reservation.num_slot_tokens, self.block_size)
         missing = total - len(table)
@@ -173,6 +199,8 @@ class BlockTables:
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the blocks nobody reads any more, right to left, and put nulls in their place."""
+        check_request_id(request_id)
+        num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         skipped = self.take_skipped_blocks(request_id, num_computed_tokens)
         if skipped:
             self._blocks.give_back(skipped)
@@ -199,6 +227,7 @@ class BlockTables:
 
     def free(self, request_id: str) -> None:
         """Give all of a request's blocks back, tail first; an unknown request: no effect."""
+        check_request_id(request_id)
         self._blocks.give_back([b for b in reversed(self.forget_request(request_id)) if b])
 
     def forget_request(self, request_id: str) -> list[int]:

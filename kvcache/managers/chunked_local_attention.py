@@ -67,10 +67,6 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         kept_tokens = self._first_kept.get(request_id, 0) * self.block_size
         return (kept_tokens // self._chunk + 1) * self._chunk
 
-    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Return 0: what requests share may be skipped by some of them."""
-        return 0
-
 
 def chunk_tokens(spec: KVCacheSpec) -> int:
     """Return the chunk of a spec; raises ConfigurationError for another kind."""

@@ -12,15 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from math import gcd, lcm
 
+from kvcache.arguments import as_bool, as_byte_strings, as_int, check_kind
 from kvcache.arrays import EMPTY_INT32, Ids, int32_array
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
 from kvcache.core import CacheHit, Reservation
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.logs import get_logger
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
-from kvcache.managers.block_tables import NEVER, RowLimits
+from kvcache.managers.block_tables import NEVER, RowLimits, check_request_id, check_reservation
 from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
 from kvcache.request import Namespace, Request
 from kvcache.specs import KVCacheConfig, KVCacheSpec
@@ -42,6 +43,9 @@ class KVCacheCoordinator(ABC):
         managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
     ) -> None:
         """Make a manager per group. Raises ConfigurationError for a kind that nobody serves."""
+        check_kind("kv_cache_config", kv_cache_config, KVCacheConfig, ConfigurationError)
+        check_kind("pool", pool, BlockPool, ConfigurationError)
+        use_eagle = as_bool("use_eagle", use_eagle, ConfigurationError)
         self.specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
         self.pool = pool
         self.use_eagle = use_eagle
@@ -60,19 +64,32 @@ class KVCacheCoordinator(ABC):
         """Whether anything is ever cached."""
         return True
 
-    @abstractmethod
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
         """Return the longest prefix of at most `max_length` tokens that hits in every group.
 
         `block_hashes` come one per `hash_block_size` tokens. Changes nothing.
+
+        Raises:
+            RequestError: an argument is of another type.
         """
+        as_byte_strings("block_hashes", block_hashes, RequestError)
+        max_length = as_int("max_length", max_length, error=RequestError)
+        check_kind("namespace", namespace, Namespace, RequestError)
+        return self.longest_hit(block_hashes, max_length, namespace)
+
+    @abstractmethod
+    def longest_hit(
+        self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
+    ) -> CacheHit:
+        """Do `find_longest_cache_hit` on the caller's word that the arguments are right."""
 
     def get_num_blocks_to_allocate(
         self, request_id: str, reservation: Reservation, hit: CacheHit | None = None
     ) -> int:
         """Return how many free blocks the request takes in all groups. Changes nothing."""
+        self._check_call(request_id, reservation, hit)
         needed = 0
         for manager in self.managers:
             found = () if hit is None else hit.block_ids[manager.group]
@@ -83,11 +100,15 @@ class KVCacheCoordinator(ABC):
         self, request_id: str, hit: CacheHit, num_computed_tokens: int = 0
     ) -> None:
         """Adopt a hit in every group; raises RequestError if the request has blocks."""
+        check_request_id(request_id)
+        check_kind("hit", hit, CacheHit, RequestError)
+        as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
             manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[list[int]]:
         """Extend all tables as reserved; return what entered each. There is room."""
+        self._check_call(request_id, reservation)
         return [manager.allocate_new_blocks(request_id, reservation) for manager in self.managers]
 
     def note_own_end(self, request_id: str, num_own_tokens: int) -> None:
@@ -97,6 +118,8 @@ class KVCacheCoordinator(ABC):
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Make full blocks up to `num_tokens` hittable in every group."""
+        check_kind("request", request, Request, RequestError)
+        num_tokens = as_int("num_tokens", num_tokens, error=RequestError)
         for manager in self.managers:
             manager.require_cacheable(request, num_tokens)
         for manager in self.managers:
@@ -104,6 +127,8 @@ class KVCacheCoordinator(ABC):
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free what no group reads any more."""
+        check_request_id(request_id)
+        num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         for manager in self.managers:
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
@@ -117,6 +142,7 @@ class KVCacheCoordinator(ABC):
 
     def free(self, request_id: str) -> None:
         """Give all blocks back, the last tokens' first, groups side by side."""
+        check_request_id(request_id)
         if len(self.managers) == 1 and self._num_ordered:
             # One table without nulls: what `tail_first` makes of it, as an array.
             (manager,) = self.managers
@@ -176,6 +202,15 @@ class KVCacheCoordinator(ABC):
             if not wanted.isdisjoint(manager.table(request_id))
         }
 
+    def _check_call(
+        self, request_id: str, reservation: Reservation, hit: CacheHit | None = None
+    ) -> None:
+        """Raise RequestError for arguments of another type, even where there is no group."""
+        check_request_id(request_id)
+        check_reservation(reservation)
+        if hit is not None:
+            check_kind("hit", hit, CacheHit, RequestError)
+
     def row_limits(self, request_id: str) -> RowLimits:
         """Return how far a request can go on before anything must be done for it."""
         limits = [manager.row_limits(request_id) for manager in self.managers]
@@ -195,7 +230,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     def can_hit(self) -> bool:
         return False
 
-    def find_longest_cache_hit(
+    def longest_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
         """Return a miss."""
@@ -203,17 +238,19 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Cache nothing."""
+        check_kind("request", request, Request, RequestError)
+        as_int("num_tokens", num_tokens, error=RequestError)
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One group: its manager's hit is the hit."""
 
-    def find_longest_cache_hit(
+    def longest_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
         """Return the group's longest hit."""
         manager = self.managers[0]
-        (match,) = manager.find_longest_cache_hit(
+        (match,) = manager.longest_hits(
             block_hashes, max_length, [0], self.pool, manager.spec, self.use_eagle, namespace
         )
         return CacheHit((int32_array(match),), len(match) * manager.block_size)
@@ -246,7 +283,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self._kinds = sorted(kinds.items(), key=lambda kind: not kind[0].reads_whole_prefix)
         self._step_tokens = lcm(*(spec.block_size for spec in self.specs))
 
-    def find_longest_cache_hit(
+    def longest_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
         """Return the longest hit that holds in every group."""
@@ -345,6 +382,9 @@ def get_kv_cache_coordinator(
     Raises:
         ConfigurationError: a kind that nobody serves, or that EAGLE cannot be used with.
     """
+    check_kind("kv_cache_config", kv_cache_config, KVCacheConfig, ConfigurationError)
+    enable_caching = as_bool("enable_caching", enable_caching, ConfigurationError)
+    use_eagle = as_bool("use_eagle", use_eagle, ConfigurationError)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if use_eagle:
         require_eagle_support(specs, managers)

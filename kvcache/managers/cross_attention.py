@@ -36,7 +36,3 @@ class CrossAttentionManager(EncoderColumns, SingleTypeKVCacheManager):
     ) -> list[int]:
         """Return nothing: what an encoder made of one input is of no use for another."""
         return []
-
-    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Return 0: nothing is shared."""
-        return 0

@@ -6,9 +6,18 @@ neither grow nor shrink until the request is freed.
 
 from __future__ import annotations
 
+from kvcache.arguments import as_int
 from kvcache.arrays import Ids
 from kvcache.core import ForkOrigin, Reservation
-from kvcache.managers.block_tables import UNBOUNDED_TOKENS, BlockTables, SharedColumn, TablePool
+from kvcache.errors import RequestError
+from kvcache.managers.block_tables import (
+    UNBOUNDED_TOKENS,
+    BlockTables,
+    SharedColumn,
+    TablePool,
+    check_request_id,
+    check_reservation,
+)
 from kvcache.specs import KVCacheSpec, ceil_div
 
 
@@ -28,6 +37,9 @@ class EncoderColumns(BlockTables):
         new_computed_blocks: Ids = (),
     ) -> int:
         """Return what the encoder tokens of a request take that has no table yet."""
+        check_request_id(request_id)
+        check_reservation(reservation)
+        self._as_ids(new_computed_blocks)
         if request_id in self._tables:
             return 0
         return ceil_div(reservation.num_encoder_tokens, self.block_size)
@@ -36,6 +48,9 @@ class EncoderColumns(BlockTables):
         self, request_id: str, block_ids: Ids, num_computed_tokens: int = 0
     ) -> None:
         """Adopt nothing: there is no hit."""
+        check_request_id(request_id)
+        self._as_ids(block_ids)
+        as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
         """Make the table of a request that has none yet; return its blocks.
@@ -43,6 +58,8 @@ class EncoderColumns(BlockTables):
         Raises:
             OutOfBlocksError: too few are free; nothing was changed.
         """
+        check_request_id(request_id)
+        check_reservation(reservation)
         if request_id in self._tables:
             return []
         num_blocks = ceil_div(reservation.num_encoder_tokens, self.block_size)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
+from kvcache.arguments import as_int
 from kvcache.arrays import Ids
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.core import ReferenceKind
+from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
 from kvcache.request import Namespace
@@ -50,6 +52,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Count leading blocks whose request references equal the running requests."""
+        what = "num_running_requests"
+        num_running_requests = as_int(what, num_running_requests, error=RequestError)
         count = 0
         for block_id in self.table(request_id):
             if self._pool.num_references(block_id, ReferenceKind.REQUEST) != num_running_requests:

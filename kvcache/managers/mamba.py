@@ -14,6 +14,7 @@ from kvcache.blocks.references import NULL_ID
 from kvcache.core import Reservation
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
+from kvcache.managers.block_tables import check_request_id
 from kvcache.managers.run_maker import Part
 from kvcache.managers.state_tables import StateColumns
 from kvcache.specs import KVCacheSpec
@@ -55,11 +56,8 @@ class MambaManager(StateColumns, SingleTypeKVCacheManager):
                 return [NULL_ID] * (end - 1) + [block_id]
         return []
 
-    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Return 0: a state is its request's own."""
-        return 0
-
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        check_request_id(request_id)
         self._leading.pop(request_id, None)  # states move from column to column
         return super().allocate_new_blocks(request_id, reservation)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kvcache.arguments import check_kind
 from kvcache.errors import ConfigurationError
 from kvcache.managers.base import SingleTypeKVCacheManager
 from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
@@ -42,6 +43,8 @@ def get_manager_for_kv_cache_spec(
     spec: KVCacheSpec, managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS
 ) -> type[SingleTypeKVCacheManager]:
     """Return the manager class for a spec; raises ConfigurationError if its kind has none."""
+    check_kind("spec", spec, KVCacheSpec, ConfigurationError)
+    check_kind("managers", managers, Mapping, ConfigurationError)
     manager = managers.get(spec.kind)
     if manager is None:
         raise ConfigurationError(

@@ -63,10 +63,6 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def next_skip_tokens(self, request_id: str) -> int:
         return (self._first_kept.get(request_id, 0) + 1) * self.block_size + self._window - 1
 
-    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Return 0: what requests share may be skipped by some of them."""
-        return 0
-
 
 def window_tokens(spec: KVCacheSpec) -> int:
     """Return the window of a spec; raises ConfigurationError for another kind."""

@@ -29,6 +29,8 @@ from kvcache.managers.block_tables import (
     BlockTables,
     SharedColumn,
     TablePool,
+    check_request_id,
+    check_reservation,
 )
 from kvcache.specs import KVCacheSpec, MambaSpec, ceil_div
 
@@ -78,6 +80,9 @@ class StateColumns(BlockTables):
         new_computed_blocks: Ids = (),
     ) -> int:
         """Return how many free blocks a reservation takes, a hit that is free included."""
+        check_request_id(request_id)
+        check_reservation(reservation)
+        new_computed_blocks = self._as_ids(new_computed_blocks)
         table = self._tables.get(request_id)
         if table is None:
             table = index_array(new_computed_blocks).tolist()
@@ -97,6 +102,8 @@ class StateColumns(BlockTables):
         Raises:
             OutOfBlocksError: too few are free; nothing was changed.
         """
+        check_request_id(request_id)
+        check_reservation(reservation)
         table = self._tables.get(request_id, [])
         columns = self._columns(table, reservation)
         spare = columns.spare[: len(columns.kept)]

@@ -91,7 +91,7 @@ from tests.managers.core_builders import chunked, cross, full, mamba, plan, wind
 
 STEP_NUMBER = INTEGER.also(-2, 2**63)
 REQUEST = instance_of(Request)
-REQUEST_ID = TEXT
+REQUEST_ID = TEXT.without("")
 LORA = instance_of(LoRARequest).without(None)
 NAMESPACE = instance_of(Namespace)
 LABELS = list_of("label sets", {"a": 1})
@@ -158,7 +158,7 @@ def request_subject() -> Subject:
             "tenant": "t",
             "model_epoch": 1,
         },
-        request_id=REQUEST_ID,
+        request_id=TEXT,
         prompt_token_ids=TOKENS.also([], np.array([], np.int32)),
         lora=LORA,
         mm_positions=list_of("positions", [(1,)], [(1, 2.0)], [("1", 2)], [(0, 0)], [(8, 9)]),
@@ -461,7 +461,7 @@ def manager_subject(core: str) -> Subject:
             "num_encoder_tokens": 0,
             "delay_cache_blocks": True,
         },
-        request_id=REQUEST_ID,
+        request_id=TEXT,
         token_ids=TOKENS.also([], np.array([], np.int32)),
         max_new_tokens=POSITIVE,
         num_external_computed_tokens=ID,
@@ -784,7 +784,7 @@ def pool_subject() -> Subject:
         enable_kv_cache_events=BOOL,
         tenants=OPTIONAL_THING,
     )
-    of.method("get_new_blocks", {"num_blocks": 2}, num_blocks=ID)
+    of.method("get_new_blocks", {"num_blocks": 2}, num_blocks=COUNT)
     of.method("block", {"block_id": 3})
     of.method("state", {"block_id": 3})
     of.method("digest", {"block_id": 3})
@@ -813,12 +813,6 @@ def pool_subject() -> Subject:
     of.method("release_quarantine", {"block_ids": [5]})
     of.method("begin_transfer", {"block_ids": [4]})
     of.method("end_transfer", {"block_ids": [1]})
-    of.method(
-        "has_room",
-        {"num_blocks": 2, "num_spare_blocks": 1},
-        num_blocks=COUNT,
-        num_spare_blocks=COUNT,
-    )
     return Subject("pool", make_pool, dump_pool, check_pool, tuple(of.cases))
 
 
@@ -830,7 +824,7 @@ def queue_subject() -> Subject:
     of.method("prepend_n", {"block_ids": [7, 8]})
     of.method("remove", {"block_id": 1})
     of.method("remove_n", {"block_ids": [1, 2]})
-    of.method("popleft_n", {"n": 2}, n=ID)
+    of.method("popleft_n", {"n": 2}, n=COUNT)
     return Subject(
         "free queue",
         lambda: FreeKVCacheBlockQueue(9, [1, 2, 3]),
@@ -904,7 +898,11 @@ def tables_subject(title: str, spec: KVCacheSpec) -> Subject:
     )
     of.method(
         "save_new_computed_blocks",
-        {"request_id": "b", "block_ids": [1, 2], "num_computed_tokens": 8},
+        lambda world: {
+            "request_id": "b",
+            "block_ids": [block_id for block_id in world.manager.table("a") if block_id][:1],
+            "num_computed_tokens": 1,
+        },
         block_ids=IDS,
         num_computed_tokens=COUNT,
     )
@@ -915,7 +913,7 @@ def tables_subject(title: str, spec: KVCacheSpec) -> Subject:
     )
     of.method(
         "cache_blocks",
-        lambda world: {"request": world.request, "num_tokens": 12},
+        lambda world: {"request": world.request, "num_tokens": 8},
         request=REQUEST,
         num_tokens=COUNT,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.errors import InvalidInputError
-from tests.attack.manager_subjects import REQUEST_SUBJECTS as SUBJECTS
+from tests.attack.manager_subjects import POOL_SUBJECTS, REQUEST_SUBJECTS
 from tests.attack.type_table import Case, Subject
 
 
@@ -50,7 +50,9 @@ def shown(value: object) -> str:
         return type(value).__name__
 
 
-CASES = [(subject, case) for subject in SUBJECTS for case in subject.cases]
+CASES = [
+    (subject, case) for subject in (*REQUEST_SUBJECTS, *POOL_SUBJECTS) for case in subject.cases
+]
 IDS = [f"{subject.name}-{case.name}" for subject, case in CASES]
 
 
