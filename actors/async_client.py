@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from actors.async_step_client import AsyncStepClient
-from actors.calls import RemoteCall, SlotCounts, read_answer
+from actors.calls import RemoteCall, read_answer
 from actors.connection import require_served
 from kvcache.errors import RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
+from kvcache.manager.request_calls import checked_wanted
 from kvcache.messages import CallResult
 from kvcache.request import LoRARequest, Request, TokenIds
 from kvcache.step import NO_STEP
@@ -51,7 +52,8 @@ class AsyncKVCacheClient(AsyncStepClient):
         num_encoder_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """See `KVCacheManager.allocate_slots`. Forwards wait for `last_seq` afterwards."""
-        counts = SlotCounts(
+        wanted = checked_wanted(
+            request,
             num_new_tokens,
             num_new_computed_tokens,
             num_draft_tokens,
@@ -59,7 +61,7 @@ class AsyncKVCacheClient(AsyncStepClient):
             num_external_computed_tokens,
             num_encoder_tokens,
         )
-        call = self._book.allocate_slots(request, counts, new_computed_blocks, delay_cache_blocks)
+        call = self._book.allocate_slots(request, wanted, new_computed_blocks, delay_cache_blocks)
         return await self._run(call)
 
     async def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:

@@ -11,8 +11,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from actors.calls import CallBook
-from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from actors.connection import (
+    ClientConnection,
+    Dialing,
+    limit_of,
+    lost_workers_error,
+    require_served,
+)
 from actors.session_view import SessionView
+from kvcache.arguments import as_int
 from kvcache.client_session import SessionState, Submitted
 from kvcache.errors import (
     BacklogFullError,
@@ -72,11 +79,11 @@ class AsyncStepClient(SessionView):
     async def attach(self, timeout_s: float | None = None) -> None:
         """Attach, again after an epoch has ended. See `StepClient.attach`."""
         session = self._connection.session
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         if session.state not in (SessionState.ATTACHED, SessionState.ATTACHING):
             self._book.forget()
             self._connection.send(session.attach())
             self._drain_soon()
-        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         try:
             await self._wait(self._connection.is_attached, limit_s, "be attached")
         except DeadlineError:
@@ -85,7 +92,8 @@ class AsyncStepClient(SessionView):
 
     async def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
         """Schedule one step and return its answer. See `StepClient.step`."""
-        return await self.wait_result(await self.submit(request), timeout_s)
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
+        return await self.wait_result(await self.submit(request), limit_s)
 
     async def submit(self, request: StepRequest, timeout_s: float | None = None) -> int:
         """Send a step and return its number. See `StepClient.submit`."""
@@ -102,13 +110,11 @@ class AsyncStepClient(SessionView):
 
     async def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """Return once every rank has applied the step's commands."""
-        is_applied = self._connection.session.is_applied
-        await self._await(lambda: is_applied(step), step, "applied", timeout_s)
+        await self._await(self._connection.session.is_applied, step, "applied", timeout_s)
 
     async def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
         """Return once the step is over on every rank: with content checking its forward too."""
-        is_finished = self._connection.session.is_finished
-        await self._await(lambda: is_finished(step), step, "finished", timeout_s)
+        await self._await(self._connection.session.is_finished, step, "finished", timeout_s)
 
     async def close(self) -> None:
         """Detach; whatever still runs is freed. See `StepClient.close`. Repeatable.
@@ -133,7 +139,7 @@ class AsyncStepClient(SessionView):
     # --- inside
 
     async def _submit(self, make: Callable[[], Submitted], timeout_s: float | None) -> int:
-        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         made: list[Submitted] = []
 
         def try_to_make() -> bool:
@@ -150,7 +156,8 @@ class AsyncStepClient(SessionView):
 
     async def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session
-        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
+        step = as_int("step", step, 1, error=RequestError)
         what = f"answer step {step}: it may or may not have been executed"
         await self._wait(lambda: session.result(step) is not None, limit_s, what)
         answer = session.result(step)
@@ -160,10 +167,12 @@ class AsyncStepClient(SessionView):
         return answer
 
     async def _await(
-        self, has_happened: Callable[[], bool], step: int, what: str, timeout_s: float | None
+        self, has_reached: Callable[[int], bool], step: int, what: str, timeout_s: float | None
     ) -> None:
-        limit_s = self._connection.settings.forward_s if timeout_s is None else timeout_s
-        await self._wait(has_happened, limit_s, f"have step {step} {what} on every rank")
+        limit_s = limit_of(timeout_s, self._connection.settings.forward_s)
+        number = as_int("step", step, 1, error=RequestError)
+        what = f"have step {step} {what} on every rank"
+        await self._wait(lambda: has_reached(number), limit_s, what)
 
     async def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Return when `is_done()`; ask it again after whatever arrives and at every tick."""

@@ -12,12 +12,23 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from kvcache.arguments import (
+    MAX_INT32,
+    as_bool,
+    as_int,
+    as_integers,
+    as_number,
+    as_text,
+    check_kind,
+)
 from kvcache.arrays import int32_array
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
+from kvcache.errors import BlockError, RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.request import LoRARequest, Request, TokenIds
+from kvcache.manager.request_calls import Wanted
+from kvcache.request import LoRARequest, Request, TokenIds, as_token_ids, check_request
 
 T = TypeVar("T")
 
@@ -33,20 +44,11 @@ class RemoteCall(Generic[T]):
     on_served: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True)
-class SlotCounts:
-    """The counts of one `allocate_slots`; see `KVCacheManager.allocate_slots`."""
-
-    num_new_tokens: int
-    num_new_computed_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    num_external_computed_tokens: int = 0
-    num_encoder_tokens: int = 0
-
-
 class CallBook:
-    """Makes the calls of one client in one epoch. `forget` what an epoch's end made void."""
+    """Makes the calls of one client in one epoch. `forget` what an epoch's end made void.
+
+    Arguments are checked here as a manager checks them: what is refused is not sent.
+    """
 
     def __init__(self) -> None:
         self._num_sent: dict[str, int] = {}
@@ -57,6 +59,7 @@ class CallBook:
 
     def get_computed_blocks(self, request: Request) -> RemoteCall[tuple[KVCacheBlocks, int]]:
         """The longest cached prefix of the request."""
+        check_kind("request", request, Request, RequestError)
 
         def read(values: Any) -> tuple[KVCacheBlocks, int]:
             return KVCacheBlocks(_tables(values["block_ids"])), values["num_computed_tokens"]
@@ -66,19 +69,23 @@ class CallBook:
     def allocate_slots(
         self,
         request: Request,
-        counts: SlotCounts,
+        wanted: Wanted,
         new_computed_blocks: KVCacheBlocks | None,
         delay_cache_blocks: bool,
     ) -> RemoteCall[KVCacheBlocks | None]:
-        """Slots for more tokens."""
+        """Slots for more tokens, of which `checked_wanted` made `wanted`."""
+        if new_computed_blocks is not None:
+            check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
 
         def read(values: Any) -> KVCacheBlocks | None:
             if values is None:
                 return None
             return KVCacheBlocks(_tables(values["block_ids"]), _tables(values["unhashed"]))
 
-        arguments: dict[str, Any] = dict(vars(counts))
-        arguments["delay_cache_blocks"] = delay_cache_blocks
+        arguments: dict[str, Any] = wanted._asdict()
+        arguments["delay_cache_blocks"] = as_bool(
+            "delay_cache_blocks", delay_cache_blocks, RequestError
+        )
         if new_computed_blocks is not None:
             tables = new_computed_blocks.get_block_ids()
             arguments["new_computed_blocks"] = [_packed(table) for table in tables]
@@ -86,6 +93,8 @@ class CallBook:
 
     def fork(self, parent: Request, child: Request) -> RemoteCall[KVCacheBlocks | None]:
         """Share a parent's blocks with a child."""
+        check_request(parent)
+        check_request(child)
         start = self._num_sent.get(parent.request_id, 0)
         num_tokens, num_computed = parent.num_tokens, parent.num_computed_tokens
 
@@ -100,11 +109,14 @@ class CallBook:
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> RemoteCall[None]:
         """Make full blocks hittable after a delay."""
-        arguments = {"num_computed_tokens": num_computed_tokens}
+        check_request(request)
+        what = f"request {request.request_id}: num_computed_tokens"
+        arguments = {"num_computed_tokens": as_int(what, num_computed_tokens, error=RequestError)}
         return self._with_request("cache_blocks", request, arguments, _nothing)
 
     def free(self, request: Request) -> RemoteCall[None]:
         """Give the request's blocks back."""
+        check_request(request)
         return RemoteCall(
             "free",
             pack_values({"request_id": request.request_id}),
@@ -114,17 +126,21 @@ class CallBook:
 
     def free_block_hashes(self, request: Request) -> RemoteCall[None]:
         """Make no further block of the request hittable."""
+        check_request(request)
         return self._with_request("free_block_hashes", request, {}, _nothing)
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int
     ) -> RemoteCall[list[int]]:
         """Leading blocks per group that every running request shares."""
-        arguments = {"num_running_requests": num_running_requests}
+        check_kind("request", request, Request, RequestError)
+        count = as_int("num_running_requests", num_running_requests, error=RequestError)
+        arguments = {"num_running_requests": count}
         return self._with_request("get_num_common_prefix_blocks", request, arguments, list)
 
     def get_blocks(self, request_id: str) -> RemoteCall[KVCacheBlocks]:
         """The request's tables."""
+        request_id = as_text("request id", request_id, RequestError, may_be_empty=True)
         return _plain_call(
             "get_block_ids",
             {"request_id": request_id},
@@ -137,11 +153,13 @@ class CallBook:
 
     def reset_prefix_cache(self, drain: bool) -> RemoteCall[bool]:
         """Forget everything cached."""
-        return _plain_call("reset_prefix_cache", {"drain": drain}, bool)
+        arguments = {"drain": as_bool("drain", drain, RequestError)}
+        return _plain_call("reset_prefix_cache", arguments, bool)
 
     def evict_blocks(self, block_ids: Sequence[int]) -> RemoteCall[None]:
         """Forget the contents of these blocks and their descendants."""
-        return _plain_call("evict_blocks", {"block_ids": _packed(block_ids)}, _nothing)
+        ids = as_integers("block_ids", block_ids, at_most=MAX_INT32, error=BlockError)
+        return _plain_call("evict_blocks", {"block_ids": _packed(ids)}, _nothing)
 
     def pin_prefix(
         self,
@@ -152,13 +170,24 @@ class CallBook:
         tenant: str | None,
     ) -> RemoteCall[Pin]:
         """Hold a cached prefix for a time."""
-        arguments: dict[str, Any] = {"token_ids": _packed(token_ids), "ttl_s": float(ttl_s)}
+        arguments: dict[str, Any] = {
+            "token_ids": _packed(as_token_ids(token_ids, "token id")),
+            "ttl_s": as_number("ttl_s", ttl_s, above=0, error=RequestError),
+        }
+        if lora is not None:
+            check_kind("lora", lora, LoRARequest, RequestError)
+        if cache_salt is not None:
+            cache_salt = as_text("cache salt", cache_salt, RequestError)
+        if tenant is not None:
+            tenant = as_text("tenant", tenant, RequestError)
         arguments.update(_texts(lora, cache_salt, tenant))
         return _plain_call("pin_prefix", arguments, lambda values: Pin(**values))
 
     def unpin_prefix(self, pin: Pin) -> RemoteCall[bool]:
         """Let a pinned prefix go."""
-        return _plain_call("unpin_prefix", {"pin_id": pin.pin_id}, bool)
+        check_kind("pin", pin, Pin, RequestError)
+        arguments = {"pin_id": as_int("pin_id", pin.pin_id, error=RequestError)}
+        return _plain_call("unpin_prefix", arguments, bool)
 
     def make_prefix_cache_stats(self) -> RemoteCall[PrefixCacheStats | None]:
         """Look-ups since the last time."""

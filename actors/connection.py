@@ -14,6 +14,7 @@ from typing import Protocol, get_args
 
 from actors.transport import Endpoint, Peer, PeerTransport, client_peer
 from kvcache import errors
+from kvcache.arguments import as_number
 from kvcache.client_session import ClientSession, SessionSettings, SessionState, Submitted
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
@@ -44,6 +45,11 @@ coordinator has written down."""
 STALL_BEFORE_REDIAL = 10
 """Resend intervals without any progress after which it is asked whether another coordinator has
 taken over: one that stood still meanwhile goes on, answers, and has no workers any more."""
+
+
+def limit_of(timeout_s: float | None, default_s: float) -> float:
+    """Return how long a wait may last, in seconds; raises InvalidInputError for no such time."""
+    return default_s if timeout_s is None else as_number("timeout_s", timeout_s, 0)
 
 
 class Dialing(Protocol):

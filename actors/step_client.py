@@ -20,9 +20,16 @@ from types import TracebackType
 from typing import TypeVar
 
 from actors.calls import CallBook
-from actors.connection import ClientConnection, Dialing, lost_workers_error, require_served
+from actors.connection import (
+    ClientConnection,
+    Dialing,
+    limit_of,
+    lost_workers_error,
+    require_served,
+)
 from actors.session_view import SessionView
 from actors.transport import Endpoint
+from kvcache.arguments import as_int
 from kvcache.client_session import SessionState
 from kvcache.errors import (
     BacklogFullError,
@@ -87,6 +94,7 @@ class StepClient(SessionView):
         Raises DeadlineError, WorkerLostError or NotRunningError as the constructor does.
         """
         session = self._connection.session
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         self._begin_to_write()
         try:
             if session.state is SessionState.ATTACHED:
@@ -96,7 +104,6 @@ class StepClient(SessionView):
                 self._connection.send(session.attach())
         finally:
             self._end_to_write()
-        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
         try:
             self._wait(self._connection.is_attached, limit_s, "be attached")
         except DeadlineError:
@@ -107,7 +114,8 @@ class StepClient(SessionView):
 
     def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
         """Schedule one step and return its answer. Raises what `submit` and `wait_result` raise."""
-        return self.wait_result(self.submit(request), timeout_s)
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
+        return self.wait_result(self.submit(request), limit_s)
 
     def submit(self, request: StepRequest, timeout_s: float | None = None) -> int:
         """Send a step and return its number; `client_id`, `step` and `epoch` are filled in here.
@@ -135,16 +143,14 @@ class StepClient(SessionView):
 
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """Return once every rank has applied the step's commands. Raises as `wait_result`."""
-        is_applied = self._connection.session.is_applied
-        self._await(lambda: is_applied(step), step, "applied", timeout_s)
+        self._await(self._connection.session.is_applied, step, "applied", timeout_s)
 
     def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
         """Return once the step is over on every rank: with content checking its forward too.
 
         Forwards that found wrong bytes are in `failures`. Raises as `wait_result`.
         """
-        is_finished = self._connection.session.is_finished
-        self._await(lambda: is_finished(step), step, "finished", timeout_s)
+        self._await(self._connection.session.is_finished, step, "finished", timeout_s)
 
     def poll(self) -> None:
         """Take in what has arrived, without waiting. Raises nothing about single steps."""
@@ -205,7 +211,7 @@ class StepClient(SessionView):
     def _submit(self, send: Callable[[], int], timeout_s: float | None) -> int:
         """Run `send` as soon as the window has room; see `submit`."""
         clock = self._connection.clock
-        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         give_up_s = clock.now() + limit_s
         while True:
             try:
@@ -259,7 +265,8 @@ class StepClient(SessionView):
 
     def _wait_answer(self, step: int, timeout_s: float | None) -> StepResult | CallResult:
         session = self._connection.session
-        limit_s = self._connection.settings.step_s if timeout_s is None else timeout_s
+        limit_s = limit_of(timeout_s, self._connection.settings.step_s)
+        step = as_int("step", step, 1, error=RequestError)
         answers: list[StepResult | CallResult] = []
 
         def is_answered() -> bool:
@@ -274,10 +281,11 @@ class StepClient(SessionView):
         return answers[0]
 
     def _await(
-        self, has_happened: Callable[[], bool], step: int, what: str, timeout_s: float | None
+        self, has_reached: Callable[[int], bool], step: int, what: str, timeout_s: float | None
     ) -> None:
-        limit_s = self._connection.settings.forward_s if timeout_s is None else timeout_s
-        self._wait(has_happened, limit_s, f"have step {step} {what} on every rank")
+        limit_s = limit_of(timeout_s, self._connection.settings.forward_s)
+        number = as_int("step", step, 1, error=RequestError)
+        self._wait(lambda: has_reached(number), limit_s, f"have step {step} {what} on every rank")
 
     def _explained(self, error: StaleEpochError) -> KVCacheError:
         """Return what to raise when an epoch is over: which ranks are lost, if that is why."""

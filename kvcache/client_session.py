@@ -16,6 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcache.arguments import check_kind
 from kvcache.clock import Clock
 from kvcache.errors import (
     ConfigurationError,
@@ -39,7 +40,14 @@ from kvcache.messages import (
     ToClient,
     Unattached,
 )
-from kvcache.step import NO_STEP, StepRequest, StepResult
+from kvcache.step import (
+    EMPTY_RUNNING,
+    NO_STEP,
+    StepRequest,
+    StepResult,
+    check_columns,
+    checked_step,
+)
 from kvcache.step_delivery import StepAnswer, StepMessage, StepWindow, error_answer, stamped
 from kvcache.wire import leading_fields
 
@@ -184,12 +192,19 @@ class ClientSession:
         """Number a step and send it; `client_id`, `step` and `epoch` of `step` are set here.
 
         Raises:
+            RequestError: a field of the step is of another type.
             StaleEpochError: not attached.
             BacklogFullError: too many steps have no answer; nothing was submitted.
         """
+        check_kind("step", step, StepRequest, RequestError)
         self._require_attached()
         number = self._window.next_step
-        return self._send(stamped(step, client_id=self.client_id, step=number, epoch=self._epoch))
+        plain = checked_step(
+            stamped(step, client_id=self.client_id, step=number, epoch=self._epoch)
+        )
+        if plain.running is not EMPTY_RUNNING:
+            check_columns(f"step {number} of {self.client_id}", plain.running)
+        return self._send(plain)
 
     def call(self, method: str, arguments: bytes, completed_step: int = NO_STEP) -> Submitted:
         """Number a per-request call and send it. Raises as `submit` does."""

@@ -282,6 +282,8 @@ class KVCacheManager:
             BacklogFullError: too many steps of the client are unfinished; nothing was changed.
         """
         request = checked_step(request)
+        if not request.client_id:
+            raise RequestError(f"step {request.step} names no client: set client_id")
         client = self._ledger.look_up(request.client_id)
         plan = self._planner.plan(request, client, self._control.model_epoch)
         self._ledger.keep(client, has_failed=plan.rollback is not None)

@@ -33,14 +33,14 @@ class Wanted(NamedTuple):
     """The counts of one `allocate_slots` call."""
 
     num_new_tokens: int
-    num_new_computed_tokens: int
-    num_draft_tokens: int
-    num_lookahead_tokens: int
-    num_external_computed_tokens: int
-    num_encoder_tokens: int
+    num_new_computed_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    num_external_computed_tokens: int = 0
+    num_encoder_tokens: int = 0
 
 
-NOTHING = Wanted(0, 0, 0, 0, 0, 0)
+NOTHING = Wanted(0)
 """No new tokens of any kind."""
 
 
@@ -52,7 +52,7 @@ def checked_wanted(request: Request, *counts: int) -> Wanted:
             at least 0.
     """
     check_request(request)
-    if not are_ints(counts):
+    if not are_ints(counts) or min(counts) < 0 or max(counts) > MAX_INT:
         counts = tuple(
             [
                 as_int(f"request {request.request_id}: {name}", count, error=RequestError)
@@ -359,9 +359,6 @@ def _demand(
 def _check_wanted(request: Request, wanted: Wanted, limits: ModelLimits) -> None:
     """Refuse what `allocate_slots` cannot mean."""
     request_id = request.request_id
-    if min(wanted) < 0 or max(wanted) > MAX_INT:
-        for name, count in wanted._asdict().items():
-            as_int(f"request {request_id}: {name}", count, error=RequestError)
     if wanted.num_encoder_tokens:
         limits.require_encoder_tokens(request_id, wanted.num_encoder_tokens)
     if wanted.num_draft_tokens:

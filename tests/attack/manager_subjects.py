@@ -306,16 +306,22 @@ def slots_good(world: ManagerWorld) -> Arguments:
     }
 
 
-SLOT_KINDS = {
-    "num_new_tokens": ID,
-    "num_new_computed_tokens": ID,
-    "new_computed_blocks": instance_of(KVCacheBlocks),
-    "num_draft_tokens": ID,
-    "num_lookahead_tokens": COUNT,
-    "delay_cache_blocks": BOOL,
-    "num_external_computed_tokens": ID,
-    "num_encoder_tokens": ID,
-}
+def slot_kinds(number: Kind, blocks: Kind) -> dict[str, Kind]:
+    return {
+        "num_new_tokens": number,
+        "num_new_computed_tokens": number,
+        "new_computed_blocks": blocks,
+        "num_draft_tokens": number,
+        "num_lookahead_tokens": COUNT,
+        "delay_cache_blocks": BOOL,
+        "num_external_computed_tokens": number,
+        "num_encoder_tokens": number,
+    }
+
+
+BLOCKS = instance_of(KVCacheBlocks)
+SENT_IDS = Kind("ids", (*COUNTS.wrong, [2**31]), COUNTS.forms)
+"""Ids that a client can send: whether there is such a block the coordinator says."""
 
 
 def manager_subject(core: str) -> Subject:
@@ -370,7 +376,7 @@ def manager_subject(core: str) -> Subject:
         tenants=instance_of(TenantsConfig).without(None),
         core_factories=MAPPING,
     )
-    _request_methods(of)
+    _request_methods(of, ID, IDS, BLOCKS)
     of.method("get_request", {"request_id": "s"})
     of.method("slot_of", {"request_id": "s"})
     of.method("request_in_slot", {"slot": 1}, slot=ID)
@@ -496,14 +502,14 @@ def manager_subject(core: str) -> Subject:
     )
 
 
-def _request_methods(of: Builder, tokens: str = "tokens") -> None:
+def _request_methods(of: Builder, number: Kind, ids: Kind, blocks: Kind) -> None:
     """What a manager and its clients offer alike."""
     of.method(
         "get_computed_blocks",
         lambda world: {"request": world.new_request()},
         request=REQUEST,
     )
-    of.method("allocate_slots", slots_good, request=REQUEST, **SLOT_KINDS)
+    of.method("allocate_slots", slots_good, request=REQUEST, **slot_kinds(number, blocks))
     of.method(
         "fork",
         lambda world: {
@@ -517,7 +523,7 @@ def _request_methods(of: Builder, tokens: str = "tokens") -> None:
         "cache_blocks",
         lambda world: {"request": world.running, "num_computed_tokens": 8},
         request=REQUEST,
-        num_computed_tokens=ID,
+        num_computed_tokens=number,
     )
     of.method("free", lambda world: {"request": world.new_request()}, request=REQUEST)
     of.method("free_block_hashes", lambda world: {"request": world.running}, request=REQUEST)
@@ -530,7 +536,7 @@ def _request_methods(of: Builder, tokens: str = "tokens") -> None:
         num_running_requests=COUNT,
     )
     of.method("reset_prefix_cache", {"drain": False}, drain=BOOL)
-    of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=IDS)
+    of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=ids)
     of.method("unpin_prefix", {"pin": Pin(1, 0, 0, 0.0)}, pin=instance_of(Pin))
 
 
@@ -555,8 +561,7 @@ def encoder_subject(core: str) -> Subject:
     def good(world: ManagerWorld) -> Arguments:
         return {"request": world.new_request(), "num_new_tokens": 4, "num_encoder_tokens": 3}
 
-    kinds = {**SLOT_KINDS, "new_computed_blocks": instance_of(KVCacheBlocks).without(None)}
-    of.method("allocate_slots", good, request=REQUEST, **kinds)
+    of.method("allocate_slots", good, request=REQUEST, **slot_kinds(ID, BLOCKS.without(None)))
     return Subject(
         f"manager with an encoder on {core}",
         lambda: make_world(core, ENCODER),
@@ -620,6 +625,7 @@ class BorrowedAsyncClient(AsyncKVCacheClient):
         self._client = client
         self._connection = client._connection
         self._book = client._book
+        self._last_seq = 0
 
     async def _run(self, call: Any) -> Any:
         return self._client._run(call)
@@ -646,9 +652,8 @@ def state_of_client(world: ClientWorld) -> object:
     return (
         world.manager.dump_state(),
         state_of_request(world.running),
-        session.next_step,
         session.state,
-        dict(world.client._book._num_sent),
+        session.next_step,
     )
 
 
@@ -662,7 +667,7 @@ def client_subject(is_async: bool) -> Subject:
         return BorrowedAsyncClient(world.client) if is_async else world.client
 
     of = Builder(cls, target)
-    _request_methods(of)
+    _request_methods(of, COUNT, SENT_IDS, BLOCKS.without(None))
     of.method(
         "pin_prefix",
         {
@@ -673,7 +678,7 @@ def client_subject(is_async: bool) -> Subject:
             "tenant": "t",
         },
         ("ttl_s",),
-        token_ids=TOKENS.also([]),
+        token_ids=TOKENS,
         ttl_s=TIME_LIMIT,
         lora=LORA,
         cache_salt=OPTIONAL_TEXT,
@@ -698,7 +703,7 @@ def client_subject(is_async: bool) -> Subject:
         return {"step": world.client.submit(StepRequest()), "timeout_s": 5.0}
 
     for name in ("wait_result", "wait_applied", "wait_finished"):
-        of.method(name, waits, step=ID, timeout_s=WAIT)
+        of.method(name, waits, step=POSITIVE, timeout_s=WAIT)
     cases = of.cases
     if is_async:
         cases = [_awaited(case) for case in cases]
@@ -708,6 +713,7 @@ def client_subject(is_async: bool) -> Subject:
         state_of_client,
         lambda world: world.manager.check(),
         tuple(cases),
+        lambda world: (world.manager.dump_state()["requests"], state_of_request(world.running)),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.errors import InvalidInputError
-from tests.attack.manager_subjects import POOL_SUBJECTS, REQUEST_SUBJECTS
+from tests.attack.manager_subjects import CLIENT_SUBJECTS, POOL_SUBJECTS, REQUEST_SUBJECTS
 from tests.attack.type_table import Case, Subject
 
 
@@ -51,7 +51,9 @@ def shown(value: object) -> str:
 
 
 CASES = [
-    (subject, case) for subject in (*REQUEST_SUBJECTS, *POOL_SUBJECTS) for case in subject.cases
+    (subject, case)
+    for subject in (*REQUEST_SUBJECTS, *CLIENT_SUBJECTS, *POOL_SUBJECTS)
+    for case in subject.cases
 ]
 IDS = [f"{subject.name}-{case.name}" for subject, case in CASES]
 
@@ -77,7 +79,8 @@ def test_other_forms_of_a_good_value_act_like_it(subject: Subject, case: Case) -
                 case.call(other, {**case.good(other), name: form}),
             ]
             where = f"{case.name}({name}={shown(form)})"
-            assert subject.state(other) == subject.state(expected), where
+            state = subject.alike or subject.state
+            assert state(other) == state(expected), where
             assert _plain(results[1]) == _plain(results[0]), where
             subject.check(other)
 

@@ -52,6 +52,8 @@ class Subject:
     state: Callable[[World], object] = nothing
     check: Callable[[World], object] = nothing
     cases: tuple[Case, ...] = ()
+    alike: Callable[[World], object] | None = None
+    """The part of the state in which worlds that went the same way are alike; None: all of it."""
 
 
 @dataclass

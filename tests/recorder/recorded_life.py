@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.calls import CallBook, RemoteCall, SlotCounts, read_answer
+from actors.calls import CallBook, RemoteCall, read_answer
 from kvcache.clock import VirtualClock
 from kvcache.commands import Command, Label, Reset, Unlabel
 from kvcache.coordinator.client_ledger import ClientLedger
@@ -28,6 +28,7 @@ from kvcache.errors import RequestError
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.request_calls import Wanted
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.messages import Call
 from kvcache.recorder import FileStepRecorder, ManagerRecipe, RecorderLimits, RecordingOrigin
@@ -193,7 +194,7 @@ class RecordedLife:
         found = self.call(self._book.get_computed_blocks(request))
         assert isinstance(found, tuple)
         blocks, num_hit = found
-        counts = SlotCounts(
+        counts = Wanted(
             request.num_tokens - num_hit, num_hit, num_encoder_tokens=num_encoder_tokens
         )
         given = self.call(self._book.allocate_slots(request, counts, blocks, False))
