@@ -7,7 +7,11 @@ a service when it starts, and not by a command that only asks for help.
 
 What is kept goes by the text of the file that the function stands in, the processor and the
 versions (`_Kept`): a function calls nothing compiled of another file, whose changes would go
-unseen. Refuses to replace numpy: what a few of its calls can say, they do.
+unseen, unless its `family` says what all those files are. Refuses to replace numpy: what a few of
+its calls can say, they do.
+
+Two modes for tests and debuggers come from numba's own environment: with `NUMBA_DISABLE_JIT=1`
+nothing is compiled, with `NUMBA_BOUNDSCHECK=1` every index is checked against its array's shape.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import llvmlite
 import numba
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from kvcache.logs import get_logger
@@ -32,7 +36,14 @@ Signature: TypeAlias = Any
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+_config: Any = config
+IS_PLAIN = bool(_config.DISABLE_JIT)
+"""Whether functions stay what they are, for debuggers."""
+
+IS_CHECKED = bool(_config.BOUNDSCHECK)
+"""Whether compiled functions check every index, for tests."""
+
+_OPTIONS = {"nogil": True, "boundscheck": IS_CHECKED, "error_model": "numpy"}
 
 _njit: Any = njit
 _NumbaCache: Any = FunctionCache  # these of numba's have no types, or too narrow ones
@@ -51,16 +62,23 @@ def tuple_type(item: Signature, count: int) -> Signature:
     return make(item, count)
 
 
-def compiled(*signatures: Signature) -> Callable[[_Function], _Function]:
-    """Compile a function for these signatures, now. Calls let other threads run meanwhile.
+def compiled(
+    *signatures: Signature, family: str = "", holds_gil: bool = False
+) -> Callable[[_Function], _Function]:
+    """Compile a function for these signatures, now.
 
+    Calls let other threads run meanwhile, unless the function `holds_gil`: then no other thread
+    sees what it has half done. `family` stands for the text of all files whose functions it calls.
     A call with other types raises TypeError. Indices are not checked: callers have done that.
     """
 
     def compile_now(function: _Function) -> _Function:
-        made: Any = _njit(**_OPTIONS)(function)
+        if IS_PLAIN:
+            return function
+        options = {**_OPTIONS, "nogil": not holds_gil}
+        made: Any = _njit(**options)(function)
         try:
-            made._cache = _Kept(function, made.targetctx)
+            made._cache = _Kept(function, made.targetctx, (family, sorted(options.items())))
         except Exception as error:  # nowhere to keep it, or a numba that keeps it otherwise
             logger.info("%s is compiled anew in every process: %s", function.__name__, error)
         for signature in signatures:
@@ -80,12 +98,13 @@ class _Kept(_NumbaCache):  # type: ignore[misc]
     costs the time of a compilation, and nothing else.
     """
 
-    def __init__(self, function: Callable[..., Any], target: Any) -> None:
-        """Look for files of the function; raises RuntimeError where there is no place for any."""
+    def __init__(self, function: Callable[..., Any], target: Any, made_by: object) -> None:
+        """Look for files of the function, made so; raises RuntimeError where there is no place for
+        any."""
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         versions = numba.__version__, llvmlite.__version__
-        made_of = stamp, versions, target.codegen().magic_tuple(), sorted(_OPTIONS.items())
+        made_of = stamp, versions, target.codegen().magic_tuple(), made_by
         name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
         base = f"{self._impl.filename_base}-{name}"
         self._cache_file = _NumbaFile(self._cache_path, base, stamp)

@@ -97,8 +97,37 @@ def _make_extent_core(settings: CoreSettings) -> Core:
     )
 
 
+def _make_flat_core(settings: CoreSettings) -> Core:
+    from kvcache.core.flat_core import FlatCore
+
+    for is_wanted, name in (
+        (settings.tenants is not None, "tenants"),
+        (settings.merge_duplicates, "merge_duplicates"),
+    ):
+        if is_wanted:
+            raise ConfigurationError(
+                f"core 'flat' cannot serve {name} yet: leave that out, or choose core 'extents' or "
+                "'blocks'"
+            )
+    return FlatCore(
+        settings.kv_cache_config,
+        none_hash=settings.none_hash,
+        hash_fn=settings.hash_fn,
+        enable_caching=settings.enable_caching,
+        use_eagle=settings.use_eagle,
+        policy_name=settings.eviction_policy,
+        policies=settings.policies,
+        events=settings.events,
+        offload=settings.offload,
+        zero_new_blocks=settings.zero_new_blocks,
+        has_workers=settings.has_workers,
+        slots=settings.slots,
+        publish_all_groups=settings.publish_all_groups,
+    )
+
+
 CORES: Mapping[str, CoreFactory] = MappingProxyType(
-    {"blocks": _make_block_core, "extents": _make_extent_core}
+    {"blocks": _make_block_core, "extents": _make_extent_core, "flat": _make_flat_core}
 )
 """The cores of this package. Each is imported when it is first made."""
 

@@ -210,6 +210,15 @@ DENSE = tuple(
 """Every model twice more; what a factor counts is in `Walk.operate` and beside `Walk.allows`."""
 
 
+def serves(configuration: Configuration, core: str) -> bool:
+    """Say whether a core serves a model: the flat one has no states, encoders and tenants yet."""
+    return core != "flat" or (
+        configuration.tenants is None
+        and not configuration.keeps_states
+        and not any(spec.keeps_encoder_tokens for spec in configuration.specs)
+    )
+
+
 def configuration_named(name: str) -> Configuration:
     """Return a configuration by name."""
     return next(c for c in (*CONFIGURATIONS, *DENSE) if c.name == name)

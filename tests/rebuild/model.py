@@ -81,7 +81,8 @@ class RebuildModel:
         labels: dict[Name, BlockLabel] = {}
         for label in agreed(label_sets):
             labels.setdefault((label.group, label.namespace, label.digest), label)
-        chosen = self._in_tables(labels) if core == "blocks" else self._in_tree(labels)
+        rules = {"blocks": self._in_tables, "extents": self._in_tree, "flat": self._in_nodes}
+        chosen = rules[core](labels)
         return {name: labels[name].block_id for name in chosen}
 
     def _in_tables(self, labels: dict[Name, BlockLabel]) -> set[Name]:
@@ -98,6 +99,39 @@ class RebuildModel:
             if not orphans:
                 return chosen
             chosen -= orphans
+
+    def _in_nodes(self, labels: dict[Name, BlockLabel]) -> set[Name]:
+        """What stands behind the block before it, or, where that may be missing, behind a place
+        that groups before it in the order know; each with the digest that its tokens demand."""
+        chosen: set[Name] = set()
+        known: set[Unit] = set()
+        sizes = [(not group.is_ordered, group.block_size) for group in self.groups]
+        for number in sorted(range(len(self.groups)), key=sizes.__getitem__):
+            before, grown = set(known), True
+            own = {name: label for name, label in labels.items() if name[0] == number}
+            while grown:
+                grown = False
+                for name, label in own.items():
+                    above, units = label.parent_digest, self._all_units(name[1], label)
+                    if name in chosen or name[1:] not in units:
+                        continue
+                    if (
+                        above == NONE_HASH
+                        or (number, name[1], above) in chosen
+                        or (not self.groups[number].is_ordered and (name[1], above) in before)
+                    ):
+                        chosen.add(name)
+                        known.update(units)
+                        grown = True
+        return chosen
+
+    def _all_units(self, name: bytes, label: BlockLabel) -> dict[Unit, bytes]:
+        """Return the units of a block of any length, by the digests that its tokens demand."""
+        if len(label.token_ids) > self.unit:
+            return self._cut(name, label)
+        keys = parse_extra_keys(label.extra_keys) or ()
+        parent = BlockHash(label.parent_digest)
+        return {(name, hash_block_tokens(HASH_FN, parent, label.token_ids, keys)): parent}
 
     def _in_tree(self, labels: dict[Name, BlockLabel]) -> set[Name]:
         """Only what stands at units that are whole, and whole before."""

@@ -1,0 +1,59 @@
+"""What a core is, and the one that keeps its books in columns.
+
+`protocol.py` is what the rest of the package works with: its names are imported from here. The flat
+core (`flat_core.py` and what stands above it) is made by name, see `manager/core_registry.py`.
+"""
+
+from __future__ import annotations
+
+from kvcache.core.protocol import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    CacheHit,
+    Core,
+    CoreStatistics,
+    EventSink,
+    ForkOrigin,
+    NewestState,
+    NullEventSink,
+    NullOffloadHooks,
+    OffloadAnswer,
+    OffloadHit,
+    OffloadHooks,
+    ReferenceKind,
+    Reservation,
+    RowBatch,
+    RowsReserved,
+    RowStates,
+    RowTokens,
+    TableChange,
+    patch_of,
+)
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
+    "CacheHit",
+    "Core",
+    "CoreStatistics",
+    "EventSink",
+    "ForkOrigin",
+    "NewestState",
+    "NullEventSink",
+    "NullOffloadHooks",
+    "OffloadAnswer",
+    "OffloadHit",
+    "OffloadHooks",
+    "ReferenceKind",
+    "Reservation",
+    "RowBatch",
+    "RowStates",
+    "RowTokens",
+    "RowsReserved",
+    "TableChange",
+    "patch_of",
+]

@@ -1,0 +1,387 @@
+"""The columns: all state of a flat core, as a few arrays that compiled functions walk over.
+
+A *node* is one place in the prefix tree: the tokens of one unit behind one parent. A *unit* is as
+many tokens as divide every group's block size. A *block* is a page of device memory; a node has at
+most one for each KV cache group, where a block of that group ends. A *row* is a running request.
+
+    block[b]    REF PREV NEXT NODE                  holders; the list of free blocks; what it caches
+    node[n]     PARENT CHILD CHILDREN STANDING KEYS | BLOCK OWNER for each group
+    tokens[n]   the unit's tokens                   digest[n]   its digest, once somebody needed it
+    index       open addressing: (parent, keys, tokens) -> node, for all children but one
+    row[r]      UNITS LAST ROOT FLAGS ...           | COLUMNS KEPT for each group
+    table[r, g] the row's blocks, column by column
+
+Invariants, which `audit.py` checks one by one:
+
+- Block 0 is the null block, and the head of the list of free blocks: those without content first,
+  then, unless a policy orders them, cached ones, the next victim first. `number[FREE]` counts both.
+- `block[b, NODE] == n` exactly if `node[n, BLOCK + 2 * g] == b` for one group `g`.
+- A node lives while it has a block, a child, or a row that stands on it (STANDING); then its
+  ancestors live, too. So a node may outlive its own block. Number 0 is no node.
+- Whoever holds a block of an ordered group (full attention) holds those of that group before it:
+  a row that computed again what is cached keeps its own block, and holds the cached one besides.
+- What was made hittable in a step carries the step's serial in OWNER (0: in none). It is sealed
+  when `SEALED_BELOW` or the step's entry in `client` says so: sealing writes one number.
+
+Kernels get all columns as one array of addresses and shapes: numba takes longer to look at an array
+that it is handed than most kernels take. Rows of digests and tokens are compared and copied as
+bytes. Refuses to check indices: they come from these books; what comes from outside is checked
+before it gets here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from kvcache.compiled import IS_PLAIN
+from kvcache.core.machine import inner, pointer
+from kvcache.errors import ConfigurationError
+from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+REF, PREV, NEXT, NODE = range(4)
+"""Of a block: who holds it, counted; its neighbours in the list of free blocks; what it caches."""
+
+PARENT, CHILD, CHILDREN, STANDING, KEYS, BLOCK, OWNER = range(7)
+"""Of a node. CHILD is one of its children, found without a search; STANDING counts the rows whose
+newest unit it is; KEYS is twice the number of its extra keys, plus one once its digest is there.
+BLOCK and OWNER of group `g` are `2 * g` further."""
+
+UNITS, LAST, ROOT, FLAGS, DOUBLES, CAPACITY, SKIP_AT, GENERATION = range(8)
+FIRST_KEYS, OTHER_KEYS, COLUMNS, KEPT = range(8, 12)
+"""Of a row: units in the tree, the node of the newest, its namespace's root; flags; units whose
+content the tree has in another block; tokens for which it has slots; computed tokens from which on
+something is skipped; how many requests had the row before. Extra keys of its first unit, and of
+those without multimodal items. COLUMNS and KEPT of group `g` are `2 * g` further: the length of its
+table, and how many leading columns are null."""
+
+IS_OPEN, IS_MUTE, IS_SHARING, HAS_ITEMS = 1, 2, 4, 8
+"""Flags of a row: in use; caches nothing more; may write blocks that others hold; has multimodal
+items."""
+
+SIZE, LENGTH, KIND, SPAN = range(4)
+"""Of a group: tokens and units of a block, its kind, the tokens of its window or chunk."""
+
+FULL, WINDOW, CHUNK = range(3)
+"""Kinds of groups."""
+
+(
+    FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
+    NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_ORDERED,
+    HAS_POLICY, TELLS, IS_FULL, NUM_NUMBERS,
+) = range(22)  # fmt: skip
+"""Entries of `number`: free blocks, and those of them without content; the first node never used,
+the chain of nodes given back and its length; the open step's serial (0: none), and that below which
+all are sealed; blocks evicted; what nobody outside knows of hashes in `index`, and its entries;
+lengths of the logs; tokens of which hits are a multiple; whether hits drop their last block; groups
+that read the whole prefix; whether a policy orders cached blocks; whether `gone` is wanted; whether
+a log was too short."""
+
+INSERTED, REMOVED, DISCARDED = range(3)
+"""What a policy is told of a cached block in `moved`: out of use, used again, content forgotten."""
+
+NUM_STEPS = 4096
+"""Serials that may be open at once, a power of two."""
+
+NEVER = (1 << 31) - 1
+"""More tokens than any row has."""
+
+_numba: Any = numba
+carray: Any = _numba.carray
+
+_FEW_ROWS, _FEW_COLUMNS, _FEW_INDEXED = 32, 64, 1024
+
+
+class Columns(NamedTuple):
+    """All there is, in the order of the address book. Shapes; `G` is the number of groups."""
+
+    number: Any  # int64 (NUM_NUMBERS,)
+    block: Any  # int32 (blocks, 4)
+    node: Any  # int32 (nodes, 5 + 2 * G)
+    tokens: Any  # int32 (nodes, unit)
+    digest: Any  # uint8 (nodes, digest bytes)
+    mark: Any  # uint8 (nodes,): scratch, 0 between calls
+    index: Any  # int32 (power of two,)
+    row: Any  # int32 (rows, 10 + 2 * G)
+    table: Any  # int32 (rows * G, columns): row r * G + g
+    group: Any  # int32 (G, 4)
+    client: Any  # int32 (NUM_STEPS,): whose step a serial is, 0: nobody's, sealed
+    found: Any  # int32 (G, columns): the blocks of the last look-up
+    path: Any  # int32 (units,): the nodes of the last look-up
+    change: Any  # int32 (4, changes): slot, group, first column, count of what entered tables
+    ids: Any  # int32 (ids,): the blocks of all changes
+    note: Any  # int32 (blocks, 5): node, group, row, generation, root of what became hittable
+    gone: Any  # int32 (blocks, 2): block and group of sealed contents that were forgotten
+    gone_digest: Any  # uint8 (blocks, digest bytes)
+    moved: Any  # int32 (4 * blocks, 2): what happened to cached blocks, and which
+    tail: Any  # uint8 (bytes,): what extra keys add to hashed bytes
+    tail_at: Any  # int64 (keys, 2): first byte and number of bytes, by number of extra keys
+    word: Any  # int64 (6,): addresses of hash functions
+
+
+@inner
+def _line(book: Any, i: int, kind: Any) -> Any:
+    return carray(pointer(book[3 * i]), (book[3 * i + 1],), kind)
+
+
+@inner
+def _matrix(book: Any, i: int, kind: Any) -> Any:
+    return carray(pointer(book[3 * i]), (book[3 * i + 1], book[3 * i + 2]), kind)
+
+
+class State(NamedTuple):
+    """Of `Columns`, what nearly every function works on."""
+
+    number: Any
+    block: Any
+    node: Any
+    tokens: Any
+    row: Any
+    table: Any
+    group: Any
+
+
+class Search(NamedTuple):
+    """Of `Columns`, what finds nodes and says for whom they are."""
+
+    digest: Any
+    mark: Any
+    index: Any
+    client: Any
+    found: Any
+    path: Any
+
+
+class Logs(NamedTuple):
+    """Of `Columns`, what Python is told, and what digests are made with."""
+
+    change: Any
+    ids: Any
+    note: Any
+    gone: Any
+    gone_digest: Any
+    moved: Any
+    tail: Any
+    tail_at: Any
+    word: Any
+
+
+@inner
+def _state(book: Any) -> Any:
+    return State(
+        _line(book, 0, np.int64),
+        _matrix(book, 1, np.int32),
+        _matrix(book, 2, np.int32),
+        _matrix(book, 3, np.int32),
+        _matrix(book, 7, np.int32),
+        _matrix(book, 8, np.int32),
+        _matrix(book, 9, np.int32),
+    )
+
+
+@inner
+def _search(book: Any) -> Any:
+    return Search(
+        _matrix(book, 4, np.uint8),
+        _line(book, 5, np.uint8),
+        _line(book, 6, np.int32),
+        _line(book, 10, np.int32),
+        _matrix(book, 11, np.int32),
+        _line(book, 12, np.int32),
+    )
+
+
+@inner
+def _logs(book: Any) -> Any:
+    return Logs(
+        _matrix(book, 13, np.int32),
+        _line(book, 14, np.int32),
+        _matrix(book, 15, np.int32),
+        _matrix(book, 16, np.int32),
+        _matrix(book, 17, np.uint8),
+        _matrix(book, 18, np.int32),
+        _line(book, 19, np.uint8),
+        _matrix(book, 20, np.int64),
+        _line(book, 21, np.int64),
+    )
+
+
+def _same(book: Any) -> Any:
+    return book
+
+
+columns_of: Any = _same if IS_PLAIN else _state
+search_of: Any = _same if IS_PLAIN else _search
+logs_of: Any = _same if IS_PLAIN else _logs
+"""The columns behind the book that a kernel gets, in three parts: each costs time to compile."""
+
+
+class Books:
+    """The columns of one core, and the book that kernels get. Grows what must grow.
+
+    `book` is another one after each growth: get it for each call.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        specs: Sequence[KVCacheSpec],
+        unit_tokens: int,
+        digest_bytes: int,
+        *,
+        use_eagle: bool,
+        step_tokens: int,
+    ) -> None:
+        """Make the books of a pool of free blocks.
+
+        Raises:
+            ConfigurationError: no block at all, or a kind that has no rule here.
+        """
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
+            )
+        self.num_groups = len(specs)
+        self.unit_tokens = unit_tokens
+        width = 2 * self.num_groups
+        most_units = max((spec.block_size // unit_tokens for spec in specs), default=1)
+        num_nodes = num_blocks + 64
+        self.max_nodes = 8 * most_units * num_blocks + 4096
+        """Most nodes: where they outlive their blocks, what is oldest is forgotten for new ones."""
+        int32 = np.int32
+        self.columns = c = Columns(
+            number=np.zeros(NUM_NUMBERS, np.int64),
+            block=np.zeros((num_blocks, 4), int32),
+            node=np.zeros((num_nodes, 5 + width), int32),
+            tokens=np.zeros((num_nodes, unit_tokens), int32),
+            digest=np.zeros((num_nodes, digest_bytes), np.uint8),
+            mark=np.zeros(num_nodes, np.uint8),
+            index=np.zeros(_FEW_INDEXED, int32),
+            row=np.zeros((_FEW_ROWS, COLUMNS + width), int32),
+            table=np.zeros((_FEW_ROWS * self.num_groups, _FEW_COLUMNS), int32),
+            group=_rules(specs, unit_tokens),
+            client=np.zeros(NUM_STEPS, int32),
+            found=np.zeros((self.num_groups, _FEW_COLUMNS), int32),
+            path=np.zeros(_FEW_COLUMNS, int32),
+            change=np.zeros((4, max(1, _FEW_ROWS * self.num_groups)), int32),
+            ids=np.zeros(2 * num_blocks, int32),
+            note=np.zeros((num_blocks, 5), int32),
+            gone=np.zeros((num_blocks, 2), int32),
+            gone_digest=np.zeros((num_blocks, digest_bytes), np.uint8),
+            moved=np.zeros((4 * num_blocks, 2), int32),
+            tail=np.zeros(1, np.uint8),
+            tail_at=np.zeros((1, 2), np.int64),
+            word=np.zeros(6, np.int64),
+        )
+        number = c.number
+        number[NEXT_NODE] = number[SEALED_BELOW] = 1
+        number[SEED] = int.from_bytes(os.urandom(7), "little")
+        number[STEP_TOKENS], number[IS_EAGLE] = step_tokens, use_eagle
+        number[NUM_ORDERED] = sum(spec.reads_whole_prefix for spec in specs)
+        number[FREE] = number[BLANK] = num_blocks - 1
+        ids = np.arange(num_blocks, dtype=int32)
+        c.block[:, NEXT], c.block[:, PREV] = np.roll(ids, -1), np.roll(ids, 1)
+        self.free_rows = list(range(_FEW_ROWS - 1, -1, -1))
+        self.book: Any = None
+        self._bind()
+
+    def replace(self, **arrays: Any) -> None:
+        """Use other arrays for some columns from now on."""
+        self.columns = self.columns._replace(**arrays)
+        self._bind()
+
+    def reach_rows(self) -> None:
+        """Make sure that there is a free row."""
+        if self.free_rows:
+            return
+        c = self.columns
+        old, new = len(c.row), 2 * len(c.row)
+        changes = max(c.change.shape[1], 2 * new * self.num_groups)
+        self.replace(
+            row=_grown(c.row, new),
+            table=_grown(c.table, new * self.num_groups),
+            change=np.zeros((4, changes), np.int32),
+        )
+        self.free_rows = list(range(new - 1, old - 1, -1))
+
+    def reach_units(self, num_units: int) -> None:
+        """Make sure that tables and look-ups have room for so many units."""
+        if num_units <= len(self.columns.path):
+            return
+        c = self.columns
+        width = max(num_units, 2 * len(c.path))
+        width += 16 - width % 16 + 16 * (not width & (width - 1))  # powers of two share cache lines
+        in_use = int(c.row[:, COLUMNS::2].max(initial=0)) if self.num_groups else 0
+        table = np.zeros((c.table.shape[0], width), np.int32)
+        table[:, :in_use] = c.table[:, :in_use]
+        found = np.zeros((self.num_groups, width), np.int32)
+        found[:, : c.found.shape[1]] = c.found
+        path = np.zeros(width, np.int32)
+        path[: len(c.path)] = c.path
+        ids = np.zeros(max(len(c.ids), 2 * width * self.num_groups + 2 * len(c.block)), np.int32)
+        self.replace(table=table, found=found, path=path, ids=ids)
+
+    def num_spare_nodes(self) -> int:
+        """Return how many nodes could be made now."""
+        number, size = self.columns.number, len(self.columns.node)
+        return int(number[NUM_SPARE] + size - number[NEXT_NODE])
+
+    def reach_nodes(self, num_more: int) -> bool:
+        """Make sure that so many nodes can be made; say whether that is possible."""
+        lacking = num_more - self.num_spare_nodes()
+        if lacking <= 0:
+            return True
+        c, size = self.columns, len(self.columns.node)
+        wanted = min(max(size + lacking, size + size // 2), self.max_nodes)
+        if wanted > size:
+            self.replace(
+                node=_grown(c.node, wanted),
+                tokens=_grown(c.tokens, wanted),
+                digest=_grown(c.digest, wanted),
+                mark=_grown(c.mark, wanted),
+            )
+        return self.num_spare_nodes() >= num_more
+
+    def _bind(self) -> None:
+        c = self.columns
+        if IS_PLAIN:
+            self.book = c
+            return
+        book = np.zeros((len(c), 3), np.int64)
+        for i, column in enumerate(c):
+            book[i, 0] = column.ctypes.data
+            book[i, 1 : 1 + column.ndim] = column.shape
+        self.book = book.reshape(-1)
+
+
+def _rules(specs: Sequence[KVCacheSpec], unit_tokens: int) -> Any:
+    """Return the rules of all groups; raises ConfigurationError for a kind that has none."""
+    rules = np.zeros((len(specs), 4), np.int32)
+    for g, spec in enumerate(specs):
+        rules[g, SIZE], rules[g, LENGTH] = spec.block_size, spec.block_size // unit_tokens
+        if spec.reads_whole_prefix:
+            rules[g, KIND] = FULL
+        elif isinstance(spec, SlidingWindowSpec):
+            rules[g, KIND], rules[g, SPAN] = WINDOW, min(spec.sliding_window, NEVER)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            rules[g, KIND], rules[g, SPAN] = CHUNK, min(spec.attention_chunk_size, NEVER)
+        else:
+            raise ConfigurationError(
+                f"core 'flat' has no rules yet for KV cache groups of kind {spec.kind!r}: choose "
+                "core 'extents' or 'blocks'"
+            )
+    return rules
+
+
+def _grown(column: Any, size: int) -> Any:
+    grown = np.zeros((size, *column.shape[1:]), column.dtype)
+    grown[: len(column)] = column
+    return grown

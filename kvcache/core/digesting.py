@@ -1,0 +1,315 @@
+"""Digests of nodes, made when somebody needs them, a whole path in one call.
+
+A node's digest covers its parent's, its tokens, and its extra keys as CBOR. Labels, events, tiers
+and audits need digests, look-ups never do; as ancestors live as long as a node does, they can be
+made late. SHA-256 comes from libcrypto, XXH3 from the module of xxhash, both by address and
+compared with a test vector first; where that cannot be had, and for CBOR digests, the package's own
+functions make them one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+import xxhash  # noqa: F401 - its module is looked up by name
+
+from kvcache.compiled import IS_PLAIN
+from kvcache.core.columns import BLOCK, KEYS, PARENT, Books, columns_of, logs_of, search_of
+from kvcache.core.machine import (
+    BOOK,
+    INT,
+    INTS,
+    NEW_BYTE_ROWS,
+    NEW_INT_ROWS,
+    NEW_INTS,
+    NOTHING,
+    address_of,
+    call_3,
+    call_for_pair,
+    copy,
+    kernel,
+    routine,
+)
+from kvcache.hash_algorithms import BlockHash, ExtraKeys, HashFn, canonical_cbor
+
+logger = logging.getLogger(__name__)
+
+BY_PYTHON, SHA256, XXH3 = range(3)
+"""How digests are made: entry 0 of `word`. The others are the algorithm, the context, and the
+functions to begin, feed and end it; of XXH3 the function stands in entry 1."""
+
+
+class Sha256:
+    """SHA-256 of libcrypto 3: `EVP_MD_fetch`, `EVP_MD_CTX_new`, `EVP_DigestInit_ex2`,
+    `EVP_DigestUpdate`, `EVP_DigestFinal_ex`. One context, for one thread."""
+
+    def __init__(self) -> None:
+        """Find the functions; raises OSError or AttributeError where there are none."""
+        library = ctypes.CDLL("libcrypto.so.3")
+        library.EVP_MD_fetch.restype = library.EVP_MD_CTX_new.restype = ctypes.c_void_p
+        library.EVP_MD_fetch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+        library.EVP_MD_free.argtypes = library.EVP_MD_CTX_free.argtypes = [ctypes.c_void_p]
+        self._library = library
+        self._algorithm = library.EVP_MD_fetch(None, b"SHA2-256", None)
+        self._context = library.EVP_MD_CTX_new()
+        if not self._algorithm or not self._context:
+            raise OSError("libcrypto has no SHA-256")
+        names = "EVP_DigestInit_ex2", "EVP_DigestUpdate", "EVP_DigestFinal_ex"
+        functions = [_address(library, name) for name in names]
+        self.words = [SHA256, self._algorithm, self._context, *functions]
+
+    def __del__(self) -> None:
+        library = getattr(self, "_library", None)
+        if library is not None:
+            library.EVP_MD_CTX_free(getattr(self, "_context", None))
+            library.EVP_MD_free(getattr(self, "_algorithm", None))
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
+
+@routine
+def _swapped(x: int) -> int:
+    """Return a word with its bytes in reverse."""
+    y = np.uint64(0)
+    for i in range(8):
+        y = (y << np.uint64(8)) | ((np.uint64(x) >> np.uint64(8 * i)) & np.uint64(255))
+    return y
+
+
+@routine
+def _hash(book: Any, data: int, num_bytes: int, digest: int, words: Any) -> None:
+    """Write the digest of bytes at an address to another; `words` is scratch, two long."""
+    log = logs_of(book)
+    if log.word[0] == SHA256:
+        call_3(log.word[3], (log.word[2], log.word[1], np.int64(0)))
+        call_3(log.word[4], (log.word[2], data, num_bytes))
+        call_3(log.word[5], (log.word[2], digest, np.int64(0)))
+    else:
+        low, high = call_for_pair(log.word[1], data, num_bytes)
+        words[0], words[1] = _swapped(high), _swapped(low)
+        copy(digest, words.ctypes.data, np.int64(16))
+
+
+@routine
+def _make(book: Any, n: int, buffer: Any, words: Any) -> None:
+    """Make the digest of a node whose parent has one."""
+    c = columns_of(book)
+    s = search_of(book)
+    log = logs_of(book)
+    size, unit_bytes = s.digest.shape[1], np.int64(4) * c.tokens.shape[1]
+    at, keys = np.int64(buffer.ctypes.data), c.node[n, KEYS] >> 1
+    copy(at, address_of(s.digest, c.node[n, PARENT]), size)
+    copy(at + size, address_of(c.tokens, n), unit_bytes)
+    num_bytes = size + unit_bytes
+    if keys:
+        copy(at + num_bytes, address_of(log.tail, log.tail_at[keys, 0]), log.tail_at[keys, 1])
+        num_bytes += log.tail_at[keys, 1]
+    _hash(book, at, num_bytes, address_of(s.digest, n), words)
+    c.node[n, KEYS] |= 1
+
+
+@kernel(NOTHING, BOOK, INTS, INT)
+def _make_all(book: Any, nodes: Any, most_tail_bytes: int) -> None:
+    """Make the digests that nodes and their ancestors lack."""
+    c = columns_of(book)
+    s = search_of(book)
+    buffer = np.empty(s.digest.shape[1] + 4 * c.tokens.shape[1] + most_tail_bytes, np.uint8)
+    words = np.empty(2, np.uint64)
+    way = np.empty(64, np.int64)
+    for k in range(len(nodes)):
+        n, length = np.int64(nodes[k]), 0
+        while c.node[n, KEYS] & 1 == 0:
+            if length == len(way):
+                longer = np.empty(2 * length, np.int64)
+                for i in range(length):
+                    longer[i] = way[i]
+                way = longer
+            way[length] = n
+            length += 1
+            n = np.int64(c.node[n, PARENT])
+        for i in range(length - 1, -1, -1):
+            _make(book, way[i], buffer, words)
+
+
+@kernel(INT, BOOK, INTS, NEW_INTS)
+def _lacking_digests(book: Any, nodes: Any, found: Any) -> int:
+    """Write nodes that lack a digest to `found`, parents first, as many as fit; return how many.
+    Asked again until there is none."""
+    c = columns_of(book)
+    count = 0
+    for k in range(len(nodes)):
+        n = np.int64(nodes[k])
+        while c.node[n, KEYS] & 1 == 0 and c.node[c.node[n, PARENT], KEYS] & 1 == 0:
+            n = np.int64(c.node[n, PARENT])
+        if c.node[n, KEYS] & 1 == 0 and count < len(found):
+            found[count] = n
+            count += 1
+    return count
+
+
+@kernel(
+    NOTHING, BOOK, NEW_INT_ROWS, INT, NEW_INTS, NEW_BYTE_ROWS, NEW_BYTE_ROWS, NEW_INT_ROWS,
+    NEW_INT_ROWS, NEW_INTS,
+)  # fmt: skip
+def describe(
+    book: Any, notes: Any, length: int, ids: Any, digests: Any, parents: Any, tokens: Any,
+    keys: Any, follows: Any,
+) -> None:  # fmt: skip
+    """Write what there is to say of blocks of one group, `length` units long, each noted by its
+    node and group: their ids, digests, those before them, tokens, extra keys by unit, and whether
+    each continues the one before it in the list."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit, size = c.tokens.shape[1], s.digest.shape[1]
+    for i in range(len(notes)):
+        n = np.int64(notes[i, 0])
+        ids[i] = c.node[n, BLOCK + 2 * notes[i, 1]]
+        copy(address_of(digests, i), address_of(s.digest, n), size)
+        for k in range(length - 1, -1, -1):
+            copy(address_of(tokens, i) + 4 * unit * k, address_of(c.tokens, n), 4 * unit)
+            keys[i, k] = c.node[n, KEYS] >> 1
+            n = np.int64(c.node[n, PARENT])
+        copy(address_of(parents, i), address_of(s.digest, n), size)
+        follows[i] = i > 0 and notes[i - 1, 0] == n
+
+
+class Digester:
+    """Makes the digests of one core's nodes, and numbers extra keys."""
+
+    def __init__(self, books: Books, hash_fn: HashFn) -> None:
+        """Use the quickest way that makes the digests of `hash_fn`."""
+        self._books = books
+        self._hash_fn = hash_fn
+        self._numbers: dict[ExtraKeys, int] = {}
+        self._keys: list[ExtraKeys | None] = [None]
+        self._library: Sha256 | None = None
+        self._use_addresses()
+
+    def keys_of(self, number: int) -> ExtraKeys | None:
+        """Return the extra keys that a number stands for."""
+        return self._keys[number]
+
+    def known_number(self, keys: ExtraKeys | None) -> int:
+        """Return the number of extra keys, -1 where nothing cached can have them."""
+        return self._numbers.get(keys, -1) if keys else 0
+
+    def number_of(self, keys: ExtraKeys | None) -> int:
+        """Return the number of extra keys; they get one if they have none."""
+        if not keys:
+            return 0
+        number = self._numbers.get(keys)
+        if number is None:
+            number = self._numbers[keys] = len(self._keys)
+            self._keys.append(keys)
+            self._add_tail(number, canonical_cbor(keys))
+        return number
+
+    @property
+    def num_keys(self) -> int:
+        """How many extra keys have a number."""
+        return len(self._numbers)
+
+    def keep_only(self, used: set[int]) -> None:
+        """Forget all extra keys but those whose numbers are used. Numbers stay; the last ones that
+        are not used are given out again."""
+        kept = {keys: n for keys, n in self._numbers.items() if n in used}
+        end = 1 + max(kept.values(), default=0)
+        self._numbers, old = {}, self._keys[:end]
+        self._keys = [None]
+        c = self._books.columns
+        c.tail_at[:] = 0
+        for n, keys in enumerate(old[1:], 1):
+            self._keys.append(keys if n in used else None)
+            if keys is not None and n in used:
+                self._numbers[keys] = n
+                self._add_tail(n, canonical_cbor(keys))
+
+    def make(self, nodes: Any) -> None:
+        """Make the digests that nodes and their ancestors lack."""
+        if not len(nodes):
+            return
+        books = self._books
+        if books.columns.word[0] != BY_PYTHON:
+            _make_all(books.book, nodes, int(books.columns.tail_at[:, 1].max()))
+            return
+        found = np.empty(len(nodes), np.int32)
+        while count := _lacking_digests(books.book, nodes, found):
+            for n in dict.fromkeys(found[:count].tolist()):
+                self._make_one(n)
+
+    def set_root(self, n: int, digest: bytes) -> None:
+        """Give a root the digest that comes before every first block."""
+        c = self._books.columns
+        c.digest[n] = np.frombuffer(digest, np.uint8)
+        c.node[n, KEYS] = 1
+
+    def _make_one(self, n: int) -> None:
+        c = self._books.columns
+        parent = BlockHash(c.digest[c.node[n, PARENT]].tobytes())
+        keys = self._keys[int(c.node[n, KEYS]) >> 1]
+        made = self._hash_fn.hash_block(parent, c.tokens[n].tobytes(), keys)
+        c.digest[n] = np.frombuffer(made, np.uint8)
+        c.node[n, KEYS] |= 1
+
+    def _add_tail(self, number: int, data: bytes) -> None:
+        c = self._books.columns
+        if number >= len(c.tail_at):
+            tail_at = np.zeros((2 * number + 16, 2), np.int64)
+            tail_at[: len(c.tail_at)] = c.tail_at
+            self._books.replace(tail_at=tail_at)
+        start = int(c.tail_at.sum(axis=1).max())
+        if start + len(data) > len(c.tail):
+            tail = np.zeros(2 * (start + len(data)), np.uint8)
+            tail[:start] = c.tail[:start]
+            self._books.replace(tail=tail)
+        c = self._books.columns
+        c.tail[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        c.tail_at[number] = start, len(data)
+
+    def _use_addresses(self) -> None:
+        """Find hash functions by address, and believe them only what they prove."""
+        if IS_PLAIN:
+            return
+        word = self._books.columns.word
+        try:
+            if self._hash_fn.name == "sha256":
+                self._library = Sha256()
+                word[:] = self._library.words
+            elif self._hash_fn.name == "xxh3_128":
+                library = ctypes.CDLL(str(sys.modules["xxhash._xxhash"].__file__))
+                word[:2] = XXH3, _address(library, "XXH3_128bits")
+            else:
+                return
+        except (OSError, AttributeError, KeyError) as error:
+            logger.info("digests are made by Python: %s", error)
+            word[0] = BY_PYTHON
+            return
+        if not self._is_right():
+            logger.warning(
+                "digests are made by Python: the %s found by address makes others",
+                self._hash_fn.name,
+            )
+            word[0] = BY_PYTHON
+
+    def _is_right(self) -> bool:
+        """Compare a test vector: a node with tokens and extra keys behind a parent."""
+        books = Books(
+            2, (), self._books.unit_tokens, self._hash_fn.digest_bytes, use_eagle=False,
+            step_tokens=1,
+        )  # fmt: skip
+        c = books.columns
+        c.word[:] = self._books.columns.word
+        c.digest[1] = np.arange(len(c.digest[1])) % 251
+        c.node[1, KEYS] = 1
+        c.tokens[2] = np.arange(len(c.tokens[2])) * 7919
+        c.node[2, PARENT], c.node[2, KEYS] = 1, 0
+        _make_all(books.book, np.array([2], np.int32), 0)
+        parent = BlockHash(c.digest[1].tobytes())
+        expected = self._hash_fn.hash_block(parent, c.tokens[2].tobytes())
+        return c.digest[2].tobytes() == expected

@@ -1,0 +1,202 @@
+"""Policies other than LRU: which cached block goes next, asked in arrays.
+
+LRU is the list of free blocks itself, compiled. Any other policy, also one from outside, orders the
+cached blocks that nobody holds: what a call of kernels did to them is in `moved` and told to it
+after the call, a batch at a time, in the order in which it happened; and before blocks are taken it
+is asked for as many victims as blanks are lacking. A policy sees block ids and never the columns.
+Blocks of ordered groups that cached contents continue are given back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.core.columns import (
+    BLANK,
+    BLOCK,
+    CHILDREN,
+    DISCARDED,
+    EVICTED,
+    FREE,
+    FULL,
+    INSERTED,
+    KEYS,
+    KIND,
+    LENGTH,
+    NODE,
+    NUM_MOVED,
+    NUM_STEPS,
+    OWNER,
+    PARENT,
+    REMOVED,
+    SEALED_BELOW,
+    Books,
+)
+from kvcache.core.digesting import Digester
+from kvcache.core.forgetting import forget
+from kvcache.core.pool import evict_all, first_free
+from kvcache.core.protocol import OffloadHooks
+from kvcache.errors import InvariantError
+from kvcache.policies import EntryInfo, EvictionPolicy
+
+MakePolicy = Callable[[int, "BlockBook"], EvictionPolicy]
+
+
+class BlockBook:
+    """What a policy may ask of blocks: an `EntryBook`. Every entry is a block."""
+
+    is_uniform = True
+
+    def __init__(self, books: Books, digester: Digester) -> None:
+        """Answer from these columns."""
+        self._books = books
+        self._digester = digester
+        self.names_contents = False
+
+    def weight(self, entry: int) -> int:
+        """Return one."""
+        return 1
+
+    def weights(self, entries: IndexArray) -> IndexArray:
+        """Return one for each."""
+        return np.ones_like(entries)
+
+    def describe(self, entry: int) -> EntryInfo:
+        """Say what is known of a block. Children in the tree count, whatever they hold."""
+        c = self._books.columns
+        node = c.node
+        n = c.block.item(entry, NODE)
+        if not n:
+            return EntryInfo()
+        g = group_of(c, n, entry)
+        content = None
+        if self.names_contents:
+            if not node.item(n, KEYS) & 1:
+                self._digester.make(int32_array([n]))
+            content = c.digest[n].tobytes() + g.to_bytes(4, "big")
+        above = n
+        for _ in range(c.group.item(g, LENGTH)):
+            above = node.item(above, PARENT)
+        parent = node.item(above, BLOCK + 2 * g) if above else 0
+        num_children = node.item(n, CHILDREN) if c.group.item(g, KIND) == FULL else 0
+        return EntryInfo(parent=parent or None, content=content, num_children=num_children)
+
+
+class PolicyOrder:
+    """Cached blocks that nobody holds, in the order of a policy."""
+
+    def __init__(self, books: Books, digester: Digester, make: MakePolicy) -> None:
+        """Use a new policy."""
+        self._books, self._digester = books, digester
+        self._book = BlockBook(books, digester)
+        self.policy = make(len(books.columns.block), self._book)
+        self._book.names_contents = self.policy.reads_contents
+
+    def _name(self, moved: Any) -> None:
+        """Make the digests of all contents that come out of use, in one go."""
+        c = self._books.columns
+        ids = moved[moved[:, 0] == INSERTED, 1]
+        nodes = c.block[ids, NODE]
+        self._digester.make(np.ascontiguousarray(nodes[nodes != 0]))
+
+    def tell(self) -> None:
+        """Tell the policy what has happened since the last call."""
+        c = self._books.columns
+        count = int(c.number[NUM_MOVED])
+        if not count:
+            return
+        c.number[NUM_MOVED] = 0
+        moved = c.moved[:count]
+        if self._book.names_contents:
+            self._name(moved)
+        kinds, ids = moved[:, 0], index_array(moved[:, 1])
+        cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
+        calls = {
+            INSERTED: self.policy.insert,
+            REMOVED: self.policy.remove,
+            DISCARDED: self.policy.discard,
+        }
+        for start, end in pairwise(cuts):
+            calls[int(kinds[start])](np.ascontiguousarray(ids[start:end]))
+
+    def make_room(self, num_blank: int, offload: OffloadHooks | None) -> None:
+        """Evict until so many blocks are blank. Enough are free, and the policy has been told."""
+        c = self._books.columns
+        kept: list[int] = []
+        has_progress = False
+        while (missing := num_blank - int(c.number[BLANK])) > 0:
+            victims = index_array(self.policy.choose(missing).entries)
+            if not len(victims):
+                self.policy.put_back(kept)
+                if not has_progress:
+                    self._forget(kept[:missing])
+                kept, has_progress = [], False
+                continue
+            going, needed = int32_array(victims), np.empty(len(victims), np.int32)
+            offer(self._books, offload, going)
+            num_needed = evict_all(self._books.book, going, needed)
+            kept += needed[:num_needed].tolist()
+            has_progress |= num_needed < len(victims)
+        if kept:
+            self.policy.put_back(kept)
+
+    def check(self) -> None:
+        """Raise InvariantError unless the policy has exactly the cached blocks nobody holds."""
+        c = self._books.columns
+        unheld = np.flatnonzero((c.block[:, NODE] != 0) & (c.block[:, 0] == 0)).tolist()
+        if sorted(self.policy.order()) != unheld or len(self.policy) != len(unheld):
+            raise InvariantError(
+                f"the policy orders {len(self.policy)} blocks, {len(unheld)} are cached and free"
+            )
+        if len(unheld) + c.number[BLANK] != c.number[FREE]:
+            raise InvariantError(
+                f"{len(unheld)} cached and {c.number[BLANK]} blank blocks are free, counted are "
+                f"{c.number[FREE]}"
+            )
+
+    def _forget(self, block_ids: list[int]) -> None:
+        """Only blocks are left that contents continue which are in use: those go, too."""
+        if not block_ids:
+            raise InvariantError("blocks are free, but neither blank nor ordered by the policy")
+        lost = np.zeros(len(self._books.columns.block), np.int32)
+        forget(self._books.book, int32_array(block_ids), 0, 0, lost)
+        self._books.columns.number[EVICTED] += len(block_ids)
+        self.tell()
+
+
+def group_of(c: Any, n: int, b: int) -> int:
+    """Return the group in which block `b` stands at node `n`."""
+    for g in range(len(c.group)):
+        if c.node.item(n, BLOCK + 2 * g) == b:
+            return g
+    raise InvariantError(f"block {b} caches node {n}, which has another block")
+
+
+def offer(books: Books, offload: OffloadHooks | None, block_ids: Int32Array) -> None:
+    """Tell the tiers below which sealed blocks are about to go."""
+    if offload is None:
+        return
+    c = books.columns
+    by_group: dict[int, list[int]] = {}
+    for b in block_ids.tolist():
+        n = int(c.block[b, NODE])
+        if n:
+            g = group_of(c, n, b)
+            owner = int(c.node[n, OWNER + 2 * g])
+            if owner < c.number[SEALED_BELOW] or not c.client[owner & (NUM_STEPS - 1)]:
+                by_group.setdefault(g, []).append(b)
+    for g, ids in by_group.items():
+        offload.on_eviction_candidates(g, int32_array(ids))
+
+
+def offer_oldest(books: Books, offload: OffloadHooks | None, count: int) -> None:
+    """Do `offer` for the blocks that the next `count` taken ones evict, under LRU."""
+    if offload is None or count <= books.columns.number[BLANK]:
+        return
+    ids = np.empty(count, np.int32)
+    offer(books, offload, ids[: first_free(books.book, ids)])

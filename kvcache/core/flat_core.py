@@ -1,0 +1,1109 @@
+"""The flat core: a `Core` whose state is a few columns and whose walks are compiled.
+
+Stands under `KVCacheManager`, which owns requests, slots and statistics. Python decides here what
+is to be done, and kernels do it; what comes from outside is checked before it reaches an index.
+
+    look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      reserve_rows ─▶ serve
+    complete_steps ─▶ seal ─▶ tell            fail_steps, evict ─▶ mark ─▶ forget
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.core.columns import (
+    BLOCK,
+    CAPACITY,
+    CHILDREN,
+    COLUMNS,
+    EVICTED,
+    FIRST_KEYS,
+    FLAGS,
+    FREE,
+    FULL,
+    GENERATION,
+    HAS_ITEMS,
+    HAS_POLICY,
+    IS_FULL,
+    IS_MUTE,
+    IS_OPEN,
+    KEYS,
+    KIND,
+    LENGTH,
+    NEXT,
+    NEXT_NODE,
+    NODE,
+    NUM_CHANGES,
+    NUM_GONE,
+    NUM_IDS,
+    NUM_NOTES,
+    NUM_STEPS,
+    OTHER_KEYS,
+    OWNER,
+    PARENT,
+    REF,
+    SEALED_BELOW,
+    SIZE,
+    SKIP_AT,
+    STANDING,
+    TELLS,
+    UNITS,
+    Books,
+)
+from kvcache.core.digesting import Digester
+from kvcache.core.eviction import PolicyOrder, offer_oldest
+from kvcache.core.forgetting import count_sealed, forget
+from kvcache.core.forks import RowForks
+from kvcache.core.hits import look_up, match
+from kvcache.core.pool import hold_all, release_all
+from kvcache.core.prefix_tree import drop_root, new_root
+from kvcache.core.protocol import (
+    CacheHit,
+    CoreStatistics,
+    EventSink,
+    ForkOrigin,
+    NullEventSink,
+    NullOffloadHooks,
+    OffloadHooks,
+    ReferenceKind,
+    Reservation,
+    RowBatch,
+    RowsReserved,
+    TableChange,
+    patch_of,
+)
+from kvcache.core.rows import (
+    ALL,
+    COUNT,
+    GROW,
+    LONG,
+    NUM_PLACES,
+    SINGLE,
+    SINGLE_UNIT,
+    SKIP,
+    admit,
+    free_row,
+    grant_rows,
+    inspect,
+    publish_row,
+    publish_units,
+    serve,
+    tend,
+)
+from kvcache.core.steps import StepBook
+from kvcache.core.telling import Teller
+from kvcache.errors import BlockError, InvariantError, RequestError
+from kvcache.hash_algorithms import HashFn
+from kvcache.hashing import BlockHash, generate_block_hash_extra_keys
+from kvcache.labels import LabelSet
+from kvcache.managers.coordinators import can_cache_prefixes, require_eagle_support
+from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
+from kvcache.policies.lru import LRUPolicy
+from kvcache.policies.registry import require_eviction_policy
+from kvcache.request import Namespace, Request
+from kvcache.sealed_contents import SealedContents, sorted_contents
+from kvcache.specs import KVCacheConfig
+
+NO_ROW = -1
+
+_NO_DIGESTS = np.empty((0, 1), np.uint8)
+_FEW_ROOTS = 64
+_FEW_KEYS = 4096
+
+
+class FlatCore:
+    """A `Core` with one node per unit of tokens behind its parent."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        none_hash: BlockHash,
+        hash_fn: HashFn,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        policy_name: str = "lru",
+        policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
+        events: EventSink | None = None,
+        offload: OffloadHooks | None = None,
+        medium: str = "device",
+        publish_all_groups: bool = False,
+        zero_new_blocks: bool = False,
+        has_workers: bool = True,
+        slots: Mapping[str, int] | None = None,
+    ) -> None:
+        """Make the books of an empty pool.
+
+        `none_hash` is the parent of every first block. Events of ordered groups are published, of
+        all groups with `publish_all_groups` (or where no group is ordered). Without workers no
+        commands are kept. Owner slots for labels are read from `slots`, a live view by request id.
+
+        Raises:
+            ConfigurationError: no block at all, an unknown policy, a kind that has no rules here.
+        """
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if use_eagle:
+            require_eagle_support(specs)
+        require_eviction_policy(policy_name, policies)
+        sizes = [spec.block_size for spec in specs]
+        self.hash_block_size = gcd(*sizes) or 1
+        self.books = books = Books(
+            kv_cache_config.num_blocks,
+            specs,
+            self.hash_block_size,
+            hash_fn.digest_bytes,
+            use_eagle=use_eagle,
+            step_tokens=lcm(*sizes) if sizes else 1,
+        )
+        self.can_hit = enable_caching and can_cache_prefixes(specs)
+        self.hits_stopped = False
+        self.ordered = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
+        self.digester = Digester(books, hash_fn)
+        self.none_hash = none_hash
+        self.roots: dict[Namespace, int] = {}
+        self.namespaces: dict[int, Namespace] = {}
+        self._roots_at_most = _FEW_ROOTS
+        self._keys_at_most = _FEW_KEYS
+        self.rows: dict[str, int] = {}
+        self.requests: dict[int, str] = {}
+        self._slots: Mapping[str, int] = {} if slots is None else slots
+        self._row_of_slot: Int32Array = np.empty(0, np.int32)
+        self._slot_of_row: dict[int, int] = {}
+        told = self.ordered if self.ordered and not publish_all_groups else range(len(specs))
+        self.teller = Teller(
+            books,
+            self.digester,
+            events or NullEventSink(),
+            medium=medium,
+            told_groups=frozenset(told),
+            has_workers=has_workers,
+            none_hash=none_hash,
+            offload=None if type(offload) is NullOffloadHooks else offload,
+            namespaces=self.namespaces,
+            slots_of=self._slots_of,
+        )
+        books.columns.number[TELLS] = self.teller.tells
+        self._zeroes = zero_new_blocks and has_workers
+        self.order: PolicyOrder | None = None
+        if policies[policy_name] is not LRUPolicy:
+            make = partial(make_eviction_policy, policy_name, policies=policies)
+            self.order = PolicyOrder(
+                books, self.digester, lambda capacity, book: make(capacity=capacity, book=book)
+            )
+            books.columns.number[HAS_POLICY] = 1
+        self.steps = StepBook(books)
+        self.forks = RowForks(books, self.teller)
+        self.pins: Counter[int] = Counter()
+        self._places: Any = np.empty((NUM_PLACES, 0), np.int32)
+        self._last: tuple[CacheHit, Request, int, int] | None = None
+        self.no_hit = CacheHit((EMPTY_INT32,) * len(specs), 0)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def open_step(self, client_id: str, step: int) -> None:
+        """Begin step `step` of `client_id`; raises RequestError for a step before its latest."""
+        self._last = None
+        self.steps.open(client_id, step)
+
+    def close_step(self) -> None:
+        """End the open step, if any."""
+        self._last = None
+        self.steps.close()
+
+    def complete_steps(self, client_id: str, through_step: int) -> None:
+        """Seal what the client's steps up to `through_step` made hittable and still stands."""
+        self._last = None
+        for notes in self.steps.complete(client_id, through_step):
+            self.teller.sealed(notes)
+
+    def take_merges(self) -> list[tuple[str, TableChange]]:
+        """Return nothing: what was computed twice stays its request's own until that is freed."""
+        return []
+
+    def fail_steps(self, client_id: str, from_step: int) -> None:
+        """Withdraw what the client's steps from `from_step` on made hittable.
+
+        Requests that adopted such blocks keep them, without content.
+        """
+        self._last = None
+        failed = self.steps.take_failed(client_id, from_step)
+        if failed:
+            last = failed[-1]
+            forget(self.books.book, EMPTY_INT32, last.client, last.serial, self._no_blocks())
+            self.steps.end_failed(client_id, failed)
+            self._settle()
+
+    # --- a request's way ---------------------------------------------------------------------
+
+    def look_up(self, request: Request) -> CacheHit:
+        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
+        if not self.can_hit or self.hits_stopped or request.skip_reading_prefix_cache:
+            return self.no_hit
+        num_tokens = request.num_tokens
+        num_units = (num_tokens - 1) // self.hash_block_size
+        if not num_units:
+            return self.no_hit
+        books = self.books
+        books.reach_units(num_units)
+        first, other, keys = self._keys_of(request, num_units, is_known=True)
+        length, depth = look_up(
+            books.book,
+            self.roots.get(request.namespace, 0),
+            self.steps.client,
+            first,
+            other,
+            keys,
+            request.all_token_ids,
+            num_tokens - 1,
+        )
+        if not length:
+            return self.no_hit
+        length, depth = int(length), int(depth)
+        c = books.columns
+        found = c.found
+        if books.num_groups == 1:
+            ids: tuple[Int32Array, ...] = (found[0, : length // self.hash_block_size].copy(),)
+        else:
+            sizes = c.group[:, SIZE].tolist()
+            ids = tuple([found[g, : length // size].copy() for g, size in enumerate(sizes)])
+        hit = CacheHit(ids, length)
+        self._last = hit, request, num_tokens, depth
+        return hit
+
+    def reserve(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None = None
+    ) -> list[TableChange] | None:
+        """Give the request blocks, all or nothing over all groups; see `Core.reserve`.
+
+        Raises:
+            RequestError: it would cache tokens it does not have or has no slots for, or adopts a
+                hit although it has blocks; nothing was changed.
+        """
+        r = self.rows.get(request.request_id, NO_ROW)
+        self._require_possible(request, reservation, hit, r)
+        if r == NO_ROW:
+            changes = self._admit(request, reservation, hit)
+        else:
+            changes = self._extend(r, request, reservation)
+        return changes
+
+    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
+        """Do what `reserve` does for every running row of a step, in one call.
+
+        Raises:
+            RequestError: a row for which `reserve` would; nothing was changed.
+        """
+        rows.require_columns()
+        is_reserved = np.ones(len(rows.slots), np.int32)
+        if not len(rows.slots) or not self.books.num_groups:
+            return RowsReserved(is_reserved, EMPTY_PATCH)
+        lines = self._rows_of(rows)
+        if lines.size > self._places.shape[1]:
+            self._places = np.empty((NUM_PLACES, 2 * lines.size), np.int32)
+        computed, wanted = int32_array(rows.num_computed_tokens), int32_array(rows.num_slot_tokens)
+        cached, places = int32_array(rows.num_cached_tokens), self._places
+        num_busy, num_late, num_filled, is_sharing, odd = inspect(
+            self.books.book, self._may_publish(), lines, computed, wanted, cached, places
+        )
+        if odd >= 0:
+            raise _unslotted(rows.requests[odd], int(cached[odd]), int(wanted[odd]))
+        if not num_busy:
+            return RowsReserved(is_reserved, EMPTY_PATCH)
+        if num_filled and not rows.are_tokens_known:
+            self._require_filled(rows, places[2, :num_filled].astype(np.intp), cached)
+        self._last = None
+        if is_sharing:
+            patch = self._serve_singly(
+                rows, lines, places[0, :num_busy].copy(), places[1, :num_late].copy(), is_reserved
+            )
+            return RowsReserved(is_reserved, patch)
+        books = self.books
+        most = int(wanted[places[0, :num_busy]].max())
+        books.reach_units(-(-most // self.hash_block_size))
+        if self.order is None and self.teller.offload is None:
+            num_single, num_long = serve(
+                books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
+                num_late, num_filled, ALL, is_reserved,
+            )  # fmt: skip
+        else:
+            if num_late:
+                serve(
+                    books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
+                    num_late, num_filled, SKIP, is_reserved,
+                )  # fmt: skip
+                self._settle()
+            needed = grant_rows(
+                books.book, lines, computed, wanted, places, num_busy, self.num_free_blocks(),
+                is_reserved,
+            )  # fmt: skip
+            self._make_room(needed)
+            num_single, num_long = serve(
+                books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
+                num_late, num_filled, GROW, is_reserved,
+            )  # fmt: skip
+        patch = self._take_patch()
+        if num_single:
+            self._publish_units(rows, lines, places, num_single)
+        if num_long:
+            self._publish_long(rows, lines, places[LONG, :num_long].astype(np.intp), cached)
+        self._settle()
+        return RowsReserved(is_reserved, patch)
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Make the request's full blocks up to `num_tokens` hittable.
+
+        Raises:
+            RequestError: it has fewer tokens or blocks; nothing was changed.
+        """
+        r = self.rows.get(request.request_id, NO_ROW)
+        if r == NO_ROW or not self._publishes(r):
+            return
+        self._require_tokens(request, num_tokens)
+        c = self.books.columns
+        for g in range(self.books.num_groups):
+            columns, size = c.row.item(r, COLUMNS + 2 * g), c.group.item(g, SIZE)
+            if columns < num_tokens // size:
+                raise RequestError(
+                    f"request {request.request_id} has {columns} blocks in group {g}, "
+                    f"{num_tokens // size} cannot be cached: allocate them first"
+                )
+        self._last = None
+        self._publish(r, request, num_tokens)
+        self._settle()
+
+    def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
+        """Let `child`, which has no blocks, share those of `parent`; return its tables.
+
+        Raises:
+            RequestError: the parent has no blocks for so many tokens; nothing was changed.
+        """
+        r = self.rows.get(parent.request_id, NO_ROW)
+        self.forks.require_blocks(r, parent.request_id, origin.num_tokens)
+        if child.request_id in self.rows:
+            raise RequestError(
+                f"request {child.request_id} has blocks already: fork into a request without any"
+            )
+        if r == NO_ROW:
+            raise RequestError(f"request {parent.request_id} has no blocks to share")
+        self._last = None
+        row = self._open_row(child)
+        self.books.columns.row[row, FLAGS] |= self.books.columns.row[r, FLAGS] & IS_MUTE
+        changes = self.forks.fork(r, row, origin.num_tokens)
+        self._settle()
+        return changes
+
+    def free(self, request: Request) -> None:
+        """Give all its blocks back, tail first. A request without blocks: no effect."""
+        r = self.rows.pop(request.request_id, NO_ROW)
+        if r == NO_ROW:
+            return
+        self._last = None
+        self.forks.forget(r)
+        del self.requests[r]
+        slot = self._slot_of_row.pop(r, NO_ROW)
+        if slot >= 0:
+            self._row_of_slot[slot] = NO_ROW
+        free_row(self.books.book, r)
+        self.books.free_rows.append(r)
+        self._settle()
+
+    def forget_hashes(self, request: Request) -> None:
+        """Make no further block of this running request hittable (used while draining)."""
+        r = self.rows.get(request.request_id, NO_ROW)
+        if r != NO_ROW:
+            self.books.columns.row[r, FLAGS] |= IS_MUTE
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return copies of the request's tables, one list per group; empty lists if unknown."""
+        r = self.rows.get(request_id, NO_ROW)
+        if r == NO_ROW:
+            return tuple([[] for _ in range(self.books.num_groups)])
+        return tuple([self.table(r, g).tolist() for g in range(self.books.num_groups)])
+
+    def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
+        """Return, per group, how many leading blocks every running request shares."""
+        r = self.rows.get(request_id, NO_ROW)
+        counts = [0] * self.books.num_groups
+        if r == NO_ROW or not self.ordered:
+            return counts
+        held = self.blocks_in_tables()
+        for g in self.ordered:
+            differs = held[self.table(r, g)] != num_running_requests
+            counts[g] = int(differs.argmax()) if differs.any() else len(differs)
+        return counts
+
+    # --- contents ----------------------------------------------------------------------------
+
+    def sealed_contents(self) -> SealedContents:
+        """Return what the label of every sealed block says. O(blocks)."""
+        c = self.books.columns
+        ids = [
+            (b, g, n)
+            for n, g, b, is_sealed in self.contents()
+            if is_sealed
+        ]  # fmt: skip
+        if not ids:
+            return SealedContents(EMPTY_INT32, EMPTY_INT32, b"")
+        blocks, groups, nodes = int32_array(np.array(ids, np.int32).T)
+        self.digester.make(np.ascontiguousarray(nodes))
+        digests = c.digest[nodes].tobytes()
+        return sorted_contents(blocks, groups, digests, c.digest.shape[1])
+
+    def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
+        """Return the sealed block of a group that holds `digest`, None if none does. O(nodes).
+
+        Raises:
+            BlockError: there is no such group.
+        """
+        if not 0 <= group < self.books.num_groups:
+            raise BlockError(
+                f"KV cache group {group} does not exist: the plan has {self.books.num_groups}"
+            )
+        c, root = self.books.columns, self.roots.get(namespace)
+        if root is None or len(digest) != c.digest.shape[1]:
+            return None
+        end = int(c.number[NEXT_NODE])
+        nodes = int32_array(np.flatnonzero(c.node[:end, BLOCK + 2 * group]))
+        self.digester.make(nodes)
+        same = (c.digest[nodes] == np.frombuffer(digest, np.uint8)).all(axis=1)
+        for n in nodes[same].tolist():
+            if self.is_sealed(n, group) and self.root_of(n) == root:
+                return int(c.node[n, BLOCK + 2 * group])
+        return None
+
+    def pin(self, hit: CacheHit) -> None:
+        """Hold the blocks of `hit` by a pin reference; raises BlockError if one is gone."""
+        ids = self._tail_first(hit)
+        c = self.books.columns
+        if len(ids) and (int(ids.max()) >= len(c.block) or int(ids.min()) < 0):
+            raise BlockError(f"blocks {ids[:5].tolist()} do not all exist: pin what was looked up")
+        gone = ids[(c.block[ids, REF] == 0) & (c.block[ids, NODE] == 0)]
+        if len(gone):
+            raise BlockError(
+                f"blocks {gone[:5].tolist()} are free and hold nothing: look the prefix up again"
+            )
+        self._last = None
+        hold_all(self.books.book, ids)
+        self.pins.update(ids.tolist())
+        self._settle()
+
+    def unpin(self, hit: CacheHit) -> None:
+        """Give a pin reference back; raises BlockError, unchanged, if one has none."""
+        ids = self._tail_first(hit)
+        wanted = Counter(ids.tolist())
+        lacking = [b for b, count in wanted.items() if self.pins[b] < count]
+        if lacking:
+            raise BlockError(
+                f"a prefix of {hit.num_tokens} tokens is unpinned, but no pin holds blocks "
+                f"{lacking[:5]}: unpin what was pinned, once"
+            )
+        self._last = None
+        self.pins -= wanted
+        release_all(self.books.book, ids)
+        self._settle()
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        """Forget the contents of these blocks and what continues them; see `forget`. Requests that
+        have one of them cache nothing more.
+
+        Raises:
+            BlockError: one of them does not exist; nothing was changed.
+        """
+        num_blocks = len(self.books.columns.block)
+        bad = [b for b in block_ids if not 0 <= b < num_blocks]
+        if bad:
+            raise BlockError(f"blocks {bad[:5]} do not exist: ids are below {num_blocks}")
+        self._last = None
+        self._forget(int32_array(block_ids))
+
+    def reset(self) -> int:
+        """Forget every content if no block is in use. Return how many are in use (0: done)."""
+        c = self.books.columns
+        in_use = len(c.block) - 1 - self.num_free_blocks()
+        if in_use:
+            return in_use
+        self._last = None
+        cached = int32_array(np.flatnonzero(c.block[:, NODE]))
+        sealed = int32_array([b for _, _, b, is_sealed in self.contents() if is_sealed])
+        is_mute = c.row[:, FLAGS] & IS_MUTE
+        c.number[TELLS] = 0
+        forget(self.books.book, cached, 0, 0, self._no_blocks())
+        c.number[TELLS] = self.teller.tells
+        c.row[:, FLAGS] = (c.row[:, FLAGS] & ~IS_MUTE) | is_mute
+        self.steps.clear()
+        self._settle()
+        self.teller.unlabel(sealed)
+        self.teller.cleared()
+        self.hits_stopped = False
+        return 0
+
+    def stop_hits(self) -> None:
+        """From now on nothing hits and nothing becomes hittable, until a `reset` succeeds."""
+        self.hits_stopped = True
+
+    # --- figures -----------------------------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """Return label, unlabel, zero and copy commands since the last call, in order."""
+        commands = self.teller.take_commands()
+        if self.forks.release_copied():
+            self._last = None
+            self._settle()
+        return commands
+
+    def num_free_blocks(self) -> int:
+        """Return how many blocks could be taken now, cached ones included."""
+        return self.books.columns.number.item(FREE)
+
+    def usage(self) -> float:
+        """Return the share of blocks that are in use, 0.0 to 1.0."""
+        total = len(self.books.columns.block) - 1
+        return 1.0 - self.num_free_blocks() / total if total else 0.0
+
+    def statistics(self) -> CoreStatistics:
+        """Return figures, frozen. O(blocks)."""
+        c = self.books.columns
+        return CoreStatistics(
+            num_blocks=len(c.block) - 1,
+            num_free_blocks=self.num_free_blocks(),
+            num_cached_blocks=int(np.count_nonzero(c.block[:, NODE])),
+            num_sealed_blocks=int(count_sealed(self.books.book)),
+            num_pinned_blocks=len(self.pins),
+            num_in_flight_blocks=0,
+            num_quarantined_blocks=0,
+            num_evictions=int(c.number[EVICTED]),
+            references={
+                ReferenceKind.PIN.value: self.pins.total(),
+                ReferenceKind.FORK.value: self.forks.copied.total(),
+                ReferenceKind.TRANSFER.value: 0,
+                ReferenceKind.REQUEST.value: int(self.blocks_in_tables().sum()),
+            },
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` with the failed sum if the books do not add up. O(blocks)."""
+        from kvcache.core.audit import check_core
+
+        check_core(self)
+
+    def dump_state(self) -> dict[str, object]:
+        """Return the whole state in a canonical form made of plain values, for comparison."""
+        from kvcache.core.audit import dump_core
+
+        return dump_core(self)
+
+    def restore(self, labels: Sequence[LabelSet]) -> int:
+        """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
+
+        Raises:
+            BlockError: something is held or cached here already; nothing was changed.
+        """
+        from kvcache.core.rebuild import rebuild
+
+        self._last = None
+        kept = rebuild(self, labels)
+        self._settle()
+        return kept
+
+    # --- for the modules beside ----------------------------------------------------------------
+
+    def table(self, r: int, g: int) -> Int32Array:
+        """Return a row's table of a group, a view."""
+        c = self.books.columns
+        columns: Int32Array = c.table[
+            r * self.books.num_groups + g, : c.row.item(r, COLUMNS + 2 * g)
+        ]
+        return columns
+
+    def blocks_in_tables(self) -> Int32Array:
+        """Return in how many rows each block stands. O(rows)."""
+        held = np.zeros(len(self.books.columns.block), np.int32)
+        for r in self.rows.values():
+            for g in range(self.books.num_groups):
+                held[self.table(r, g)] += 1
+        held[0] = 0
+        return held
+
+    def contents(self) -> Iterable[tuple[int, int, int, bool]]:
+        """Yield node, group, block and whether it is sealed, of all that is cached."""
+        c = self.books.columns
+        end = int(c.number[NEXT_NODE])
+        for g in range(self.books.num_groups):
+            for n in np.flatnonzero(c.node[:end, BLOCK + 2 * g]).tolist():
+                yield n, g, int(c.node[n, BLOCK + 2 * g]), self.is_sealed(n, g)
+
+    def is_sealed(self, n: int, g: int) -> bool:
+        """Say whether what a node has of a group is sealed."""
+        c = self.books.columns
+        owner = int(c.node[n, OWNER + 2 * g])
+        return bool(owner < c.number[SEALED_BELOW] or not c.client[owner & (NUM_STEPS - 1)])
+
+    def root_of(self, n: int) -> int:
+        """Return the root above a node."""
+        node = self.books.columns.node
+        while parent := node.item(n, PARENT):
+            n = parent
+        return n
+
+    def root(self, namespace: Namespace) -> int:
+        """Return the root of a namespace, made if need be; 0: no node is left."""
+        n = self.roots.get(namespace, 0)
+        if n:
+            return n
+        if len(self.roots) >= self._roots_at_most:
+            self._sweep_roots()
+        if not self.reach_nodes(1):
+            raise InvariantError("no node is left for a namespace")
+        n = new_root(self.books.book)
+        self.roots[namespace], self.namespaces[n] = n, namespace
+        self.digester.set_root(n, self.none_hash)
+        return n
+
+    def reach_nodes(self, num_more: int) -> bool:
+        """Make sure that so many nodes can be made, and forget what is oldest for them if need be:
+        only where nodes outlive their blocks can there be too few. Say whether there are."""
+        books = self.books
+        while not books.reach_nodes(num_more):
+            c = books.columns
+            unheld = self._oldest_cached(max(16, len(c.block) // 64))
+            if not len(unheld):
+                return False
+            self._forget(unheld)
+        return True
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Pass on what kernels wrote down: contents that are gone, then what became hittable."""
+        number = self.books.columns.number
+        if self.order is not None:
+            self.order.tell()
+        num_gone, num_notes = number.item(NUM_GONE), number.item(NUM_NOTES)
+        if num_gone:
+            c = self.books.columns
+            number[NUM_GONE] = 0
+            gone = c.gone[:num_gone].copy()
+            blocks, groups = np.ascontiguousarray(gone[:, 0]), gone[:, 1]
+            self.teller.forgotten(blocks, groups, c.gone_digest[:num_gone])
+        if num_notes:
+            notes = self.books.columns.note[:num_notes].copy()
+            number[NUM_NOTES] = 0
+            if self.steps.is_open:
+                self.steps.note(notes)
+            else:
+                self.teller.sealed(self.steps.settled(notes))
+        if number.item(IS_FULL):
+            raise InvariantError("a log of the columns was too short: what was done is not told")
+
+    def _no_blocks(self) -> Int32Array:
+        return np.zeros(len(self.books.columns.block), np.int32)
+
+    def _forget(self, block_ids: Int32Array) -> None:
+        forget(self.books.book, block_ids, 0, 0, self._no_blocks())
+        self._settle()
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Make sure that as many blocks can be taken from the list; so many are free."""
+        if self.order is not None:
+            self.order.tell()
+            self.order.make_room(num_blocks, self.teller.offload)
+        elif self.teller.offload is not None:
+            offer_oldest(self.books, self.teller.offload, num_blocks)
+
+    def _oldest_cached(self, count: int) -> Int32Array:
+        """Return cached blocks that nobody holds, the next victims first."""
+        c = self.books.columns
+        if self.order is not None:
+            return int32_array(self.order.policy.order()[:count])
+        found: list[int] = []
+        b = c.block.item(0, NEXT)
+        while b and len(found) < count:
+            if c.block.item(b, NODE):
+                found.append(b)
+            b = c.block.item(b, NEXT)
+        return int32_array(found)
+
+    def _sweep_roots(self) -> None:
+        """Let namespaces go in which nothing is cached and no request runs."""
+        c = self.books.columns
+        for namespace, n in list(self.roots.items()):
+            if not c.node.item(n, CHILDREN) and not c.node.item(n, STANDING):
+                drop_root(self.books.book, n)
+                del self.roots[namespace], self.namespaces[n]
+        self._roots_at_most = max(_FEW_ROOTS, 2 * len(self.roots))
+
+    def _may_publish(self) -> bool:
+        return self.can_hit and not self.hits_stopped
+
+    def _publishes(self, r: int) -> bool:
+        """Say whether further blocks of a row become hittable."""
+        return self._may_publish() and not self.books.columns.row.item(r, FLAGS) & IS_MUTE
+
+    def _require_possible(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None, r: int
+    ) -> None:
+        cached = reservation.num_cached_tokens
+        if cached > reservation.num_slot_tokens:
+            raise _unslotted(request, cached, reservation.num_slot_tokens)
+        if cached > request.num_tokens and (
+            self._may_publish() if r == NO_ROW else self._publishes(r)
+        ):
+            self._require_tokens(request, cached)
+        if hit is not None and r != NO_ROW:
+            raise RequestError(
+                f"request {request.request_id} has blocks already: only a request without blocks "
+                "adopts a hit"
+            )
+
+    def _require_tokens(self, request: Request, num_tokens: int) -> None:
+        for size in self.books.columns.group[:, SIZE].tolist():
+            if num_tokens // size > request.num_tokens // size:
+                raise _untokened(request, request.num_tokens, num_tokens)
+
+    def _require_filled(self, rows: RowBatch, places: Any, cached: Int32Array) -> None:
+        """Refuse rows that would fill units of tokens that they do not have."""
+        known, unit = rows.tokens.num_tokens(places), self.hash_block_size
+        lacking = cached[places] // unit > known // unit
+        if lacking.any():
+            i = int(lacking.argmax())
+            raise _untokened(rows.requests[places[i]], int(known[i]), int(cached[places[i]]))
+
+    def _keys_of(
+        self, request: Request, num_units: int, *, is_known: bool = False
+    ) -> tuple[int, int, Int32Array]:
+        """Return the numbers of a request's extra keys: of its first unit, of others without
+        multimodal items, and of each of the first units where it has items.
+
+        `is_known`: those that nothing cached has get no number, but -1.
+        """
+        if request.lora is None and request.cache_salt is None and not request.mm_positions:
+            return 0, 0, EMPTY_INT32
+        number, unit = self.digester.number_of, self.hash_block_size
+        if is_known:
+            number = self.digester.known_number
+        end = max([position.end for position in request.mm_positions], default=0)
+        num_items = min(num_units, -(-end // unit))
+        behind = -(-end // unit) * unit + unit
+        other = number(generate_block_hash_extra_keys(request, behind, behind + unit, 0)[0])
+        if not request.mm_positions:
+            return (
+                number(generate_block_hash_extra_keys(request, 0, unit, 0)[0]),
+                other,
+                EMPTY_INT32,
+            )
+        keys, at = np.full(num_units, other, np.int32), 0
+        for u in range(max(num_items, min(1, num_units))):
+            found, at = generate_block_hash_extra_keys(request, u * unit, (u + 1) * unit, at)
+            keys[u] = number(found)
+        return (int(keys[0]) if num_units else other), other, keys
+
+    def _open_row(self, request: Request) -> int:
+        """Give a request a row with its flags and extra keys; the rest is to be filled."""
+        books = self.books
+        books.reach_rows()
+        self._sweep_keys()
+        first, other, _ = self._keys_of(request, 1)
+        r = books.free_rows.pop()
+        row = books.columns.row
+        row[r, FLAGS] = IS_OPEN | (HAS_ITEMS if request.mm_positions else 0)
+        row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
+        self.rows[request.request_id], self.requests[r] = r, request.request_id
+        return r
+
+    def _close_row(self, request: Request, r: int) -> None:
+        """Take back a row that has got nothing."""
+        self.books.columns.row[r, FLAGS] = 0
+        self.books.free_rows.append(r)
+        del self.rows[request.request_id], self.requests[r]
+
+    def _admit(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    ) -> list[TableChange] | None:
+        """Give a request without a row one, and its blocks; None, unchanged, without room."""
+        books, unit = self.books, self.hash_block_size
+        wanted, computed = reservation.num_slot_tokens, reservation.num_computed_tokens
+        books.reach_units(-(-max(wanted, request.num_tokens) // unit))
+        hit_tokens = depth = 0
+        if hit is not None and hit.num_tokens:
+            hit_tokens = hit.num_tokens
+            last = self._last
+            if last is not None and last[0] is hit and last[1] is request:
+                depth = last[3]
+            else:
+                depth = self._match_again(request, hit)
+        end = 0
+        if self._may_publish():
+            end = min(reservation.num_cached_tokens, request.num_tokens) // unit
+        self._last = None
+        root = self.root(request.namespace)
+        if end > depth:
+            self.reach_nodes(end - depth)
+        r = self._open_row(request)
+        tokens, (_, _, keys) = request.all_token_ids, self._keys_of(request, end)
+        digests = self._known_digests(request, end)
+        is_simple = self.order is None and self.teller.offload is None
+        if end > depth:
+            self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth)])
+        needed = admit(
+            books.book, r, root, depth, hit_tokens, computed, wanted,
+            reservation.num_spare_blocks, end if is_simple else -1, tokens, keys, digests,
+        )  # fmt: skip
+        if needed < 0:
+            self._close_row(request, r)
+            return None
+        if not is_simple:
+            self._make_room(needed)
+            tend(books.book, r, computed, wanted, GROW)
+            if end > depth:
+                publish_row(books.book, r, end, 0, tokens, keys, digests)
+        self._drop_changes()
+        self._settle()
+        changes = []
+        for g in range(books.num_groups):
+            table = self.table(r, g)
+            if len(table):
+                changes.append(TableChange(g, 0, table.copy()))
+        return changes
+
+    def _extend(
+        self, r: int, request: Request, reservation: Reservation
+    ) -> list[TableChange] | None:
+        """Give a request more blocks; None, unchanged but for skipped blocks, without room."""
+        books, row = self.books, self.books.columns.row
+        computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
+        cached, unit = reservation.num_cached_tokens, self.hash_block_size
+        is_late = computed >= row.item(r, SKIP_AT)
+        if (
+            wanted <= row.item(r, CAPACITY)
+            and not is_late
+            and not reservation.num_spare_blocks
+            and (cached < (row.item(r, UNITS) + 1) * unit or not self._publishes(r))
+        ):
+            return []
+        self._last = None
+        if is_late:
+            tend(books.book, r, computed, wanted, SKIP)
+            self._settle()
+        books.reach_units(-(-wanted // unit))
+        due = self.forks.due_copies(r, reservation)
+        needed = tend(books.book, r, computed, wanted, COUNT) + len(due)
+        if needed > self.num_free_blocks() - reservation.num_spare_blocks:
+            return None
+        self._make_room(needed)
+        self.forks.copy(r, reservation, due)
+        tend(books.book, r, computed, wanted, GROW)
+        changes = self._take_changes()
+        if cached and self._publishes(r):
+            self._publish(r, request, cached)
+        self._settle()
+        return changes
+
+    def _publish(self, r: int, request: Request, num_tokens: int) -> None:
+        """Publish a row's units up to so many tokens; it has them."""
+        books = self.books
+        start, end = books.columns.row.item(r, UNITS), num_tokens // self.hash_block_size
+        if end <= start:
+            return
+        self.reach_nodes(end - start)
+        self.steps.note_row(r)
+        _, _, keys = self._keys_of(request, end)
+        digests = self._known_digests(request, end)
+        publish_row(books.book, r, end, 0, request.all_token_ids, keys, digests)
+
+    def _publish_units(self, rows: RowBatch, lines: Any, places: Any, count: int) -> None:
+        """Publish the next unit of each of these rows."""
+        c = self.books.columns
+        chosen, units = places[SINGLE, :count], places[SINGLE_UNIT, :count]
+        self.reach_nodes(count)
+        tokens = rows.tokens.newest_units(chosen.astype(np.intp), units.astype(np.intp))
+        if self.steps.is_open:
+            numbers = lines[chosen]
+            self.steps.note_rows(np.stack((numbers, c.row[numbers, GENERATION], units), axis=1))
+        publish_units(
+            self.books.book, lines, chosen, np.ascontiguousarray(tokens, np.int32), EMPTY_INT32,
+            _NO_DIGESTS,
+        )  # fmt: skip
+
+    def _publish_long(self, rows: RowBatch, lines: Any, places: Any, cached: Int32Array) -> None:
+        """Publish rows that fill several units, or have multimodal items, one by one."""
+        rows.tokens.sync(places)
+        for place in places.tolist():
+            self._publish(int(lines[place]), rows.requests[place], int(cached[place]))
+
+    def _known_digests(self, request: Request, num_units: int) -> Any:
+        """Return the digests of a request's first units, where they are wanted and known."""
+        if not self.teller.needs_digests or not num_units:
+            return _NO_DIGESTS
+        known = request.known_block_hashes
+        if len(known) < num_units or len(known[0]) != self.books.columns.digest.shape[1]:
+            return _NO_DIGESTS
+        packed = np.frombuffer(request.packed_block_hashes(0, num_units), np.uint8)
+        return packed.reshape(num_units, -1)
+
+    def _match_again(self, request: Request, hit: CacheHit) -> int:
+        """Put a hit that was found before into `found`, and its nodes into `path`; return of how
+        many units there are nodes.
+
+        Raises:
+            RequestError: it is not there any more, or is not a prefix of this request.
+        """
+        c, unit = self.books.columns, self.hash_block_size
+        num_units = hit.num_tokens // unit
+        is_good = (
+            len(hit.block_ids) == self.books.num_groups and hit.num_tokens <= request.num_tokens
+        )
+        if is_good:
+            root = self.roots.get(request.namespace, 0)
+            first, other, keys = self._keys_of(request, num_units, is_known=True)
+            depth = 0
+            if root:
+                depth = match(
+                    self.books.book, root, first, other, keys, request.all_token_ids, num_units
+                )
+            for g, ids in enumerate(hit.block_ids):
+                size, length = c.group.item(g, SIZE), c.group.item(g, LENGTH)
+                count = hit.num_tokens // size
+                there = np.zeros(count, np.int32)
+                nodes = c.path[length - 1 : depth : length]
+                there[: len(nodes)] = c.node[nodes, BLOCK + 2 * g]
+                is_whole = c.group.item(g, KIND) != FULL or ids.all()
+                if len(ids) != count or not is_whole or ((ids != 0) & (ids != there)).any():
+                    is_good = False
+                    break
+                c.found[g, :count] = ids
+        if not is_good:
+            raise RequestError(
+                f"request {request.request_id}: its {hit.num_tokens} computed tokens are not "
+                "cached in these blocks any more: look it up again"
+            )
+        return depth
+
+    def _take_changes(self) -> list[TableChange]:
+        """Return what has entered one row's tables."""
+        c, start, changes = self.books.columns, 0, []
+        for i in range(c.number.item(NUM_CHANGES)):
+            _, g, first, count = c.change[:, i].tolist()
+            changes.append(TableChange(g, first, c.ids[start : start + count].copy()))
+            start += count
+        self._drop_changes()
+        return changes
+
+    def _take_patch(self) -> BlockTablePatch:
+        """Return what has entered the tables of a batch's rows."""
+        c = self.books.columns
+        count = c.number.item(NUM_CHANGES)
+        if not count:
+            return EMPTY_PATCH
+        slots, groups, firsts, counts = c.change[:, :count].copy()
+        patch = BlockTablePatch(slots, groups, firsts, counts, c.ids[: c.number[NUM_IDS]].copy())
+        self._drop_changes()
+        return patch
+
+    def _drop_changes(self) -> None:
+        c = self.books.columns
+        if self._zeroes and c.number[NUM_IDS]:
+            ids = c.ids[: c.number[NUM_IDS]]
+            self.teller.zero(ids[ids != 0])
+        c.number[NUM_CHANGES] = c.number[NUM_IDS] = 0
+
+    def _serve_singly(
+        self, rows: RowBatch, lines: Any, busy: Any, late: Any, is_reserved: Int32Array
+    ) -> BlockTablePatch:
+        """Serve rows one after the other: some share what they may write."""
+        computed = rows.num_computed_tokens
+        for i in late.tolist():
+            tend(self.books.book, int(lines[i]), int(computed[i]), 0, SKIP)
+            self._settle()
+        rows.tokens.sync(busy.astype(np.intp))
+        changes: list[tuple[int, TableChange]] = []
+        for i in busy.tolist():
+            reservation = Reservation(
+                int(computed[i]), int(rows.num_slot_tokens[i]), int(rows.num_cached_tokens[i])
+            )
+            changed = self._extend(int(lines[i]), rows.requests[i], reservation)
+            is_reserved[i] = changed is not None
+            changes += [(int(rows.slots[i]), change) for change in changed or ()]
+        return patch_of(changes)
+
+    def _rows_of(self, batch: RowBatch) -> Int32Array:
+        """Return the rows that a batch names by slots, after binding new ones."""
+        slots = batch.slots
+        if int(slots.min()) < 0:
+            raise self._without_blocks(batch, int(slots.argmin()))
+        if int(slots.max()) >= len(self._row_of_slot):
+            grown = np.full(2 * int(slots.max()) + 2, NO_ROW, np.int32)
+            grown[: len(self._row_of_slot)] = self._row_of_slot
+            self._row_of_slot = grown
+        rows: Int32Array = self._row_of_slot.take(slots)
+        if np.count_nonzero(rows < 0):
+            for place in np.flatnonzero(rows < 0).tolist():
+                r = self.rows.get(batch.requests[place].request_id, NO_ROW)
+                if r == NO_ROW:
+                    raise self._without_blocks(batch, place)
+                before = self._slot_of_row.get(r)
+                if before is not None:
+                    self._row_of_slot[before] = NO_ROW
+                self._slot_of_row[r] = int(slots[place])
+                self._row_of_slot[slots[place]] = rows[place] = r
+        return rows
+
+    def _without_blocks(self, batch: RowBatch, place: int) -> RequestError:
+        return RequestError(
+            f"request {batch.requests[place].request_id} in slot {batch.slots[place]} has no "
+            "blocks: reserve for it before it runs on, and number slots from 0"
+        )
+
+    def _slots_of(self, notes: Any) -> Int32Array:
+        """Return the slots of the requests that made blocks hittable, -1 for those that have
+        gone."""
+        generations = self.books.columns.row[:, GENERATION]
+        slots = {
+            (r, generation): self._slots.get(self.requests.get(r, ""), -1)
+            if generations.item(r) == generation and r >= 0
+            else -1
+            for r, generation in set(zip(notes[:, 2].tolist(), notes[:, 3].tolist(), strict=True))
+        }
+        pairs = zip(notes[:, 2].tolist(), notes[:, 3].tolist(), strict=True)
+        return int32_array([slots[pair] for pair in pairs])
+
+    def _tail_first(self, hit: CacheHit) -> Int32Array:
+        """Return a hit's blocks in the order in which they are given back."""
+        order: list[tuple[int, int, int]] = []
+        for g, ids in enumerate(hit.block_ids):
+            size, is_ordered = self.books.columns.group.item(g, SIZE), g in self.ordered
+            for i, b in enumerate(ids.tolist()):
+                if b:
+                    end = (i + 1) * size
+                    order.append((-end, g, b) if is_ordered else (g - (1 << 60), -end, b))
+        return int32_array([b for _, _, b in sorted(order)])
+
+    def _sweep_keys(self) -> None:
+        """Let extra keys go that nothing cached and no running request has."""
+        if self.digester.num_keys < self._keys_at_most:
+            return
+        c = self.books.columns
+        used = [c.node[: c.number[NEXT_NODE], KEYS] >> 1, *c.row[:, FIRST_KEYS : OTHER_KEYS + 1].T]
+        self.digester.keep_only(set(np.unique(np.concatenate(used)).tolist()))
+        self._keys_at_most = max(_FEW_KEYS, 2 * self.digester.num_keys)
+
+
+def _unslotted(request: Request, num_cached: int, num_slots: int) -> RequestError:
+    return RequestError(
+        f"request {request.request_id}: {num_cached} tokens to cache, but slots for {num_slots}: "
+        "reserve slots for all of them"
+    )
+
+
+def _untokened(request: Request, num_known: int, num_tokens: int) -> RequestError:
+    return RequestError(
+        f"request {request.request_id} has {num_known} tokens, blocks up to token {num_tokens} "
+        "cannot be full: append its tokens first"
+    )

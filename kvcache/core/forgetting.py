@@ -1,0 +1,198 @@
+"""Forgetting: what steps that failed, and evictions by name, take out of the tree.
+
+Rare, and over all nodes at once: those to be forgotten are marked, marks go down the tree by a
+climb that remembers what it found, rows are rewound to where nothing is marked, then contents go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvcache.core.columns import (
+    BLOCK,
+    COLUMNS,
+    DISCARDED,
+    FLAGS,
+    FULL,
+    HAS_POLICY,
+    IS_MUTE,
+    IS_OPEN,
+    KEPT,
+    KIND,
+    LAST,
+    LENGTH,
+    NEXT_NODE,
+    NODE,
+    NUM_STEPS,
+    OWNER,
+    PARENT,
+    REF,
+    SEALED_BELOW,
+    UNITS,
+    columns_of,
+    search_of,
+)
+from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, kernel, routine
+from kvcache.core.pool import make_blank, note_move
+from kvcache.core.prefix_tree import forget_content, is_sealed
+from kvcache.core.rows import rewind
+
+GONE, STAYS, REWOUND = 1, 2, 4
+"""Marks of a node: it goes with all behind it; it stays; rows that stand behind it are rewound."""
+
+
+@routine
+def forget_block(book: Any, b: int, is_lost: Any) -> None:
+    """Let a block have no content any more, whoever holds it."""
+    c = columns_of(book)
+    is_lost[b] = 1
+    if c.block[b, REF] == 0 and c.number[HAS_POLICY]:
+        note_move(book, DISCARDED, b)
+    forget_content(book, b)
+    if c.block[b, REF] == 0:
+        make_blank(book, b)
+
+
+@routine
+def forget_marked(book: Any, is_lost: Any) -> None:
+    """Rewind rows behind marked nodes, forget those that are GONE with all behind them."""
+    c = columns_of(book)
+    s = search_of(book)
+    for r in range(len(c.row)):
+        if c.row[r, FLAGS] & IS_OPEN == 0:
+            continue
+        n, u, cut = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(-1)
+        while u > 0:
+            if s.mark[n]:
+                cut = u - 1
+            n = np.int64(c.node[n, PARENT])
+            u -= 1
+        if cut >= 0:
+            rewind(book, r, cut)
+    end = c.number[NEXT_NODE]
+    for n in range(1, end):
+        if s.mark[n] == REWOUND:
+            s.mark[n] = 0
+    for n in range(1, end):
+        m = np.int64(n)
+        while s.mark[m] == 0 and c.node[m, PARENT]:
+            m = np.int64(c.node[m, PARENT])
+        found = GONE if s.mark[m] == GONE else STAYS
+        m = np.int64(n)
+        while s.mark[m] == 0:
+            s.mark[m] = found
+            m = np.int64(c.node[m, PARENT])
+    for n in range(1, end):
+        if s.mark[n] == GONE:
+            for g in range(len(c.group)):
+                b = np.int64(c.node[n, BLOCK + 2 * g])
+                if b:
+                    forget_block(book, b, is_lost)
+    for n in range(end):
+        s.mark[n] = 0
+
+
+@routine
+def withdraw(book: Any, client: int, serial: int, is_lost: Any) -> None:
+    """Forget what open steps of a client from `serial` on made hittable, and what stands behind
+    it."""
+    c = columns_of(book)
+    s = search_of(book)
+    count = np.int64(0)
+    for n in range(1, c.number[NEXT_NODE]):
+        for g in range(len(c.group)):
+            b, owner = np.int64(c.node[n, BLOCK + 2 * g]), np.int64(c.node[n, OWNER + 2 * g])
+            if b == 0 or owner < serial or owner < c.number[SEALED_BELOW]:
+                continue
+            if s.client[owner & (NUM_STEPS - 1)] == client:
+                count += 1
+                if c.group[g, KIND] == FULL:
+                    s.mark[n] = GONE
+                elif s.mark[n] == 0:
+                    s.mark[n] = REWOUND
+    if count:
+        for n in range(1, c.number[NEXT_NODE]):
+            if s.mark[n] == REWOUND:
+                for g in range(len(c.group)):
+                    b, owner = np.int64(c.node[n, BLOCK + 2 * g]), c.node[n, OWNER + 2 * g]
+                    if b and owner >= serial and owner >= c.number[SEALED_BELOW]:
+                        if s.client[owner & (NUM_STEPS - 1)] == client:
+                            forget_block(book, b, is_lost)
+        forget_marked(book, is_lost)
+
+
+@routine
+def block_above(book: Any, n: int, g: int) -> int:
+    """Return the node that has the block before that of node `n` in a group; 0: there is none."""
+    c = columns_of(book)
+    for _ in range(c.group[g, LENGTH]):
+        n = np.int64(c.node[n, PARENT])
+    return n if c.node[n, BLOCK + 2 * g] else np.int64(0)
+
+
+@routine
+def forget_connected(book: Any, g: int, is_lost: Any) -> None:
+    """Forget the blocks of a group at marked nodes, and those that continue them without a gap."""
+    c = columns_of(book)
+    s = search_of(book)
+    end = c.number[NEXT_NODE]
+    for n in range(1, end):
+        m = np.int64(n)
+        while m and c.node[m, BLOCK + 2 * g] and s.mark[m] == 0:
+            m = block_above(book, m, g)
+        found = GONE if m and s.mark[m] == GONE else STAYS
+        m = np.int64(n)
+        while m and c.node[m, BLOCK + 2 * g] and s.mark[m] == 0:
+            s.mark[m] = found
+            m = block_above(book, m, g)
+    for n in range(1, end):
+        if s.mark[n] == GONE and c.node[n, BLOCK + 2 * g]:
+            forget_block(book, np.int64(c.node[n, BLOCK + 2 * g]), is_lost)
+    for n in range(end):
+        s.mark[n] = 0
+
+
+@kernel(NOTHING, BOOK, INTS, INT, INT, NEW_INTS)
+def forget(book: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
+    """Forget the contents of blocks and what continues them: behind those of ordered groups all
+    that is cached, behind others the blocks of the same group. Rows that have one of them cache
+    nothing more. With a client, `withdraw` instead."""
+    c = columns_of(book)
+    s = search_of(book)
+    if client:
+        withdraw(book, client, serial, is_lost)
+        return
+    for is_ordered in range(2):
+        for g in range(len(c.group)):
+            if (c.group[g, KIND] == FULL) != (is_ordered == 1):
+                continue
+            is_any = False
+            for k in range(len(ids)):
+                n = np.int64(c.block[ids[k], NODE])
+                if n and c.node[n, BLOCK + 2 * g] == ids[k]:
+                    s.mark[n] = GONE
+                    is_any = True
+            if is_any and is_ordered:
+                forget_marked(book, is_lost)
+            elif is_any:
+                forget_connected(book, g, is_lost)
+    for r in range(len(c.row)):
+        if c.row[r, FLAGS] & IS_OPEN:
+            for g in range(len(c.group)):
+                for i in range(c.row[r, KEPT + 2 * g], c.row[r, COLUMNS + 2 * g]):
+                    if is_lost[c.table[r * len(c.group) + g, i]]:
+                        c.row[r, FLAGS] |= IS_MUTE
+
+
+@kernel(INT, BOOK)
+def count_sealed(book: Any) -> int:
+    """Return how many blocks have contents whose steps are complete."""
+    c = columns_of(book)
+    count = np.int64(0)
+    for n in range(1, c.number[NEXT_NODE]):
+        for g in range(len(c.group)):
+            if c.node[n, BLOCK + 2 * g] and is_sealed(book, c.node[n, OWNER + 2 * g]):
+                count += 1
+    return count

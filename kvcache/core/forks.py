@@ -1,0 +1,143 @@
+"""Requests that share blocks they may still write: forks, and the copies before their writes.
+
+A fork shares every block of its parent; all but the partly filled one of each group are never
+written again. Whoever of the two writes that one first gets a block of its own, with the bytes
+copied before the forward writes. So does the last one that holds it, where what the other made of
+it can be found by its content. Both ends of a copy are held until its command has been taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvcache.arrays import int32_array
+from kvcache.core.columns import COLUMNS, FLAGS, IS_SHARING, NODE, REF, SIZE, Books
+from kvcache.core.pool import hold_all, release_all, take_loose
+from kvcache.core.protocol import Reservation, TableChange
+from kvcache.core.rows import limit_row, replace_block, share
+from kvcache.core.telling import Teller
+from kvcache.errors import RequestError
+from kvcache.specs import ceil_div
+
+Column = tuple[int, int]
+"""Group and column of a table."""
+
+
+class RowForks:
+    """What the rows of one core share, and may write behind so many tokens."""
+
+    def __init__(self, books: Books, teller: Teller) -> None:
+        """Know no fork."""
+        self._books = books
+        self._teller = teller
+        self.shared: dict[int, dict[Column, int]] = {}
+        self.copied: Counter[int] = Counter()
+
+    def require_blocks(self, parent: int, request_id: str, num_tokens: int) -> None:
+        """Refuse a parent that counts tokens as computed for which it has no slots."""
+        c = self._books.columns
+        for g in range(self._books.num_groups):
+            columns = 0 if parent < 0 else c.row.item(parent, COLUMNS + 2 * g)
+            capacity = columns * c.group.item(g, SIZE)
+            if capacity < num_tokens:
+                raise RequestError(
+                    f"request {request_id} has blocks for {capacity} tokens in group {g}, "
+                    f"{num_tokens} computed ones cannot be shared: allocate slots before tokens "
+                    "are computed"
+                )
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> list[TableChange]:
+        """Let row `child`, which is open and has nothing, share what `parent` has for so many
+        tokens; return its tables."""
+        c, num_groups = self._books.columns, self._books.num_groups
+        sizes = c.group[:, SIZE].tolist()
+        ends = [ceil_div(num_tokens, size) for size in sizes]
+        units = int32_array([num_tokens // self._books.unit_tokens])
+        share(self._books.book, parent, child, int32_array(ends), units)
+        changes, of_child = [], {}
+        of_parent = self.shared.get(parent, {})
+        for g, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            table = c.table[child * num_groups + g, :end].copy()
+            if end:
+                changes.append(TableChange(g, 0, table))
+            column = num_tokens // size
+            if column < end and table[column]:
+                before = of_parent.get((g, column), num_tokens)
+                of_parent[g, column] = min(before, num_tokens)
+                of_child[g, column] = num_tokens
+        if of_child:
+            self._note(parent, of_parent)
+            self._note(child, of_child)
+        return changes
+
+    def due_copies(self, r: int, reservation: Reservation) -> list[Column]:
+        """Return the shared columns that a reserved forward writes; each takes a block."""
+        return [
+            column
+            for column, num_tokens in self.shared.get(r, {}).items()
+            if reservation.num_slot_tokens > num_tokens
+            and self._is_read_elsewhere(self._block(r, column))
+        ]
+
+    def copy(self, r: int, reservation: Reservation, due: list[Column]) -> None:
+        """Put a new block into each of these columns; there is room. Columns that the forward may
+        write as they are, are shared no more."""
+        if r not in self.shared:
+            return
+        book = self._books.book
+        taken = np.empty(len(due), np.int32)
+        take_loose(book, taken)
+        for (g, column), new in zip(due, taken.tolist(), strict=True):
+            old = self._block(r, (g, column))
+            if self._teller.has_workers:
+                hold_all(book, int32_array([old, new]))
+                self.copied.update((old, new))
+                self._teller.copies.add(old, new)
+            replace_block(book, r, g, column, new)
+        self._note(
+            r,
+            {
+                column: num_tokens
+                for column, num_tokens in self.shared[r].items()
+                if reservation.num_slot_tokens <= num_tokens
+                or self._is_held_elsewhere(self._block(r, column))
+            },
+        )
+
+    def forget(self, r: int) -> None:
+        """The row is about to give its blocks back."""
+        self.shared.pop(r, None)
+
+    def release_copied(self) -> bool:
+        """The commands of all copies so far have been taken; say whether there were any."""
+        if not self.copied:
+            return False
+        held = int32_array(list(self.copied.elements()))
+        self.copied.clear()
+        release_all(self._books.book, held)
+        return True
+
+    def _note(self, r: int, columns: dict[Column, int]) -> None:
+        row = self._books.columns.row
+        if columns:
+            self.shared[r] = columns
+            row[r, FLAGS] |= IS_SHARING
+        else:
+            self.shared.pop(r, None)
+            row[r, FLAGS] &= ~IS_SHARING
+        limit_row(self._books.book, r)
+
+    def _block(self, r: int, column: Column) -> int:
+        g, i = column
+        return self._books.columns.table.item(r * self._books.num_groups + g, i)
+
+    def _is_read_elsewhere(self, b: int) -> bool:
+        """Say whether others hold a block too, or can find it by its content."""
+        is_cached = self._books.columns.block.item(b, NODE) != 0
+        return b != 0 and (is_cached or self._is_held_elsewhere(b))
+
+    def _is_held_elsewhere(self, b: int) -> bool:
+        """Say whether somebody holds a block beside one row and the copies that wait."""
+        return self._books.columns.block.item(b, REF) - self.copied[b] > 1

@@ -1,0 +1,221 @@
+"""Hits: how much of a prompt a request can start from, by kind of group.
+
+A walk goes down the tree as far as the tokens match and every ordered group has what it must have.
+Then every other kind shortens the hit to its own longest one, until none does. A kind is two rules:
+the longest hit (`longest`) and which leading blocks of it nobody reads (`first_read`); what a
+running request skips stands beside them (`num_skipped`, `next_skip`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvcache.core.columns import (
+    BLOCK,
+    CHUNK,
+    FULL,
+    IS_EAGLE,
+    KIND,
+    LENGTH,
+    NEVER,
+    NUM_ORDERED,
+    OWNER,
+    SIZE,
+    SPAN,
+    STEP_TOKENS,
+    WINDOW,
+    columns_of,
+    search_of,
+)
+from kvcache.core.machine import BOOK, INT, INTS, kernel, routine
+from kvcache.core.prefix_tree import find_child, is_seen
+
+_types: Any = types
+
+
+@routine
+def num_skipped(book: Any, g: int, num_computed: int) -> int:
+    """Return how many leading blocks nobody reads after so many computed tokens."""
+    c = columns_of(book)
+    kind, span, size = c.group[g, KIND], c.group[g, SPAN], c.group[g, SIZE]
+    if kind == WINDOW:
+        return max(np.int64(0), num_computed - span + 1) // size
+    if kind == CHUNK:
+        return num_computed // span * span // size
+    return np.int64(0)
+
+
+@routine
+def next_skip(book: Any, g: int, num_kept: int) -> int:
+    """Return the computed tokens from which on one more block is skipped."""
+    c = columns_of(book)
+    kind, span, size = c.group[g, KIND], c.group[g, SPAN], c.group[g, SIZE]
+    if kind == WINDOW:
+        return min(np.int64(NEVER), (num_kept + 1) * size + span - 1)
+    if kind == CHUNK:
+        return min(np.int64(NEVER), (num_kept * size // span + 1) * span)
+    return np.int64(NEVER)
+
+
+@routine
+def is_there(book: Any, g: int, depth: int, i: int, client: int) -> bool:
+    """Say whether block `i` of a group can be hit on the path, which has `depth` units."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit = (i + 1) * c.group[g, LENGTH] - 1
+    if unit >= depth:
+        return False
+    n = s.path[unit]
+    return c.node[n, BLOCK + 2 * g] != 0 and is_seen(book, c.node[n, OWNER + 2 * g], client)
+
+
+@routine
+def window_blocks(book: Any, g: int) -> int:
+    """Return how many blocks a hit of a window group must end with."""
+    c = columns_of(book)
+    size = c.group[g, SIZE]
+    return max(np.int64(1), (c.group[g, SPAN] - 1 + size - 1) // size)
+
+
+@routine
+def longest(book: Any, g: int, depth: int, limit: int, extra: int, step: int, client: int) -> int:
+    """Return the end, in blocks, of the longest hit of one group: a multiple of `step`, at most
+    `limit`; its last `extra` blocks will be dropped, and the rest must still do."""
+    c = columns_of(book)
+    end = limit - limit % step
+    if c.group[g, KIND] == WINDOW:
+        needed = window_blocks(book, g) + extra
+        while end > 0:
+            i = end - 1
+            start = max(np.int64(0), end - needed)
+            while i >= start and is_there(book, g, depth, i, client):
+                i -= 1
+            if i < start:
+                return end
+            end = i - i % step
+    elif c.group[g, KIND] == CHUNK:
+        of_chunk = c.group[g, SPAN] // c.group[g, SIZE]
+        while end > 0:
+            start = end - end % of_chunk
+            i = start
+            while i < end and is_there(book, g, depth, i, client):
+                i += 1
+            end = i - i % step
+            if end >= start:
+                return end
+    return end
+
+
+@routine
+def first_read(book: Any, g: int, end: int, extra: int) -> int:
+    """Return the first block that is read of a hit that ends, before anything is dropped, so."""
+    c = columns_of(book)
+    if c.group[g, KIND] == WINDOW:
+        return max(np.int64(0), end - window_blocks(book, g) - extra)
+    if c.group[g, KIND] == CHUNK:
+        return end - end % (c.group[g, SPAN] // c.group[g, SIZE])
+    return np.int64(0)
+
+
+@routine
+def walk(
+    book: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
+) -> int:
+    """Write the nodes of the longest matching path to `path`, as far as ordered groups have what
+    they must have; return its length, at most `limit` units.
+
+    Extra keys are `keys` unit by unit, or `first` and `other` where `keys` is empty.
+    """
+    c = columns_of(book)
+    s = search_of(book)
+    unit, num_groups, n, u = c.tokens.shape[1], len(c.group), np.int64(root), np.int64(0)
+    has_ordered, is_each = c.number[NUM_ORDERED] > 0, len(keys) > 0
+    while u < limit:
+        own = np.int64(keys[u]) if is_each else (first if u == 0 else other)
+        n = find_child(book, n, own, tokens, u * unit)
+        if n == 0:
+            break
+        if has_ordered:
+            is_whole = True
+            for g in range(num_groups):
+                if c.group[g, KIND] == FULL and (u + 1) % c.group[g, LENGTH] == 0:
+                    if c.node[n, BLOCK + 2 * g] == 0 or not is_seen(
+                        book, c.node[n, OWNER + 2 * g], client
+                    ):
+                        is_whole = False
+            if not is_whole:
+                break
+        s.path[u] = n
+        u += 1
+    return u
+
+
+@routine
+def fit(book: Any, depth: int, max_tokens: int, client: int) -> int:
+    """Return how many tokens of a path all groups can start from, and write their blocks, null for
+    those that are not read, to `found`."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit, num_groups, step = c.tokens.shape[1], len(c.group), c.number[STEP_TOKENS]
+    length = max_tokens
+    if c.number[NUM_ORDERED]:
+        length = min(length, depth * unit)
+    length -= length % step
+    extra = step if c.number[IS_EAGLE] else np.int64(0)
+    num_others, num_agreed, g = num_groups - c.number[NUM_ORDERED], np.int64(0), np.int64(0)
+    while length > 0 and num_agreed < num_others:
+        if c.group[g, KIND] != FULL:
+            size = np.int64(c.group[g, SIZE])
+            end = longest(book, g, depth, length // size, extra // size, step // size, client)
+            num_agreed = num_agreed + 1 if end * size == length else np.int64(1)
+            length = end * size
+        g = g + 1 if g + 1 < num_groups else np.int64(0)
+    whole = length
+    length = max(np.int64(0), length - extra)
+    for g in range(num_groups):
+        size, of_block = np.int64(c.group[g, SIZE]), np.int64(c.group[g, LENGTH])
+        end = length // size
+        start = min(end, first_read(book, g, whole // size, extra // size))
+        for i in range(start):
+            s.found[g, i] = 0
+        for i in range(start, end):
+            s.found[g, i] = c.node[s.path[(i + 1) * of_block - 1], BLOCK + 2 * g]
+    return length
+
+
+@kernel(_types.UniTuple(INT, 2), BOOK, INT, INT, INT, INT, INTS, INTS, INT)
+def look_up(
+    book: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
+) -> Any:
+    """Return how many of the first `limit` tokens a request can start from (see `fit`), and how
+    many units of that the tree has. Where there is no root, nothing is cached: only what needs no
+    block can be hit."""
+    c = columns_of(book)
+    depth = np.int64(0)
+    if root:
+        num_units = limit // c.tokens.shape[1]
+        depth = walk(book, root, client, first, other, keys, tokens, num_units)
+    length = fit(book, depth, limit, client)
+    return length, min(depth, length // c.tokens.shape[1])
+
+
+@kernel(INT, BOOK, INT, INT, INT, INTS, INTS, INT)
+def match(
+    book: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_units: int
+) -> int:
+    """Write the nodes of as many leading units as the tree has to `path`; return how many. What
+    is hittable, and for whom, does not matter."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit, n, u = c.tokens.shape[1], np.int64(root), np.int64(0)
+    while u < num_units:
+        own = np.int64(keys[u]) if len(keys) else (first if u == 0 else other)
+        n = find_child(book, n, own, tokens, u * unit)
+        if n == 0:
+            break
+        s.path[u] = n
+        u += 1
+    return u

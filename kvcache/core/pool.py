@@ -1,0 +1,215 @@
+"""The pool: who holds a block, and which one is handed out next.
+
+Free blocks are in one list, whose head is the null block: first those without content, then cached
+ones, least recently used first. Requests give theirs back tail first and hold all blocks before one
+that they hold: so among the blocks of full attention a child always goes before its parent, without
+anybody looking. Where another policy orders cached blocks, they are not in the list: what happens
+to them is written down in `moved`, and Python tells the policy (`eviction.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvcache.core.columns import (
+    BLANK,
+    BLOCK,
+    CHILDREN,
+    EVICTED,
+    FREE,
+    FULL,
+    HAS_POLICY,
+    INSERTED,
+    IS_FULL,
+    KIND,
+    NEXT,
+    NODE,
+    NUM_MOVED,
+    PREV,
+    REF,
+    REMOVED,
+    columns_of,
+    logs_of,
+)
+from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
+from kvcache.core.prefix_tree import forget_content
+
+
+@routine
+def note_move(book: Any, what: int, b: int) -> None:
+    """Write down what happened to a cached block that a policy orders."""
+    c = columns_of(book)
+    log = logs_of(book)
+    at = c.number[NUM_MOVED]
+    if at < len(log.moved):
+        log.moved[at, 0] = what
+        log.moved[at, 1] = b
+        c.number[NUM_MOVED] = at + 1
+    else:
+        c.number[IS_FULL] = 1
+
+
+@inner
+def insert_after(book: Any, at: int, b: int) -> None:
+    """Put block `b` into the list behind `at`."""
+    c = columns_of(book)
+    then = c.block[at, NEXT]
+    c.block[at, NEXT] = b
+    c.block[b, PREV] = at
+    c.block[b, NEXT] = then
+    c.block[then, PREV] = b
+
+
+@inner
+def remove(book: Any, b: int) -> None:
+    """Take block `b` out of the list."""
+    c = columns_of(book)
+    before, then = c.block[b, PREV], c.block[b, NEXT]
+    c.block[before, NEXT] = then
+    c.block[then, PREV] = before
+
+
+@routine
+def hold(book: Any, b: int) -> None:
+    """Hold a block that is held already or has a content."""
+    c = columns_of(book)
+    if c.block[b, REF] == 0:
+        c.number[FREE] -= 1
+        if c.number[HAS_POLICY]:
+            note_move(book, REMOVED, b)
+        else:
+            remove(book, b)
+    c.block[b, REF] += 1
+
+
+@routine
+def release(book: Any, b: int, front: int) -> int:
+    """Give a block back. Return the block behind which the next one without content goes."""
+    c = columns_of(book)
+    c.block[b, REF] -= 1
+    if c.block[b, REF]:
+        return front
+    c.number[FREE] += 1
+    if c.block[b, NODE] == 0:
+        insert_after(book, front, b)
+        c.number[BLANK] += 1
+        return b
+    if c.number[HAS_POLICY]:
+        note_move(book, INSERTED, b)
+    else:
+        insert_after(book, c.block[0, PREV], b)
+    return front
+
+
+@routine
+def make_blank(book: Any, b: int) -> None:
+    """Put a free block that has just lost its content to the front of the list."""
+    c = columns_of(book)
+    if not c.number[HAS_POLICY]:
+        remove(book, b)
+    insert_after(book, 0, b)
+    c.number[BLANK] += 1
+
+
+@routine
+def take(book: Any, line: int, first: int, count: int) -> None:
+    """Write the next `count` free blocks, each held once and without content, to table line `line`
+    from column `first` on. There are so many in the list."""
+    c = columns_of(book)
+    b = np.int64(c.block[0, NEXT])
+    for i in range(first, first + count):
+        if c.block[b, NODE]:
+            forget_content(book, b)
+            c.number[EVICTED] += 1
+        else:
+            c.number[BLANK] -= 1
+        c.block[b, REF] = 1
+        c.table[line, i] = b
+        b = np.int64(c.block[b, NEXT])
+    c.block[0, NEXT] = b
+    c.block[b, PREV] = 0
+    c.number[FREE] -= count
+
+
+@kernel(NOTHING, BOOK, NEW_INTS)
+def take_loose(book: Any, taken: Any) -> None:
+    """Fill `taken` with the next free blocks, which nobody's table has yet."""
+    c = columns_of(book)
+    for i in range(len(taken)):
+        b = np.int64(c.block[0, NEXT])
+        if c.block[b, NODE]:
+            forget_content(book, b)
+            c.number[EVICTED] += 1
+        else:
+            c.number[BLANK] -= 1
+        remove(book, b)
+        c.number[FREE] -= 1
+        c.block[b, REF] = 1
+        taken[i] = b
+
+
+@kernel(NOTHING, BOOK, INTS)
+def take_listed(book: Any, ids: Any) -> None:
+    """Take these blocks, which are free and without content."""
+    c = columns_of(book)
+    for i in range(len(ids)):
+        b = np.int64(ids[i])
+        remove(book, b)
+        c.block[b, REF] = 1
+        c.number[BLANK] -= 1
+        c.number[FREE] -= 1
+
+
+@kernel(NOTHING, BOOK, INTS)
+def hold_all(book: Any, ids: Any) -> None:
+    """Hold blocks, as often as each is named."""
+    for i in range(len(ids)):
+        hold(book, np.int64(ids[i]))
+
+
+@kernel(NOTHING, BOOK, INTS)
+def release_all(book: Any, ids: Any) -> None:
+    """Give blocks back, in order."""
+    front = 0
+    for i in range(len(ids)):
+        front = release(book, np.int64(ids[i]), front)
+
+
+@kernel(INT, BOOK, NEW_INTS)
+def first_free(book: Any, ids: Any) -> int:
+    """Write the first blocks of the list to `ids`; return how many. Changes nothing."""
+    c = columns_of(book)
+    b, count = np.int64(c.block[0, NEXT]), 0
+    while b and count < len(ids):
+        ids[count] = b
+        count += 1
+        b = np.int64(c.block[b, NEXT])
+    return count
+
+
+@kernel(INT, BOOK, INTS, NEW_INTS)
+def evict_all(book: Any, ids: Any, kept: Any) -> int:
+    """Let blocks lose their content that a policy has given out; the first one is taken first.
+    Those of ordered groups that something continues stay: write them to `kept`, return how many."""
+    c = columns_of(book)
+    front, num_kept = np.int64(0), 0
+    for i in range(len(ids)):
+        b = np.int64(ids[i])
+        n = np.int64(c.block[b, NODE])
+        is_needed = False
+        if c.node[n, CHILDREN]:
+            for g in range(len(c.group)):
+                if c.node[n, BLOCK + 2 * g] == b and c.group[g, KIND] == FULL:
+                    is_needed = True
+        if is_needed:
+            kept[num_kept] = b
+            num_kept += 1
+            continue
+        forget_content(book, b)
+        insert_after(book, front, b)
+        c.number[BLANK] += 1
+        c.number[EVICTED] += 1
+        front = b
+    return num_kept

@@ -1,0 +1,307 @@
+"""The prefix tree: a node for each unit of tokens behind its parent.
+
+**Finding a child.** CHILD is one child of a node: nearly always the only one, and then a look-up is
+a pointer and a comparison of the unit's tokens. Only further children stand in `index`. Tokens are
+always compared, so that a match is exact; nothing is hashed for plain prompts. Extra keys (adapter,
+salt, multimodal items) are numbers, compared as well.
+
+**Life.** A node lives while it has a block, a child, or a row that stands on it. The last of them
+to go takes it along, and then perhaps its parent. Roots, one for each namespace, live until Python
+sweeps them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvcache.compiled import IS_PLAIN
+from kvcache.core.columns import (
+    BLOCK,
+    CHILD,
+    CHILDREN,
+    IS_FULL,
+    KEYS,
+    NEXT_NODE,
+    NODE,
+    NUM_GONE,
+    NUM_INDEXED,
+    NUM_SPARE,
+    NUM_STEPS,
+    OWNER,
+    PARENT,
+    SEALED_BELOW,
+    SEED,
+    SPARE_NODE,
+    STANDING,
+    TELLS,
+    columns_of,
+    logs_of,
+    search_of,
+)
+from kvcache.core.machine import (
+    BOOK,
+    INT,
+    INTS,
+    NOTHING,
+    address_of,
+    are_same,
+    are_same_64,
+    copy,
+    inner,
+    kernel,
+    routine,
+)
+
+
+@inner
+def _compiled_mix(seed: int, parent: int, keys: int, tokens: Any, start: int, unit: int) -> int:
+    k = np.uint64(0x9E3779B97F4A7C15)
+    h = (np.uint64(seed) ^ np.uint64(parent)) * k
+    h = (h ^ np.uint64(keys)) * k
+    for j in range(start, start + unit):
+        h = (h ^ np.uint64(tokens[j])) * k
+        h ^= h >> np.uint64(29)
+    return np.int64(h >> np.uint64(20))
+
+
+def _plain_mix(seed: int, parent: int, keys: int, tokens: Any, start: int, unit: int) -> int:
+    k, most = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    h = ((int(seed) ^ int(parent)) * k) & most
+    h = ((h ^ int(keys)) * k) & most
+    for token in tokens[start : start + unit].tolist():
+        h = ((h ^ token) * k) & most
+        h ^= h >> 29
+    return h >> 20
+
+
+mix: Any = _plain_mix if IS_PLAIN else _compiled_mix
+"""Where a search for a child begins in `index`. Seeded: nobody outside can aim at one place."""
+
+
+@inner
+def has_tokens(book: Any, n: int, tokens: Any, start: int) -> bool:
+    """Say whether the tokens of node `n` are those from `start` on."""
+    c = columns_of(book)
+    one, other = address_of(c.tokens, n), address_of(tokens, start)
+    size = 4 * c.tokens.shape[1]
+    return are_same_64(one, other) if size == 64 else are_same(one, other, size)
+
+
+@inner
+def is_child(book: Any, n: int, keys: int, tokens: Any, start: int) -> bool:
+    """Say whether node `n`, whose parent is right, has these extra keys and tokens."""
+    c = columns_of(book)
+    return (c.node[n, KEYS] >> 1) == keys and has_tokens(book, n, tokens, start)
+
+
+@routine
+def find_in_index(book: Any, parent: int, keys: int, tokens: Any, start: int) -> int:
+    """Return the child among those in `index`, 0 if there is none."""
+    c = columns_of(book)
+    s = search_of(book)
+    last = len(s.index) - 1
+    at = mix(c.number[SEED], parent, keys, tokens, start, c.tokens.shape[1]) & last
+    while s.index[at]:
+        n = np.int64(s.index[at])
+        if c.node[n, PARENT] == parent and is_child(book, n, keys, tokens, start):
+            return n
+        at = (at + 1) & last
+    return np.int64(0)
+
+
+@inner
+def find_child(book: Any, parent: int, keys: int, tokens: Any, start: int) -> int:
+    """Return the child of `parent` with these extra keys and tokens, 0 if there is none."""
+    c = columns_of(book)
+    n = np.int64(c.node[parent, CHILD])
+    if n and is_child(book, n, keys, tokens, start):
+        return n
+    if c.node[parent, CHILDREN] > (1 if n else 0):
+        return find_in_index(book, parent, keys, tokens, start)
+    return np.int64(0)
+
+
+@routine
+def new_node(book: Any) -> int:
+    """Return an unused node, 0 if there is none."""
+    c = columns_of(book)
+    n = c.number[SPARE_NODE]
+    if n:
+        c.number[SPARE_NODE] = c.node[n, CHILD]
+        c.number[NUM_SPARE] -= 1
+    else:
+        n = c.number[NEXT_NODE]
+        if n >= len(c.node):
+            return np.int64(0)
+        c.number[NEXT_NODE] = n + 1
+    for i in range(c.node.shape[1]):
+        c.node[n, i] = 0
+    return n
+
+
+@routine
+def add_child(book: Any, parent: int, keys: int, tokens: Any, start: int) -> int:
+    """Make the node of these tokens behind `parent`, which has no such child; 0: no room."""
+    c = columns_of(book)
+    s = search_of(book)
+    n = new_node(book)
+    if n == 0:
+        return n
+    unit = c.tokens.shape[1]
+    c.node[n, PARENT] = parent
+    c.node[n, KEYS] = 2 * keys
+    copy(address_of(c.tokens, n), address_of(tokens, start), unit * 4)
+    c.node[parent, CHILDREN] += 1
+    if c.node[parent, CHILD] == 0:
+        c.node[parent, CHILD] = n
+    else:
+        last = len(s.index) - 1
+        at = mix(c.number[SEED], parent, keys, tokens, start, unit) & last
+        while s.index[at]:
+            at = (at + 1) & last
+        s.index[at] = n
+        c.number[NUM_INDEXED] += 1
+    return n
+
+
+@routine
+def remove_from_index(book: Any, n: int) -> None:
+    """Take a node out of `index`; those behind move up, so that no search ends too early."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit, last, seed = c.tokens.shape[1], len(s.index) - 1, c.number[SEED]
+    at = mix(seed, c.node[n, PARENT], c.node[n, KEYS] >> 1, c.tokens[n], 0, unit) & last
+    while s.index[at] != n:
+        at = (at + 1) & last
+    then = (at + 1) & last
+    while s.index[then]:
+        m = np.int64(s.index[then])
+        home = mix(seed, c.node[m, PARENT], c.node[m, KEYS] >> 1, c.tokens[m], 0, unit) & last
+        if ((then - home) & last) >= ((then - at) & last):
+            s.index[at] = m
+            at = then
+        then = (then + 1) & last
+    s.index[at] = 0
+    c.number[NUM_INDEXED] -= 1
+
+
+@routine
+def prune(book: Any, n: int) -> None:
+    """Let a node go that nothing keeps alive any more, and then perhaps its parent."""
+    c = columns_of(book)
+    while c.node[n, PARENT] and c.node[n, CHILDREN] == 0 and c.node[n, STANDING] == 0:
+        for g in range(len(c.group)):
+            if c.node[n, BLOCK + 2 * g]:
+                return
+        parent = np.int64(c.node[n, PARENT])
+        if c.node[parent, CHILD] == n:
+            c.node[parent, CHILD] = 0
+        else:
+            remove_from_index(book, n)
+        c.node[parent, CHILDREN] -= 1
+        c.node[n, PARENT] = 0
+        c.node[n, CHILD] = c.number[SPARE_NODE]
+        c.number[SPARE_NODE] = n
+        c.number[NUM_SPARE] += 1
+        n = parent
+
+
+@routine
+def is_sealed(book: Any, owner: int) -> bool:
+    """Say whether the step that made something hittable is complete."""
+    c = columns_of(book)
+    s = search_of(book)
+    return owner < c.number[SEALED_BELOW] or s.client[owner & (NUM_STEPS - 1)] == 0
+
+
+@inner
+def is_seen(book: Any, owner: int, client: int) -> bool:
+    """Say whether a client may hit what a step made."""
+    c = columns_of(book)
+    s = search_of(book)
+    if owner < c.number[SEALED_BELOW]:
+        return True
+    whose = s.client[owner & (NUM_STEPS - 1)]
+    return whose == 0 or whose == client
+
+
+@routine
+def forget_content(book: Any, b: int) -> None:
+    """Let a block have no content any more; where it is listed is the caller's to change."""
+    c = columns_of(book)
+    s = search_of(book)
+    log = logs_of(book)
+    n = np.int64(c.block[b, NODE])
+    c.block[b, NODE] = 0
+    for g in range(len(c.group)):
+        if c.node[n, BLOCK + 2 * g] == b:
+            if c.number[TELLS] and is_sealed(book, c.node[n, OWNER + 2 * g]):
+                at = c.number[NUM_GONE]
+                if at < len(log.gone):
+                    log.gone[at, 0] = b
+                    log.gone[at, 1] = g
+                    copy(
+                        address_of(log.gone_digest, at), address_of(s.digest, n), s.digest.shape[1]
+                    )
+                    c.number[NUM_GONE] = at + 1
+                else:
+                    c.number[IS_FULL] = 1
+            c.node[n, BLOCK + 2 * g] = 0
+            c.node[n, OWNER + 2 * g] = 0
+            break
+    if c.node[n, CHILDREN] == 0 and c.node[n, STANDING] == 0:
+        prune(book, n)
+
+
+@kernel(INT, BOOK)
+def new_root(book: Any) -> int:
+    """Make a node without a parent; 0: no room."""
+    return new_node(book)
+
+
+@kernel(NOTHING, BOOK, INT)
+def drop_root(book: Any, n: int) -> None:
+    """Give a root back that has no child and that no row stands on."""
+    c = columns_of(book)
+    c.node[n, CHILD] = c.number[SPARE_NODE]
+    c.number[SPARE_NODE] = n
+    c.number[NUM_SPARE] += 1
+
+
+@kernel(INT, BOOK, INT, INT, INTS)
+def child_of(book: Any, parent: int, keys: int, tokens: Any) -> int:
+    """Return the child with these extra keys and tokens, 0 if there is none."""
+    return find_child(book, parent, keys, tokens, 0)
+
+
+@kernel(INT, BOOK, INT, INT, INTS)
+def child_made(book: Any, parent: int, keys: int, tokens: Any) -> int:
+    """Return the child with these extra keys and tokens, made if need be; 0: no room."""
+    n = find_child(book, parent, keys, tokens, 0)
+    return n if n else add_child(book, parent, keys, tokens, 0)
+
+
+@kernel(NOTHING, BOOK)
+def index_again(book: Any) -> None:
+    """Enter into the empty `index` all nodes that are not their parent's CHILD."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit, last, seed = c.tokens.shape[1], len(s.index) - 1, c.number[SEED]
+    for n in range(1, c.number[NEXT_NODE]):
+        parent = c.node[n, PARENT]
+        if parent and c.node[parent, CHILD] != n:
+            at = mix(seed, parent, c.node[n, KEYS] >> 1, c.tokens[n], 0, unit) & last
+            while s.index[at]:
+                at = (at + 1) & last
+            s.index[at] = n
+
+
+@kernel(NOTHING, BOOK, INT, INT, INT)
+def put_block(book: Any, n: int, g: int, b: int) -> None:
+    """Let node `n` have a sealed block of a group in which it has none."""
+    c = columns_of(book)
+    c.node[n, BLOCK + 2 * g] = b
+    c.node[n, OWNER + 2 * g] = 0
+    c.block[b, NODE] = n

@@ -1,0 +1,584 @@
+"""Rows: the block tables of running requests, and what is done to one or many of them.
+
+    skip ──▶ grow ──▶ publish ──▶ (the engine's forward) ──▶ seal        free: tail first
+
+*Skip* gives back what no token will read any more, *grow* takes blocks, *publish* puts full units
+into the tree. A row that needs none of the three is told from the others by three comparisons, with
+CAPACITY, SKIP_AT and UNITS. What enters tables is written down in `change` and `ids`, what becomes
+hittable in `note`; Python takes both.
+
+**Content computed twice.** Where the tree has a unit's content in another block of an ordered
+group, the row keeps its own block, which stays private, and holds the cached one besides: so
+whoever continues a node holds all of its blocks, and no parent goes before its child.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kvcache.core.columns import (
+    BLOCK,
+    CAPACITY,
+    COLUMNS,
+    DOUBLES,
+    FIRST_KEYS,
+    FLAGS,
+    FREE,
+    FULL,
+    GENERATION,
+    HAS_ITEMS,
+    IS_FULL,
+    IS_MUTE,
+    IS_SHARING,
+    KEPT,
+    KEYS,
+    KIND,
+    LAST,
+    LENGTH,
+    NEVER,
+    NODE,
+    NUM_CHANGES,
+    NUM_IDS,
+    NUM_NOTES,
+    NUM_ORDERED,
+    OTHER_KEYS,
+    OWNER,
+    PARENT,
+    REF,
+    ROOT,
+    SERIAL,
+    SIZE,
+    SKIP_AT,
+    STANDING,
+    UNITS,
+    columns_of,
+    logs_of,
+    search_of,
+)
+from kvcache.core.hits import next_skip, num_skipped
+from kvcache.core.machine import (
+    BOOK,
+    BYTE_ROWS,
+    INT,
+    INT_ROWS,
+    INTS,
+    NEW_INT_ROWS,
+    NEW_INTS,
+    NOTHING,
+    address_of,
+    copy,
+    kernel,
+    routine,
+)
+from kvcache.core.pool import hold, release, take
+from kvcache.core.prefix_tree import add_child, find_child, prune
+
+_types: Any = types
+
+BUSY, LATE, FILLED, SINGLE, SINGLE_UNIT, LONG, NUM_PLACES = range(7)
+"""Lines of what `inspect` and `serve` find of a batch: places of rows for which something is to be
+done, that skip, that fill a unit; and of these, once they have their slots, those that fill only
+the next one, which unit that is, and the others."""
+
+SKIP, COUNT, GROW, ALL = range(4)
+"""What `tend` and `serve` do."""
+
+
+@routine
+def note_limits(book: Any, r: int) -> None:
+    """Note how far a row can go on before anything must be done for it."""
+    c = columns_of(book)
+    capacity = skip = np.int64(NEVER)
+    for g in range(len(c.group)):
+        columns = np.int64(c.row[r, COLUMNS + 2 * g])
+        capacity = min(capacity, columns * np.int64(c.group[g, SIZE]))
+        skip = min(skip, next_skip(book, g, np.int64(c.row[r, KEPT + 2 * g])))
+    if c.row[r, FLAGS] & IS_SHARING:
+        capacity = np.int64(0)  # it must be looked at before every write
+    c.row[r, CAPACITY], c.row[r, SKIP_AT] = capacity, skip
+
+
+@routine
+def note_change(book: Any, slot: int, g: int, line: int, first: int, count: int) -> None:
+    """Write down that so many columns of a table are new from `first` on."""
+    c = columns_of(book)
+    log = logs_of(book)
+    at, to = c.number[NUM_CHANGES], c.number[NUM_IDS]
+    if at >= log.change.shape[1] or to + count > len(log.ids):
+        c.number[IS_FULL] = 1
+        return
+    log.change[0, at], log.change[1, at] = slot, g
+    log.change[2, at], log.change[3, at] = first, count
+    for i in range(count):
+        log.ids[to + i] = c.table[line, first + i]
+    c.number[NUM_CHANGES], c.number[NUM_IDS] = at + 1, to + count
+
+
+@routine
+def lacking(book: Any, g: int, held: int, computed: int, slot_tokens: int) -> int:
+    """Return how many blocks a table of `held` columns needs for so many tokens; columns that
+    nobody reads after `computed` need none."""
+    c = columns_of(book)
+    total = (slot_tokens + c.group[g, SIZE] - 1) // c.group[g, SIZE]
+    return max(np.int64(0), total - max(held, min(num_skipped(book, g, computed), total)))
+
+
+@routine
+def growth(book: Any, r: int, computed: int, slot_tokens: int) -> int:
+    """Return how many blocks `grow` takes."""
+    c = columns_of(book)
+    needed = np.int64(0)
+    for g in range(len(c.group)):
+        needed += lacking(book, g, np.int64(c.row[r, COLUMNS + 2 * g]), computed, slot_tokens)
+    return needed
+
+
+@routine
+def grow(book: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
+    """Extend a row's tables for so many tokens, null where nobody reads; there is room."""
+    c = columns_of(book)
+    for g in range(len(c.group)):
+        size, line = np.int64(c.group[g, SIZE]), r * len(c.group) + g
+        held = np.int64(c.row[r, COLUMNS + 2 * g])
+        total = (slot_tokens + size - 1) // size
+        if total > held:
+            first = max(held, min(num_skipped(book, g, computed), total))
+            for i in range(held, first):
+                c.table[line, i] = 0
+            take(book, line, first, total - first)
+            c.row[r, COLUMNS + 2 * g] = total
+            note_change(book, slot, g, line, held, total - held)
+    note_limits(book, r)
+
+
+@routine
+def skip(book: Any, r: int, computed: int, front: int) -> int:
+    """Give back what nobody reads any more, group by group, right to left; see `release`."""
+    c = columns_of(book)
+    for g in range(len(c.group)):
+        if c.group[g, KIND] == FULL:
+            continue
+        start, line = np.int64(c.row[r, KEPT + 2 * g]), r * len(c.group) + g
+        end = min(num_skipped(book, g, computed), np.int64(c.row[r, COLUMNS + 2 * g]))
+        if end > start:
+            for i in range(end - 1, start - 1, -1):
+                b = np.int64(c.table[line, i])
+                if b:
+                    front = release(book, b, front)
+                    c.table[line, i] = 0
+            c.row[r, KEPT + 2 * g] = end
+    note_limits(book, r)
+    return front
+
+
+@routine
+def stand(book: Any, r: int, n: int, num_units: int) -> None:
+    """Let a row stand on node `n`, behind so many units, and no longer where it stood."""
+    c = columns_of(book)
+    before = np.int64(c.row[r, LAST])
+    c.node[n, STANDING] += 1
+    c.row[r, LAST], c.row[r, UNITS] = n, num_units
+    if before:
+        c.node[before, STANDING] -= 1
+        if c.node[before, STANDING] == 0:
+            prune(book, before)
+
+
+@routine
+def publish(book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, digests: Any) -> None:
+    """Put a row's full units up to `end` into the tree.
+
+    `tokens`, `keys` and `digests` begin with unit `base`; the latter two may be empty: then extra
+    keys are the row's, and digests are made when somebody needs them.
+    """
+    c = columns_of(book)
+    s = search_of(book)
+    log = logs_of(book)
+    unit, num_groups = c.tokens.shape[1], len(c.group)
+    parent, at = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS])
+    serial, u = c.number[SERIAL], np.int64(c.row[r, UNITS])
+    while u < end:
+        start = (u - base) * unit
+        own = np.int64(c.row[r, FIRST_KEYS]) if u == 0 else np.int64(c.row[r, OTHER_KEYS])
+        if len(keys):
+            own = np.int64(keys[u - base])
+        n = find_child(book, parent, own, tokens, start)
+        if n == 0:
+            n = add_child(book, parent, own, tokens, start)
+            if n == 0:  # no node is left: the row caches nothing more
+                c.row[r, FLAGS] |= IS_MUTE
+                break
+        if len(digests) and c.node[n, KEYS] & 1 == 0:
+            copy(address_of(s.digest, n), address_of(digests, u - base), s.digest.shape[1])
+            c.node[n, KEYS] |= 1
+        for g in range(num_groups):
+            of_block = c.group[g, LENGTH]
+            if of_block > 1 and (u + 1) % of_block:
+                continue
+            column = (u + 1) // of_block - 1
+            mine = np.int64(0)
+            if column < c.row[r, COLUMNS + 2 * g]:
+                mine = np.int64(c.table[r * num_groups + g, column])
+            cached = np.int64(c.node[n, BLOCK + 2 * g])
+            if mine == 0 or mine == cached:
+                continue
+            if cached:
+                if c.group[g, KIND] == FULL:
+                    hold(book, cached)
+                    c.row[r, DOUBLES] += 1
+            elif c.block[mine, NODE] == 0:
+                c.node[n, BLOCK + 2 * g] = mine
+                c.node[n, OWNER + 2 * g] = serial
+                c.block[mine, NODE] = n
+                to = c.number[NUM_NOTES]
+                if to < len(log.note):
+                    log.note[to, 0], log.note[to, 1], log.note[to, 2] = n, g, r
+                    log.note[to, 3], log.note[to, 4] = c.row[r, GENERATION], c.row[r, ROOT]
+                    c.number[NUM_NOTES] = to + 1
+                else:
+                    c.number[IS_FULL] = 1
+        parent = n
+        u += 1
+    if u > at:
+        stand(book, r, parent, u)
+
+
+@routine
+def rewind(book: Any, r: int, num_units: int) -> None:
+    """Let a row stand behind so many units again; it may publish those behind once more."""
+    c = columns_of(book)
+    n, u, front = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(0)
+    while u > num_units:
+        if c.row[r, DOUBLES]:
+            for g in range(len(c.group)):
+                if c.group[g, KIND] == FULL and u % c.group[g, LENGTH] == 0:
+                    column = u // c.group[g, LENGTH] - 1
+                    cached = np.int64(c.node[n, BLOCK + 2 * g])
+                    if cached and cached != c.table[r * len(c.group) + g, column]:
+                        front = release(book, cached, front)
+                        c.row[r, DOUBLES] -= 1
+        n = np.int64(c.node[n, PARENT])
+        u -= 1
+    stand(book, r, n, u)
+
+
+@routine
+def open_row(
+    book: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
+    spare: int,
+) -> int:  # fmt: skip
+    """Let a new row adopt the hit in `found`, of which the tree has `depth` units in `path`; return
+    how many blocks more it needs, or -1, unchanged, where there is no room."""
+    c = columns_of(book)
+    s = search_of(book)
+    num_groups, needed, unheld = len(c.group), np.int64(0), np.int64(0)
+    for g in range(num_groups):
+        num_hit = hit_tokens // c.group[g, SIZE]
+        needed += lacking(book, g, num_hit, computed, slot_tokens)
+        for i in range(min(num_skipped(book, g, computed), num_hit), num_hit):
+            b = np.int64(s.found[g, i])
+            unheld += b != 0 and c.block[b, REF] == 0
+    if needed + unheld > c.number[FREE] - spare:
+        return np.int64(-1)
+    for g in range(num_groups):
+        num_hit, line = hit_tokens // c.group[g, SIZE], r * num_groups + g
+        kept = num_hit
+        for i in range(num_hit - 1, -1, -1):
+            b = np.int64(s.found[g, i]) if i >= num_skipped(book, g, computed) else np.int64(0)
+            c.table[line, i] = b
+            if b:
+                kept = i
+        for i in range(kept, num_hit):
+            if c.table[line, i]:
+                hold(book, np.int64(c.table[line, i]))
+        c.row[r, COLUMNS + 2 * g], c.row[r, KEPT + 2 * g] = num_hit, kept
+    c.row[r, ROOT], c.row[r, LAST], c.row[r, DOUBLES] = root, 0, 0
+    stand(book, r, np.int64(s.path[depth - 1]) if depth else root, depth)
+    return needed
+
+
+@kernel(INT, BOOK, INT, INT, INT, INT, INT, INT, INT, INT, INTS, INTS, BYTE_ROWS)
+def admit(
+    book: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
+    spare: int, end: int, tokens: Any, keys: Any, digests: Any,
+) -> int:  # fmt: skip
+    """Open a row, take its blocks and publish its units up to `end`; -1: no room. With an `end`
+    below 0 the row is only opened; returns how many blocks more it needs."""
+    needed = open_row(book, r, root, depth, hit_tokens, computed, slot_tokens, spare)
+    if needed >= 0 and end >= 0:
+        grow(book, r, 0, computed, slot_tokens)
+        if end > depth:
+            publish(book, r, end, 0, tokens, keys, digests)
+    return needed
+
+
+@kernel(INT, BOOK, INT, INT, INT, INT)
+def tend(book: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
+    """Let one row SKIP or GROW, for which there is room; return how many blocks it lacks before."""
+    if what == SKIP:
+        skip(book, r, computed, np.int64(0))
+    needed = growth(book, r, computed, slot_tokens)
+    if what == GROW:
+        grow(book, r, np.int64(0), computed, slot_tokens)
+    return needed
+
+
+@kernel(NOTHING, BOOK, INT, INT, INT, INTS, INTS, BYTE_ROWS)
+def publish_row(
+    book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, digests: Any
+) -> None:
+    """Publish one row's units."""
+    publish(book, r, end, base, tokens, keys, digests)
+
+
+@kernel(NOTHING, BOOK, INT, INT)
+def rewind_row(book: Any, r: int, num_units: int) -> None:
+    """Let a row stand behind fewer units."""
+    rewind(book, r, num_units)
+
+
+@kernel(NOTHING, BOOK, INT)
+def limit_row(book: Any, r: int) -> None:
+    """Note a row's limits again."""
+    note_limits(book, r)
+
+
+@kernel(NOTHING, BOOK, INT)
+def free_row(book: Any, r: int) -> None:
+    """Give all blocks of a row back, and close it: single ones first, each group from its end,
+    then those of ordered groups, the last tokens' first."""
+    c = columns_of(book)
+    num_groups, front = len(c.group), np.int64(0)
+    for g in range(num_groups):
+        if c.group[g, KIND] != FULL:
+            line = r * num_groups + g
+            for i in range(c.row[r, COLUMNS + 2 * g] - 1, c.row[r, KEPT + 2 * g] - 1, -1):
+                b = np.int64(c.table[line, i])
+                if b:
+                    front = release(book, b, front)
+            c.row[r, COLUMNS + 2 * g] = 0
+    n, u = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS])
+    num_left = c.number[NUM_ORDERED]
+    while num_left:
+        best, most = np.int64(-1), np.int64(0)
+        num_left = np.int64(0)
+        for g in range(num_groups):
+            if c.group[g, KIND] == FULL:
+                end = np.int64(c.row[r, COLUMNS + 2 * g]) * c.group[g, LENGTH]
+                if end > 0:
+                    num_left += 1
+                    if end > most:
+                        best, most = g, end
+        if best < 0:
+            break
+        column = np.int64(c.row[r, COLUMNS + 2 * best]) - 1
+        # Where only one group is left, its blocks go in one sweep.
+        last = column if num_left > 1 else np.int64(0)
+        of_block = np.int64(c.group[best, LENGTH])
+        for i in range(column, last - 1, -1):
+            b = np.int64(c.table[r * num_groups + best, i])
+            if c.row[r, DOUBLES] and (i + 1) * of_block <= c.row[r, UNITS]:
+                while u > (i + 1) * of_block:
+                    n = np.int64(c.node[n, PARENT])
+                    u -= 1
+                cached = np.int64(c.node[n, BLOCK + 2 * best])
+                if cached and cached != b:
+                    front = release(book, cached, front)
+            if b:
+                front = release(book, b, front)
+        c.row[r, COLUMNS + 2 * best] = last
+    n = np.int64(c.row[r, LAST])
+    c.node[n, STANDING] -= 1
+    for g in range(num_groups):
+        c.row[r, COLUMNS + 2 * g] = c.row[r, KEPT + 2 * g] = 0
+    for i in range(DOUBLES + 1):
+        c.row[r, i] = 0
+    c.row[r, GENERATION] += 1
+    if c.node[n, STANDING] == 0:
+        prune(book, n)
+
+
+# --- many rows ---------------------------------------------------------------------------------
+
+
+@kernel(_types.UniTuple(INT, 5), BOOK, INT, INTS, INTS, INTS, INTS, NEW_INT_ROWS)
+def inspect(
+    book: Any, publishes: int, rows: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any
+) -> Any:
+    """Find the rows of a batch for which something is to be done; return how many those are, how
+    many skip, how many fill a unit, whether one shares what it may write, and the place of one that
+    wants to cache tokens for which it wants no slots, or -1. Changes nothing."""
+    c = columns_of(book)
+    unit = c.tokens.shape[1]
+    num_busy = num_late = num_filled = is_sharing = np.int64(0)
+    for i in range(len(rows)):
+        r = rows[i]
+        is_late = computed[i] >= c.row[r, SKIP_AT]
+        is_filled = cached[i] >= (np.int64(c.row[r, UNITS]) + 1) * unit
+        if is_filled and (publishes == 0 or c.row[r, FLAGS] & IS_MUTE):
+            is_filled = False
+        if not (is_late or is_filled or slot_tokens[i] > c.row[r, CAPACITY]):
+            continue
+        if cached[i] > slot_tokens[i]:
+            return num_busy, num_late, num_filled, is_sharing, i
+        places[BUSY, num_busy] = i
+        num_busy += 1
+        if is_late:
+            places[LATE, num_late] = i
+            num_late += 1
+        if is_filled:
+            places[FILLED, num_filled] = i
+            num_filled += 1
+        if c.row[r, FLAGS] & IS_SHARING:
+            is_sharing = np.int64(1)
+    return num_busy, num_late, num_filled, is_sharing, np.int64(-1)
+
+
+@routine
+def _skip_rows(book: Any, rows: Any, computed: Any, places: Any, num_late: int) -> None:
+    front = np.int64(0)
+    for k in range(num_late):
+        i = places[LATE, k]
+        front = skip(book, np.int64(rows[i]), np.int64(computed[i]), front)
+
+
+@routine
+def _grant_rows(
+    book: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
+    num_free: int, is_reserved: Any,
+) -> int:  # fmt: skip
+    total = np.int64(0)
+    for k in range(num_busy):
+        i = places[BUSY, k]
+        needed = growth(book, np.int64(rows[i]), np.int64(computed[i]), np.int64(slot_tokens[i]))
+        if total + needed <= num_free:
+            total += needed
+        else:
+            is_reserved[i] = 0
+    return total
+
+
+@routine
+def _grow_rows(
+    book: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
+    num_busy: int, num_filled: int, is_reserved: Any,
+) -> Any:  # fmt: skip
+    c = columns_of(book)
+    unit = c.tokens.shape[1]
+    for k in range(num_busy):
+        i = places[BUSY, k]
+        if is_reserved[i] and slot_tokens[i] > c.row[rows[i], CAPACITY]:
+            grow(
+                book, np.int64(rows[i]), np.int64(slots[i]), np.int64(computed[i]),
+                np.int64(slot_tokens[i]),
+            )  # fmt: skip
+    num_single = num_long = np.int64(0)
+    for k in range(num_filled):
+        i = places[FILLED, k]
+        if is_reserved[i]:
+            r = rows[i]
+            is_single = cached[i] // unit == c.row[r, UNITS] + 1
+            if is_single and c.row[r, FLAGS] & HAS_ITEMS == 0:
+                places[SINGLE, num_single] = i
+                places[SINGLE_UNIT, num_single] = c.row[r, UNITS]
+                num_single += 1
+            else:
+                places[LONG, num_long] = i
+                num_long += 1
+    return num_single, num_long
+
+
+@kernel(INT, BOOK, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, NEW_INTS)
+def grant_rows(
+    book: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
+    num_free: int, is_reserved: Any,
+) -> int:  # fmt: skip
+    """Say, in order, which busy rows can have all they lack; return how many blocks that is."""
+    return _grant_rows(book, rows, computed, slot_tokens, places, num_busy, num_free, is_reserved)
+
+
+@kernel(
+    _types.UniTuple(INT, 2), BOOK, INTS, INTS, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, INT, INT,
+    NEW_INTS,
+)  # fmt: skip
+def serve(
+    book: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
+    num_busy: int, num_late: int, num_filled: int, what: int, is_reserved: Any,
+) -> Any:  # fmt: skip
+    """Let busy rows SKIP, or GROW where `is_reserved` says so, or do ALL: skip, find who can have
+    all its blocks, grow. Sort those that fill units; return how many fill one, and how many others
+    there are."""
+    c = columns_of(book)
+    if what != GROW:
+        _skip_rows(book, rows, computed, places, num_late)
+    if what == ALL:
+        _grant_rows(
+            book, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
+        )
+    if what == SKIP:
+        return np.int64(0), np.int64(0)
+    return _grow_rows(
+        book, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled, is_reserved
+    )
+
+
+@kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, INTS, BYTE_ROWS)
+def publish_units(
+    book: Any, rows: Any, places: Any, tokens: Any, no_keys: Any, no_digests: Any
+) -> None:
+    """Publish the next unit of rows: `tokens[k]` are those of the row at `places[k]`."""
+    c = columns_of(book)
+    for k in range(len(places)):
+        r = np.int64(rows[places[k]])
+        u = np.int64(c.row[r, UNITS])
+        publish(book, r, u + 1, u, tokens[k], no_keys, no_digests)
+
+
+@kernel(NOTHING, BOOK, INT, INT, INTS, NEW_INTS)
+def share(book: Any, parent: int, child: int, ends: Any, num_units_and_last: Any) -> None:
+    """Let row `child` have the first `ends[g]` columns of row `parent`, and hold their blocks; it
+    stands where the parent stands, but behind `num_units_and_last[0]` units at most."""
+    c = columns_of(book)
+    num_groups = len(c.group)
+    n, u = np.int64(c.row[parent, LAST]), np.int64(c.row[parent, UNITS])
+    while u > num_units_and_last[0]:
+        n = np.int64(c.node[n, PARENT])
+        u -= 1
+    c.row[child, ROOT], c.row[child, LAST] = c.row[parent, ROOT], 0
+    c.row[child, DOUBLES] = 0
+    for g in range(num_groups):
+        source, line = parent * num_groups + g, child * num_groups + g
+        for i in range(ends[g]):
+            b = np.int64(c.table[source, i])
+            c.table[line, i] = b
+            if b:
+                hold(book, b)
+        c.row[child, COLUMNS + 2 * g] = ends[g]
+        c.row[child, KEPT + 2 * g] = min(np.int64(ends[g]), np.int64(c.row[parent, KEPT + 2 * g]))
+    stand(book, child, n, u)
+    m = n
+    while c.row[parent, DOUBLES] and u > 0:
+        for g in range(num_groups):
+            if c.group[g, KIND] == FULL and u % c.group[g, LENGTH] == 0:
+                column = u // c.group[g, LENGTH] - 1
+                cached = np.int64(c.node[m, BLOCK + 2 * g])
+                if cached and cached != c.table[child * num_groups + g, column]:
+                    hold(book, cached)
+                    c.row[child, DOUBLES] += 1
+        m = np.int64(c.node[m, PARENT])
+        u -= 1
+    note_limits(book, child)
+
+
+@kernel(NOTHING, BOOK, INT, INT, INT, INT)
+def replace_block(book: Any, r: int, g: int, column: int, b: int) -> None:
+    """Put a block, which is held for it, into a column; the one there before is given back."""
+    c = columns_of(book)
+    line = r * len(c.group) + g
+    before = np.int64(c.table[line, column])
+    c.table[line, column] = b
+    release(book, before, 0)
+    note_change(book, 0, g, line, column, 1)

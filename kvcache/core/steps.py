@@ -1,0 +1,284 @@
+"""Steps: what waits for a client's forwards, by the serials that nodes carry.
+
+Each step that makes something hittable has a serial; `client` says whose it is. Completing a step
+clears that entry, so that all that carries the serial is sealed at once, whatever its number.
+Serials are given out in order and renumbered when the ring is full. Refuses steps that go back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcache.core.columns import (
+    BLOCK,
+    FULL,
+    GENERATION,
+    KIND,
+    LENGTH,
+    NEXT_NODE,
+    NUM_STEPS,
+    OWNER,
+    PARENT,
+    SEALED_BELOW,
+    SERIAL,
+    UNITS,
+    Books,
+    columns_of,
+)
+from kvcache.core.machine import BOOK, INT, NEW_INT_ROWS, kernel
+from kvcache.core.prefix_tree import is_sealed
+from kvcache.core.rows import rewind_row
+from kvcache.errors import RequestError
+
+NodeNotes = Any
+
+
+@kernel(INT, BOOK, NEW_INT_ROWS, INT, NEW_INT_ROWS)
+def settle_notes(book: Any, notes: Any, serial: int, waiting: Any) -> int:
+    """Move those of a step's notes that still stand to the front, and return how many they are.
+
+    What continues a block that waits for another client's step waits for that step, too: nobody is
+    told of a content before its parent. The serial of that step is in `waiting`, 0 for others.
+    """
+    c = columns_of(book)
+    count = 0
+    for i in range(len(notes)):
+        n, g = np.int64(notes[i, 0]), np.int64(notes[i, 1])
+        if c.node[n, BLOCK + 2 * g] == 0 or c.node[n, OWNER + 2 * g] != serial:
+            continue
+        for k in range(notes.shape[1]):
+            notes[count, k] = notes[i, k]
+        waiting[count, 0] = 0
+        if c.group[g, KIND] == FULL:
+            above = n
+            for _ in range(c.group[g, LENGTH]):
+                above = np.int64(c.node[above, PARENT])
+            owner = np.int64(c.node[above, OWNER + 2 * g])
+            if owner != serial and c.node[above, PARENT] and not is_sealed(book, owner):
+                c.node[n, OWNER + 2 * g] = owner
+                waiting[count, 0] = owner
+        count += 1
+    return count
+
+
+@dataclass(eq=False)
+class OpenStep:
+    """A step that made something hittable: what, and which rows did, from which unit on.
+
+    `rows` are row, generation of the row and unit, shape `(n, 3)` each.
+    """
+
+    client: int
+    step: int
+    serial: int
+    notes: list[NodeNotes] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+
+
+class StepBook:
+    """The open step of one core, and the steps that wait, by client and in order."""
+
+    def __init__(self, books: Books) -> None:
+        """Know no step."""
+        self._books = books
+        self._current: OpenStep | None = None
+        self._client_id = ""
+        self._waiting: dict[str, deque[OpenStep]] = {}
+        self._numbers: dict[str, int] = {}
+        self._next_serial = 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is open."""
+        return self._current is not None
+
+    @property
+    def client(self) -> int:
+        """The number of the open step's client, 0 where none is open."""
+        return 0 if self._current is None else self._current.client
+
+    def open(self, client_id: str, step: int) -> None:
+        """Open a step; raises RequestError, unchanged, if a later one of the client waits."""
+        waiting = self._waiting.get(client_id)
+        if not client_id or step < 0 or (waiting and waiting[-1].step > step):
+            latest = f", whose latest is {waiting[-1].step}" if waiting else ""
+            raise RequestError(
+                f"cannot open step {step} of client {client_id!r}{latest}: a client has a name, "
+                "and its step numbers count up from 0 or more"
+            )
+        self.close()
+        number = self._numbers.get(client_id)
+        if number is None:
+            used = set(self._numbers.values())
+            number = next(i for i in range(1, len(used) + 2) if i not in used)
+            self._numbers[client_id] = number
+        self._client_id = client_id
+        self._begin(number, step)
+
+    def close(self) -> None:
+        """End the open step, if any."""
+        if self._current is None:
+            return
+        self._end_current()
+        self._current = None
+        self._books.columns.number[SERIAL] = 0
+        self._forget_if_idle(self._client_id)
+
+    def note_rows(self, rows: Any) -> None:
+        """Remember that rows published from these units on: row, generation, unit."""
+        if self._current is not None:
+            self._current.rows.append(rows)
+
+    def note_row(self, r: int) -> None:
+        """Remember that a row is about to publish."""
+        if self._current is not None:
+            row = self._books.columns.row
+            self._current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS))])
+
+    def note(self, notes: NodeNotes) -> None:
+        """Remember what became hittable. A step is open."""
+        if self._current is not None:
+            self._current.notes.append(notes)
+
+    def complete(self, client_id: str, through_step: int) -> list[NodeNotes]:
+        """Seal the client's steps up to `through_step`; return what of them is sealed now."""
+        self._keep_current()
+        waiting, sealed = self._waiting.get(client_id), []
+        c = self._books.columns
+        while waiting and waiting[0].step <= through_step:
+            step = waiting.popleft()
+            if step.notes:
+                notes = self.settled(np.concatenate(step.notes), step.serial)
+                if len(notes):
+                    sealed.append(notes)
+            c.client[step.serial & (NUM_STEPS - 1)] = 0
+        self._after(client_id)
+        return sealed
+
+    def take_failed(self, client_id: str, from_step: int) -> list[OpenStep]:
+        """Forget the client's steps from `from_step` on, rewind the rows that published in them,
+        and return them, last ones first. What they made hittable is still there: `end_failed` comes
+        after that is gone."""
+        self._keep_current()
+        waiting, failed = self._waiting.get(client_id), []
+        row, book = self._books.columns.row, self._books.book
+        while waiting and waiting[-1].step >= from_step:
+            step = waiting.pop()
+            failed.append(step)
+            for rows in reversed(step.rows):
+                for r, generation, units in rows if isinstance(rows, list) else rows.tolist():
+                    if row.item(r, GENERATION) == generation and row.item(r, UNITS) > units:
+                        rewind_row(book, r, units)
+        return failed
+
+    def end_failed(self, client_id: str, failed: list[OpenStep]) -> None:
+        """All that these steps made hittable is gone."""
+        for step in failed:
+            self._books.columns.client[step.serial & (NUM_STEPS - 1)] = 0
+        self._after(client_id)
+
+    def clear(self) -> None:
+        """Let nothing wait. Nothing carries a serial any more."""
+        self._waiting.clear()
+        self._books.columns.client[:] = 0
+        current, self._current = self._current, None
+        self._numbers = {} if current is None else {self._client_id: current.client}
+        self._next_serial = 1
+        self._books.columns.number[SEALED_BELOW] = 1
+        if current is not None:
+            self._begin(current.client, current.step)
+
+    def settled(self, notes: NodeNotes, serial: int = 0) -> NodeNotes:
+        """Return what of a step's notes still stands and is sealed with it; without a serial, of
+        what was made hittable outside any step. What continues another client's unsealed blocks is
+        left to that client's step."""
+        waiting = np.zeros((len(notes), 1), np.int32)
+        count = settle_notes(self._books.book, notes, serial, waiting)
+        notes, owners = notes[:count], waiting[:count, 0]
+        if np.count_nonzero(owners):
+            for owner in np.unique(owners[owners != 0]).tolist():
+                moved = np.ascontiguousarray(notes[owners == owner])
+                self._step_of(owner).notes.append(moved)
+            notes = np.ascontiguousarray(notes[owners == 0])
+        return notes
+
+    def waiting(self) -> list[tuple[str, OpenStep]]:
+        """Return all steps that wait, the open one left out. For audits."""
+        self._keep_current()
+        return [(client, step) for client, steps in self._waiting.items() for step in steps]
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _begin(self, client: int, step: int) -> None:
+        """Open a step with the next serial, which it gives back if it makes nothing hittable."""
+        number = self._books.columns.number
+        oldest = int(number[SEALED_BELOW])
+        if self._next_serial - oldest >= NUM_STEPS - 1:
+            self._renumber()
+        self._current = OpenStep(client, step, self._next_serial)
+        self._books.columns.client[self._next_serial & (NUM_STEPS - 1)] = client
+        number[SERIAL] = self._next_serial
+        self._next_serial += 1
+
+    def _keep_current(self) -> None:
+        """Let the open step wait, if it made anything hittable; it goes on under another serial."""
+        current = self._current
+        if current is not None:
+            self._end_current()
+            self._begin(current.client, current.step)
+
+    def _end_current(self) -> None:
+        current = self._current
+        if current is None:
+            return
+        if current.rows or current.notes:
+            self._waiting.setdefault(self._client_id, deque()).append(current)
+        else:
+            self._books.columns.client[current.serial & (NUM_STEPS - 1)] = 0
+            self._next_serial = current.serial
+
+    def _step_of(self, serial: int) -> OpenStep:
+        return next(s for steps in self._waiting.values() for s in steps if s.serial == serial)
+
+    def _after(self, client_id: str) -> None:
+        """Note below which serial all steps are sealed."""
+        oldest = min(
+            (step.serial for steps in self._waiting.values() for step in steps),
+            default=self._next_serial if self._current is None else self._current.serial,
+        )
+        self._books.columns.number[SEALED_BELOW] = oldest
+        self._forget_if_idle(client_id)
+
+    def _forget_if_idle(self, client_id: str) -> None:
+        if not self._waiting.get(client_id):
+            self._waiting.pop(client_id, None)
+            if self._current is None or self._client_id != client_id:
+                self._numbers.pop(client_id, None)
+
+    def _renumber(self) -> None:
+        """Give waiting steps the lowest serials, in order; the open one gets its own after that."""
+        c = self._books.columns
+        steps = sorted(
+            (step for steps in self._waiting.values() for step in steps), key=lambda s: s.serial
+        )
+        if len(steps) >= NUM_STEPS - 2:
+            raise RequestError(
+                f"{len(steps)} steps wait to be completed: complete or fail those of clients that "
+                "have gone"
+            )
+        end = int(c.number[NEXT_NODE])
+        owners = c.node[:end, OWNER::2]
+        numbers = np.zeros(self._next_serial, np.int32)
+        for serial, step in enumerate(steps, 1):
+            numbers[step.serial] = serial
+        owners[:] = numbers[owners]
+        c.client[:] = 0
+        for serial, step in enumerate(steps, 1):
+            step.serial = serial
+            c.client[serial] = step.client
+        c.number[SEALED_BELOW] = 1
+        self._next_serial = len(steps) + 1

@@ -1,0 +1,219 @@
+"""What a core tells others: label, unlabel, zero and copy commands, stored and removed events.
+
+Commands wait here, in order, until they are taken; events go to the sink at once, one per unbroken
+stretch of blocks. All that is said of blocks is gathered in one call for each group. Refuses to
+decide what is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.arrays import Int32Array, int32_array
+from kvcache.blocks.extra_keys import extra_keys_bytes
+from kvcache.blocks.pending_copies import PendingCopies
+from kvcache.blocks.prefix_table import namespace_name
+from kvcache.commands import Command, Copy, Label, Unlabel, Zero
+from kvcache.core.columns import LENGTH, SIZE, Books
+from kvcache.core.digesting import Digester, describe
+from kvcache.core.protocol import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EventSink,
+    NullEventSink,
+    OffloadHooks,
+)
+from kvcache.digests import PackedDigests
+from kvcache.hash_algorithms import BlockHash, ExtraKey, ExtraKeys
+from kvcache.labels import join_labels
+from kvcache.request import Namespace
+
+NodeNotes = Any
+"""What became hittable: node, group, row, generation of the row, root. Shape `(n, 5)`, int32."""
+
+
+class Teller:
+    """Commands that wait to be taken, and the way to the event sink and the tiers below."""
+
+    def __init__(
+        self,
+        books: Books,
+        digester: Digester,
+        sink: EventSink,
+        *,
+        medium: str,
+        told_groups: frozenset[int],
+        has_workers: bool,
+        none_hash: bytes,
+        offload: OffloadHooks | None,
+        namespaces: dict[int, Namespace],
+        slots_of: Callable[[NodeNotes], Int32Array],
+    ) -> None:
+        """Collect commands only if there are workers; publish events of `told_groups` only.
+
+        `namespaces` are those of roots, a live view; `slots_of` says whose slots blocks came from.
+        """
+        self.has_workers = has_workers
+        self.told_groups = frozenset() if type(sink) is NullEventSink else told_groups
+        self.offload = offload
+        self.tells = has_workers or bool(self.told_groups) or offload is not None
+        self.needs_digests = has_workers or bool(self.told_groups)
+        self.copies = PendingCopies()
+        self._books, self._digester, self._sink = books, digester, sink
+        self._medium, self._none_hash = medium, none_hash
+        self._namespaces, self._slots_of = namespaces, slots_of
+        self._commands: list[Command] = []
+        # At most one of the first two is filled: the other one was turned into a command before.
+        self._unlabels: list[Int32Array] = []
+        self._labels: list[Label] = []
+        self._zeros: list[Int32Array] = []
+
+    def sealed(self, notes: NodeNotes, *, is_labelled: bool = False) -> None:
+        """Blocks have their bytes now; `is_labelled`: workers know already, no label is sent."""
+        if not self.tells or not len(notes):
+            return
+        if self.needs_digests:
+            self._digester.make(np.ascontiguousarray(notes[:, 0]))
+        group = self._books.columns.group
+        for g in range(self._books.num_groups):
+            here = notes
+            if self._books.num_groups > 1:
+                here = np.ascontiguousarray(notes[notes[:, 1] == g])
+                if not len(here):
+                    continue
+            self._tell_of(g, int(group[g, LENGTH]), here, is_labelled=is_labelled)
+
+    def forgotten(self, block_ids: Int32Array, groups: Int32Array, digests: Any) -> None:
+        """These sealed contents are gone, one of each row."""
+        self.unlabel(block_ids)
+        for g in sorted(self.told_groups) if len(block_ids) else ():
+            packed = digests[groups == g].tobytes()
+            if packed:
+                size = digests.shape[1]
+                self._sink.emit(BlocksRemoved(g, self._medium, PackedDigests(packed, size)))
+
+    def unlabel(self, block_ids: Int32Array) -> None:
+        """The labels of these blocks are void, before anything writes into them."""
+        if self.has_workers and len(block_ids):
+            self._flush_labels()
+            self._unlabels.append(block_ids)
+
+    def cleared(self) -> None:
+        """Nothing is cached any more."""
+        self._sink.emit(AllBlocksCleared())
+
+    def zero(self, block_ids: Int32Array) -> None:
+        """These blocks are to be zeroed before their first use."""
+        if self.has_workers and len(block_ids):
+            self._zeros.append(block_ids)
+
+    def take_commands(self) -> list[Command]:
+        """Return all commands since the last call, in order, and forget them."""
+        self._flush_unlabels()
+        self._flush_labels()
+        if self._zeros:
+            self._commands.append(Zero(np.concatenate(self._zeros)))
+            self._zeros = []
+        if copies := self.copies.take():
+            sources, destinations = zip(*copies, strict=True)
+            self._commands.append(Copy(int32_array(sources), int32_array(destinations)))
+        commands, self._commands = self._commands, []
+        return commands
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _flush_unlabels(self) -> None:
+        if self._unlabels:
+            self._commands.append(Unlabel(np.concatenate(self._unlabels)))
+            self._unlabels = []
+
+    def _flush_labels(self) -> None:
+        if self._labels:
+            self._commands.append(join_labels(self._labels))
+            self._labels = []
+
+    def _tell_of(self, g: int, length: int, notes: NodeNotes, *, is_labelled: bool) -> None:
+        """Tell of blocks of one group."""
+        c, count = self._books.columns, len(notes)
+        size, unit = c.digest.shape[1], c.tokens.shape[1]
+        ids, follows = np.empty(count, np.int32), np.empty(count, np.int32)
+        digests, parents = np.empty((count, size), np.uint8), np.empty((count, size), np.uint8)
+        tokens = np.empty((count, length * unit), np.int32)
+        numbers = np.empty((count, length), np.int32)
+        describe(self._books.book, notes, length, ids, digests, parents, tokens, numbers, follows)
+        keys: list[ExtraKeys | None] = []
+        if np.count_nonzero(numbers):
+            keys = [self._joined_keys(row) for row in numbers.tolist()]
+        if self.has_workers and not is_labelled:
+            self._flush_unlabels()
+            self._labels.append(
+                self._label(g, length * unit, notes, ids, digests, parents, tokens, keys)
+            )
+        if g in self.told_groups:
+            cuts = np.flatnonzero(follows == 0).tolist()
+            for start, end in zip(cuts, [*cuts[1:], count], strict=True):
+                self._emit_stored(
+                    g, int(notes[start, 4]), digests[start:end], parents[start].tobytes(),
+                    tokens[start:end].reshape(-1), tuple(keys[start:end]),
+                )  # fmt: skip
+        if self.offload is not None:
+            self.offload.on_sealed(g, ids)
+
+    def _label(
+        self, g: int, size: int, notes: NodeNotes, ids: Int32Array, digests: Any, parents: Any,
+        tokens: Any, keys: Sequence[ExtraKeys | None],
+    ) -> Label:  # fmt: skip
+        roots, places = notes[:, 4], np.zeros(len(ids), np.int32)
+        used = [int(roots[0])]
+        if (roots != roots[0]).any():
+            found, inverse = np.unique(roots, return_inverse=True)
+            used, places = found.tolist(), int32_array(inverse.reshape(-1))
+        return Label(
+            block_ids=ids,
+            groups=np.full(len(ids), g, np.int32),
+            slots=self._slots_of(notes),
+            digests=digests.tobytes(),
+            parent_digests=parents.tobytes(),
+            token_counts=np.full(len(ids), size, np.int32),
+            token_ids=tokens.reshape(-1),
+            namespaces=places,
+            namespace_names=tuple(namespace_name(self._namespaces[root]) for root in used),
+            extra_keys={i: extra_keys_bytes(each) for i, each in enumerate(keys) if each},
+        )
+
+    def _emit_stored(
+        self, g: int, root: int, digests: Any, parent: bytes, tokens: Int32Array,
+        keys: tuple[ExtraKeys | None, ...],
+    ) -> None:  # fmt: skip
+        self._sink.emit(
+            BlocksStored(
+                group=g,
+                medium=self._medium,
+                digests=PackedDigests(digests.tobytes(), digests.shape[1]),
+                parent_digest=None if parent == self._none_hash else BlockHash(parent),
+                token_ids=tokens,
+                block_size=int(self._books.columns.group[g, SIZE]),
+                namespace=self._namespaces[root],
+                extra_keys=keys,
+            )
+        )
+
+    def _joined_keys(self, numbers: Sequence[int]) -> ExtraKeys | None:
+        """Return the extra keys of a block, whose units have these: adapter, then multimodal items
+        by where they start, then the salt."""
+        if len(numbers) == 1:
+            return self._digester.keys_of(numbers[0])
+        unit = self._books.unit_tokens
+        found: dict[ExtraKey, None] = {}
+        for place, number in enumerate(numbers):
+            for key in self._digester.keys_of(number) or ():
+                of_block: ExtraKey = key
+                if len(key) == 3 and key[0] == "mm":
+                    of_block = ("mm", key[1], int(key[2]) + place * unit)
+                found[of_block] = None
+        kinds = ("lora", "mm", "cache_salt")
+        return tuple(sorted(found, key=lambda key: kinds.index(key[0]))) or None

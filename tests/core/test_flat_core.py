@@ -1,0 +1,170 @@
+"""The flat core by itself: digests, refusals, steps without end, bounded nodes, its modes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcache.commands import Label
+from kvcache.core import NullEventSink, NullOffloadHooks, Reservation, digesting
+from kvcache.core.columns import NUM_STEPS
+from kvcache.core.digesting import BY_PYTHON
+from kvcache.errors import ConfigurationError, RequestError
+from kvcache.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.manager.core_registry import CoreSettings, make_core
+from kvcache.request import LoRARequest, Request
+from kvcache.specs import KVCacheSpec
+from tests.core.builders import make_flat_core
+from tests.managers.core_builders import (
+    NONE_HASH,
+    cross,
+    full,
+    make_request,
+    mamba,
+    plan,
+    run_request,
+    window,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+ALGORITHMS = ("sha256", "sha256_cbor", "xxh3_128")
+
+
+def request_with(name: str, algorithm: str) -> Request:
+    """Return a request whose blocks have extra keys of every kind."""
+    hasher = get_request_block_hasher(4, get_hash_fn(algorithm))
+    return Request(
+        name,
+        list(range(30)),
+        lora=LoRARequest("adapter", "path"),
+        cache_salt="salt",
+        mm_positions=[(5, 9), (16, 2)],
+        mm_hashes=["one", "two"],
+        block_hasher=hasher,
+    )
+
+
+def labelled_digests(algorithm: str) -> tuple[int, bytes, list[bytes]]:
+    """Return how a core makes digests, those that it labels, and those of the request."""
+    hash_fn = get_hash_fn(algorithm)
+    none_hash = get_request_block_hasher(4, hash_fn).none_hash
+    core = make_flat_core(20, hash_fn=hash_fn, none_hash=none_hash)
+    request = request_with("r", algorithm)
+    hit = core.look_up(request)
+    core.reserve(request, Reservation(0, 30, 30), hit)
+    (label,) = core.take_commands()
+    assert isinstance(label, Label)
+    return int(core.books.columns.word[0]), label.digests, list(request.block_hashes)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_late_digests_are_those_of_requests(algorithm: str) -> None:
+    _, labelled, expected = labelled_digests(algorithm)
+    assert labelled == b"".join(expected)
+
+
+def test_without_a_library_python_makes_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_missing(self: object) -> None:
+        raise OSError("no such library")
+
+    monkeypatch.setattr(digesting.Sha256, "__init__", is_missing)
+    way, labelled, expected = labelled_digests("sha256")
+    assert way == BY_PYTHON
+    assert labelled == b"".join(expected)
+
+
+def test_a_library_that_makes_other_digests_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digesting.Digester, "_is_right", lambda self: False)
+    way, labelled, expected = labelled_digests("xxh3_128")
+    assert way == BY_PYTHON
+    assert labelled == b"".join(expected)
+
+
+@pytest.mark.parametrize("spec", [mamba(), mamba("none"), cross()], ids=["align", "none", "cross"])
+def test_kinds_without_rules_are_refused(spec: KVCacheSpec) -> None:
+    with pytest.raises(ConfigurationError, match="core 'flat' has no rules yet"):
+        make_flat_core(20, full(), spec)
+
+
+def settings(**more: object) -> CoreSettings:
+    hash_fn = get_hash_fn("sha256")
+    return CoreSettings(
+        plan(20, full()), NONE_HASH, hash_fn, {}, True, False, "lru", NullEventSink(),
+        NullOffloadHooks(), False, True, **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_tenants_and_merged_duplicates_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="tenants"):
+        make_core("flat", settings(tenants=object()))
+    with pytest.raises(ConfigurationError, match="merge_duplicates"):
+        make_core("flat", settings(merge_duplicates=True))
+
+
+def test_steps_go_on_while_another_client_never_completes_one() -> None:
+    core = make_flat_core(60, has_workers=False)
+    core.open_step("waiting", 1)
+    first = make_request("first", [1] * 8)
+    run_request(core, first)  # type: ignore[arg-type]  # a core all the same
+    for step in range(NUM_STEPS + 50):
+        core.open_step("busy", step)
+        request = make_request("r", [step % 7] * 4 + [9] * (step % 5))
+        run_request(core, request)  # type: ignore[arg-type]
+        core.free(request)
+        core.complete_steps("busy", step)
+    core.close_step()
+    core.check()
+    other = make_request("other", [1] * 9)
+    assert core.look_up(other).num_tokens == 0
+    core.complete_steps("waiting", 1)
+    assert core.look_up(other).num_tokens == 8
+
+
+def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
+    core = make_flat_core(12, window(5), has_workers=False)
+    core.books.max_nodes = 300
+    for number in range(60):
+        request = make_request(f"r{number}", [number] * 200)
+        for end in range(8, 201, 8):
+            assert core.reserve(request, Reservation(end - 8, end, end)) is not None
+        assert len(core.books.columns.node) <= 300
+        core.free(request)
+        core.check()
+        again = make_request("again", [number] * 201)
+        assert core.look_up(again).num_tokens == 200
+
+
+def test_a_stale_hit_is_refused_and_nothing_changes() -> None:
+    core = make_flat_core(20)
+    request = make_request("r", list(range(12)))
+    run_request(core, request)  # type: ignore[arg-type]
+    other = make_request("other", list(range(12)))
+    hit = core.look_up(other)
+    core.free(request)
+    core.evict([1])
+    before = core.dump_state()
+    with pytest.raises(RequestError, match="look it up again"):
+        core.reserve(other, Reservation(hit.num_tokens, 12, 12), hit)
+    assert core.dump_state() == before
+
+
+def walk_in(environment: dict[str, str], walk: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.agreement", *walk, "--second", "flat"],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+
+
+def test_a_walk_without_compiled_code_agrees() -> None:
+    walk_in({"NUMBA_DISABLE_JIT": "1"}, ["full, window", "duplicates_pressure"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["full, window", "two full", "chunked", "EAGLE: full, window"])
+def test_walks_with_checked_indices_agree(model: str) -> None:
+    walk_in({"NUMBA_BOUNDSCHECK": "1"}, [model, "all", "--seeds", "2"])
