@@ -377,7 +377,14 @@ class Caretaker:
             ).start()
 
     def _end(self, rank: int, actor: Any, report: WorkerReport) -> None:
-        """End a process that hangs; if Ray does not notice, have Ray end it."""
+        """End a process that hangs; whatever goes wrong there, it is tried again."""
+        with self._loop.faults.contained(f"the ending of rank {rank}"):
+            self._end_and_prove(rank, actor, report)
+        if report.incarnation not in self._dead:
+            self._ending.pop(report.incarnation, None)
+
+    def _end_and_prove(self, rank: int, actor: Any, report: WorkerReport) -> None:
+        """End a process; if Ray does not notice, have Ray end it."""
         node = report.node
         logger.warning("rank %d hangs: its process %d is ended", rank, report.process_id)
         failure = end_process(
@@ -386,8 +393,7 @@ class Caretaker:
         if failure or not self._is_proven_dead(report.incarnation):
             logger.warning("rank %d is ended by Ray: %s", rank, failure or "it lives on")
             end_actor(actor)
-            if not self._is_proven_dead(report.incarnation):
-                self._ending.pop(report.incarnation, None)  # to be tried again
+            self._is_proven_dead(report.incarnation)
 
     def _is_proven_dead(self, incarnation: str) -> bool:
         """Wait a while for Ray to say that a process is dead."""

@@ -40,7 +40,7 @@ from kvcache.coordinator.phase import Phase
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
-from kvcache.errors import NotRunningError, StartupError
+from kvcache.errors import KVCacheError, NotRunningError, StartupError
 from kvcache.logs import get_logger
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTap, record_request
@@ -317,8 +317,12 @@ class CoordinatorActor:
         while not (self._is_running() or self._closed.wait(READY_POLL_S)):
             if self._clock.now() > give_up_s:
                 return  # clients ask, and hear what is missing
-        if not self._closed.is_set():
+        if self._closed.is_set():
+            return
+        try:
             write_down(self._config.name, self._node.node_id, self._endpoint_for(self._node))
+        except KVCacheError as error:  # it has taken over all the same, and not to do so again
+            logger.warning("clients have to ask where the coordinator is: %s", error)
 
     def _describe_missing(self) -> str:
         """Name the ranks that have not obeyed yet."""

@@ -29,6 +29,7 @@ def report_worker(embedded: EmbeddedWorker) -> None:
             carried.received,
             host.malformed + host.misdirected + carried.oversized + carried.foreign,
             carried.undeliverable,
+            host.faults,
         )
         return worker_samples(name, embedded.worker.statistics(), traffic)
 

@@ -205,7 +205,7 @@ WORKER_MESSAGES = _counter(
 WORKER_ERRORS = _counter(
     "kvcache_worker_errors_total",
     "What went wrong on a rank, by kind: failed_job, invalid, foreign, malformed, undeliverable, "
-    "refused_report.",
+    "refused_report, fault.",
     "rank",
     "kind",
 )

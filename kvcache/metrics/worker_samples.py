@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """Messages of a rank's process, and those that were none or went to nobody."""
+    """Messages of a rank's process, those that were none or had no receiver, and errors that
+    messages or connections caused."""
 
     num_sent: int
     num_received: int
     num_malformed: int
     num_undeliverable: int
+    num_faults: int = 0
 
 
 def worker_samples(cluster: str, figures: WorkerStatistics, traffic: RankTraffic) -> list[Sample]:
@@ -40,6 +42,7 @@ def worker_samples(cluster: str, figures: WorkerStatistics, traffic: RankTraffic
             "malformed": traffic.num_malformed,
             "undeliverable": traffic.num_undeliverable,
             "refused_report": figures.num_refused_reports,
+            "fault": traffic.num_faults,
         }.items()
     ]
 

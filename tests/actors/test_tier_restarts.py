@@ -50,7 +50,7 @@ client = cluster.client()
 for number in range(4):
     play(client, number)
 (keeper,) = find_keepers(cluster.name)
-print("keeps", ray.get(keeper.statistics.remote()).num_segments, "segments", flush=True)
+print("keeps", ray.get(keeper.report.remote()).statistics.num_segments, "segments", flush=True)
 threading.Event().wait()
 """
 

@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 
 from actors import health
+from actors.caretaker import Caretaker
+from actors.coordinator import CoordinatorActor
 from actors.health import DeathWatch, SilenceWatch
 from actors.process_ending import end_local_process
 from actors.process_start import started_ticks
 from actors.replacement import LONGEST_PAUSE_S, STABLE_S, Patience, patience_for, require_fit
 from actors.reports import NodeAddress, WorkerReport
 from kvcache.config import layer_specs
-from kvcache.errors import NotEnoughMemoryError, PlanMismatchError
+from kvcache.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
 from kvcache.planner import RankMemory
 from kvcache.planner.cluster import plan_cluster
+from kvcache.serving_loop import ServingLoop
 
 
 def test_a_process_is_silent_since_it_was_heard_last() -> None:
@@ -148,3 +151,34 @@ def test_a_stopped_process_is_ended_and_one_that_started_later_under_its_id_is_n
         process.kill()
         process.communicate()
     assert end_local_process(process.pid, ticks) == ""
+
+
+def test_a_process_whose_ending_went_wrong_is_ended_again() -> None:
+    def fail(*_: object) -> None:
+        raise ConnectionError("Ray is away")
+
+    loop = ServingLoop("caretaker", lambda: None)
+    care: Any = SimpleNamespace(
+        _loop=loop, _end_and_prove=fail, _dead={}, _ending={"p": "silent for 40 s"}
+    )
+    report = WorkerReport(0, "p", 7, NodeAddress("n", "10.0.0.7"), (), {}, RankMemory(0))
+    Caretaker._end(care, 0, None, report)
+    assert care._ending == {}
+    assert loop.statistics().last_fault == "the ending of rank 0: ConnectionError: Ray is away"
+
+
+def test_a_coordinator_that_cannot_write_down_where_it_is_has_taken_over_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ClusterError("the state store is away")
+
+    monkeypatch.setattr("actors.coordinator.write_down", fail)
+    actor: Any = SimpleNamespace(
+        _is_running=lambda: True,
+        _closed=Event(),
+        _config=SimpleNamespace(name="x"),
+        _node=NodeAddress("n", "10.0.0.7"),
+        _endpoint_for=lambda node: None,
+    )
+    CoordinatorActor._tell_clients(actor, give_up_s=0.0)

@@ -27,7 +27,7 @@ def test_every_figure_of_a_rank_has_the_labels_that_were_declared() -> None:
     tally.add("store", 500, 0.25, ok=True)
     tally.add("load", 0, 0.1, ok=False)
     transfers = TransferStatistics(jobs=MappingProxyType(dict(tally.counts())))
-    samples = worker_samples("x", statistics(transfers=transfers), RankTraffic(8, 9, 2, 1))
+    samples = worker_samples("x", statistics(transfers=transfers), RankTraffic(8, 9, 2, 1, 4))
     values = {(sample.metric, sample.labels): sample.value for sample in samples}
     assert {sample.metric for sample in samples} == set(WORKER_METRICS)
     assert all(
@@ -39,3 +39,4 @@ def test_every_figure_of_a_rank_has_the_labels_that_were_declared() -> None:
     assert values[known.COPY_JOBS, ("x", "3", "load", "failed")] == 1
     assert values[known.WORKER_MESSAGES, ("x", "3", "received")] == 9
     assert values[known.WORKER_ERRORS, ("x", "3", "foreign")] == 7
+    assert values[known.WORKER_ERRORS, ("x", "3", "fault")] == 4
