@@ -16,12 +16,16 @@ import numpy as np
 from kvcache.arrays import int32_array
 from kvcache.commands import Command, Label, Reset, Unlabel
 from kvcache.core import AllBlocksCleared, CacheEvent
+from kvcache.errors import MalformedMessageError
 from kvcache.events.feed_frames import pack_events, pack_frame, pack_state, unpack_state
 from kvcache.events.process_link import PublisherLink
 from kvcache.labels import LabelTable
+from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.offload.events import EVENT_MEDIA, OffloadingEvent
 from kvcache.offload.specs import DEVICE_MEDIUM
+
+logger = get_logger(__name__)
 
 UNSAID_NUMBERS: Final = 1 << 20
 """More than a publisher uses before it says so."""
@@ -117,6 +121,8 @@ class LinkedEventFeed:
         self._block_sizes: tuple[int, ...] = ()
         self._none_hash = b""
         self._first_seq = 0
+        self._num_unsendable = 0
+        self._is_given_up = False
 
     def emit(self, event: CacheEvent) -> None:
         """Take one event."""
@@ -136,6 +142,7 @@ class LinkedEventFeed:
             self._labels.apply(known)
         self._tiers = tiers
         self._first_seq = first_seq
+        self._is_given_up = False
         self._pending.clear()
         self._are_followed()
         self._link.forget_state()
@@ -162,10 +169,10 @@ class LinkedEventFeed:
         """Hand over what has happened, or everything to a publisher that knows nothing."""
         if self._labels is None:
             return
-        if self._link.needs_state:
+        if self._link.needs_state and not self._is_given_up:
             self._state(self._labels)
         elif self._pending:
-            self._link.send(pack_frame("batch", self._wall_time(), pack_events(self._pending)))
+            self._send("batch", self._wall_time(), pack_events(self._pending))
         self._ahead += filter(_is_of_device, self._pending[self._num_followed :])
         self._pending.clear()
         self._num_followed = 0
@@ -177,7 +184,8 @@ class LinkedEventFeed:
 
     def figures(self) -> dict[str, Any] | None:
         """Return what the publisher said last."""
-        return {**self._link.figures(), "block_size": self._block_size}
+        own = {"block_size": self._block_size, "num_unsendable_frames": self._num_unsendable}
+        return {**self._link.figures(), **own}
 
     def close(self) -> None:
         """End the publisher."""
@@ -196,12 +204,25 @@ class LinkedEventFeed:
         by_time = int(1000 * now_s) * MILLISECOND_NUMBERS
         first_seq = max(self._first_seq, self._link.last_seq + UNSAID_NUMBERS, by_time)
         state = pack_state((on_device, *below), *shape)
-        self._link.send(pack_frame("begin", first_seq, now_s, state), is_state=True)
+        self._send("begin", first_seq, now_s, state)
         ahead = [*self._ahead, *filter(_is_of_device, self._pending[self._num_followed :])]
         if AllBlocksCleared() in ahead:
             ahead += unpack_state(pack_state(below, *shape))  # it clears every medium
         if ahead:
-            self._link.send(pack_frame("batch", now_s, pack_events(ahead)))
+            self._send("batch", now_s, pack_events(ahead))
+
+    def _send(self, kind: str, *values: Any) -> None:
+        """Hand a frame over. One that the publisher could not read is not: then it is told the
+        whole state, and nothing until the next epoch where that is the frame."""
+        try:
+            frame = pack_frame(kind, *values)
+        except MalformedMessageError as error:
+            logger.error("events are not published: %s", error)
+            self._num_unsendable += 1
+            self._is_given_up |= kind == "begin"
+            self._link.forget_state()
+        else:
+            self._link.send(frame, is_state=kind == "begin")
 
     def _are_followed(self) -> None:
         self._ahead.clear()

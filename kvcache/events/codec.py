@@ -24,7 +24,7 @@ from kvcache.core import CacheEvent
 from kvcache.errors import ConfigurationError, shown
 from kvcache.events.integers import IntegerWriter, PackedArray
 from kvcache.events.translation import MEDIA, EventTranslator, group_kinds
-from kvcache.events.wire_events import RemovedEvent, StoredEvent, WireEvent
+from kvcache.events.wire_events import MAX_RANK, RemovedEvent, StoredEvent, WireEvent
 from kvcache.specs import KVCacheGroupSpec
 
 Encoding: TypeAlias = Literal["map", "array"]
@@ -81,11 +81,12 @@ class EventCodec:
                 were built before there were maps.
 
         Raises:
-            ConfigurationError: a rank that is no number from 0 on, or an unknown encoding.
+            ConfigurationError: a rank that no subscriber reads, or an unknown encoding.
         """
-        if type(data_parallel_rank) is not int or data_parallel_rank < 0:
+        if type(data_parallel_rank) is not int or not 0 <= data_parallel_rank <= MAX_RANK:
             raise ConfigurationError(
-                f"data parallel rank {shown(data_parallel_rank)}: pass an integer of at least 0"
+                f"data parallel rank {shown(data_parallel_rank)}: pass an integer from 0 to "
+                f"{MAX_RANK}"
             )
         if encoding not in ("map", "array"):
             raise ConfigurationError(

@@ -16,6 +16,7 @@ from kvcache.arrays import Int32Array
 from kvcache.errors import MalformedMessageError, shown
 from kvcache.events.codec import NUM_ALWAYS, REMOVED_KEYS, STORED_KEYS
 from kvcache.events.wire_events import (
+    MAX_RANK,
     ClearedEvent,
     EventBatch,
     Hashes,
@@ -28,7 +29,6 @@ from kvcache.events.wire_events import (
 MAX_PAYLOAD_BYTES: Final = 1 << 30
 """Longest payload that is read. A snapshot of a million blocks of 16 tokens has some 100 MB."""
 
-_MAX_RANK: Final = 1 << 20
 _MAX_TOKEN: Final = 2**31 - 1
 
 
@@ -58,7 +58,7 @@ def decode_batch(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> EventBat
         raise MalformedMessageError(
             f"an event batch of time {shown(time_s)} and events {shown(events)}"
         )
-    if type(rank) is not int or not 0 <= rank <= _MAX_RANK:
+    if type(rank) is not int or not 0 <= rank <= MAX_RANK:
         raise MalformedMessageError(f"an event batch of data-parallel rank {shown(rank)}")
     return EventBatch(float(time_s), [_event(event) for event in events], rank)
 

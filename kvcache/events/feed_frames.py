@@ -34,8 +34,20 @@ _CLEARED: Final = 2
 
 
 def pack_frame(kind: str, *values: Any) -> bytes:
-    """Return a frame."""
-    body: bytes = msgpack.packb([kind, *values])
+    """Return a frame.
+
+    Raises:
+        MalformedMessageError: values that msgpack cannot pack, or more than a reader takes.
+    """
+    try:
+        body: bytes = msgpack.packb([kind, *values])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MalformedMessageError(f"a frame of kind {kind} cannot be packed: {error}") from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise MalformedMessageError(
+            f"a frame of kind {kind} of {len(body)} bytes, at most {MAX_FRAME_BYTES} are read: "
+            "cache fewer blocks, or switch events off"
+        )
     return _LENGTH.pack(len(body)) + body
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from kvcache.arrays import Int32Array
 
 Hashes: TypeAlias = NDArray[np.uint64]
+
+MAX_RANK: Final = 1 << 20
+"""Highest data-parallel rank that is written and read."""
+
 RouterKey: TypeAlias = "str | int | tuple[str | int, ...]"
 """An extra key as routers read it: a name or salt bare, a multimodal item as hash and offset."""
 

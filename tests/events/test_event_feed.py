@@ -14,7 +14,8 @@ from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Command, Fence, Label, Reset, Unlabel
 from kvcache.coordinator.event_feed import LinkedEventFeed
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored
-from kvcache.events.feed_frames import FrameReader, unpack_events, unpack_state
+from kvcache.errors import MalformedMessageError
+from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.translation import GroupKind
 from kvcache.hash_algorithms import BlockHash
@@ -197,3 +198,52 @@ def test_numbers_of_a_cluster_that_was_launched_anew_are_above_those_of_the_one_
         feed.flush()
     begun(second, 1 << 40, now_s=1_800_000_000.1)
     assert first.publisher.last_seq + 100 < second.publisher.last_seq < 2**53
+
+
+def test_events_that_no_publisher_could_read_cost_a_statement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = Link()
+    feed = begun(link)
+    feed.emit(stored(3))
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcache.events.feed_frames.MAX_FRAME_BYTES", 50)
+        feed.flush()
+    assert (link.is_told, link.held()) == (False, {"GPU": 2, "CPU": 1})
+    link.needs_state = True
+    feed.emit(stored(4))
+    feed.flush()
+    assert link.held() == {"GPU": 4, "CPU": 1}
+    assert figures_of(feed) == 1
+
+
+def test_a_statement_that_no_publisher_could_read_is_tried_once_in_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = Link(needs_state=False)
+    feed = begun(link)
+    link.needs_state = True
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcache.events.feed_frames.MAX_FRAME_BYTES", 50)
+        for _ in range(3):
+            feed.on_tick()
+        assert figures_of(feed) == 1
+    feed.on_tick()
+    assert link.held() == {}
+    feed.begin(manager(), 6, label(1), None)
+    feed.on_tick()
+    assert link.held() == {"GPU": 1}
+
+
+def figures_of(feed: LinkedEventFeed) -> int:
+    """Return how many frames could not be sent."""
+    figures = feed.figures()
+    assert figures is not None
+    count: int = figures["num_unsendable_frames"]
+    return count
+
+
+@pytest.mark.parametrize("value", [2**64, "\ud800", object()])
+def test_a_frame_that_cannot_be_packed_is_an_error_of_ours(value: object) -> None:
+    with pytest.raises(MalformedMessageError, match=r"^a frame of kind batch cannot be packed: "):
+        pack_frame("batch", value)

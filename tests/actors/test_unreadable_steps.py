@@ -1,0 +1,89 @@
+"""Steps that cannot travel, or cannot be read, on a real cluster: an error at the call, and on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors import EmbeddedCluster, KVCacheCluster
+from actors.cluster_access import ClusterAccess
+from kvcache.errors import MalformedMessageError, RequestError
+from kvcache.request import Request
+from kvcache.step import NewRequest, StepRequest
+from tests.protocol.loose_sender import unchecked
+
+pytestmark = pytest.mark.ray
+
+MAX_CALL_S = 20.0
+"""Less than any deadline of the configuration: an error comes at once, or it is a time-out."""
+
+BAD = StepRequest(completed_step=2**63)
+LONG = StepRequest(finished=("r",) * 65_537)
+SAID = r"^StepRequest\.completed_step is 9223372036854775808: pass an integer of 64 bits$"
+
+
+def prompt(name: str) -> StepRequest:
+    return StepRequest(new=(NewRequest(name, np.arange(40, dtype=np.int32), 40),))
+
+
+def use(cluster: ClusterAccess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send what cannot travel and what cannot be read; everything else is served in between."""
+    with cluster.client() as client:
+        for bad in (BAD, LONG):
+            with pytest.raises(MalformedMessageError, match=r"^StepRequest\."):
+                client.step(bad)
+        client.wait_finished(client.step(prompt("a")).step)
+        with monkeypatch.context() as patch:
+            patch.setattr("actors.connection.encode", unchecked)
+            with pytest.raises(MalformedMessageError, match=SAID):
+                client.step(BAD, MAX_CALL_S)
+        after = client.step(StepRequest(completed_step=1, finished=("a",)))
+        client.wait_finished(after.step)
+        assert (after.step, client.usage(), client.num_resent) == (3, 0.0, 0)
+        client.attach()
+
+
+async def use_async(cluster: ClusterAccess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with a client for asyncio, and its calls."""
+    async with await cluster.async_client() as client:
+        for bad in (BAD, LONG):
+            with pytest.raises(MalformedMessageError, match=r"^StepRequest\."):
+                await client.step(bad)
+        first = await client.step(prompt("b"))
+        await client.wait_finished(first.step)
+        with monkeypatch.context() as patch:
+            patch.setattr("actors.connection.encode", unchecked)
+            with pytest.raises(MalformedMessageError, match=SAID):
+                await client.step(BAD, MAX_CALL_S)
+        with pytest.raises(RequestError, match="cannot be encoded"):
+            await client.allocate_slots(Request("c", [1]), 2**70)
+        done = await client.step(StepRequest(completed_step=first.step, finished=("b",)))
+        await client.wait_finished(done.step)
+        assert await client.usage() == 0.0
+        await client.attach()
+
+
+def test_clients_of_a_cluster_go_on(
+    shared: KVCacheCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = shared.statistics().service
+    use(shared, monkeypatch)
+    asyncio.run(use_async(shared, monkeypatch))
+    figures = shared.message_statistics()
+    assert figures is not None
+    assert figures.malformed - before.malformed == 2
+    assert "StepRequest.completed_step is 9223372036854775808" in figures.last_malformed
+
+
+def test_clients_of_an_embedded_coordinator_go_on(
+    ray_cluster: str, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedCluster.launch(make_config()) as cluster:
+        use(cluster, monkeypatch)
+        asyncio.run(use_async(cluster, monkeypatch))
+        figures = cluster.message_statistics()
+        assert figures is not None
+        assert figures.malformed == 2
