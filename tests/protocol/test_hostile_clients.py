@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,11 +17,13 @@ from kvcache.clock import VirtualClock
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.remote_calls import METHODS, pack_values
 from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.errors import MalformedMessageError
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
     Attach,
     Call,
     CallResult,
+    ClientAddress,
     Hello,
     Outgoing,
     WorkerAddress,
@@ -38,6 +40,7 @@ from kvcache.step import (
 )
 from kvcache.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
+from tests.protocol.loose_sender import unchecked
 from tests.protocol.scenario import MAX_MODEL_LEN, MODELS, config_of
 
 NUM_SEQS = 4
@@ -94,7 +97,13 @@ class Cluster:
         return manager
 
     def tell(self, message: Any) -> None:
-        self._carry(self.coordinator.on_client_message(decode(encode(message))))
+        """Take what a client says that checks nothing before it sends."""
+        payload = unchecked(message)
+        try:
+            told = self.coordinator.on_client_message(cast(Any, decode(payload)))
+        except MalformedMessageError as error:
+            told = self.coordinator.on_unreadable(ClientAddress("c"), payload, str(error))
+        self._carry(told)
 
     def _carry(self, outgoing: list[Outgoing]) -> None:
         for item in outgoing:
@@ -255,6 +264,9 @@ def play(seed: int, call_share: float) -> tuple[int, int]:
     for number in range(1, NUM_STEPS + 1):
         is_call = rng.random() < call_share
         message = hostile.call(number) if is_call else hostile.step(number)
+        if hostile.is_bad():
+            wrong = rng.choice((2**63, 2**64 - 1, "x" * 5000, 1.5, [[1]], {1: 2}))
+            message = replace(message, completed_step=wrong)
         cluster.tell(message)
         assert len(cluster.answers) == number, f"seed {seed}: no answer to {message}"
         cluster.check()
