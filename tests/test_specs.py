@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,7 +110,7 @@ def test_padding_below_the_content_or_across_elements_is_refused(padded: int) ->
 @pytest.mark.parametrize("field", ["block_size", "num_kv_heads", "head_size", "sliding_window"])
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "16"])
 def test_a_size_that_cannot_be_meant_is_refused(field: str, value: object) -> None:
-    message = f"{field} is {value!r}, but must be a whole number of at least 1: raise it"
+    message = f"{field} is {value!r}: pass an integer of at least 1"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         window(128, **{field: value})
 
@@ -246,9 +247,9 @@ def test_what_stands_in_for_a_chunk_remembers_it() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, None])
 def test_limits_that_cannot_be_meant_are_refused(value: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"^attention_chunk_size is .* at least 1: "):
+    with pytest.raises(ConfigurationError, match=r"^attention_chunk_size is .* at least 1$"):
         chunked(128, attention_chunk_size=value)
-    with pytest.raises(ConfigurationError, match=r"^max_encoder_tokens is .* at least 1: "):
+    with pytest.raises(ConfigurationError, match=r"^max_encoder_tokens is .* at least 1$"):
         cross(128, max_encoder_tokens=value)
 
 
@@ -319,12 +320,12 @@ def test_a_state_can_be_kept_at_other_places_without_a_larger_page() -> None:
         ({"shapes": None}, "shapes is None: give one list of sizes per state tensor"),
         (
             {"shapes": ((64, 0), (1,))},
-            "a size of a state's shape is 0, but must be a whole number of at least 1: raise it",
+            "a size of a state's shape is 0: pass an integer of at least 1",
         ),
         ({"mamba_cache_mode": "all"}, "mamba_cache_mode is 'all': use one of none, align"),
         (
             {"num_speculative_blocks": -1},
-            "num_speculative_blocks is -1, but must be a whole number of at least 0: raise it",
+            "num_speculative_blocks is -1: pass an integer of at least 0",
         ),
         (
             {"page_size_padded": 4476},
@@ -510,9 +511,7 @@ def test_a_plan_with_a_wrong_value_is_refused_by_name() -> None:
     group = KVCacheGroupSpec(["a"], full())
     data = KVCacheConfig(1, [KVCacheTensor(8192, ["a"])], [group]).to_dict()
     data["kv_cache_groups"][0]["kv_cache_spec"]["block_size"] = 0
-    message = (
-        "FullAttentionSpec: block_size is 0, but must be a whole number of at least 1: raise it"
-    )
+    message = "FullAttentionSpec: block_size is 0: pass an integer of at least 1"
     with pytest.raises(MalformedMessageError, match=f"^{re.escape(message)}$"):
         KVCacheConfig.from_dict(data)
 
@@ -554,3 +553,17 @@ def test_a_number_too_long_to_write_out_is_refused_all_the_same() -> None:
         KVCacheConfig(10**5000, (), ())
     with pytest.raises(MalformedMessageError, match=r"^KVCacheTensor: size is "):
         KVCacheTensor.from_dict({"size": -(10**5000), "shared_by": []})
+
+
+def test_a_dtype_can_be_the_object_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    spec = FullAttentionSpec(
+        np.int32(16), num_kv_heads=np.int64(2), head_size=8, dtype=torch.bfloat16
+    )
+    assert spec == FullAttentionSpec(16, num_kv_heads=2, head_size=8, dtype="bfloat16")
+    assert {type(spec.block_size), type(spec.num_kv_heads)} == {int}
+    state = MambaSpec(4, shapes=((8,),), dtypes=(torch.float32,))
+    assert state.dtypes == ("float32",)
+    for wrong in (torch.complex64, torch, float, np.float32):
+        with pytest.raises(ConfigurationError, match="is not known: use one of float32"):
+            FullAttentionSpec(16, num_kv_heads=2, head_size=8, dtype=wrong)

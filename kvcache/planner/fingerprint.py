@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
+from kvcache.arguments import as_int, check_fields
 from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheConfig, require_count
 
@@ -31,9 +32,9 @@ class RankCoordinates:
 
     def __post_init__(self) -> None:
         for name in ("tensor_rank", "pipeline_rank"):
-            require_count(name, getattr(self, name), at_least=0)
-        require_count("tensor_parallel_size", self.tensor_parallel_size)
-        require_count("pipeline_parallel_size", self.pipeline_parallel_size)
+            check_fields(self, as_int, name, at_least=0)
+        check_fields(self, as_int, "tensor_parallel_size", at_least=1)
+        check_fields(self, as_int, "pipeline_parallel_size", at_least=1)
         for kind in ("tensor", "pipeline"):
             rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_parallel_size")
             if rank >= size:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvcache.errors import ConfigurationError
-from kvcache.specs import LAYOUTS, Layout, require_count
+from kvcache.arguments import as_bool, as_int, check_fields
+from kvcache.errors import ConfigurationError, shown
+from kvcache.specs import LAYOUTS, Layout
 
 Warn = Callable[[str], None]
 """Takes one warning. Functions that warn log by default; a plan collects them instead."""
@@ -41,14 +42,17 @@ class PlanOptions:
     max_position_embeddings: int = 1 << 20
 
     def __post_init__(self) -> None:
-        if self.max_model_len != "auto":
-            require_count("max_model_len", self.max_model_len)
-        require_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        require_count("max_position_embeddings", self.max_position_embeddings)
+        if not isinstance(self.max_model_len, str) or self.max_model_len != "auto":
+            check_fields(self, as_int, "max_model_len", at_least=1)
+        check_fields(self, as_int, "max_num_batched_tokens", at_least=1)
+        check_fields(self, as_int, "max_position_embeddings", at_least=1)
         if self.num_gpu_blocks_override is not None:
-            require_count("num_gpu_blocks_override", self.num_gpu_blocks_override)
-        if self.layout not in LAYOUTS:
-            raise ConfigurationError(f"layout {self.layout!r}: use one of {', '.join(LAYOUTS)}")
+            check_fields(self, as_int, "num_gpu_blocks_override", at_least=1)
+        check_fields(self, as_bool, "disable_hybrid_kv_cache_manager")
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
+            raise ConfigurationError(
+                f"layout {shown(self.layout)}: use one of {', '.join(LAYOUTS)}"
+            )
 
     @property
     def longest_model_len(self) -> int:
@@ -72,7 +76,7 @@ class RankMemory:
 
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
-            require_count(name, getattr(self, name), at_least=0)
+            check_fields(self, as_int, name, at_least=0)
 
 
 def as_rank_memories(memories: Sequence[int | RankMemory], num_ranks: int) -> list[RankMemory]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar
 
+from kvcache.arguments import as_bool, as_int, check_fields
 from kvcache.errors import ConfigurationError
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec, require_kind
-from kvcache.specs.units import ceil_div, dtype_size_bytes, require_count
+from kvcache.specs.units import ceil_div, dtype_name, dtype_size_bytes
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("num_kv_heads", self.num_kv_heads)
-        require_count("head_size", self.head_size)
+        check_fields(self, as_int, "num_kv_heads", at_least=1)
+        check_fields(self, as_int, "head_size", at_least=1)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         element = dtype_size_bytes(self.dtype)
         if self.page_size_padded is None:
             return
-        require_count("page_size_padded", self.page_size_padded)
+        check_fields(self, as_int, "page_size_padded", at_least=1)
         if self.page_size_padded < self.real_page_size_bytes or self.page_size_padded % element:
             raise ConfigurationError(
                 f"page_size_padded is {self.page_size_padded} bytes, but a page holds "
@@ -95,12 +97,11 @@ class FullAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.use_mla) is not bool:
-            raise ConfigurationError(f"use_mla is {self.use_mla!r}: set it to True or False")
+        check_fields(self, as_bool, "use_mla")
         if self.sliding_window is not None:
-            require_count("sliding_window", self.sliding_window)
+            check_fields(self, as_int, "sliding_window", at_least=1)
         if self.attention_chunk_size is not None:
-            require_count("attention_chunk_size", self.attention_chunk_size)
+            check_fields(self, as_int, "attention_chunk_size", at_least=1)
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ConfigurationError(
                 f"a layer remembers a sliding window of {self.sliding_window} tokens and a chunk "
@@ -180,7 +181,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("sliding_window", self.sliding_window)
+        check_fields(self, as_int, "sliding_window", at_least=1)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the tokens before the window of the next one."""
@@ -218,7 +219,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("attention_chunk_size", self.attention_chunk_size)
+        check_fields(self, as_int, "attention_chunk_size", at_least=1)
         if self.attention_chunk_size % self.block_size:
             raise ConfigurationError(
                 f"attention_chunk_size is {self.attention_chunk_size} tokens, no multiple of the "
@@ -265,7 +266,7 @@ class CrossAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("max_encoder_tokens", self.max_encoder_tokens)
+        check_fields(self, as_int, "max_encoder_tokens", at_least=1)
 
     @property
     def can_prefix_cache(self) -> bool:

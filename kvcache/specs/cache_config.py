@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import numpy as np
+
+from kvcache.arguments import as_int, as_tuple, check_fields, check_kind
 from kvcache.errors import ConfigurationError, MalformedMessageError, shown
 from kvcache.specs.plain import SPEC_KINDS, construct, require_dict, spec_from_dict
 from kvcache.specs.spec import KVCacheSpec
-from kvcache.specs.units import require_count
 
 Layout = Literal["block_first", "layer_first"]
 """Order of a rank's bytes: all layers of a block together, or all blocks of a layer together."""
@@ -43,7 +45,7 @@ class KVCacheTensor:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_by", _as_names("shared_by", self.shared_by))
         for name in ("size", "offset", "block_stride", "layer_stride"):
-            require_count(name, getattr(self, name), at_least=0)
+            check_fields(self, as_int, name, at_least=0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a message."""
@@ -70,6 +72,7 @@ class KVCacheGroupSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_names", _as_names("layer_names", self.layer_names))
+        check_kind("kv_cache_spec", self.kv_cache_spec, KVCacheSpec, ConfigurationError)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a message."""
@@ -105,16 +108,16 @@ class KVCacheConfig:
     layout: Layout = "block_first"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_cache_tensors", tuple(self.kv_cache_tensors))
-        object.__setattr__(self, "kv_cache_groups", tuple(self.kv_cache_groups))
+        check_fields(self, as_tuple, "kv_cache_tensors", kind=KVCacheTensor)
+        check_fields(self, as_tuple, "kv_cache_groups", kind=KVCacheGroupSpec)
         for name in ("num_blocks", "host_blocks", "disk_blocks"):
-            require_count(name, getattr(self, name), at_least=0)
+            check_fields(self, as_int, name, at_least=0)
         if self.num_blocks > MAX_NUM_BLOCKS:
             raise ConfigurationError(
                 f"num_blocks is {shown(self.num_blocks)}, but block ids are int32: use at most "
                 f"{MAX_NUM_BLOCKS} blocks, or larger ones"
             )
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ConfigurationError(
                 f"layout {shown(self.layout)}: use one of {', '.join(LAYOUTS)}"
             )
@@ -157,8 +160,9 @@ class KVCacheConfig:
 
 def _as_names(what: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return `names` as a tuple; raises ConfigurationError unless it lists different names."""
-    listed = () if isinstance(names, str) else tuple(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
+    is_list = isinstance(names, Iterable) and not isinstance(names, (str, Mapping, np.ndarray))
+    listed = tuple(names) if is_list else ()
+    if not is_list or not all(isinstance(name, str) for name in listed):
         raise ConfigurationError(f"{what} is {shown(names)}: give a list of layer names")
     twice = [name for name, count in Counter(listed).items() if count > 1]
     if twice:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvcache.arguments import as_int, check_fields
 from kvcache.errors import ConfigurationError
 from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.units import ceil_div, require_count
+from kvcache.specs.units import ceil_div
 
 if TYPE_CHECKING:
     from kvcache.specs.attention import FullAttentionSpec
@@ -34,7 +35,7 @@ class KVCacheSpec(ABC):
     block_size: int
 
     def __post_init__(self) -> None:
-        require_count("block_size", self.block_size)
+        check_fields(self, as_int, "block_size", at_least=1)
 
     @property
     @abstractmethod

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from math import lcm, prod
 from typing import ClassVar
 
+from kvcache.arguments import as_int, check_fields
 from kvcache.errors import ConfigurationError, shown
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec
-from kvcache.specs.units import ceil_div, dtype_size_bytes, require_count
+from kvcache.specs.units import ceil_div, dtype_name, dtype_size_bytes, require_count
 
 MAMBA_CACHE_MODES = ("none", "align")
 
@@ -50,15 +51,16 @@ class MambaSpec(KVCacheSpec):
                 f"a state of {len(self.shapes)} shapes and {len(self.dtypes)} dtypes: give one "
                 "dtype per shape, and at least one of each"
             )
-        if self.mamba_cache_mode not in MAMBA_CACHE_MODES:
+        mode = self.mamba_cache_mode
+        if not isinstance(mode, str) or mode not in MAMBA_CACHE_MODES:
             raise ConfigurationError(
                 f"mamba_cache_mode is {shown(self.mamba_cache_mode)}: use one of "
                 f"{', '.join(MAMBA_CACHE_MODES)}"
             )
-        require_count("num_speculative_blocks", self.num_speculative_blocks, at_least=0)
+        check_fields(self, as_int, "num_speculative_blocks", at_least=0)
         if self.page_size_padded is None:
             return
-        require_count("page_size_padded", self.page_size_padded)
+        check_fields(self, as_int, "page_size_padded", at_least=1)
         element = self.alignment_bytes
         if self.page_size_padded < self.real_page_size_bytes or self.page_size_padded % element:
             raise ConfigurationError(
@@ -149,17 +151,12 @@ def _as_shapes(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
         raise ConfigurationError(
             f"shapes is {shown(shapes)}: give one list of sizes per state tensor"
         ) from error
-    for shape in made:
-        for size in shape:
-            require_count("a size of a state's shape", size)
-    return made
+    what = "a size of a state's shape"
+    return tuple([tuple([require_count(what, size) for size in shape]) for shape in made])
 
 
 def _as_dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
     """Return the dtypes as a tuple; raises ConfigurationError for an unknown one."""
-    if isinstance(dtypes, str) or not isinstance(dtypes, Iterable):
+    if not isinstance(dtypes, (tuple, list)):
         raise ConfigurationError(f"dtypes is {shown(dtypes)}: give one dtype per state tensor")
-    made = tuple(dtypes)
-    for dtype in made:
-        dtype_size_bytes(dtype)
-    return made
+    return tuple([dtype_name(dtype) for dtype in dtypes])

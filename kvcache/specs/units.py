@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kvcache.arguments import as_int
 from kvcache.errors import ConfigurationError, shown
 
 DTYPE_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
@@ -24,21 +25,28 @@ DTYPE_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
 )
 
 
-def dtype_size_bytes(dtype: str) -> int:
-    """Return the bytes of one element of `dtype`; raises ConfigurationError for unknown names."""
-    size = DTYPE_SIZES_BYTES.get(dtype) if isinstance(dtype, str) else None
-    if size is None:
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype, given as its name or as torch's own object.
+
+    Raises ConfigurationError for one that is not known.
+    """
+    is_of_torch = type(dtype).__name__ == "dtype" and type(dtype).__module__ == "torch"
+    name = str(dtype).removeprefix("torch.") if is_of_torch else dtype
+    if not isinstance(name, str) or name not in DTYPE_SIZES_BYTES:
         known = ", ".join(DTYPE_SIZES_BYTES)
         raise ConfigurationError(f"dtype {shown(dtype)} is not known: use one of {known}")
-    return size
+    return str.__str__(name)
 
 
-def require_count(name: str, value: object, *, at_least: int = 1) -> None:
-    """Raise ConfigurationError unless `value` is an int (not a bool) of `at_least` that much."""
-    if type(value) is not int or value < at_least:
-        raise ConfigurationError(
-            f"{name} is {shown(value)}, but must be a whole number of at least {at_least}: raise it"
-        )
+def dtype_size_bytes(dtype: str) -> int:
+    """Return the bytes of one element of `dtype`; raises ConfigurationError for unknown names."""
+    size = DTYPE_SIZES_BYTES.get(dtype) if type(dtype) is str else None
+    return DTYPE_SIZES_BYTES[dtype_name(dtype)] if size is None else size
+
+
+def require_count(name: str, value: object, *, at_least: int = 1) -> int:
+    """Return an integer of `at_least` that much; raises ConfigurationError otherwise."""
+    return as_int(name, value, at_least, error=ConfigurationError)
 
 
 def ceil_div(dividend: int, divisor: int) -> int:

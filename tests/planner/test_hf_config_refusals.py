@@ -294,7 +294,7 @@ def test_choices_of_unknown_words_are_refused() -> None:
         model_from_hf_config(public.JAMBA, HFChoices(mamba_cache_mode="all"))
     with pytest.raises(ConfigurationError, match="dtype 'fp8' is not known: use one of float32, "):
         model_from_hf_config(public.LLAMA_3_8B, HFChoices(dtype="fp8"))
-    with pytest.raises(ConfigurationError, match=r"^tensor_parallel_size is 0, "):
+    with pytest.raises(ConfigurationError, match=r"^tensor_parallel_size is 0: "):
         model_from_hf_config(public.LLAMA_3_8B, HFChoices(0))
 
 

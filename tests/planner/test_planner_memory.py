@@ -44,7 +44,7 @@ def test_blocks_are_what_fits_over_all_pools() -> None:
     assert get_num_blocks(options(), 2, 100 * 2 * PAGE - 1, PAGE) == 99
     assert get_num_blocks(options(), 2, -5, PAGE) == 0
     assert get_num_blocks(options(num_gpu_blocks_override=7), 2, 100 * 2 * PAGE, PAGE) == 7
-    with pytest.raises(ConfigurationError, match=r"^num_layers is 0, "):
+    with pytest.raises(ConfigurationError, match=r"^num_layers is 0: "):
         get_num_blocks(options(), 0, 100, PAGE)
 
 
@@ -188,7 +188,7 @@ def test_memory_must_be_stated_once_per_rank() -> None:
         plan_kv_cache(options(), [model("f")] * 2, [PAGE])
     with pytest.raises(ConfigurationError, match=r"^there are no ranks to plan for"):
         plan_kv_cache(options(), [], [])
-    with pytest.raises(ConfigurationError, match=r"^device_bytes is -1, "):
+    with pytest.raises(ConfigurationError, match=r"^device_bytes is -1: "):
         plan_kv_cache(options(), [model("f")], [-1])
 
 

@@ -431,7 +431,7 @@ def test_coordinates_beyond_the_number_of_ranks_are_refused() -> None:
         RankCoordinates(2, 2, 0, 1)
     with pytest.raises(ConfigurationError, match=r"^pipeline_rank is 1, but pipeline_parallel_"):
         RankCoordinates.of_rank(4, 4, 1)
-    with pytest.raises(ConfigurationError, match=r"^tensor_parallel_size is 0, "):
+    with pytest.raises(ConfigurationError, match=r"^tensor_parallel_size is 0: "):
         RankCoordinates.of_rank(0, 0, 1)
 
 
