@@ -262,7 +262,6 @@ class Caretaker:
         with self._lock:
             if incarnation not in self._dead:
                 self._losses.pop(rank, None)
-        logger.warning("rank %d is served again by process %s", rank, incarnation)
 
     def on_over(self, rank: int) -> None:
         """See `Site`. Who has died since it obeyed, before anybody looked, is next."""

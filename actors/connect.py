@@ -26,6 +26,13 @@ def this_node() -> NodeAddress:
     return NodeAddress(str(node_id), str(get_host()))
 
 
+def log_path() -> str:
+    """Return the file to which Ray writes this actor's stderr, empty where Ray does not say."""
+    worker: Any = ray._private.worker.global_worker
+    ask: Any = getattr(worker, "get_err_file_path", str)
+    return str(ask())
+
+
 def connect_peer(
     endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
 ) -> PeerTransport:

@@ -16,11 +16,11 @@ import ray
 
 from actors.assembly import make_coordinator
 from actors.caretaker import Caretaker, CoordinatorLink
-from actors.connect import this_node
-from actors.coordinator_metrics import CoordinatorMetrics, log_to_stderr
+from actors.connect import log_path, this_node
+from actors.coordinator_metrics import CoordinatorMetrics
 from actors.endpoints import EndpointBook
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
-from actors.names import coordinator_name
+from actors.names import OUR_LOGGERS, coordinator_name
 from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
 from actors.service import CoordinatorService, ServiceStatistics, with_faults
@@ -41,7 +41,7 @@ from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.curve import CurveKeys
 from kvcache.errors import KVCacheError, NotRunningError, StartupError
-from kvcache.logs import get_logger
+from kvcache.logs import get_logger, log_to_stderr
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTap, record_request
 from kvcache.serving_loop import problems_of
@@ -83,7 +83,7 @@ class CoordinatorActor:
         self._is_hopeless = False
         self._closed = threading.Event()
         self._endpoints: EndpointBook | None = None
-        log_to_stderr()
+        log_to_stderr(OUR_LOGGERS)
         self._metrics = CoordinatorMetrics(config)
         self._transport = transport = self._open_transport(keys)
         self._service = CoordinatorService(
@@ -285,6 +285,11 @@ class CoordinatorActor:
 
         Who does not answer is looked for again, as long as nobody says what the plan is.
         """
+        logger.warning(
+            "%s: its coordinator was restarted, process %d: the workers are looked for",
+            self._config.name,
+            os.getpid(),
+        )
         pause_s = FIRST_PAUSE_S
         give_up_s = self._clock.now() + self._config.deadlines.return_s
         while not self._closed.is_set():
@@ -301,6 +306,7 @@ class CoordinatorActor:
                     return
                 causes = "; ".join(f"rank {r}: {why}" for r, why in sorted(sighting.lost.items()))
                 self._problem = f"the restarted coordinator finds no worker: {causes or 'silence'}"
+                logger.warning("%s: %s", self._config.name, self._problem)
                 self._is_hopeless = sighting.is_hopeless
             except Exception as error:
                 self._problem = f"the restarted coordinator could not take over: {error}"
@@ -308,6 +314,7 @@ class CoordinatorActor:
             self._is_hopeless |= self._clock.now() + pause_s > give_up_s
             if self._is_hopeless:
                 self._problem += ": stop the cluster and launch it again"
+                logger.error("%s: %s", self._config.name, self._problem)
                 return
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -369,6 +376,7 @@ class CoordinatorActor:
             warnings=(*(caretaker.warnings() if caretaker else ()), *problems_of(loops)),
             keepers=() if caretaker is None else caretaker.keepers.statuses(),
             loops=loops,
+            log_path=log_path(),
         )
 
     def _statistics_of_coordinator(self) -> CoordinatorStatistics:

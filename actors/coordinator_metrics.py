@@ -7,7 +7,6 @@ nothing around anything. Refuses to be asked by more than one coordinator.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -132,14 +131,3 @@ def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
         "refused_connection": transport.refused_connections,
         "disconnection": transport.disconnections,
     }
-
-
-def log_to_stderr() -> None:
-    """Have the lines written where Ray keeps what an actor says. For processes wholly ours."""
-    log = logging.getLogger(LOG_NAME)
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False

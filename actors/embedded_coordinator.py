@@ -222,12 +222,14 @@ class EmbeddedCoordinator:
             return
         name = self.config.name
         if record is None or state is None or record.launch_id != self.record.launch_id:
+            logger.warning("%s was stopped from elsewhere: this process serves no more", name)
             self._service.end(
                 SupersededError(f"cluster {name} was stopped from elsewhere: launch it again")
             )
         elif state.epoch > self._service.call(lambda: rule.coordinator.epoch):
             is_told = record.process not in (None, self.record.process)
             who = record.where() if is_told else "another process"
+            logger.warning("%s was taken over by %s in epoch %d", name, who, state.epoch)
             self._service.end(
                 SupersededError(
                     f"cluster {name} was taken over by {who} in epoch {state.epoch}: schedule "

@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.names import RAY_NAMESPACE, keeper_address, keeper_name, keeper_prefix
+from actors.names import OUR_LOGGERS, RAY_NAMESPACE, keeper_address, keeper_name, keeper_prefix
 from actors.process_ending import end_process
 from actors.process_identity import ProcessIdentity
 from actors.process_start import started_ticks
@@ -33,7 +33,7 @@ from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, StartupError
 from kvcache.keeper.client import segment_name
 from kvcache.keeper.memory_keeper import MemoryKeeper
-from kvcache.logs import get_logger
+from kvcache.logs import get_logger, log_to_stderr
 from kvcache.serving_loop import ServingLoop
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class KeeperActor:
     def __init__(self, address: str, max_segments: int, max_bytes: int) -> None:
         """Serve at `address`. Raises AlreadyRunningError at launch, if another keeper does; made
         again it tries with each `report`, as an actor whose `__init__` raises is dead for good."""
+        log_to_stderr(OUR_LOGGERS)
         self._make = partial(MemoryKeeper, address, max_segments=max_segments, max_bytes=max_bytes)
         self._keeper: MemoryKeeper | None = None
         self._problem = ""

@@ -7,6 +7,9 @@ import hashlib
 RAY_NAMESPACE = "kvcache"
 """Where every named actor of this package lives, so that any driver of the Ray cluster finds it."""
 
+OUR_LOGGERS = ("kvcache", "actors")
+"""Loggers above all others of this package."""
+
 
 def coordinator_name(cluster: str) -> str:
     """Return the coordinator's actor name. Creating it is what makes a launch exclusive."""

@@ -114,6 +114,13 @@ class Replacement:
         self._thread = threading.Thread(
             target=self._run, name=f"kvcache-replacement-{rank}", daemon=True
         )
+        logger.info(
+            "rank %d: its replacement begins in %g s, and is tried for %.0f s",
+            rank,
+            patience.delay_s,
+            max(0.0, patience.give_up_s - self.step_since_s),
+        )
+        self._began_s = self.step_since_s
         self._thread.start()
 
     @property
@@ -152,6 +159,7 @@ class Replacement:
             logger.warning("rank %d is not replaced: %s", self.rank, cause)
             if self._given is not None or self._clock.now() + pause_s >= give_up_s:
                 self._enter(f"{FAILED}: {cause}")
+                logger.error("rank %d is not replaced any more: %s", self.rank, cause)
                 return
             self._enter(f"{FAILED}: {cause}: again in {pause_s:g} s")
             self._is_stopping.wait(pause_s)
@@ -258,6 +266,12 @@ class Replacement:
                 raise StartupError("its new process did not obey the coordinator in time")
             if self._is_stopping.wait(SERVED_POLL_S):
                 raise StartupError("the cluster is being stopped")
+        logger.info(
+            "rank %d is served again by process %s, %.1f s after its replacement began",
+            self.rank,
+            incarnation,
+            self._clock.now() - self._began_s,
+        )
         self._site.on_replaced(self.rank, incarnation)
 
     def _enter(self, state: str) -> None:

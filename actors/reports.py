@@ -149,6 +149,7 @@ class ClusterStatus:
     "failed" (the coordinator itself has ended by an error, see `problem`). `is_embedded`: the
     coordinator is no actor, but in a process of the engine. `keepers`: of the nodes' host memory,
     where the cluster has any. `loops`: the threads of the coordinator's process that serve others.
+    `log_path`: the file on the coordinator's node with its log, empty where there is none.
     """
 
     name: str
@@ -167,6 +168,7 @@ class ClusterStatus:
     is_embedded: bool = False
     keepers: tuple[KeeperStatus, ...] = ()
     loops: tuple[LoopStatistics, ...] = ()
+    log_path: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

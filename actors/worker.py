@@ -18,11 +18,13 @@ import ray
 
 from actors.connect import connect_peer, this_node
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
+from actors.names import OUR_LOGGERS
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
 from actors.worker_metrics import report_worker
 from kvcache.config import ClusterConfig
 from kvcache.labels import LabelSet
+from kvcache.logs import log_to_stderr
 from kvcache.planner import Plan
 
 if TYPE_CHECKING:
@@ -145,6 +147,7 @@ class WorkerActor(WorkerMethods):
 
         from actors.embedding import EmbeddedWorker
 
+        log_to_stderr(OUR_LOGGERS)
         torch.set_num_threads(1)
         self.kvcache = EmbeddedWorker(config, place, connect_peer, is_threaded=True)
         # Not a method of this class: Ray wraps those to trace them, which every turn would pay for.

@@ -7,7 +7,9 @@ repeats. Lines beyond the bound are counted; the next line that passes says how 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+from collections.abc import Sequence
 
 MAX_LINES = 20
 """Lines that one place in the code may write in a period."""
@@ -61,3 +63,28 @@ def get_logger(name: str) -> logging.Logger:
     if not any(isinstance(known, LineLimit) for known in logger.filters):
         logger.addFilter(LineLimit())
     return logger
+
+
+class _LineFormatter(logging.Formatter):
+    """Lines with time, level and place. What follows a line break is indented, so that text which a
+    peer has sent cannot pass for a line of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n    ".join(super().format(record).splitlines())
+
+
+def log_to_stderr(names: Sequence[str]) -> None:
+    """Write lines of these loggers, from info on, to stderr. For processes wholly ours: elsewhere
+    it is the application that says where lines go. Repeatable."""
+    for name in names:
+        log = logging.getLogger(name)
+        if log.handlers:
+            continue
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_LineFormatter())
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False

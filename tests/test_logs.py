@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from kvcache.logs import LineLimit, get_logger
+import pytest
+
+from kvcache.logs import LineLimit, get_logger, log_to_stderr
 
 
 def record(created: float, line: int = 1, text: str = "rank %d") -> logging.LogRecord:
@@ -38,3 +40,16 @@ def test_a_logger_gets_one_limit_however_often_it_is_asked_for() -> None:
     logger = get_logger("kvcache.tests.logs")
     assert get_logger("kvcache.tests.logs") is logger
     assert sum(isinstance(known, LineLimit) for known in logger.filters) == 1
+
+
+def test_lines_of_our_own_processes_say_when_and_where_and_cannot_be_forged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "kvcache-of-a-test"
+    log_to_stderr((name,))
+    log_to_stderr((name,))
+    logging.getLogger(f"{name}.below").info("client %s", "a\n2026-01-01 ERROR forged")
+    logging.getLogger(name).handlers.clear()
+    (line, forged) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" INFO kvcache-of-a-test.below: client a")
+    assert forged == "    2026-01-01 ERROR forged"

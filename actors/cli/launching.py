@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import DeadlineError, NotRunningError
+from kvcache.errors import DeadlineError, KVCacheError, NotRunningError
 from kvcache.manager.statistics import ManagerStatistics
 
 _WATCH_INTERVAL_S = 2.0
@@ -48,8 +48,10 @@ def launch_cluster(config_path: Path, name: str | None, is_detached: bool) -> No
         else:
             cluster = KVCacheCluster.launch(config, detached=is_detached, on_progress=say)
         if is_detached:
+            _say_where_it_logs(cluster)
             say(f"{config.name} is running: `kvcache stop --name {config.name}` ends it")
             return
+        _say_where_it_logs(cluster)
         say(f"{config.name} is running: Ctrl-C or SIGTERM ends it")
         try:
             say(_watch(cluster))
@@ -59,6 +61,15 @@ def launch_cluster(config_path: Path, name: str | None, is_detached: bool) -> No
             with undisturbed():
                 cluster.stop()
     say(f"{config.name} has stopped")
+
+
+def _say_where_it_logs(launched: KVCacheCluster | KVCacheReplicas) -> None:
+    """Name the files with the coordinators' logs, of those that can tell."""
+    for cluster in [launched] if isinstance(launched, KVCacheCluster) else list(launched):
+        with suppress(KVCacheError):
+            status = cluster.status()
+            if status.log_path:
+                say(f"log of {cluster.name}: {status.coordinator_node.host}:{status.log_path}")
 
 
 def _watch(launched: KVCacheCluster | KVCacheReplicas) -> str:
@@ -165,6 +176,7 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
             f"{'embedded in ' if status.is_embedded else ''}process "
             f"{status.coordinator_process_id} on {status.coordinator_node.host}"
         ),
+        "log": f"{status.coordinator_node.host}:{status.log_path}" if status.log_path else "-",
         "blocks": f"{status.num_blocks:,}",
         "fingerprint": status.fingerprint[:16],
     }

@@ -26,6 +26,7 @@ from kvcache.events.answers import Answers
 from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, Frames, PublisherSettings
 from kvcache.events.translation import GroupKind
+from kvcache.logs import log_to_stderr
 from kvcache.serving_loop import Faults
 
 _READ_BYTES: Final = 1 << 20
@@ -270,6 +271,7 @@ def main() -> None:
     """Serve the pair of sockets whose descriptor is the only argument."""
     # Who interrupts a terminal means the coordinator: this process ends behind it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log_to_stderr(("kvcache",))
     feed = socket.socket(fileno=int(sys.argv[1]))
     feed.setblocking(True)
     reader = FrameReader()

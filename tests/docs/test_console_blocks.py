@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ SHOWN = {
     ("README.md", "largest possible"),
     ("docs/simulate.md", "advised"),
     ("docs/operations.md", "evictions/s"),
+    ("docs/operations.md", "is ready after"),
 }
 """Blocks that are output, by something in them; all others without a language are drawings."""
 DRAWN = ("──", "│", "[", "▶", "block table", "get_computed_blocks")
@@ -57,6 +59,24 @@ def test_every_block_of_output_is_known() -> None:
             if language in ("", "text") and not is_shown:
                 assert any(mark in text for mark in DRAWN), f"{name_of(page)}:\n{text}"
     assert all(shown(page, mark) for page, mark in SHOWN)
+
+
+def test_the_lines_that_a_search_looks_for_are_logged() -> None:
+    page = (ROOT / "docs/operations.md").read_text("utf-8")
+    table = page[page.index("| search for |") : page.index("## Recordings")]
+    phrases = [phrase for row in table.splitlines()[2:] for phrase in re.findall("`([^`]+)`", row)]
+    assert len(phrases) > 30
+    texts = {
+        node.value
+        for top in ("kvcache", "actors")
+        for path in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    for phrase in phrases:
+        for part in re.split(r"\b[NC]\b|%[ds]", phrase):
+            if "kvcache " not in part:  # a command
+                assert any(part.strip() in text for text in texts), phrase
 
 
 def test_the_demo_ends_with_the_table_that_is_shown() -> None:

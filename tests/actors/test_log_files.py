@@ -1,0 +1,38 @@
+"""Where the lines of a cluster's processes go: to the file that its status names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.actors.conftest import Launch, MakeConfig
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 90.0
+
+
+def test_the_log_of_a_cluster_is_in_the_file_that_its_status_names(
+    launch: Launch, make_config: MakeConfig
+) -> None:
+    cluster = launch(make_config())
+    path = Path(cluster.status().log_path)
+    assert path.is_file()
+    await_line(path, " INFO kvcache.coordinator.coordinator: epoch 1 is ready after ")
+    victim = cluster.status().ranks[1].process_id
+    os.kill(victim, signal.SIGKILL)
+    await_line(path, " WARNING kvcache.coordinator.coordinator: epoch 1 ends: rank 1 is lost, ")
+    await_line(path, " INFO actors.replacement: rank 1: its replacement begins in 0 s")
+    await_line(path, " INFO actors.replacement: rank 1 is served again by process ")
+    await_line(path, " INFO kvcache.coordinator.coordinator: epoch 2 is ready after ")
+
+
+def await_line(path: Path, part: str) -> None:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while part not in (text := path.read_text()):
+        assert time.monotonic() < give_up_s, text
+        time.sleep(0.05)
