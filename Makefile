@@ -31,6 +31,7 @@ demo: setup
 	$(BIN)/kvcache replay $(WORKLOAD) --config $(CONFIG)
 
 test: setup
+	$(BIN)/python -c 'import kvcache.core.flat_core'  # compiled once, not by each test process
 	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos and not interop'
 	$(BIN)/python -m pytest tests -m 'ray and not faults and not launches'
 
