@@ -69,8 +69,8 @@ class NamedWorkload:
 class DisturbedStepper(ClientStepper):
     """A client whose moments somebody waits for."""
 
-    def __init__(self, client: StepClient, on_moment: OnMoment) -> None:
-        super().__init__(client, lambda: (None, ()))
+    def __init__(self, client: StepClient, on_moment: OnMoment, return_s: float) -> None:
+        super().__init__(client, lambda: (None, ()), return_s=return_s)
         self._on_moment = on_moment
         self._num_moments = 0
 
@@ -111,7 +111,7 @@ def play_game(
         model=ModelTraits.of(groups),
     )
     workload = dealt.workload()
-    stepper = DisturbedStepper(client, on_moment)
+    stepper = DisturbedStepper(client, on_moment, config.deadlines.return_s)
     report = ReplayEngine(workload, stepper, limits, SystemClock()).run()
     wanted = (workload.num_requests, workload.total_input_tokens)
     assert (report.num_requests, report.num_prompt_tokens) == wanted, (report, wanted)

@@ -63,7 +63,11 @@ class LosingStepper(ClientStepper):
         self.losses = losses
         self.num_running: list[int] = []
         client = cluster.client("replay")
-        super().__init__(client, lambda: (cluster.coordinator.statistics(), []))
+        super().__init__(
+            client,
+            lambda: (cluster.coordinator.statistics(), []),
+            return_s=cluster.config.deadlines.return_s,
+        )
 
     def submit(self, step: StepRequest) -> int:
         number = super().submit(step)
