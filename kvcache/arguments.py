@@ -158,6 +158,14 @@ def check_kind(
         raise error(f"{what} is {shown(value)}: pass {_with_article(names)}")
 
 
+def check_hashable(what: str, value: object, error: Error = InvalidInputError) -> None:
+    """Raise `error` unless `value` can be a key."""
+    try:
+        hash(value)
+    except TypeError:
+        raise error(f"{what} is {shown(value)}: pass something hashable") from None
+
+
 def check_methods(
     what: str, value: object, methods: Sequence[str], error: Error = InvalidInputError
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, cast
 
+from kvcache.arguments import as_bytes, as_int, as_text, as_tuple, check_kind
 from kvcache.errors import ConfigurationError, InvalidInputError, RequestError, shown
 from kvcache.hash_algorithms import (
     TOKEN_BYTES,
@@ -108,14 +109,10 @@ def init_none_hash(hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED) -> BlockHash:
     Processes that agree on algorithm and seed agree on every digest.
 
     Raises:
-        ConfigurationError: the seed is not text that UTF-8 can encode.
+        ConfigurationError: no algorithm, or the seed is not text that UTF-8 can encode.
     """
-    try:
-        seed.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise ConfigurationError(
-            f"hash seed {shown(seed)}: pass a str that UTF-8 can encode"
-        ) from None
+    check_kind("hash_fn", hash_fn, HashFn, ConfigurationError)
+    seed = as_text("hash seed", seed, ConfigurationError, may_be_empty=True)
     return BlockHash(hash_fn.digest(canonical_cbor(seed)))
 
 
@@ -125,10 +122,10 @@ def get_request_block_hasher(
     """What to hand to `Request(block_hasher=...)` for one digest per `block_size` tokens.
 
     Raises:
-        ConfigurationError: the block size is not a positive integer, or the seed is no text.
+        ConfigurationError: the block size is not a positive integer, `hash_fn` no algorithm, or
+            the seed no text.
     """
-    if type(block_size) is not int or block_size < 1:
-        raise ConfigurationError(f"block size {shown(block_size)}: pass an integer of at least 1")
+    block_size = as_int("block_size", block_size, 1, error=ConfigurationError)
     return RequestBlockHasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
 
 
@@ -143,23 +140,46 @@ def hash_block_tokens(
         extra_keys: what `generate_block_hash_extra_keys` says; `None` and `()` mean the same.
 
     Raises:
-        RequestError: the parent is no digest of this algorithm, there are no tokens, or one of
-            them is not a token id.
+        RequestError: the parent is no digest of this algorithm, there are no tokens, one of them
+            is not a token id, or an extra key cannot be hashed.
     """
+    check_kind("hash_fn", hash_fn, HashFn, RequestError)
     if not isinstance(parent, bytes) or len(parent) != hash_fn.digest_bytes:
         raise RequestError(
-            f"parent {parent!r} is no {hash_fn.name} digest of {hash_fn.digest_bytes} bytes: "
+            f"parent {shown(parent)} is no {hash_fn.name} digest of {hash_fn.digest_bytes} bytes: "
             "pass the digest of the block before, or init_none_hash(hash_fn) for a first block"
         )
     token_ids = as_token_ids(tokens, "token id")
     if token_ids.size == 0:
         raise RequestError("a block without tokens has no digest: pass all tokens of a full block")
+    keys = None if extra_keys is None else as_extra_keys("extra_keys", extra_keys)
     token_bytes = token_ids.astype("<i4", copy=False).tobytes()
-    return hash_fn.hash_block(parent, token_bytes, extra_keys or None)
+    return hash_fn.hash_block(parent, token_bytes, keys or None)
+
+
+def as_extra_keys(what: str, keys: object) -> ExtraKeys:
+    """Return extra keys in a list or tuple as a tuple.
+
+    Raises:
+        RequestError: a key is not a tuple of two texts, or of two texts and a text or an integer.
+    """
+    listed = as_tuple(what, keys, RequestError)
+    for place, key in enumerate(listed):
+        name = f"{what}[{place}]"
+        if not isinstance(key, tuple) or not 2 <= len(key) <= 3:
+            raise RequestError(
+                f"{name} is {shown(key)}: pass a tuple of two texts, or of two texts and a text or "
+                "an integer"
+            )
+        for at, part in enumerate(key):
+            if at < 2 or type(part) is not int:
+                as_text(f"{name}[{at}]", part, RequestError, may_be_empty=True)
+    return listed
 
 
 def need_extra_keys(request: Request) -> bool:
-    """Whether any block of the request can have extra keys."""
+    """Whether any block of the request can have extra keys; raises RequestError for no request."""
+    check_kind("request", request, Request, RequestError)
     return bool(request.lora or request.mm_hashes or request.cache_salt)
 
 
@@ -180,12 +200,16 @@ def generate_block_hash_extra_keys(
         `start_mm_idx` for the block that follows.
 
     Raises:
-        RequestError: the tokens are no block, or the index is negative.
+        RequestError: the tokens are no block, or a number is not an integer of at least 0.
     """
-    if not 0 <= start_token < end_token or start_mm_idx < 0:
+    check_kind("request", request, Request, RequestError)
+    start_token = as_int("start_token", start_token, error=RequestError)
+    end_token = as_int("end_token", end_token, error=RequestError)
+    start_mm_idx = as_int("start_mm_idx", start_mm_idx, error=RequestError)
+    if start_token >= end_token:
         raise RequestError(
-            f"request {request.request_id}: no block at tokens [{start_token}, {end_token}) with "
-            f"multimodal index {start_mm_idx}: need 0 <= start < end and an index of at least 0"
+            f"request {request.request_id}: no block at tokens [{start_token}, {end_token}): "
+            "pass a start before the end"
         )
     keys: list[ExtraKey] = []
     if request.lora is not None:
@@ -210,18 +234,16 @@ def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> Block
     """The key of a block in one KV cache group.
 
     Raises:
-        InvalidInputError: the group id does not fit 4 bytes.
+        InvalidInputError: the digest is not bytes, or the group id does not fit 4 bytes.
     """
-    try:
-        return BlockHashWithGroupId(block_hash + group_id.to_bytes(_GROUP_ID_BYTES, "big"))
-    except (OverflowError, AttributeError):
-        raise InvalidInputError(
-            f"KV cache group id {shown(group_id)}: pass a number from 0 to {2**32 - 1}"
-        ) from None
+    digest = as_bytes("block_hash", block_hash)
+    number = as_int("group_id", group_id, at_most=2**32 - 1)
+    return BlockHashWithGroupId(digest + number.to_bytes(_GROUP_ID_BYTES, "big"))
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
-    """The digest in a key, without the group id."""
+    """The digest in a key, without the group id; raises InvalidInputError for no key."""
+    _check_key(key)
     return BlockHash(key[:-_GROUP_ID_BYTES])
 
 
@@ -231,8 +253,16 @@ def get_hash_value(key: BlockHashWithGroupId) -> BlockHash:
 
 
 def get_group_id(key: BlockHashWithGroupId) -> int:
-    """The KV cache group's index in a key."""
+    """The KV cache group's index in a key; raises InvalidInputError for no key."""
+    _check_key(key)
     return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, bytes) or len(key) <= _GROUP_ID_BYTES:
+        raise InvalidInputError(
+            f"key is {shown(key)}: pass bytes made by make_block_hash_with_group_id"
+        )
 
 
 def _end_of_equal_keys(

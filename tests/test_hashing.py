@@ -305,15 +305,16 @@ def test_an_item_that_ends_with_the_block_is_done_with_it():
     assert generate_block_hash_extra_keys(request, 15, 20, 2) == (None, 2)
 
 
-@pytest.mark.parametrize(("start", "end", "mm_idx"), [(4, 4, 0), (-4, 0, 0), (0, 4, -1)])
-def test_extra_keys_of_what_is_no_block_are_refused(start, end, mm_idx):
-    with pytest.raises(
-        RequestError,
-        match=re.escape(
-            f"request r1: no block at tokens [{start}, {end}) with multimodal index {mm_idx}: "
-            "need 0 <= start < end and an index of at least 0"
-        ),
-    ):
+@pytest.mark.parametrize(
+    ("start", "end", "mm_idx", "message"),
+    [
+        (4, 4, 0, "request r1: no block at tokens [4, 4): pass a start before the end"),
+        (-4, 0, 0, "start_token is -4: pass an integer of at least 0"),
+        (0, 4, -1, "start_mm_idx is -1: pass an integer of at least 0"),
+    ],
+)
+def test_extra_keys_of_what_is_no_block_are_refused(start, end, mm_idx, message):
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
         generate_block_hash_extra_keys(Request("r1", range(8)), start, end, mm_idx)
 
 
@@ -369,11 +370,18 @@ def test_the_seed_changes_the_none_hash_and_every_digest(hash_fn):
     assert not set(hashes[0]) & set(hashes[1])
 
 
-@pytest.mark.parametrize("seed", [5, None, b"seed", "\ud800"])
-def test_a_seed_is_text(hash_fn, seed):
+@pytest.mark.parametrize(
+    ("seed", "remedy"),
+    [
+        (5, "a str"),
+        (None, "a str"),
+        (b"seed", "a str"),
+        ("\ud800", "text that UTF-8 can encode"),
+    ],
+)
+def test_a_seed_is_text(hash_fn, seed, remedy):
     with pytest.raises(
-        ConfigurationError,
-        match=f"^{re.escape(f'hash seed {seed!r}: pass a str that UTF-8 can encode')}$",
+        ConfigurationError, match=f"^{re.escape(f'hash seed is {seed!r}: pass {remedy}')}$"
     ):
         init_none_hash(hash_fn, seed)
 
@@ -396,7 +404,7 @@ def test_equal_names_give_equal_algorithms():
 def test_a_block_size_is_a_positive_integer(hash_fn, block_size):
     with pytest.raises(
         ConfigurationError,
-        match=f"^{re.escape(f'block size {block_size}: pass an integer of at least 1')}$",
+        match=f"^{re.escape(f'block_size is {block_size}: pass an integer of at least 1')}$",
     ):
         get_request_block_hasher(block_size, hash_fn)
 
@@ -440,7 +448,7 @@ def test_a_key_is_the_digest_and_the_group_id_big_endian():
 def test_a_group_id_fits_four_bytes(group_id):
     with pytest.raises(
         InvalidInputError,
-        match=f"^KV cache group id {group_id}: pass a number from 0 to 4294967295$",
+        match=f"^group_id is {group_id}: pass an integer from 0 to 4294967295$",
     ):
         make_block_hash_with_group_id(init_none_hash(get_hash_fn("xxh3_128")), group_id)
 
@@ -448,7 +456,7 @@ def test_a_group_id_fits_four_bytes(group_id):
 def test_names_and_group_ids_of_the_wrong_type_are_refused():
     with pytest.raises(ConfigurationError, match=r"^unknown hash algorithm \['sha256'\]: "):
         get_hash_fn(["sha256"])
-    with pytest.raises(InvalidInputError, match=r"^KV cache group id 1\.5: pass a number from 0"):
+    with pytest.raises(InvalidInputError, match=r"^group_id is 1\.5: pass an integer from 0"):
         make_block_hash_with_group_id(b"x" * 32, 1.5)
 
 

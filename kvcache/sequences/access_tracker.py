@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from kvcache.errors import RequestError, shown
+from kvcache.arguments import as_integers, as_number, check_hashable, check_kind
+from kvcache.errors import BlockError, ConfigurationError, RequestError, shown
 from kvcache.sequences.allocator import PrefixCachingBlockAllocator
 
 
@@ -16,12 +17,17 @@ class LastAccessBlocksTracker:
     """The last access of each running sequence, in whatever unit the caller counts time."""
 
     def __init__(self, allocator: PrefixCachingBlockAllocator) -> None:
-        """Track no sequence yet; accesses go to blocks of `allocator`."""
+        """Track no sequence yet; accesses go to blocks of `allocator`.
+
+        Raises ConfigurationError if that is none.
+        """
+        check_kind("allocator", allocator, PrefixCachingBlockAllocator, ConfigurationError)
         self._allocator = allocator
         self._last_access: dict[Hashable, float | None] = {}
 
     def add_seq(self, seq_id: Hashable) -> None:
         """Start tracking a sequence; raises RequestError if it is tracked already."""
+        check_hashable("seq_id", seq_id, RequestError)
         if seq_id in self._last_access:
             raise RequestError(f"sequence {shown(seq_id)} is tracked already: remove it first")
         self._last_access[seq_id] = None
@@ -32,8 +38,12 @@ class LastAccessBlocksTracker:
         del self._last_access[seq_id]
 
     def update_last_access(self, seq_id: Hashable, time: float) -> None:
-        """Note an access; raises RequestError if the sequence is not tracked."""
+        """Note an access.
+
+        Raises RequestError if the sequence is not tracked, or `time` is not a finite number.
+        """
         self._require_tracked(seq_id)
+        time = as_number("time", time, error=RequestError)
         self._last_access[seq_id] = time
 
     def update_seq_blocks_last_access(self, seq_id: Hashable, block_ids: Sequence[int]) -> None:
@@ -44,10 +54,12 @@ class LastAccessBlocksTracker:
             BlockError: a block is unknown, or free and empty.
         """
         self._require_tracked(seq_id)
+        block_ids = as_integers("block_ids", block_ids, error=BlockError).tolist()
         time = self._last_access[seq_id]
         if time is not None:
             self._allocator.mark_blocks_as_accessed(block_ids, time)
 
     def _require_tracked(self, seq_id: Hashable) -> None:
+        check_hashable("seq_id", seq_id, RequestError)
         if seq_id not in self._last_access:
             raise RequestError(f"sequence {shown(seq_id)} is not tracked: add it first")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvcache.arguments import as_bool, as_int, as_tuple
 from kvcache.errors import BlockError, ConfigurationError, OutOfBlocksError, shown
 from kvcache.hashing import (
     DEFAULT_HASH_SEED,
@@ -56,8 +57,8 @@ class PrefixCachingBlockAllocator(SequenceCache):
             ConfigurationError: sizes below 1, ids that are not as many and distinct, or an unknown
                 policy or hash algorithm.
         """
-        if type(block_bytes) is not int or block_bytes < 0:
-            raise ConfigurationError(f"blocks of {shown(block_bytes)} bytes: use at least 0")
+        block_bytes = as_int("block_bytes", block_bytes, error=ConfigurationError)
+        merge_duplicates = as_bool("merge_duplicates", merge_duplicates, ConfigurationError)
         ids = checked_block_ids(num_blocks, block_ids)
         hasher = get_request_block_hasher(block_size, get_hash_fn(caching_hash_algo), hash_seed)
         super().__init__(HeldBlocks(ids, hasher, eviction_policy), block_bytes)
@@ -106,7 +107,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
             RequestError: something is no token id.
         """
         blocks: list[PrefixCachingBlock] = []
-        for token_ids in block_token_ids:
+        for token_ids in as_tuple("block_token_ids", block_token_ids, BlockError):
             before = blocks[-1] if blocks else prev_block
             block = self._new_block(before, token_ids, extra_hash)
             if block.content_hash is None:
@@ -218,6 +219,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
         Raises:
             BlockError: one is given twice, not backed by this allocator, or waits for a copy.
         """
+        blocks = as_tuple("blocks", blocks, BlockError)
         block_ids = [self._require_backed(block) for block in blocks]
         if len(set(blocks)) != len(blocks):
             raise BlockError("a block is swapped out twice: give each one once")
@@ -241,6 +243,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
             OutOfBlocksError: too few blocks are free.
             BlockError: one is given twice, backed already, or of another block size or hash.
         """
+        blocks = as_tuple("blocks", blocks, BlockError)
         for block in blocks:
             self._require_compatible(block)
             if block.block_id is not None or not block.is_released:
@@ -316,7 +319,8 @@ class PrefixCachingBlockAllocator(SequenceCache):
             self._copies.drop(block_id)
 
     def _require_backed(self, block: PrefixCachingBlock) -> int:
-        block_id = block.block_id if block in self._backed else None
+        is_backed = isinstance(block, PrefixCachingBlock) and block in self._backed
+        block_id = block.block_id if is_backed else None
         if block_id is None:
             raise BlockError(
                 f"{shown(block)} is not backed by this allocator: it is unknown here, was freed, "

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from kvcache.arguments import as_text
+import numpy as np
+
+from kvcache.arguments import as_bool, as_int, as_text, check_kind, check_methods
 from kvcache.errors import BlockError, RequestError, shown
 from kvcache.hash_algorithms import ExtraKeys
 from kvcache.hashing import (
     BlockHash,
     RequestBlockHasher,
+    as_extra_keys,
     get_hash_fn,
     get_request_block_hasher,
     hash_block_tokens,
@@ -42,6 +45,13 @@ class BlockOwner(Protocol):
 
     def block_is_computed(self, block_id: int) -> bool:
         """Say whether the bytes of a physical block are there."""
+
+
+_OWNER_METHODS = (
+    "cow_block_if_not_appendable",
+    "promote_to_immutable_block",
+    "block_is_computed",
+)
 
 
 class PrefixCachingBlock:
@@ -78,9 +88,13 @@ class PrefixCachingBlock:
         `hasher` is the allocator's; without one digests are those of `sha256` and the usual seed.
 
         Raises:
-            BlockError: more tokens than fit.
+            BlockError: more tokens than fit, or an argument of another type.
             RequestError: something is no token id, or an extra hash cannot be hashed.
         """
+        check_kind("prev_block", prev_block, (PrefixCachingBlock, type(None)), BlockError)
+        check_kind("hasher", hasher, (RequestBlockHasher, type(None)), BlockError)
+        block_size = as_int("block_size", block_size, 1, error=BlockError)
+        check_methods("allocator", allocator, _OWNER_METHODS, BlockError)
         tokens: list[int] = as_token_ids(token_ids, "token id").tolist()
         if len(tokens) > block_size:
             raise BlockError(
@@ -211,8 +225,11 @@ class PrefixCachingBlock:
         """Return the digest of a full block; `prev_block_hash` is not read for a first one.
 
         Raises:
-            RequestError: a later block without its parent's digest, no tokens, or no token ids.
+            RequestError: a later block without its parent's digest, no tokens, no token ids, or an
+                argument of another type.
         """
+        is_first_block = as_bool("is_first_block", is_first_block, RequestError)
+        check_kind("hasher", hasher, (RequestBlockHasher, type(None)), RequestError)
         hasher = hasher or default_hasher(block_size=1)
         parent = hasher.none_hash if is_first_block else prev_block_hash
         if parent is None:
@@ -251,17 +268,15 @@ def extra_keys_of(extra_hash: ExtraHash) -> ExtraKeys | None:
     if isinstance(extra_hash, str):
         text = as_text("extra hash", extra_hash, RequestError, may_be_empty=True)
         return (("extra_hash", "text", text),)
-    if isinstance(extra_hash, tuple) and all(map(_is_key, extra_hash)):
-        return extra_hash or None
+    if isinstance(extra_hash, tuple):
+        return as_extra_keys("extra hash", extra_hash) or None
+    given: object = extra_hash
+    if isinstance(given, np.integer):
+        number = as_int("extra hash", given, -(2**63), 2**64 - 1, RequestError)
+        return (("extra_hash", "number", number),)
     raise RequestError(
         f"extra hash {shown(extra_hash)}: pass an integer, a text, or a tuple of extra keys"
     )
-
-
-def _is_key(key: object) -> bool:
-    if not isinstance(key, tuple) or not 2 <= len(key) <= 3:
-        return False
-    return all(isinstance(part, str) for part in key[:2]) and type(key[-1]) in {str, int}
 
 
 def chain_to(last_block: PrefixCachingBlock) -> Sequence[PrefixCachingBlock]:

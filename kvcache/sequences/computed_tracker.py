@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from kvcache.arguments import as_bool, as_int, check_hashable, check_kind, check_methods
 from kvcache.errors import ConfigurationError, RequestError, shown
 from kvcache.hashing import BlockHash, RequestBlockHasher
 from kvcache.request import Request
@@ -55,15 +56,13 @@ class ComputedBlocksTracker:
         """Look up contents in `allocator`; without caching every answer is 0.
 
         Raises:
-            ConfigurationError: the block size is no positive integer.
+            ConfigurationError: the block size is no positive integer, or an argument of another
+                type.
         """
-        if type(block_size) is not int or block_size < 1:
-            raise ConfigurationError(
-                f"block size {shown(block_size)}: pass an integer of at least 1"
-            )
+        check_kind("allocator", allocator, PrefixCachingBlockAllocator, ConfigurationError)
         self._allocator = allocator
-        self._block_size = block_size
-        self._enable_caching = enable_caching
+        self._block_size = as_int("block_size", block_size, 1, error=ConfigurationError)
+        self._enable_caching = as_bool("enable_caching", enable_caching, ConfigurationError)
         self._known: dict[Hashable, _Known] = {}
 
     def get_num_cached_tokens(self, seq: AnySequence) -> int:
@@ -73,8 +72,10 @@ class ComputedBlocksTracker:
         caches itself meanwhile was not cached for it.
 
         Raises:
-            RequestError: the sequence has fewer tokens than it had, or something is no token id.
+            RequestError: the sequence has fewer tokens than it had, something is no token id, or
+                `seq` is neither a request nor a sequence.
         """
+        _check_sequence(seq)
         if not self._enable_caching:
             return 0
         if isinstance(seq, Request):
@@ -93,6 +94,7 @@ class ComputedBlocksTracker:
 
     def remove_seq(self, seq_id: Hashable) -> None:
         """Forget a sequence; one that is not known: no effect."""
+        check_hashable("seq_id", seq_id, RequestError)
         self._known.pop(seq_id, None)
 
     def _new_digests(self, seq: AnySequence, known: list[BlockHash]) -> list[BlockHash]:
@@ -123,3 +125,11 @@ class ComputedBlocksTracker:
             num_new,
             extra_keys_of(seq.extra_hash()),
         )
+
+
+def _check_sequence(seq: AnySequence) -> None:
+    if not isinstance(seq, Request):
+        check_methods("seq", seq, ("get_token_ids", "extra_hash", "is_prefill"), RequestError)
+        if not hasattr(seq, "seq_id"):
+            raise RequestError(f"seq is {shown(seq)}: pass an object with seq_id")
+        check_hashable("seq_id", seq.seq_id, RequestError)

@@ -10,9 +10,9 @@ was not given, and knows no tokens beyond what it caches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
+from kvcache.arguments import as_int, as_integers
 from kvcache.arrays import int32_array
 from kvcache.blocks.audit import check_pool
 from kvcache.blocks.contents import NO_TABLE
@@ -203,17 +203,15 @@ class HeldBlocks:
 
     def mark_accessed(self, block_ids: Sequence[int], now: float) -> None:
         """These blocks were read or written at `now`; unheld ones are evicted accordingly."""
-        if isinstance(now, bool) or not isinstance(now, (int, float)) or not math.isfinite(now):
-            raise BlockError(f"access time {shown(now)}: pass a finite number")
         unheld = []
         for pool_id in self._in_use_or_cached(block_ids):
             if self._trackers[pool_id].active:
-                self._trackers[pool_id].last_accessed = float(now)
+                self._trackers[pool_id].last_accessed = now
             else:
                 unheld.append(pool_id)
         for pool_id in dict.fromkeys(unheld):
             if self._access_order is not None:
-                self._access_order.note_access(pool_id, float(now))
+                self._access_order.note_access(pool_id, now)
             # Coming into use and out of it again is what any policy takes an access for.
             self._pool.touch([pool_id])
             self._pool.free_blocks([pool_id])
@@ -263,11 +261,10 @@ def checked_block_ids(num_blocks: int, block_ids: Iterable[int] | None) -> list[
     Raises:
         ConfigurationError: not as many as there are blocks, not distinct, or negative.
     """
-    if type(num_blocks) is not int or num_blocks < 1:
-        raise ConfigurationError(f"an allocator of {shown(num_blocks)} blocks: use at least 1")
-    ids = list(range(num_blocks) if block_ids is None else block_ids)
-    if any(type(block_id) is not int or block_id < 0 for block_id in ids):
-        raise ConfigurationError(f"block ids {shown(ids)}: use integers of at least 0")
+    num_blocks = as_int("num_blocks", num_blocks, 1, error=ConfigurationError)
+    if block_ids is None:
+        return list(range(num_blocks))
+    ids: list[int] = as_integers("block_ids", block_ids, error=ConfigurationError).tolist()
     if len(ids) != num_blocks or len(set(ids)) != num_blocks:
         raise ConfigurationError(
             f"{len(ids)} block ids, {len(set(ids))} of them distinct, for {num_blocks} blocks: "

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.arguments import (
+    as_byte_strings,
+    as_int,
+    as_integers,
+    as_number,
+    as_tuple,
+    check_kind,
+)
 from kvcache.blocks.pending_copies import PendingCopies
 from kvcache.errors import BlockError, shown
 from kvcache.hashing import BlockHash, RequestBlockHasher
@@ -61,11 +69,11 @@ class SequenceCache:
 
         Raises BlockError for an id of another allocator.
         """
-        return self._held.physical_id(absolute_id)
+        return self._held.physical_id(as_int("absolute_id", absolute_id, error=BlockError))
 
     def get_num_references(self, block_id: int) -> int:
         """Return how many blocks of sequences are backed by a physical block."""
-        return self._held.num_references(block_id)
+        return self._held.num_references(as_int("block_id", block_id, error=BlockError))
 
     def get_prefix_cache_hit_rate(self) -> float:
         """Return the share of immutable blocks asked for that were cached; 0.0 before any was."""
@@ -75,11 +83,13 @@ class SequenceCache:
 
     def is_block_cached(self, block: PrefixCachingBlock) -> bool:
         """Say whether the content of a block is cached; False without a digest."""
+        check_kind("block", block, PrefixCachingBlock, BlockError)
         digest = block.content_hash
         return digest is not None and self._held.find(digest) is not None
 
     def find_cached_blocks_prefix(self, block_hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """Return the leading digests whose blocks are cached and computed."""
+        as_byte_strings("block_hashes", block_hashes, BlockError)
         found: list[BlockHash] = []
         for digest in block_hashes:
             block_id = self._held.find(digest)
@@ -95,8 +105,13 @@ class SequenceCache:
 
         None of them where a sequence has no blocks. Raises BlockError for an unknown block.
         """
+        what = "computed_seq_block_ids"
+        sequences = [
+            _as_block_ids(f"{what}[{place}]", block_ids)
+            for place, block_ids in enumerate(as_tuple(what, computed_seq_block_ids, BlockError))
+        ]
         common: list[int] = []
-        for ids in zip(*computed_seq_block_ids, strict=False):
+        for ids in zip(*sequences, strict=False):
             if len(set(ids)) > 1 or not self._held.is_computed(ids[0]):
                 break
             common.append(ids[0])
@@ -108,7 +123,8 @@ class SequenceCache:
         Raises:
             BlockError: a block is unknown, or free and empty; or `now` is no finite number.
         """
-        self._held.mark_accessed(block_ids, now)
+        time = as_number("access time", now, error=BlockError)
+        self._held.mark_accessed(_as_block_ids("block_ids", block_ids), time)
 
     def mark_blocks_as_computed(self, block_ids: Sequence[int] = ()) -> None:
         """The bytes of these blocks are there; without ids, those of every full block held.
@@ -116,11 +132,11 @@ class SequenceCache:
         Raises:
             BlockError: a block is unknown, or free and empty.
         """
-        self._held.mark_computed(block_ids)
+        self._held.mark_computed(_as_block_ids("block_ids", block_ids))
 
     def block_is_computed(self, block_id: int) -> bool:
         """Say whether a block's bytes are there; raises BlockError if it is unknown."""
-        return self._held.is_computed(block_id)
+        return self._held.is_computed(as_int("block_id", block_id, error=BlockError))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every content; False, unchanged, while a block is in use."""
@@ -157,6 +173,7 @@ class SequenceCache:
 
         Contents that a sequence holds take none; blocks that are not full are ignored.
         """
+        blocks = as_tuple("blocks", blocks, BlockError, PrefixCachingBlock)
         full = [block for block in blocks if block.is_full]
         hits, num_missing = self._find_contents(full)
         return num_missing + self._held.num_unheld(dict.fromkeys(hits.values()))
@@ -186,3 +203,8 @@ class SequenceCache:
                 f"tokens, this allocator has {self.hasher.hash_fn.name} over "
                 f"{self.block_size}: use one hash, seed and block size"
             )
+
+
+def _as_block_ids(what: str, block_ids: Sequence[int]) -> list[int]:
+    ids: list[int] = as_integers(what, block_ids, error=BlockError).tolist()
+    return ids

@@ -13,6 +13,7 @@ from tests.attack.manager_subjects import (
     REQUEST_SUBJECTS,
     SPEC_SUBJECTS,
 )
+from tests.attack.sequence_subjects import SEQUENCE_SUBJECTS
 from tests.attack.type_table import (
     INNER_METHODS,
     NO_BORDERS,
@@ -65,7 +66,13 @@ def shown(value: object) -> str:
 
 CASES = [
     (subject, case)
-    for subject in (*REQUEST_SUBJECTS, *CLIENT_SUBJECTS, *POOL_SUBJECTS, *SPEC_SUBJECTS)
+    for subject in (
+        *REQUEST_SUBJECTS,
+        *CLIENT_SUBJECTS,
+        *POOL_SUBJECTS,
+        *SPEC_SUBJECTS,
+        *SEQUENCE_SUBJECTS,
+    )
     for case in subject.cases
 ]
 IDS = [f"{subject.name}-{case.name}" for subject, case in CASES]

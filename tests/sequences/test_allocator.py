@@ -135,14 +135,14 @@ def test_blocks_of_another_block_size_or_hash_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_blocks": 0}, "an allocator of 0 blocks: use at least 1"),
-        ({"block_size": 0}, "block size 0"),
+        ({"num_blocks": 0}, "num_blocks is 0: pass an integer of at least 1"),
+        ({"block_size": 0}, "block_size is 0"),
         ({"block_ids": [1, 2]}, "2 block ids, 2 of them distinct, for 3 blocks"),
         ({"block_ids": [1, 2, 2]}, "3 block ids, 2 of them distinct, for 3 blocks"),
-        ({"block_ids": [1, 2, -1]}, "use integers of at least 0"),
+        ({"block_ids": [1, 2, -1]}, "pass integers of at least 0"),
         ({"eviction_policy": "best"}, "unknown eviction policy 'best'"),
         ({"caching_hash_algo": "md5"}, "unknown hash algorithm 'md5'"),
-        ({"block_bytes": -1}, "blocks of -1 bytes"),
+        ({"block_bytes": -1}, "block_bytes is -1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
@@ -461,7 +461,7 @@ def test_accesses_of_blocks_that_hold_nothing_are_refused() -> None:
         allocator.mark_blocks_as_accessed([1], 3.0)
     with pytest.raises(BlockError, match="block 2 is not one of this allocator's 2"):
         allocator.mark_blocks_as_computed([2])
-    with pytest.raises(BlockError, match="access time nan: pass a finite number"):
+    with pytest.raises(BlockError, match="access time is nan: pass a finite number"):
         allocator.mark_blocks_as_accessed([], float("nan"))
 
 

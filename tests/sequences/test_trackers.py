@@ -121,7 +121,7 @@ def test_a_request_is_a_sequence_whose_extra_keys_count() -> None:
 def test_without_caching_nothing_is_cached() -> None:
     tracker = ComputedBlocksTracker(allocator_with([1, 2, 3, 4]), 4, False)
     assert tracker.get_num_cached_tokens(Sequence(0, [1, 2, 3, 4])) == 0
-    with pytest.raises(ConfigurationError, match="block size 0"):
+    with pytest.raises(ConfigurationError, match="block_size is 0"):
         ComputedBlocksTracker(allocator_with([]), 0, True)
 
 
