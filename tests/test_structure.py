@@ -55,11 +55,11 @@ def test_frames_and_files_are_those_of_the_product_alone() -> None:
     clock = VirtualClock()
 
     def call() -> float:
-        clock.advance(1.0)
+        clock.now()
         json.dumps([])
         return clock.now()
 
-    assert structure.counted(call) == (1.0, Depth(files=1, frames=2))
+    assert structure.counted(call) == (0.0, Depth(files=1, frames=2))
 
 
 @pytest.mark.parametrize("core", CORES)

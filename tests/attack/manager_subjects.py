@@ -1030,7 +1030,8 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
 REQUEST_SUBJECTS = (
     request_subject(),
     plain_subject(),
-    *[make(core) for make in (manager_subject, encoder_subject, empty_subject) for core in CORES],
+    *[make(core) for make in (manager_subject, empty_subject) for core in CORES],
+    *[encoder_subject(core) for core in ("blocks", "extents")],  # 'flat' has no encoders yet
 )
 CLIENT_SUBJECTS = (client_subject(is_async=False), client_subject(is_async=True))
 POOL_SUBJECTS = (

@@ -188,10 +188,10 @@ def test_hits_are_never_far_below_those_of_lru_for_long(
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
-def test_hit_rates_of_both_cores_are_the_same() -> None:
+def test_hit_rates_of_all_cores_are_the_same() -> None:
     opening = LimitedWorkload(MooncakeTrace(TRACE), 1_500)
     rates = [hit_rate(opening, 3_000, "hazard", core) for core in sorted(CORES)]
-    assert rates == pytest.approx([0.0652, 0.0652], abs=0.0005)
+    assert rates == pytest.approx([0.0652] * len(rates), abs=0.0005)
     assert min(rates) > hit_rate(opening, 3_000, "lru")
 
 
