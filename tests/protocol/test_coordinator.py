@@ -431,7 +431,7 @@ def test_a_lost_process_voids_the_epoch_until_the_rank_is_served_again() -> None
     assert bench.coordinator.on_worker_lost(1, "somebody else", "killed") == []
     out = bench.coordinator.on_worker_lost(1, "q", "killed by signal 9")
     (away,) = only(out, Unattached)
-    assert away.reason == "rank 1 is lost: killed by signal 9; waiting for ranks [0, 1]"
+    assert away.reason == "rank 1 is lost, process q: killed by signal 9; waiting for ranks [0, 1]"
     bench.granted(0)
     bench.processes[1] = "q2"
     bench.hello(1)
