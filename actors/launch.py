@@ -24,8 +24,8 @@ from actors.keeper import make_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
-from actors.shutdown import ClusterParts, LaunchNote, take_down
-from actors.worker_making import WorkerRecipe, make_worker, where_code_is_kept
+from actors.shutdown import ClusterParts, take_down
+from actors.worker_making import WorkerRecipe, make_worker
 from actors.workforce import Workforce
 from kvcache.config import ClusterConfig
 from kvcache.curve import generate_curve_keys
@@ -82,24 +82,12 @@ class Launch:
 
         Raises AlreadyRunningError, StartupError or NotEnoughMemoryError, with nothing left running.
         """
-        name = self.config.name
-        self._say(f"starting the coordinator of {name}")
+        self._say(f"starting the coordinator of {self.config.name}")
         self.parts.coordinator = self._create_coordinator()
-        note = LaunchNote(name)
         try:
-            note.write()
             self._start()
-            if note.finish():
-                raise StartupError(f"{name} was stopped")
-            self._say("ready")
         except BaseException as error:
-            was_stopped = isinstance(error, Exception) and note.was_stopped()
             take_down(self.parts)
-            if was_stopped:
-                raise StartupError(
-                    f"{name} was stopped from elsewhere while it was starting, and nothing of it "
-                    "is left: launch it again"
-                ) from error
             if isinstance(error, RayError):
                 raise StartupError(
                     f"{self.config.name} cannot start: {first_line(error)}"
@@ -128,6 +116,7 @@ class Launch:
         ready = coordinator.begin.remote(workforce, BEGIN_SHARE * self._remaining_s())
         # What it says names the ranks that do not obey: worth waiting for a little longer.
         self._await([ready], "connect to the workers", who="the coordinator", grace_s=GRACE_S)
+        self._say("ready")
 
     def _create_coordinator(self) -> Any:
         name = coordinator_name(self.config.name)
@@ -141,7 +130,6 @@ class Launch:
                 max_restarts=-1,
                 max_task_retries=0,
                 num_cpus=0,
-                **where_code_is_kept(),
             ).remote(self.config, generate_curve_keys(), self._recipe)
         except ValueError as error:
             if not is_actor_known(name):

@@ -89,8 +89,6 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
                 started.append(
                     KVCacheCluster.launch(one, detached=detached, on_progress=on_progress)
                 )
-            for cluster in started:
-                cluster.status()  # one that was stopped while others started is an error here
         except BaseException:
             _stop(started)
             raise

@@ -20,11 +20,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.keeper import await_no_keepers, end_keepers, find_keepers
-from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
+from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.placement import remove_placement, wait_until
-from actors.state import RayRecordStore, RayStateStore
+from actors.state import RayStateStore
 from kvcache.config import DeadlinesConfig
-from kvcache.errors import ClusterError, NotRunningError
 
 
 @dataclass
@@ -60,62 +59,8 @@ class ClusterParts:
                 self.placement = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
 
 
-_UNDER_WAY, _STOPPED = b"under way", b"stopped"
-
-
-class LaunchNote:
-    """A word in the cluster's small state between its launch and whoever stops it meanwhile. It
-    goes with that state."""
-
-    def __init__(self, cluster: str) -> None:
-        self._record = RayRecordStore(cluster, "launch")
-
-    def write(self) -> None:
-        """Say that a launch is under way. Raises ClusterError when Ray does not take it."""
-        self._record.save(_UNDER_WAY)
-
-    def finish(self) -> bool:
-        """Say that the launch is over; return whether the cluster was stopped meanwhile."""
-        was_stopped = self.was_stopped()
-        if not was_stopped:
-            self._record.remove()
-        return was_stopped
-
-    def tell(self) -> None:
-        """Tell a launch that is under way, if one is, that the cluster is being stopped."""
-        with contextlib.suppress(ClusterError):
-            if self._record.load() is not None:
-                self._record.save(_STOPPED)
-
-    def was_stopped(self) -> bool:
-        """Say, to the launch, whether the cluster is being stopped, or was. False where Ray cannot
-        be asked."""
-        try:
-            return self._record.load() != _UNDER_WAY
-        except ClusterError:
-            return False
-
-
-def unanswering_parts(name: str) -> ClusterParts:
-    """Return what there is of a cluster whose coordinator cannot be asked, by the names of its
-    actors. Raises NotRunningError where it has no coordinator."""
-    try:
-        coordinator = ray.get_actor(coordinator_name(name), namespace=RAY_NAMESPACE)
-    except ValueError as error:
-        raise NotRunningError(f"no cluster named {name!r} is running: check the name") from error
-    parts = ClusterParts(name, DeadlinesConfig(), coordinator)
-    prefix = worker_name(name, 0).removesuffix("0")
-    actors: Any = ray.util.list_named_actors(all_namespaces=True)
-    parts.find_workers(
-        sum(a["namespace"] == RAY_NAMESPACE and a["name"].startswith(prefix) for a in actors)
-    )
-    parts.find_placement(placement_group_name(name))
-    return parts
-
-
 def take_down(parts: ClusterParts) -> None:
     """End everything in `parts` and return when it is gone, or after twice `shutdown_s`."""
-    LaunchNote(parts.name).tell()
     shutdown_s, share_s = parts.deadlines.shutdown_s, parts.deadlines.closing_s
     give_up_s = time.monotonic() + shutdown_s
     coordinators = [] if parts.coordinator is None else [parts.coordinator]
@@ -164,8 +109,7 @@ def _settle(calls: Sequence[Any], timeout_s: float) -> None:
 def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
     """Wait until no name of the cluster is known any more and no worker process is left here."""
     names = [coordinator_name(parts.name)]
-    num_places = max(parts.num_places, len(parts.process_ids))
-    names += [worker_name(parts.name, place) for place in range(num_places)]
+    names += [worker_name(parts.name, place) for place in range(len(parts.process_ids))]
     own = () if parts.foreign_workers else parts.process_ids
 
     def is_gone() -> bool:

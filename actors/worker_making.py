@@ -7,7 +7,6 @@ launcher, or with the cluster where that is detached. Refuses to place anything 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.names import RAY_NAMESPACE, worker_name
-from kvcache.compiled import code_directory
 from kvcache.config import ClusterConfig
 
 
@@ -36,18 +34,6 @@ class WorkerRecipe:
         from actors.worker import WorkerActor
 
         return self.subclass or WorkerActor
-
-
-def where_code_is_kept() -> dict[str, Any]:
-    """Return the options of an actor that keeps compiled code where this process does.
-
-    A Ray that runs already gives its processes the environment it was started in. Without
-    NUMBA_CACHE_DIR there is nothing to say, and Ray takes a process that it has ready.
-    """
-    directory = code_directory()
-    if not directory:
-        return {}
-    return {"runtime_env": {"env_vars": {"NUMBA_CACHE_DIR": os.path.abspath(directory)}}}
 
 
 def make_worker(
@@ -77,7 +63,6 @@ def make_worker(
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=stage
         ),
-        **where_code_is_kept(),
     ).remote(config, place)
 
 

@@ -2,9 +2,8 @@
 
 Beside everything, like arrays.py. numba compiles a function when its module is imported, for the
 signatures that it is given and no others, so that no step ever waits for a compiler; what it
-made is kept where numba keeps it, and later processes load it: in NUMBA_CACHE_DIR, which numba
-reads, else beside the source. A module that uses this is imported by a service when it starts, and
-not by a command that only asks for help.
+made is kept beside the source, and later processes load it. A module that uses this is imported by
+a service when it starts, and not by a command that only asks for help.
 
 What is kept goes by the text of the file that the function stands in, the processor and the
 versions (`_Kept`): a function calls nothing compiled of another file, whose changes would go
@@ -21,13 +20,11 @@ import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from typing import Any, TypeAlias, TypeVar, cast
 
 import llvmlite
 import numba
-import numba.core.config
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from kvcache.logs import get_logger
@@ -51,13 +48,6 @@ _OPTIONS = {"nogil": True, "boundscheck": IS_CHECKED, "error_model": "numpy"}
 _njit: Any = njit
 _NumbaCache: Any = FunctionCache  # these of numba's have no types, or too narrow ones
 _NumbaFile: Any = IndexDataCacheFile
-
-
-def code_directory() -> str:
-    """Return where NUMBA_CACHE_DIR has compiled code kept; empty where it does not say."""
-    settings: Any = numba.core.config
-    settings.reload_config()  # it may have been set since numba was imported
-    return str(settings.CACHE_DIR)
 
 
 def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) -> types.Array:
@@ -99,16 +89,6 @@ def compiled(
     return compile_now
 
 
-@cache
-def _tell_unusable(wanted: str) -> None:
-    """Say once that numba does not use the place it was given."""
-    logger.warning(
-        "NUMBA_CACHE_DIR is %s, where nothing can be written: compiled code is kept where it would "
-        "be without it",
-        wanted,
-    )
-
-
 class _Kept(_NumbaCache):  # type: ignore[misc]
     """What was made of one function: files of their own for each source, processor and version.
 
@@ -118,12 +98,10 @@ class _Kept(_NumbaCache):  # type: ignore[misc]
     costs the time of a compilation, and nothing else.
     """
 
-    def __init__(self, function: Callable[..., Any], target: Any) -> None:
-        """Look for files of the function; raises RuntimeError where there is no place for any."""
-        wanted = code_directory()
+    def __init__(self, function: Callable[..., Any], target: Any, made_by: object) -> None:
+        """Look for files of the function, made so; raises RuntimeError where there is no place for
+        any."""
         super().__init__(function)
-        if wanted and not os.path.abspath(self._cache_path).startswith(os.path.abspath(wanted)):
-            _tell_unusable(wanted)
         stamp = self._impl.locator.get_source_stamp()
         versions = numba.__version__, llvmlite.__version__
         made_of = stamp, versions, target.codegen().magic_tuple(), made_by

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -18,8 +15,6 @@ from numba import types
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.compiled import array_type, compiled
-
-ROOT = Path(__file__).resolve().parents[1]
 
 READ = array_type("int32", is_read=True)
 WRITTEN = array_type("int32")
@@ -69,7 +64,8 @@ def test_without_a_place_to_keep_it_a_function_is_compiled_all_the_same(
     assert "double is compiled anew in every process" in caplog.text
 
 
-def write_source(directory: Path, added: int) -> Path:
+def make(directory: Path, added: int) -> Callable[[int], int]:
+    """Import a module as a new process does, whose file was written just now."""
     source = directory / "adding.py"
     source.write_text(
         "from numba import types\n"
@@ -78,12 +74,6 @@ def write_source(directory: Path, added: int) -> Path:
         "def add(value):\n"
         f"    return value + {added}\n"
     )
-    return source
-
-
-def make(directory: Path, added: int) -> Callable[[int], int]:
-    """Import a module as a new process does, whose file was written just now."""
-    source = write_source(directory, added)
     spec = importlib.util.spec_from_file_location("adding", source)
     assert spec is not None
     assert spec.loader is not None
@@ -137,52 +127,3 @@ def test_a_full_disk_and_half_a_file_cost_a_compilation(
         caplog.clear()
         assert make(tmp_path, 2)(10) == 12
         assert not caplog.text  # it is whole again
-
-
-def add_in_process(directory: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Import what `directory` has in another process, which is told where to keep code."""
-    return subprocess.run(
-        [sys.executable, "-c", "import adding; print(adding.add(10))"],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-
-def test_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None:
-    source, cache = tmp_path / "source", tmp_path / "cache"
-    source.mkdir()
-    write_source(source, 1)
-    written = set()
-    for _ in range(2):
-        done = add_in_process(source, cache)
-        assert (done.stdout, done.stderr) == ("11\n", "")
-        written |= {path.stat().st_ino for path in cache.glob("source_*/adding.add-*.nbc")}
-    assert len(written) == 1  # the second process has loaded what the first one kept
-    assert not kept(source, "nb?")
-
-
-def test_a_place_that_was_asked_for_and_cannot_be_used_is_told(tmp_path: Path) -> None:
-    write_source(tmp_path, 1)
-    taken = tmp_path / "taken"
-    taken.touch()
-    done = add_in_process(tmp_path, taken)
-    assert done.stdout == "11\n"
-    assert done.stderr == (
-        f"NUMBA_CACHE_DIR is {taken}, where nothing can be written: compiled code is kept where it "
-        "would be without it\n"
-    )
-    assert len(kept(tmp_path, "nbc")) == 1
-
-
-def test_a_place_that_is_named_after_numba_was_imported_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    source = tmp_path / "source"
-    source.mkdir()
-    assert make(source, 1)(10) == 11
-    assert len(list((tmp_path / "cache").glob("source_*/adding.add-*.nbc"))) == 1
-    assert not kept(source, "nb?")

@@ -24,7 +24,6 @@ from actors.cluster import KVCacheCluster
 from actors.embedded_site import EmbeddedSite
 from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
-from actors.shutdown import take_down, unanswering_parts
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, KVCacheError, NotRunningError
@@ -116,17 +115,11 @@ def show_status(name: str | None, as_json: bool) -> None:
 
 
 def stop_cluster(name: str | None) -> None:
-    """Stop a running cluster, one that starts or does not answer too; raises NotRunningError if
-    there is none."""
+    """Stop a running cluster; raises NotRunningError if there is none."""
     with ray_session(may_start=False):
-        name = name or only_cluster()
-        try:
-            find_launched(name).stop()
-        except DeadlineError as error:
-            parts = unanswering_parts(name)
-            say(f"{error}: it is ended without its answer")
-            take_down(parts)
-    say(f"{name} has stopped")
+        cluster = find_launched(name or only_cluster())
+        cluster.stop()
+    say(f"{cluster.name} has stopped")
 
 
 def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:

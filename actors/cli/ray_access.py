@@ -15,10 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 PROBE_S = 3.0
-"""How long a connection may take to be accepted."""
-
-ANSWER_S = 10.0
-"""How long Ray may take to answer the simplest question, on a machine that has too much to do."""
 
 _ANY_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """Whoever has no token is refused before his question is looked at, whatever it is."""
@@ -46,7 +42,7 @@ def find_refusal() -> Refusal | None:
     nobody can tell, as where there is none or there are several."""
     # Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
     named = os.environ.get("RAY_ADDRESS", "")
-    why_not = why_unanswered(named)
+    why_not = _why_unanswered(named)
     if why_not:
         what = f"RAY_ADDRESS is {named}, and nothing answers there ({why_not})"
         return Refusal(what, "start Ray there, correct it, or unset it", is_named=True)
@@ -54,27 +50,13 @@ def find_refusal() -> Refusal | None:
         return token_refusal(named) if ":" in named and "/" not in named else None
     addresses = _local_addresses()
     if addresses:
-        return _local_refusal(addresses[0]) if len(addresses) == 1 else None
+        return token_refusal(addresses[0]) if len(addresses) == 1 else None
     last = _remembered_address()
-    why_not = why_unanswered(last)
+    why_not = _why_unanswered(last)
     if why_not:
         what = f"the Ray that was started last, at {last}, does not answer ({why_not})"
         return Refusal(what, "`ray stop` forgets it, `ray start --head` starts one", is_named=False)
     return None
-
-
-def _local_refusal(address: str) -> Refusal | None:
-    """Say why the only Ray of this machine cannot be joined: its raylet runs, or it would not have
-    been found."""
-    why_not = why_unanswered(address)
-    return _gone(address, why_not) if why_not else token_refusal(address)
-
-
-def _gone(address: str, why: str) -> Refusal:
-    what = f"the Ray at {address} is broken: processes of it run, but its control service (GCS) "
-    remedy = "`ray stop --force` ends what is left of it; start Ray again, and launch"
-    is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
-    return Refusal(f"{what}does not answer ({why})", remedy, is_named)
 
 
 def refusal_behind(error: ConnectionError) -> Refusal | None:
@@ -84,8 +66,7 @@ def refusal_behind(error: ConnectionError) -> Refusal | None:
 
 
 def token_refusal(address: str) -> Refusal | None:
-    """Ask whoever serves at `address` anything, as Ray would; None unless the token is refused, or
-    no answer comes."""
+    """Ask whoever serves at `address` anything, as Ray would; None unless the token is refused."""
     is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
     try:
         import grpc
@@ -103,13 +84,10 @@ def token_refusal(address: str) -> Refusal | None:
         return None
     with grpc.insecure_channel(address) as channel:
         try:
-            channel.unary_unary(_ANY_METHOD)(b"", timeout=ANSWER_S, metadata=token)
+            channel.unary_unary(_ANY_METHOD)(b"", timeout=PROBE_S, metadata=token)
         except grpc.RpcError as error:
-            code = getattr(error, "code", lambda: None)()
-            if code is grpc.StatusCode.UNAUTHENTICATED:
+            if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNAUTHENTICATED:
                 return _refused(address, bool(token), is_named)
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return _gone(address, f"no answer within {ANSWER_S:g} s")
     return None
 
 
@@ -138,7 +116,7 @@ def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
     return Refusal(what, remedy, is_named)
 
 
-def why_unanswered(address: str) -> str:
+def _why_unanswered(address: str) -> str:
     """Say why nobody can be reached at host:port; empty if somebody is, or it is no such thing."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from typer.testing import CliRunner
 
-from actors import KVCacheCluster, WorkerActor, cluster_access
-from actors.cli import app
+from actors import KVCacheCluster, WorkerActor
 from actors.placement import wait_until
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
@@ -29,7 +25,6 @@ from kvcache.errors import (
 )
 from kvcache.planner import Plan
 from kvcache.step import StepRequest
-from tests.cli.commands import KVCACHE
 
 pytestmark = pytest.mark.ray
 
@@ -108,71 +103,6 @@ def test_a_start_up_that_fails_names_rank_and_cause_and_leaves_nothing(
     with pytest.raises(case.error, match=case.says):
         KVCacheCluster.launch(config, worker_class=case.worker_class)
     traces.check(config.name)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("stage", ["reserving", "waiting", "allocating", "connecting", "ready"])
-def test_a_launch_that_is_stopped_from_elsewhere_says_so_and_leaves_nothing(
-    ray_cluster: str, stage: str, make_config: Any, traces: Any
-) -> None:
-    config = make_config()
-
-    def stop_at_stage(line: str) -> None:
-        if line.startswith(stage):
-            KVCacheCluster.connect(config.name).stop()
-
-    if stage == "ready":  # it is, and then it is stopped
-        KVCacheCluster.launch(config, on_progress=stop_at_stage)
-    else:
-        with pytest.raises(StartupError) as caught:
-            KVCacheCluster.launch(config, on_progress=stop_at_stage)
-        assert str(caught.value) == (
-            f"{config.name} was stopped from elsewhere while it was starting, and nothing of it is "
-            "left: launch it again"
-        )
-    traces.check(config.name)
-    with KVCacheCluster.launch(config) as cluster:  # the name is free
-        assert cluster.status().state == "ready"
-
-
-@pytest.mark.faults
-def test_stop_ends_a_launch_that_another_command_began(
-    ray_cluster: str, make_config: Any, traces: Any, tmp_path: Path
-) -> None:
-    config = make_config()
-    path = tmp_path / "cluster.json"  # which YAML can read
-    path.write_text(config.model_dump_json(exclude_none=True))
-    environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
-    launch = [*KVCACHE, "launch", "--config", str(path), "--detach"]
-    with subprocess.Popen(launch, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        assert any(line.startswith("waiting for 2 worker(s)") for line in process.stderr)
-        stopped = CliRunner().invoke(app, ["stop", "--name", config.name])
-        told = process.stderr.read()
-    assert (stopped.exit_code, stopped.stderr) == (0, f"{config.name} has stopped\n")
-    assert (process.returncode, told) == (
-        3,
-        f"kvcache: {config.name} was stopped from elsewhere while it was starting, and nothing of "
-        "it is left: launch it again\n",
-    )
-    traces.check(config.name)
-
-
-@pytest.mark.faults
-def test_stop_ends_a_cluster_whose_coordinator_hangs(
-    launch: Any, make_config: Any, traces: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_access, "CALL_TIMEOUT_S", 1.0)
-    cluster = launch(make_config())
-    hanging = cluster.status().coordinator_process_id
-    os.kill(hanging, signal.SIGSTOP)
-    stopped = CliRunner().invoke(app, ["stop", "--name", cluster.name])
-    assert stopped.exit_code == 0, stopped.stderr
-    assert stopped.stderr == (
-        f"the coordinator of {cluster.name} gave no answer within 1 s: it is ended without its "
-        f"answer\n{cluster.name} has stopped\n"
-    )
-    traces.check(cluster.name)
 
 
 def test_a_stage_that_fits_no_node_is_an_error_that_says_what_there_is(

@@ -432,20 +432,3 @@ def test_the_command_line_names_what_is_stuck_and_says_so_by_its_exit_code(
     assert exit_code == 1
     stuck = [work for work in json.loads(shown)["pending"] if work["is_stuck"]]
     assert [work["what"] for work in stuck] == ["rank 1 has not been heard of"]
-
-
-def test_actors_keep_compiled_code_where_the_launching_process_does(
-    launch: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cache = tmp_path / "code"
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache))  # Ray's processes were started without it
-    cluster = launch(make_config())
-    assert {path.name.rpartition("_")[0] for path in cache.iterdir()} >= {"worker"}
-    kill(cluster, 1)
-    assert wait_until(lambda: "lost" in cluster.status().problem, SOON_S)
-    assert wait_until(lambda: cluster.status().state == "ready", SOON_S)
-    told = [
-        ray.get(worker.__ray_call__.remote(lambda self: os.environ.get("NUMBA_CACHE_DIR")))
-        for worker in cluster.workers
-    ]
-    assert told == [str(cache)] * 2
