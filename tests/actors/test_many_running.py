@@ -36,7 +36,8 @@ class KillingStepper(ClientStepper):
     """Kills the coordinator right behind a step in which enough requests run."""
 
     def __init__(self, client: StepClient, cluster: KVCacheCluster) -> None:
-        super().__init__(client, lambda: (None, ()))
+        return_s = cluster.config.deadlines.return_s
+        super().__init__(client, lambda: (None, ()), return_s=return_s)
         self._victim = cluster.status().coordinator_process_id
         self._num_wide_steps = 0
         self.num_running_at_kill = 0

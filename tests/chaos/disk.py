@@ -58,10 +58,16 @@ class Disk:
     def _set_flags(self, flags: str) -> None:
         _call("chattr", "-R", flags, str(self.root))
 
-    def unplug(self) -> None:
-        """Let the directory of one rank, with all that is in it, be gone."""
+    def remove(self) -> None:
+        """Let the directory of one rank, with all that is in it, be gone: it can be made again."""
         (directory,) = self.root.glob("*/*/rank1")
         shutil.rmtree(directory)
+
+    def unplug(self) -> None:
+        """Let it be gone for good: what stands in its place is no directory."""
+        (directory,) = self.root.glob("*/*/rank1")
+        shutil.rmtree(directory)
+        directory.touch()
 
     def spoil(self, do: Callable[[Path], None]) -> None:
         """Do something to every file of one rank."""

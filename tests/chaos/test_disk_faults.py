@@ -48,8 +48,9 @@ FAULTS = {
     "forbidden": Fault(
         Disk.forbid, Disk.allow, frozenset({"denied"}), "let the workers' user write there"
     ),
+    "removed": Fault(Disk.remove, nothing, frozenset({"missing"}), "and is made again"),
     "unplugged": Fault(
-        Disk.unplug, nothing, frozenset({"missing", "unplugged"}), "bring the directory back"
+        Disk.unplug, nothing, frozenset({"missing", "unplugged"}), "cannot be made again"
     ),
     "bits flipped": Fault(
         lambda disk: disk.spoil(flip_a_bit),

@@ -25,6 +25,7 @@ def test_a_stage_whose_node_is_gone_is_replaced_on_another_one() -> None:
 
 def play(script: str, timeout_s: float) -> str:
     """Run a script beside this file with a folder of its own; return what it printed."""
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray's test cluster writes its address there
     with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as scratch:
         done = subprocess.run(
             [sys.executable, str(Path(__file__).with_name(script)), scratch],
