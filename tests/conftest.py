@@ -5,6 +5,7 @@ Ray reads its settings from the environment when it is imported, so they are set
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +51,54 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+LAST_WORDS: list[str] = []
+"""What each xdist worker that died had said, in the process that hands out the tests."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell an xdist worker where to leave its last words."""
+    node.workerinput["last_words"] = str(SCRATCH / node.gateway.id)
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own fault handler
+def pytest_configure(config: pytest.Config) -> None:
+    """Let an xdist worker write what it says when it dies to files that outlive it.
+
+    `.threads` is Python's view of a fatal signal. `.stderr` has what libraries say before they
+    abort: pytest captures that in a file without a name, which dies with the process.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    last_words = config.workerinput["last_words"]
+    faulthandler.enable(os.open(f"{last_words}.threads", os.O_CREAT | os.O_WRONLY))
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    if (stderr := capture._global_capturing.err) is not None:
+        with open(f"{last_words}.stderr", "w+b") as file:
+            os.dup2(file.fileno(), stderr.tmpfile.fileno())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Keep the last words of an xdist worker that died, before its files are removed."""
+    if error is None:
+        return
+    status = node.gateway._io.popen.wait(timeout=10)  # -11 for signal 11
+    LAST_WORDS.append(f"worker {node.gateway.id} ended with status {status}\n")
+    for kind in "threads", "stderr":
+        file = SCRATCH / f"{node.gateway.id}.{kind}"
+        said = file.read_text(errors="replace") if file.exists() else ""
+        LAST_WORDS.append(f"its {kind}:\n{said or '(nothing)'}\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the last words of the xdist workers that died."""
+    if LAST_WORDS:
+        terminalreporter.section("last words of workers that died")
+        for words in LAST_WORDS:
+            terminalreporter.write(words)
 
 
 def pytest_sessionfinish() -> None:
