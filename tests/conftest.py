@@ -34,6 +34,9 @@ os.environ["RAY_AUTH_TOKEN_PATH"] = str(TOKEN_FILE)
 # Workers of Ray import classes of test modules under the names they have here.
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "actors")))
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Otherwise any call of Ray without a cluster starts one. Started by a thread, it dies when that
+# thread ends; a minute later Ray ends this process, whatever test runs by then.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
 

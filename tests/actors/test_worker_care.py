@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RaySystemError
 
 from actors import health
 from actors.caretaker import Caretaker
@@ -25,6 +27,9 @@ from kvcache.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
 from kvcache.planner import RankMemory
 from kvcache.planner.cluster import plan_cluster
 from kvcache.serving_loop import ServingLoop
+
+DEADLINE_S = 30.0
+"""How long a thread may take to end. Tests wait for that before they give `ray` back."""
 
 
 def test_a_process_is_silent_since_it_was_heard_last() -> None:
@@ -63,6 +68,7 @@ def test_a_process_is_watched_as_soon_as_it_is_known(monkeypatch: pytest.MonkeyP
     finally:
         watch.stop()
         is_over.set()
+        assert watch.loop.join(DEADLINE_S)
 
 
 def test_a_sentinel_that_cannot_be_sent_or_read_is_sent_again(
@@ -98,6 +104,14 @@ def test_a_sentinel_that_cannot_be_sent_or_read_is_sent_again(
         assert watch.loop.is_running
     finally:
         watch.stop()
+        assert watch.loop.join(DEADLINE_S)
+
+
+def test_a_call_of_ray_starts_no_cluster_in_the_process_of_the_tests() -> None:
+    if ray.is_initialized():
+        pytest.skip("this process has a cluster")
+    with pytest.raises(RaySystemError, match="Ray has not been started yet"):
+        ray.get_actor("nobody")
 
 
 def test_processes_that_die_again_and_again_are_made_ever_more_slowly_and_not_for_ever(
