@@ -222,6 +222,12 @@ class Caretaker:
         for one in replacements:
             one.join(max(0.0, give_up_s - self._clock.now()))
 
+    def join(self) -> None:
+        """Wait at most `STOP_S`, after `stop`, until none of its threads uses Ray any more."""
+        give_up_s = self._clock.now() + STOP_S
+        for loop in (self._watch.loop, self.keepers.loop, self._loop):
+            loop.join(max(0.0, give_up_s - self._clock.now()))
+
     # --- for replacements
 
     def num_to_allocate(self) -> int:

@@ -247,6 +247,11 @@ class EmbeddedCoordinator:
         self._metrics.stop()
         if self._loop.stop(CLOSE_TIMEOUT_S):
             self._service.call(self._give_back)
+        # This process may disconnect from Ray next. A thread that asks Ray after that starts a
+        # cluster of its own, or crashes.
+        self._successors.join(CLOSE_TIMEOUT_S)
+        if self._rule is not None:
+            self._rule.caretaker.join()
 
     # --- inside
 

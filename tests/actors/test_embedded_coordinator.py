@@ -266,6 +266,22 @@ def test_what_a_driver_leaves_is_taken_over_by_the_same_process_and_stopped(
     traces.check(config.name)
 
 
+def test_no_thread_of_a_coordinator_that_was_left_can_ask_ray_any_more(
+    embed: Any, make_config: Any, traces: Any
+) -> None:
+    config = make_config(offload={"host_memory_per_rank": "1MiB"})
+    before = set(threading.enumerate())
+    cluster = embed(config)
+    looking_after = {"kvcache-sentinels", "kvcache-caretaker", "kvcache-keeper-watch"}
+    assert looking_after <= {thread.name for thread in threading.enumerate()}
+    cluster.leave()
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left & {*looking_after, "kvcache-successors"} == set()
+    with EmbeddedCluster.take_over(config.name):
+        pass
+    traces.check(config.name)
+
+
 def test_a_name_is_taken_while_its_driver_or_its_workers_live(
     drive: Any, make_config: Any, traces: Any
 ) -> None:
