@@ -182,6 +182,10 @@ def _check_nodes(core: FlatCore) -> None:
         num_indexed == c.number[NUM_INDEXED] == np.count_nonzero(c.index),
         f"{num_indexed} nodes belong into the index, {c.number[NUM_INDEXED]} are counted",
     )
+    _require(
+        2 * num_indexed <= len(c.index),
+        f"{num_indexed} nodes are in an index of {len(c.index)} places: half of them stay empty",
+    )
     _require(not c.mark.any(), "marks were left behind")
 
 

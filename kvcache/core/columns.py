@@ -109,7 +109,7 @@ class Columns(NamedTuple):
     tokens: Any  # int32 (nodes, unit)
     digest: Any  # uint8 (nodes, digest bytes)
     mark: Any  # uint8 (nodes,): scratch, 0 between calls
-    index: Any  # int32 (power of two,)
+    index: Any  # int32 (power of two,): at most half full, so that every search ends
     row: Any  # int32 (rows, 10 + 2 * G)
     table: Any  # int32 (rows * G, columns): row r * G + g
     group: Any  # int32 (G, 4)

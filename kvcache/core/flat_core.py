@@ -44,6 +44,7 @@ from kvcache.core.columns import (
     NUM_CHANGES,
     NUM_GONE,
     NUM_IDS,
+    NUM_INDEXED,
     NUM_NOTES,
     NUM_STEPS,
     OTHER_KEYS,
@@ -64,7 +65,7 @@ from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
 from kvcache.core.hits import look_up, match
 from kvcache.core.pool import hold_all, release_all
-from kvcache.core.prefix_tree import drop_root, new_root
+from kvcache.core.prefix_tree import drop_root, index_again, new_root
 from kvcache.core.protocol import (
     CacheHit,
     CoreStatistics,
@@ -671,6 +672,10 @@ class FlatCore:
         """Make sure that so many nodes can be made, and forget what is oldest for them if need be:
         only where nodes outlive their blocks can there be too few. Say whether there are."""
         books = self.books
+        num_indexed = books.columns.number.item(NUM_INDEXED) + num_more
+        if 2 * num_indexed > len(books.columns.index):
+            books.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
+            index_again(books.book)
         while not books.reach_nodes(num_more):
             c = books.columns
             unheld = self._oldest_cached(max(16, len(c.block) // 64))

@@ -138,6 +138,19 @@ def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
         assert core.look_up(again).num_tokens == 200
 
 
+def test_any_number_of_prompts_may_differ_from_their_first_token_on() -> None:
+    core = make_flat_core(6000)
+    for number in range(3000):
+        request = make_request(f"r{number}", [number] * 5)
+        run_request(core, request)
+        core.free(request)
+        if number == 600:
+            core.check()
+    core.check()
+    for number in range(3000):
+        assert core.look_up(make_request("again", [number] * 5)).num_tokens == 4
+
+
 def test_a_stale_hit_is_refused_and_nothing_changes() -> None:
     core = make_flat_core(20)
     request = make_request("r", list(range(12)))
