@@ -20,7 +20,14 @@ from kvcache.messages import WorkerAddress
 
 
 def this_node() -> NodeAddress:
-    """Return where this process runs."""
+    """Return where this process runs.
+
+    Raises NotRunningError after `ray.shutdown`: a call of Ray would start another cluster.
+    """
+    if not ray.is_initialized():
+        raise NotRunningError(
+            "this process is not connected to Ray: close clients and clusters before ray.shutdown()"
+        )
     node_id = ray.get_runtime_context().get_node_id()
     get_host: Any = ray.util.get_node_ip_address
     return NodeAddress(str(node_id), str(get_host()))

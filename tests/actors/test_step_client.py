@@ -6,9 +6,12 @@ import asyncio
 import select
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import ray
 
+from actors import dialing
 from actors.async_client import AsyncKVCacheClient
 from actors.client import KVCacheClient
 from actors.connection import LOOK_S, STALL_BEFORE_REDIAL, ClientConnection
@@ -227,3 +230,18 @@ def test_a_coordinator_that_answers_and_gets_nowhere_may_have_been_taken_over_fr
     assert not hear(1.0, applied_step=step)  # it gets on
     connection.take([encode(StepResult(session.client_id, step, 1, 1))])
     assert not hear(10 * patience_s, applied_step=step)  # nothing is under way
+
+
+def test_a_client_does_not_look_for_its_coordinator_in_a_process_that_left_ray(
+    make_config: MakeConfig,
+) -> None:
+    if ray.is_initialized():
+        pytest.skip("this process has a cluster")
+    coordinator = SimpleNamespace(endpoint_for=SimpleNamespace(remote=lambda node: node))
+    dialer = dialing.Dialer(coordinator, make_config())
+    assert dialer.noted() is None
+    with pytest.raises(NotRunningError) as left:
+        dialer.endpoint()
+    assert str(left.value) == (
+        "this process is not connected to Ray: close clients and clusters before ray.shutdown()"
+    )
