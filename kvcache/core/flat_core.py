@@ -912,9 +912,10 @@ class FlatCore:
         return changes
 
     def _publish(self, r: int, request: Request, num_tokens: int) -> None:
-        """Publish a row's units up to so many tokens; it has them."""
+        """Publish a row's units up to so many tokens; it has those of all blocks that they fill."""
         books = self.books
-        start, end = books.columns.row.item(r, UNITS), num_tokens // self.hash_block_size
+        start = books.columns.row.item(r, UNITS)
+        end = min(num_tokens, request.num_tokens) // self.hash_block_size
         if end <= start:
             return
         self.reach_nodes(end - start)

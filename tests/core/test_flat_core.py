@@ -138,6 +138,18 @@ def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
         assert core.look_up(again).num_tokens == 200
 
 
+def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
+    core = make_flat_core(100, full(4), full(6))
+    request = make_request("r", range(100, 113))
+    core.reserve(request, Reservation(0, 24, 12))
+    core.commit(request, 14)  # fills no block that the 13 known tokens do not fill
+    request.append_output_token_ids(list(range(113, 124)))
+    core.commit(request, 24)
+    core.check()
+    assert core.look_up(make_request("same", range(100, 125))).num_tokens == 24
+    assert core.look_up(make_request("zero", [*range(100, 113), 0, *range(25)])).num_tokens == 12
+
+
 def test_any_number_of_prompts_may_differ_from_their_first_token_on() -> None:
     core = make_flat_core(6000)
     for number in range(3000):
