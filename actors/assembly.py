@@ -20,7 +20,6 @@ from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
 from kvcache.manager.core_registry import CORES, CoreFactory
-from kvcache.managers.coordinators import require_eagle_support
 from kvcache.planner import Plan, rank_layout_fingerprint
 from kvcache.recorder import (
     FileStepRecorder,
@@ -31,6 +30,7 @@ from kvcache.recorder import (
     TappedRecorder,
 )
 from kvcache.recorder.segments import SegmentLimits
+from kvcache.specs import require_eagle_support
 from kvcache.state_store import StateStore
 
 

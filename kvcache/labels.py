@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import cbor2
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import Int32Array, are_below, are_distinct, are_ids, int32_array
 from kvcache.commands import Label
 from kvcache.errors import BlockError, InvariantError, MalformedMessageError, VersionMismatchError
+from kvcache.hash_algorithms import ExtraKeys, canonical_cbor
 from kvcache.label_columns import (
     GROUP,
     NAMESPACE,
@@ -419,3 +421,28 @@ class LabelTable:
             index = self._namespace_index[name] = len(self._namespace_names)
             self._namespace_names.append(name)
         return index
+
+
+def extra_keys_bytes(keys: ExtraKeys | None) -> bytes:
+    """Return the canonical bytes of a block's extra keys; no bytes where it has none."""
+    return canonical_cbor(keys) if keys else b""
+
+
+def parse_extra_keys(data: bytes) -> ExtraKeys | None:
+    """Return the keys that `extra_keys_bytes` wrote; raises MalformedMessageError for others."""
+    if not data:
+        return None
+    try:
+        keys = cbor2.loads(data)
+    except (cbor2.CBORDecodeError, TypeError, ValueError) as error:
+        raise MalformedMessageError(f"extra keys {data!r} are not readable: {error}") from error
+    if not isinstance(keys, list) or not keys or not all(map(_is_key, keys)):
+        raise MalformedMessageError(f"extra keys {data!r} are no list of kinds and their values")
+    return cast("ExtraKeys", tuple(tuple(key) for key in keys))
+
+
+def _is_key(key: object) -> bool:
+    """Say whether it is a kind, a text and perhaps a text or number more."""
+    if not isinstance(key, list) or not 2 <= len(key) <= 3:
+        return False
+    return all(isinstance(part, str) for part in key[:2]) and type(key[-1]) in (str, int)

@@ -19,6 +19,7 @@ from kvcache.digests import join_digests
 from kvcache.errors import RequestError, shown
 from kvcache.hash_algorithms import BlockHash
 from kvcache.request_content import (
+    DEFAULT_NAMESPACE,
     LoRARequest,
     MultiModalPosition,
     Namespace,
@@ -46,9 +47,6 @@ _TOKEN_BYTES = 4
 
 _NO_ITEMS: tuple[()] = ()
 """No multimodal items, as they are given where there are none: told by identity."""
-
-_PLAIN_NAMESPACE = Namespace(0, None, None, None)
-"""Where most requests are: one object for all of them is compared by identity."""
 
 
 class BlockHasher(Protocol):
@@ -168,7 +166,7 @@ class Request:
         self.skip_reading_prefix_cache: Final = skip_reading_prefix_cache
         is_plain = lora is None and cache_salt is None and tenant is None and not model_epoch
         self.namespace: Final = (
-            _PLAIN_NAMESPACE
+            DEFAULT_NAMESPACE
             if is_plain
             else Namespace(model_epoch, lora_label(lora), cache_salt, tenant)
         )

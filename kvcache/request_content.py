@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import cbor2
 
 from kvcache.arguments import as_int, as_text, as_tuple, check_fields
-from kvcache.errors import RequestError, shown
+from kvcache.errors import MalformedMessageError, RequestError, shown
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,40 @@ class Namespace:
             value = getattr(self, name)
             if value is not None:
                 as_text(name, value, RequestError, may_be_empty=True)
+
+
+DEFAULT_NAMESPACE = Namespace(model_epoch=0, lora=None, salt=None, tenant=None)
+"""Of requests without adapter, salt or tenant while the first weights are loaded: one object for
+all of them, which is compared by identity."""
+
+MAX_NAMES = 1024
+"""Names of namespaces that are kept, the latest ones."""
+
+
+@lru_cache(MAX_NAMES)
+def namespace_name(namespace: Namespace) -> bytes:
+    """Return the canonical bytes of a namespace, as labels carry them."""
+    return cbor2.dumps(
+        [namespace.model_epoch, namespace.lora, namespace.salt, namespace.tenant], canonical=True
+    )
+
+
+def parse_namespace_name(name: bytes) -> Namespace:
+    """Return the namespace that `namespace_name` made `name` from; raises MalformedMessageError."""
+    try:
+        epoch, *rest = cbor2.loads(name)
+    except (cbor2.CBORDecodeError, TypeError, ValueError) as error:
+        raise MalformedMessageError(f"namespace name {name!r} is not readable: {error}") from error
+    if (
+        type(epoch) is not int
+        or len(rest) != 3
+        or not all(part is None or isinstance(part, str) for part in rest)
+    ):
+        raise MalformedMessageError(f"namespace name {name!r} is not an epoch and three texts")
+    try:
+        return Namespace(epoch, *rest)
+    except RequestError as error:
+        raise MalformedMessageError(f"namespace name {name!r} is not readable: {error}") from error
 
 
 def sorted_items(

@@ -33,9 +33,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("delivery",),
     ("step_delivery", "network"),
     ("core.protocol",),
+    ("core",),
     ("blocks",),
     ("managers",),
-    ("extents", "core"),
+    ("extents",),
     ("manager",),
     ("sequences",),
     ("offload", "keeper"),
@@ -94,8 +95,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("extent_core",),
     ),
     "core": (
-        ("protocol", "machine"),
-        ("columns",),
+        ("protocol", "machine", "group_labels", "pending_copies"),
+        ("columns", "label_chains"),
         ("prefix_tree", "digesting"),
         ("pool", "hits"),
         ("rows", "telling"),
@@ -232,7 +233,7 @@ def unit_of(path: Path) -> str:
 def name_in_order(parts: Sequence[str]) -> str:
     """Return the name in ORDER of a module, of which `parts` follow the package's name.
 
-    What a core is stands above all of them, the flat core itself below those that it replaces.
+    What a core is stands above the flat core, which stands above those that it replaces.
     """
     if parts and parts[0] == "core" and parts[1:] in ([], ["protocol"]):
         return "core.protocol"

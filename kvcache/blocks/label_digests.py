@@ -10,11 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.arrays import Int32Array
-from kvcache.blocks.extra_keys import parse_extra_keys
 from kvcache.errors import MalformedMessageError
 from kvcache.hash_algorithms import TOKEN_BYTES, HashFn
 from kvcache.hashing import BlockHash, ExtraKeys
-from kvcache.labels import LabelSet
+from kvcache.labels import LabelSet, parse_extra_keys
 
 
 def wrong_digests(label_set: LabelSet, hash_fn: HashFn, unit_tokens: int) -> Int32Array:

@@ -14,9 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.blocks.extra_keys import extra_keys_bytes
-from kvcache.blocks.pending_copies import PendingCopies
-from kvcache.blocks.prefix_table import PrefixTable, namespace_name
+from kvcache.blocks.prefix_table import PrefixTable
 from kvcache.blocks.run import CachedRun
 from kvcache.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.core import (
@@ -27,8 +25,11 @@ from kvcache.core import (
     EventSink,
     NullEventSink,
 )
+from kvcache.core.pending_copies import PendingCopies
 from kvcache.hashing import BlockHash
+from kvcache.labels import extra_keys_bytes
 from kvcache.request import Namespace
+from kvcache.request_content import namespace_name
 
 NO_SLOT = -1
 

@@ -31,7 +31,6 @@ from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.blocks.block import KVCacheBlock
 from kvcache.blocks.contents import NO_TABLE, ContentIndex
 from kvcache.blocks.outbox import EventLog, Outbox
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.references import NULL_ID, ReferencedBlocks
 from kvcache.blocks.run import CachedRun, StepLedger
 from kvcache.core import CacheEvent, NullEventSink, NullOffloadHooks, OffloadHooks
@@ -45,6 +44,7 @@ from kvcache.policies import (
 )
 from kvcache.policies.entry_queue import Entries
 from kvcache.request import Namespace
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.tenants import TenantAccount, TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
 

@@ -7,19 +7,9 @@ steps or events.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
-import cbor2
-
-from kvcache.errors import MalformedMessageError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.request import Namespace
-
-DEFAULT_NAMESPACE = Namespace(model_epoch=0, lora=None, salt=None, tenant=None)
-"""Where requests without adapter, salt or tenant live while the first weights are loaded."""
-
-MAX_NAMES = 1024
-"""Names of namespaces that are kept, the latest ones."""
 
 
 class PrefixTable:
@@ -78,29 +68,3 @@ class PrefixTable:
         """Return all blocks that hold `digest`, the one that look-ups use first."""
         first = self.ids.get(digest)
         return [] if first is None else [first, *self.copies.get(digest, ())]
-
-
-@lru_cache(MAX_NAMES)
-def namespace_name(namespace: Namespace) -> bytes:
-    """Return the canonical bytes of a namespace, as labels carry them."""
-    return cbor2.dumps(
-        [namespace.model_epoch, namespace.lora, namespace.salt, namespace.tenant], canonical=True
-    )
-
-
-def parse_namespace_name(name: bytes) -> Namespace:
-    """Return the namespace that `namespace_name` made `name` from; raises MalformedMessageError."""
-    try:
-        epoch, *rest = cbor2.loads(name)
-    except (cbor2.CBORDecodeError, TypeError, ValueError) as error:
-        raise MalformedMessageError(f"namespace name {name!r} is not readable: {error}") from error
-    if (
-        type(epoch) is not int
-        or len(rest) != 3
-        or not all(part is None or isinstance(part, str) for part in rest)
-    ):
-        raise MalformedMessageError(f"namespace name {name!r} is not an epoch and three texts")
-    try:
-        return Namespace(epoch, *rest)
-    except RequestError as error:
-        raise MalformedMessageError(f"namespace name {name!r} is not readable: {error}") from error

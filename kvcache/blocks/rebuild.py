@@ -14,10 +14,10 @@ from itertools import pairwise
 import numpy as np
 
 from kvcache.arrays import IndexArray, index_array, int32_array
-from kvcache.blocks.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
-from kvcache.blocks.label_chains import NO_CHAIN, Chains, chains_of, depths_of
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.run import CachedRun
+from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
+from kvcache.core.label_chains import NO_CHAIN, Chains, chains_of, depths_of
 from kvcache.errors import BlockError
 from kvcache.hashing import BlockHash
 from kvcache.label_agreement import agreed_labels, labelled_blocks

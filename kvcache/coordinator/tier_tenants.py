@@ -18,11 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.arrays import IndexArray
-from kvcache.blocks.prefix_table import parse_namespace_name
 from kvcache.commands import Label
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.request import Request
-from kvcache.request_content import Namespace
+from kvcache.request_content import Namespace, parse_namespace_name
 from kvcache.tenants import TenantLedger
 
 

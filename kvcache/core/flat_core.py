@@ -105,13 +105,12 @@ from kvcache.errors import BlockError, InvariantError, RequestError
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash, generate_block_hash_extra_keys
 from kvcache.labels import LabelSet
-from kvcache.managers.coordinators import can_cache_prefixes, require_eagle_support
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents, sorted_contents
-from kvcache.specs import KVCacheConfig
+from kvcache.specs import KVCacheConfig, can_cache_prefixes, require_eagle_support
 
 NO_ROW = -1
 

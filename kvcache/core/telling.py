@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.blocks.extra_keys import extra_keys_bytes
-from kvcache.blocks.pending_copies import PendingCopies
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.core.columns import LENGTH, SIZE, Books
 from kvcache.core.digesting import Digester, describe
+from kvcache.core.pending_copies import PendingCopies
 from kvcache.core.protocol import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -29,8 +27,9 @@ from kvcache.core.protocol import (
 )
 from kvcache.digests import PackedDigests
 from kvcache.hash_algorithms import BlockHash, ExtraKey, ExtraKeys
-from kvcache.labels import join_labels
+from kvcache.labels import extra_keys_bytes, join_labels
 from kvcache.request import Namespace
+from kvcache.request_content import namespace_name
 
 NodeNotes = Any
 """What became hittable: node, group, row, generation of the row, root. Shape `(n, 5)`, int32."""

@@ -14,9 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, int32_array
-from kvcache.blocks.extra_keys import extra_keys_bytes
-from kvcache.blocks.pending_copies import PendingCopies
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.core import (
     AllBlocksCleared,
@@ -26,13 +23,15 @@ from kvcache.core import (
     NullEventSink,
     OffloadHooks,
 )
+from kvcache.core.pending_copies import PendingCopies
 from kvcache.digests import PackedDigests
 from kvcache.extents.grown_segments import NO_SLOT, GrownSegments
 from kvcache.extents.published import Published, Segment
 from kvcache.extents.shape import GroupShape, TreeShape
 from kvcache.hashing import BlockHash, ExtraKeys
-from kvcache.labels import join_labels
+from kvcache.labels import extra_keys_bytes, join_labels
 from kvcache.request import Namespace
+from kvcache.request_content import namespace_name
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -54,11 +54,10 @@ from kvcache.extents.withdrawal import Withdrawal
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
-from kvcache.managers.coordinators import can_cache_prefixes, require_eagle_support
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents
-from kvcache.specs import KVCacheConfig
+from kvcache.specs import KVCacheConfig, can_cache_prefixes, require_eagle_support
 from kvcache.tenants import TenantLedger
 
 

@@ -13,12 +13,12 @@ from typing import overload
 import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, int32_array
-from kvcache.blocks.extra_keys import extra_keys_bytes
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Label
 from kvcache.extents.published import Segment, extra_keys_of
 from kvcache.extents.rows import Int64Array, Row
+from kvcache.labels import extra_keys_bytes
 from kvcache.request import Namespace
+from kvcache.request_content import namespace_name
 
 NO_SLOT = -1
 """The slot of a block whose request has none."""

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray
-from kvcache.blocks.group_labels import (
+from kvcache.blocks.label_digests import digests_of_units, keys_of_later_units
+from kvcache.core.group_labels import (
     FIRST_BLOCK,
     NO_ROW,
     FittingLabels,
     GroupLabels,
 )
-from kvcache.blocks.label_digests import digests_of_units, keys_of_later_units
 from kvcache.extents.shape import GroupShape, TreeShape
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash, ExtraKeys

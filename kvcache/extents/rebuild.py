@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, index_array, int32_array
-from kvcache.blocks.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
-from kvcache.blocks.label_chains import NO_CHAIN, Chains, chains_of, depths_of
+from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
+from kvcache.core.label_chains import NO_CHAIN, Chains, chains_of, depths_of
 from kvcache.errors import BlockError
 from kvcache.extents.block_store import SEALED
 from kvcache.extents.label_units import LabelUnits, UnitLinks, blocks_beside, units_of

@@ -18,7 +18,6 @@ from kvcache.arguments import as_bool, as_byte_strings, as_int, as_integers, che
 from kvcache.arrays import EMPTY_INDEX, Ids, IndexArray, index_array
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.references import NULL_ID
 from kvcache.blocks.run import CachedRun
 from kvcache.core import Reservation
@@ -32,6 +31,7 @@ from kvcache.managers.block_tables import (
 )
 from kvcache.managers.run_maker import Part, RunMaker
 from kvcache.request import Namespace, Request
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec, ceil_div
 
 _MANY_BLOCKS = 8
@@ -55,9 +55,6 @@ class SingleTypeKVCacheManager(BlockTables, ABC):
     adopted as hits, unless they were withdrawn since. `_leading` holds the first columns of some
     tables once more, as the arrays that they came in.
     """
-
-    supports_eagle: ClassVar[bool] = True
-    """Whether the last block of a hit can be dropped."""
 
     hits_open_step: ClassVar[bool] = True
     """Whether a request can start from what the step that admits it only just writes."""

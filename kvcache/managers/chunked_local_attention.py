@@ -7,7 +7,6 @@ chunk 8, block 4       tokens  0..3 | 4..7 | 8..11 | 12..15      12 reads 8..12:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
@@ -24,8 +23,6 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     Chunks before it count as computed whether or not they are cached. Hence no EAGLE: a hit that
     ends where a chunk begins would, without its last block, end in a chunk nobody looked up.
     """
-
-    supports_eagle: ClassVar[bool] = False
 
     def __init__(
         self, spec: KVCacheSpec, pool: BlockPool, group: int, hash_block_size: int

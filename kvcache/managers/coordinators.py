@@ -8,7 +8,7 @@ shorten each other's hits until all agree. Refuses to allocate by halves: the co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from math import gcd, lcm
 
@@ -19,14 +19,16 @@ from kvcache.blocks.references import NULL_ID
 from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import BlockHash
-from kvcache.logs import get_logger
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
 from kvcache.managers.block_tables import NEVER, RowLimits, check_request_id, check_reservation
 from kvcache.managers.registry import MANAGERS, get_manager_for_kv_cache_spec
 from kvcache.request import Namespace, Request
-from kvcache.specs import KVCacheConfig, KVCacheSpec
-
-logger = get_logger(__name__)
+from kvcache.specs import (
+    KVCacheConfig,
+    KVCacheSpec,
+    can_cache_prefixes,
+    require_eagle_support,
+)
 
 _NO_LIMITS = RowLimits(NEVER, NEVER, NEVER)
 
@@ -345,30 +347,6 @@ def ordered_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     return frozenset(i for i, group in groups if group.kv_cache_spec.reads_whole_prefix)
 
 
-def require_eagle_support(
-    specs: Iterable[KVCacheSpec],
-    managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
-) -> None:
-    """Raise ConfigurationError if a kind cannot give up the last block of a hit."""
-    for spec in specs:
-        if not get_manager_for_kv_cache_spec(spec, managers).supports_eagle:
-            raise ConfigurationError(
-                f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do "
-                "not hold without their last block: turn use_eagle off"
-            )
-
-
-def can_cache_prefixes(specs: Sequence[KVCacheSpec]) -> bool:
-    """Say whether requests can start from cached blocks in every group; warn if some cannot."""
-    unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
-    if unable:
-        logger.warning(
-            "prefix caching is off: KV cache groups of kind %s cannot start from cached blocks",
-            ", ".join(unable),
-        )
-    return bool(specs) and not unable
-
-
 def get_kv_cache_coordinator(
     kv_cache_config: KVCacheConfig,
     pool: BlockPool,
@@ -387,7 +365,7 @@ def get_kv_cache_coordinator(
     use_eagle = as_bool("use_eagle", use_eagle, ConfigurationError)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if use_eagle:
-        require_eagle_support(specs, managers)
+        require_eagle_support(specs)
     kind: type[KVCacheCoordinator]
     if not (enable_caching and can_cache_prefixes(specs)):
         kind = KVCacheCoordinatorNoPrefixCache

@@ -27,7 +27,6 @@ class MambaManager(StateColumns, SingleTypeKVCacheManager):
     columns, by request, whose last token ended a forward.
     """
 
-    supports_eagle: ClassVar[bool] = False
     hits_open_step: ClassVar[bool] = False
     """No: a forward reads the states it begins with before any row of it writes one."""
 

@@ -13,15 +13,15 @@ from types import MappingProxyType
 import numpy as np
 
 from kvcache.arrays import IndexArray, index_array
-from kvcache.blocks.extra_keys import parse_extra_keys
-from kvcache.blocks.prefix_table import parse_namespace_name
 from kvcache.commands import Label
 from kvcache.core import BlocksRemoved, BlocksStored
 from kvcache.digests import PackedDigests
 from kvcache.errors import InvalidInputError
 from kvcache.hash_algorithms import BlockHash
+from kvcache.labels import parse_extra_keys
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
+from kvcache.request_content import parse_namespace_name
 
 EVENT_MEDIA: Mapping[str, str] = MappingProxyType(
     {DEVICE_MEDIUM: "device", HOST_MEDIUM: "host", FILE_MEDIUM: "storage"}

@@ -14,19 +14,22 @@ from typing import NewType
 
 import numpy as np
 
-from kvcache.blocks.prefix_table import namespace_name, parse_namespace_name
 from kvcache.commands import Label
 from kvcache.digests import PackedDigests
 from kvcache.errors import InvalidInputError, MalformedMessageError, shown
 from kvcache.hash_algorithms import BlockHash
-from kvcache.request_content import Namespace
+from kvcache.request_content import (
+    DEFAULT_NAMESPACE,
+    Namespace,
+    namespace_name,
+    parse_namespace_name,
+)
 
 OffloadKey = NewType("OffloadKey", bytes)
 """A block's digest, its namespace folded in, and its group's index as 4 bytes, big endian."""
 
 GROUP_BYTES = 4
 
-_PLAIN_NAMESPACE = Namespace(0, None, None, None)
 _MAX_DIGEST_BYTES = blake2b.MAX_DIGEST_SIZE
 
 
@@ -98,7 +101,7 @@ def label_keys(label: Label) -> list[OffloadKey]:
         return []
     size = len(label.digests) // count
     rows = np.frombuffer(label.digests, np.uint8).reshape(count, size)
-    plain = namespace_name(_PLAIN_NAMESPACE)
+    plain = namespace_name(DEFAULT_NAMESPACE)
     if any(name != plain for name in label.namespace_names):
         folds = b"".join(
             [_fold(parse_namespace_name(name), size) for name in label.namespace_names]
@@ -163,7 +166,7 @@ def _group_bytes(group_idx: int) -> bytes:
 
 
 def _folded(data: bytes, digest_bytes: int, namespace: Namespace) -> bytes:
-    if namespace == _PLAIN_NAMESPACE:
+    if namespace == DEFAULT_NAMESPACE:
         return data
     fold = np.frombuffer(_fold(namespace, digest_bytes), np.uint8)
     rows = np.frombuffer(data, np.uint8).reshape(-1, digest_bytes) ^ fold
@@ -175,6 +178,6 @@ def _fold(namespace: Namespace, digest_bytes: int) -> bytes:
         raise InvalidInputError(
             f"digest of {digest_bytes} bytes: pass one of 1 to {_MAX_DIGEST_BYTES} bytes"
         )
-    if namespace == _PLAIN_NAMESPACE:
+    if namespace == DEFAULT_NAMESPACE:
         return bytes(digest_bytes)
     return blake2b(namespace_name(namespace), digest_size=digest_bytes).digest()

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvcache.arrays import IndexArray, index_array
-from kvcache.blocks.prefix_table import parse_namespace_name
 from kvcache.commands import Label
 from kvcache.errors import InvariantError
 from kvcache.offload.contents import ContentTable
@@ -29,6 +28,7 @@ from kvcache.offload.slot_table import (
 )
 from kvcache.offload.tier_counts import TierCounts
 from kvcache.policies import PolicyFactory
+from kvcache.request_content import parse_namespace_name
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import NOBODY
 

@@ -18,12 +18,12 @@ from kvcache.blocks.audit import check_pool
 from kvcache.blocks.contents import NO_TABLE
 from kvcache.blocks.outbox import Outbox
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.run import CachedRun
 from kvcache.core import NullEventSink
 from kvcache.errors import BlockError, ConfigurationError, InvariantError, shown
 from kvcache.hashing import BlockHash, RequestBlockHasher
 from kvcache.policies import EVICTION_POLICIES, EntryBook, EvictionPolicy
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.sequences.access_order import LastAccessOrder
 from kvcache.sequences.block import PrefixCachingBlock, extra_keys_of
 from kvcache.sequences.block_tracker import BlockTracker

@@ -16,7 +16,7 @@ from kvcache.arguments import (
     as_tuple,
     check_kind,
 )
-from kvcache.blocks.pending_copies import PendingCopies
+from kvcache.core.pending_copies import PendingCopies
 from kvcache.errors import BlockError, shown
 from kvcache.hashing import BlockHash, RequestBlockHasher
 from kvcache.logs import get_logger

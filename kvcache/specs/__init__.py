@@ -20,6 +20,8 @@ from kvcache.specs.cache_config import (
     KVCacheGroupSpec,
     KVCacheTensor,
     Layout,
+    can_cache_prefixes,
+    require_eagle_support,
 )
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.plain import SPEC_KINDS, spec_from_dict
@@ -46,9 +48,11 @@ __all__ = [
     "MambaSpec",
     "PageTensor",
     "SlidingWindowSpec",
+    "can_cache_prefixes",
     "ceil_div",
     "dtype_size_bytes",
     "first_difference",
     "require_count",
+    "require_eagle_support",
     "spec_from_dict",
 ]

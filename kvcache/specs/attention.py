@@ -227,6 +227,11 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
                 "a block size that divides it"
             )
 
+    @property
+    def supports_eagle(self) -> bool:
+        """False: a hit that ends where a chunk begins says nothing of the chunk before."""
+        return False
+
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
         return (
             None if self.attention_chunk_size % block_size else super().with_block_size(block_size)

@@ -7,7 +7,7 @@ it. Refuses counts that cannot be meant; whether a plan fits a machine is the pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -15,8 +15,11 @@ import numpy as np
 
 from kvcache.arguments import as_int, as_tuple, check_fields, check_kind
 from kvcache.errors import ConfigurationError, MalformedMessageError, shown
+from kvcache.logs import get_logger
 from kvcache.specs.plain import SPEC_KINDS, construct, require_dict, spec_from_dict
 from kvcache.specs.spec import KVCacheSpec
+
+logger = get_logger(__name__)
 
 Layout = Literal["block_first", "layer_first"]
 """Order of a rank's bytes: all layers of a block together, or all blocks of a layer together."""
@@ -156,6 +159,27 @@ class KVCacheConfig:
         ]
         made: KVCacheConfig = construct(cls, values)
         return made
+
+
+def require_eagle_support(specs: Iterable[KVCacheSpec]) -> None:
+    """Raise ConfigurationError if a kind cannot give up the last block of a hit."""
+    for spec in specs:
+        if not spec.supports_eagle:
+            raise ConfigurationError(
+                f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do "
+                "not hold without their last block: turn use_eagle off"
+            )
+
+
+def can_cache_prefixes(specs: Sequence[KVCacheSpec]) -> bool:
+    """Say whether requests can start from cached blocks in every group; warn if some cannot."""
+    unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
+    if unable:
+        logger.warning(
+            "prefix caching is off: KV cache groups of kind %s cannot start from cached blocks",
+            ", ".join(unable),
+        )
+    return bool(specs) and not unable
 
 
 def _as_names(what: str, names: Iterable[str]) -> tuple[str, ...]:

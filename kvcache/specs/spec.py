@@ -58,6 +58,11 @@ class KVCacheSpec(ABC):
         """Whether another request can start from blocks that this layer has kept."""
 
     @property
+    def supports_eagle(self) -> bool:
+        """Whether a hit holds without its last block, which EAGLE computes again."""
+        return True
+
+    @property
     def reads_whole_prefix(self) -> bool:
         """Whether a token may read every token before it, so that no block can be dropped."""
         return False

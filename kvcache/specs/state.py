@@ -98,6 +98,11 @@ class MambaSpec(KVCacheSpec):
         return self.mamba_cache_mode == "align"
 
     @property
+    def supports_eagle(self) -> bool:
+        """False: no state is kept in front of the last one."""
+        return False
+
+    @property
     def num_state_blocks(self) -> int | None:
         """One, or with `align` the state that is read and the one that is written, and drafts'."""
         return (2 if self.mamba_cache_mode == "align" else 1) + self.num_speculative_blocks

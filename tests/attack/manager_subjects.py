@@ -44,7 +44,6 @@ from kvcache import (
 )
 from kvcache.arrays import int32_array
 from kvcache.blocks.audit import check_pool, dump_pool
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.run import CachedRun
 from kvcache.config import parse_config
 from kvcache.config.tenants import TenantsConfig
@@ -62,6 +61,7 @@ from kvcache.managers.audit import dump_tables
 from kvcache.managers.coordinators import KVCacheCoordinatorNoPrefixCache
 from kvcache.managers.registry import MANAGERS
 from kvcache.policies import EVICTION_POLICIES
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
 from tests.attack.argument_kinds import (
     BOOL,

@@ -11,11 +11,6 @@ from kvcache.arrays import Int32Array
 from kvcache.blocks.audit import check_pool, dump_pool
 from kvcache.blocks.block import BlockState, KVCacheBlock
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import (
-    DEFAULT_NAMESPACE,
-    namespace_name,
-    parse_namespace_name,
-)
 from kvcache.blocks.run import CachedRun
 from kvcache.core import (
     AllBlocksCleared,
@@ -33,6 +28,7 @@ from kvcache.errors import (
 )
 from kvcache.hashing import BlockHash
 from kvcache.request import Namespace
+from kvcache.request_content import DEFAULT_NAMESPACE, namespace_name, parse_namespace_name
 
 
 def digest(number: int) -> BlockHash:

@@ -8,11 +8,11 @@ import pytest
 from kvcache.arrays import EMPTY_INT32
 from kvcache.blocks.audit import check_pool
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.run import CachedRun
 from kvcache.blocks.unsealed import UnsealedBlocks
 from kvcache.errors import InvariantError
 from kvcache.hashing import BlockHash
+from kvcache.request_content import DEFAULT_NAMESPACE
 
 LENGTH = 11
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvcache.arrays import int32_array
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Command, Fence, Label, Reset, Unlabel
 from kvcache.coordinator.event_feed import LinkedEventFeed
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored
@@ -22,7 +21,7 @@ from kvcache.hash_algorithms import BlockHash
 from kvcache.manager import KVCacheManager
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.specs import HOST_MEDIUM
-from kvcache.request_content import Namespace
+from kvcache.request_content import Namespace, namespace_name
 
 PLAIN = Namespace(0, None, None, None)
 NONE_HASH = bytes(32)

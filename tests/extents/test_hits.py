@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.run import CachedRun
 from kvcache.errors import ConfigurationError
 from kvcache.extents.hits import BoolArray, HitFinder
 from kvcache.extents.shape import TreeShape
 from kvcache.hashing import BlockHash
 from kvcache.managers.coordinators import get_kv_cache_coordinator
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
 from tests.managers.core_builders import chunked, full, mamba, plan, window
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvcache.arrays import IndexArray
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.extents.block_store import SEALED, BlockStore
 from kvcache.extents.run import Run
 from kvcache.extents.shape import TreeShape
 from kvcache.extents.tree import RunTree
 from kvcache.policies import EntryInfo, make_eviction_policy
+from kvcache.request_content import DEFAULT_NAMESPACE
 from tests.extents.footprint import footprint_bytes
 from tests.managers.core_builders import full, plan
 

@@ -9,7 +9,6 @@ import pytest
 
 from kvcache.arrays import EMPTY_INT32
 from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE
 from kvcache.blocks.run import CachedRun
 from kvcache.core import CacheHit, Reservation
 from kvcache.errors import ConfigurationError
@@ -22,6 +21,7 @@ from kvcache.managers.coordinators import (
     get_kv_cache_coordinator,
 )
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec, SlidingWindowSpec
 from tests.managers.core_builders import (
     NONE_HASH,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvcache.arrays import int32_array
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Label
 from kvcache.digests import PackedDigests
 from kvcache.errors import InvalidInputError, MalformedMessageError
@@ -23,6 +22,7 @@ from kvcache.offload import (
     unpack_keys,
 )
 from kvcache.request import Namespace
+from kvcache.request_content import namespace_name
 
 PLAIN = Namespace(0, None, None, None)
 DIGEST = bytes(range(32))

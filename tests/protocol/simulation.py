@@ -28,7 +28,6 @@ from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import MalformedMessageError
 from kvcache.keeper import KeeperAddress, MemoryKeeper
-from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.messages import (
     ClientAddress,
     Finished,
@@ -716,4 +715,4 @@ def simulate(scenario: Scenario) -> Cluster:
 def supports_eagle(config: KVCacheConfig) -> bool:
     """Say whether every kind of the model can give up the last block of a hit."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    return all(get_manager_for_kv_cache_spec(spec).supports_eagle for spec in specs)
+    return all(spec.supports_eagle for spec in specs)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvcache.arrays import int32_array
-from kvcache.blocks.prefix_table import DEFAULT_NAMESPACE, namespace_name
 from kvcache.commands import Fence, Reset, Unlabel
 from kvcache.coordinator import Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS
@@ -32,6 +31,7 @@ from kvcache.messages import (
     Unattached,
 )
 from kvcache.request import Request
+from kvcache.request_content import DEFAULT_NAMESPACE, namespace_name
 from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest, StepResult
 from kvcache.wire import decode, encode

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from kvcache.blocks.extra_keys import parse_extra_keys
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.hashing import BlockHash, get_hash_fn, hash_block_tokens
-from kvcache.labels import BlockLabel, LabelSet
+from kvcache.labels import BlockLabel, LabelSet, parse_extra_keys
 from kvcache.request import Request
+from kvcache.request_content import namespace_name
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,

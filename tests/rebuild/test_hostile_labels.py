@@ -9,13 +9,12 @@ from typing import Any
 import cbor2
 import pytest
 
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Unlabel
 from kvcache.core import Core
 from kvcache.hashing import get_hash_fn, hash_block_tokens
 from kvcache.labels import BlockLabel, LabelSet
 from kvcache.request import LoRARequest, Request
-from kvcache.request_content import Namespace
+from kvcache.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
 from tests.extents.builders import make_core as make_extent_core
 from tests.managers.core_builders import NONE_HASH, full, make_request, window

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvcache.blocks.outbox import EventLog
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Command
 from kvcache.core import AllBlocksCleared, BlocksStored, Core, Reservation
 from kvcache.core.audit import free_list
@@ -19,6 +18,7 @@ from kvcache.hashing import get_request_block_hasher
 from kvcache.labels import BlockLabel
 from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
+from kvcache.request_content import namespace_name
 from tests.agreement.configurations import Configuration, Family, Operation, serves
 from tests.agreement.content import Origin
 from tests.agreement.walk import Walk

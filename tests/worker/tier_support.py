@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.arrays import int32_array
-from kvcache.blocks.prefix_table import namespace_name
 from kvcache.commands import Label
 from kvcache.offload.keys import label_keys
 from kvcache.request import Namespace
+from kvcache.request_content import namespace_name
 from kvcache.worker.checksums import checksum_of
 from kvcache.worker.file_format import FileHead, labels_of_heads
 from kvcache.worker.file_store import BlockIdentity

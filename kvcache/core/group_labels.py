@@ -17,16 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
-from kvcache.blocks.extra_keys import parse_extra_keys
-from kvcache.blocks.prefix_table import namespace_name, parse_namespace_name
 from kvcache.commands import Label
 from kvcache.errors import MalformedMessageError
 from kvcache.hash_algorithms import ExtraKey
 from kvcache.hashing import ExtraKeys
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.label_agreement import NO_LABELS
-from kvcache.request import LoRARequest, Namespace
-from kvcache.request_content import lora_label
+from kvcache.labels import parse_extra_keys
+from kvcache.request_content import (
+    LoRARequest,
+    Namespace,
+    lora_label,
+    namespace_name,
+    parse_namespace_name,
+)
 
 DigestRows: TypeAlias = npt.NDArray[np.uint8]
 """Digests, one a row."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache.arrays import IndexArray
-from kvcache.blocks.group_labels import FIRST_BLOCK, NO_ROW
+from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW
 
 NO_CHAIN = -1
 """In place of a chain's number: there is none."""
