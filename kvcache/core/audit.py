@@ -21,14 +21,11 @@ from kvcache.core.columns import (
     DOUBLES,
     FLAGS,
     FREE,
-    FULL,
     HAS_POLICY,
     IS_MUTE,
     KEPT,
     KEYS,
-    KIND,
     LAST,
-    LENGTH,
     NEXT,
     NEXT_NODE,
     NODE,
@@ -48,6 +45,7 @@ from kvcache.core.columns import (
     STANDING,
     UNITS,
 )
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.prefix_tree import child_of
 from kvcache.errors import InvariantError
 

@@ -39,13 +39,11 @@ import numba
 import numpy as np
 
 from kvcache.compiled import IS_PLAIN
+from kvcache.core.kinds.registry import rule_of
+from kvcache.core.kinds.rule import NUM_ENTRIES
 from kvcache.core.machine import inner, pointer
 from kvcache.errors import ConfigurationError
-from kvcache.specs import (
-    ChunkedLocalAttentionSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
+from kvcache.specs import KVCacheSpec
 
 REF, PREV, NEXT, NODE = range(4)
 """Of a block: who holds it, counted; its neighbours in the list of free blocks; what it caches."""
@@ -67,12 +65,6 @@ IS_OPEN, IS_MUTE, IS_SHARING, HAS_ITEMS = 1, 2, 4, 8
 """Flags of a row: in use; caches nothing more; may write blocks that others hold; has multimodal
 items."""
 
-SIZE, LENGTH, KIND, SPAN = range(4)
-"""Of a group: tokens and units of a block, its kind, the tokens of its window or chunk."""
-
-FULL, WINDOW, CHUNK = range(3)
-"""Kinds of groups."""
-
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
     NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_ORDERED,
@@ -90,9 +82,6 @@ INSERTED, REMOVED, DISCARDED = range(3)
 
 NUM_STEPS = 4096
 """Serials that may be open at once, a power of two."""
-
-NEVER = (1 << 31) - 1
-"""More tokens than any row has."""
 
 _numba: Any = numba
 carray: Any = _numba.carray
@@ -112,7 +101,7 @@ class Columns(NamedTuple):
     index: Any  # int32 (power of two,): at most half full, so that every search ends
     row: Any  # int32 (rows, 10 + 2 * G)
     table: Any  # int32 (rows * G, columns): row r * G + g
-    group: Any  # int32 (G, 4)
+    group: Any  # int32 (G, 4): the rule of each, see kinds/rule.py
     client: Any  # int32 (NUM_STEPS,): whose step a serial is, 0: nobody's, sealed
     found: Any  # int32 (G, columns): the blocks of the last look-up
     path: Any  # int32 (units,): the nodes of the last look-up
@@ -257,6 +246,7 @@ class Books:
         self.max_nodes = 8 * most_units * num_blocks + 4096
         """Most nodes: where they outlive their blocks, what is oldest is forgotten for new ones."""
         int32 = np.int32
+        group = np.array([rule_of(spec, unit_tokens) for spec in specs], int32)
         self.columns = c = Columns(
             number=np.zeros(NUM_NUMBERS, np.int64),
             block=np.zeros((num_blocks, 4), int32),
@@ -267,7 +257,7 @@ class Books:
             index=np.zeros(_FEW_INDEXED, int32),
             row=np.zeros((_FEW_ROWS, COLUMNS + width), int32),
             table=np.zeros((_FEW_ROWS * self.num_groups, _FEW_COLUMNS), int32),
-            group=_rules(specs, unit_tokens),
+            group=group.reshape(-1, NUM_ENTRIES),
             client=np.zeros(NUM_STEPS, int32),
             found=np.zeros((self.num_groups, _FEW_COLUMNS), int32),
             path=np.zeros(_FEW_COLUMNS, int32),
@@ -360,25 +350,6 @@ class Books:
             book[i, 0] = column.ctypes.data
             book[i, 1 : 1 + column.ndim] = column.shape
         self.book = book.reshape(-1)
-
-
-def _rules(specs: Sequence[KVCacheSpec], unit_tokens: int) -> Any:
-    """Return the rules of all groups; raises ConfigurationError for a kind that has none."""
-    rules = np.zeros((len(specs), 4), np.int32)
-    for g, spec in enumerate(specs):
-        rules[g, SIZE], rules[g, LENGTH] = spec.block_size, spec.block_size // unit_tokens
-        if spec.reads_whole_prefix:
-            rules[g, KIND] = FULL
-        elif isinstance(spec, SlidingWindowSpec):
-            rules[g, KIND], rules[g, SPAN] = WINDOW, min(spec.sliding_window, NEVER)
-        elif isinstance(spec, ChunkedLocalAttentionSpec):
-            rules[g, KIND], rules[g, SPAN] = CHUNK, min(spec.attention_chunk_size, NEVER)
-        else:
-            raise ConfigurationError(
-                f"core 'flat' has no rules yet for KV cache groups of kind {spec.kind!r}: choose "
-                "core 'extents' or 'blocks'"
-            )
-    return rules
 
 
 def _grown(column: Any, size: int) -> Any:

@@ -23,11 +23,8 @@ from kvcache.core.columns import (
     DISCARDED,
     EVICTED,
     FREE,
-    FULL,
     INSERTED,
     KEYS,
-    KIND,
-    LENGTH,
     NODE,
     NUM_MOVED,
     NUM_STEPS,
@@ -39,6 +36,7 @@ from kvcache.core.columns import (
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.pool import evict_all, first_free
 from kvcache.core.protocol import OffloadHooks
 from kvcache.errors import InvariantError

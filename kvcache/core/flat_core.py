@@ -28,7 +28,6 @@ from kvcache.core.columns import (
     FIRST_KEYS,
     FLAGS,
     FREE,
-    FULL,
     GENERATION,
     HAS_ITEMS,
     HAS_POLICY,
@@ -36,8 +35,6 @@ from kvcache.core.columns import (
     IS_MUTE,
     IS_OPEN,
     KEYS,
-    KIND,
-    LENGTH,
     NEXT,
     NEXT_NODE,
     NODE,
@@ -52,7 +49,6 @@ from kvcache.core.columns import (
     PARENT,
     REF,
     SEALED_BELOW,
-    SIZE,
     SKIP_AT,
     STANDING,
     TELLS,
@@ -64,6 +60,7 @@ from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
 from kvcache.core.hits import look_up, match
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.pool import hold_all, release_all
 from kvcache.core.prefix_tree import drop_root, index_again, new_root
 from kvcache.core.protocol import (

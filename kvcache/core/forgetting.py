@@ -15,14 +15,11 @@ from kvcache.core.columns import (
     COLUMNS,
     DISCARDED,
     FLAGS,
-    FULL,
     HAS_POLICY,
     IS_MUTE,
     IS_OPEN,
     KEPT,
-    KIND,
     LAST,
-    LENGTH,
     NEXT_NODE,
     NODE,
     NUM_STEPS,
@@ -34,6 +31,7 @@ from kvcache.core.columns import (
     columns_of,
     search_of,
 )
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, kernel, routine
 from kvcache.core.pool import make_blank, note_move
 from kvcache.core.prefix_tree import forget_content, is_sealed

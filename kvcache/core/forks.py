@@ -13,7 +13,15 @@ from collections import Counter
 import numpy as np
 
 from kvcache.arrays import int32_array
-from kvcache.core.columns import COLUMNS, FLAGS, IS_SHARING, NODE, REF, SIZE, Books
+from kvcache.core.columns import (
+    COLUMNS,
+    FLAGS,
+    IS_SHARING,
+    NODE,
+    REF,
+    Books,
+)
+from kvcache.core.kinds.rule import SIZE
 from kvcache.core.pool import hold_all, release_all, take_loose
 from kvcache.core.protocol import Reservation, TableChange
 from kvcache.core.rows import limit_row, replace_block, share

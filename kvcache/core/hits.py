@@ -1,123 +1,55 @@
-"""Hits: how much of a prompt a request can start from, by kind of group.
+"""Hits: how much of a prompt a request can start from.
 
 A walk goes down the tree as far as the tokens match and every ordered group has what it must have.
-Then every other kind shortens the hit to its own longest one, until none does. A kind is two rules:
-the longest hit (`longest`) and which leading blocks of it nobody reads (`first_read`); what a
-running request skips stands beside them (`num_skipped`, `next_skip`).
+Then every other kind shortens the hit to its own longest one, by its rule (`kinds/`), until none
+does.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
 
 from kvcache.core.columns import (
     BLOCK,
-    CHUNK,
-    FULL,
     IS_EAGLE,
-    KIND,
-    LENGTH,
-    NEVER,
     NUM_ORDERED,
     OWNER,
-    SIZE,
-    SPAN,
     STEP_TOKENS,
-    WINDOW,
     columns_of,
     search_of,
 )
-from kvcache.core.machine import BOOK, INT, INTS, kernel, routine
+from kvcache.core.kinds.registry import first_read, longest
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
+from kvcache.core.machine import BOOK, INT, INTS, inner, kernel, routine
 from kvcache.core.prefix_tree import find_child, is_seen
 
 _types: Any = types
 
 
-@routine
-def num_skipped(book: Any, g: int, num_computed: int) -> int:
-    """Return how many leading blocks nobody reads after so many computed tokens."""
-    c = columns_of(book)
-    kind, span, size = c.group[g, KIND], c.group[g, SPAN], c.group[g, SIZE]
-    if kind == WINDOW:
-        return max(np.int64(0), num_computed - span + 1) // size
-    if kind == CHUNK:
-        return num_computed // span * span // size
-    return np.int64(0)
+class Where(NamedTuple):
+    """The blocks of group `g` on the path, which has `depth` units, as a client sees them."""
+
+    book: Any
+    g: int
+    depth: int
+    client: int
 
 
-@routine
-def next_skip(book: Any, g: int, num_kept: int) -> int:
-    """Return the computed tokens from which on one more block is skipped."""
-    c = columns_of(book)
-    kind, span, size = c.group[g, KIND], c.group[g, SPAN], c.group[g, SIZE]
-    if kind == WINDOW:
-        return min(np.int64(NEVER), (num_kept + 1) * size + span - 1)
-    if kind == CHUNK:
-        return min(np.int64(NEVER), (num_kept * size // span + 1) * span)
-    return np.int64(NEVER)
-
-
-@routine
-def is_there(book: Any, g: int, depth: int, i: int, client: int) -> bool:
-    """Say whether block `i` of a group can be hit on the path, which has `depth` units."""
-    c = columns_of(book)
-    s = search_of(book)
-    unit = (i + 1) * c.group[g, LENGTH] - 1
-    if unit >= depth:
+@inner
+def is_there(where: Any, i: int) -> bool:
+    """Say whether block `i` of a group can be hit."""
+    c = columns_of(where.book)
+    s = search_of(where.book)
+    unit = (i + 1) * c.group[where.g, LENGTH] - 1
+    if unit >= where.depth:
         return False
     n = s.path[unit]
-    return c.node[n, BLOCK + 2 * g] != 0 and is_seen(book, c.node[n, OWNER + 2 * g], client)
-
-
-@routine
-def window_blocks(book: Any, g: int) -> int:
-    """Return how many blocks a hit of a window group must end with."""
-    c = columns_of(book)
-    size = c.group[g, SIZE]
-    return max(np.int64(1), (c.group[g, SPAN] - 1 + size - 1) // size)
-
-
-@routine
-def longest(book: Any, g: int, depth: int, limit: int, extra: int, step: int, client: int) -> int:
-    """Return the end, in blocks, of the longest hit of one group: a multiple of `step`, at most
-    `limit`; its last `extra` blocks will be dropped, and the rest must still do."""
-    c = columns_of(book)
-    end = limit - limit % step
-    if c.group[g, KIND] == WINDOW:
-        needed = window_blocks(book, g) + extra
-        while end > 0:
-            i = end - 1
-            start = max(np.int64(0), end - needed)
-            while i >= start and is_there(book, g, depth, i, client):
-                i -= 1
-            if i < start:
-                return end
-            end = i - i % step
-    elif c.group[g, KIND] == CHUNK:
-        of_chunk = c.group[g, SPAN] // c.group[g, SIZE]
-        while end > 0:
-            start = end - end % of_chunk
-            i = start
-            while i < end and is_there(book, g, depth, i, client):
-                i += 1
-            end = i - i % step
-            if end >= start:
-                return end
-    return end
-
-
-@routine
-def first_read(book: Any, g: int, end: int, extra: int) -> int:
-    """Return the first block that is read of a hit that ends, before anything is dropped, so."""
-    c = columns_of(book)
-    if c.group[g, KIND] == WINDOW:
-        return max(np.int64(0), end - window_blocks(book, g) - extra)
-    if c.group[g, KIND] == CHUNK:
-        return end - end % (c.group[g, SPAN] // c.group[g, SIZE])
-    return np.int64(0)
+    return c.node[n, BLOCK + 2 * where.g] != 0 and is_seen(
+        where.book, c.node[n, OWNER + 2 * where.g], where.client
+    )
 
 
 @routine
@@ -168,8 +100,8 @@ def fit(book: Any, depth: int, max_tokens: int, client: int) -> int:
     num_others, num_agreed, g = num_groups - c.number[NUM_ORDERED], np.int64(0), np.int64(0)
     while length > 0 and num_agreed < num_others:
         if c.group[g, KIND] != FULL:
-            size = np.int64(c.group[g, SIZE])
-            end = longest(book, g, depth, length // size, extra // size, step // size, client)
+            size, where = np.int64(c.group[g, SIZE]), Where(book, g, depth, client)
+            end = longest(c.group[g], is_there, where, length // size, step // size, extra // size)
             num_agreed = num_agreed + 1 if end * size == length else np.int64(1)
             length = end * size
         g = g + 1 if g + 1 < num_groups else np.int64(0)
@@ -178,7 +110,7 @@ def fit(book: Any, depth: int, max_tokens: int, client: int) -> int:
     for g in range(num_groups):
         size, of_block = np.int64(c.group[g, SIZE]), np.int64(c.group[g, LENGTH])
         end = length // size
-        start = min(end, first_read(book, g, whole // size, extra // size))
+        start = min(end, first_read(c.group[g], whole // size, extra // size))
         for i in range(start):
             s.found[g, i] = 0
         for i in range(start, end):

@@ -34,7 +34,7 @@ _OPTIONS = {"nogil": False, "boundscheck": IS_CHECKED, "error_model": "numpy"}
 
 def _family() -> str:
     """Return what stands for the text of all modules of this package that have such functions."""
-    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     marks = (b"\n@inner\n", b"\n@routine\n", b"\n@kernel(")
     texts = [text for text in texts if any(mark in text for mark in marks)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()

@@ -19,11 +19,9 @@ from kvcache.core.columns import (
     CHILDREN,
     EVICTED,
     FREE,
-    FULL,
     HAS_POLICY,
     INSERTED,
     IS_FULL,
-    KIND,
     NEXT,
     NODE,
     NUM_MOVED,
@@ -33,6 +31,7 @@ from kvcache.core.columns import (
     columns_of,
     logs_of,
 )
+from kvcache.core.kinds.rule import FULL, KIND
 from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
 from kvcache.core.prefix_tree import forget_content
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, IndexArray, index_array, int32_array
-from kvcache.core.columns import FULL, KIND, LENGTH, NODE, PARENT, SIZE, columns_of
+from kvcache.core.columns import NODE, PARENT, columns_of
 from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.label_chains import NO_CHAIN, Chains, chains_of, depths_of
 from kvcache.core.machine import (
     BOOK,

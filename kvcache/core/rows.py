@@ -27,7 +27,6 @@ from kvcache.core.columns import (
     FIRST_KEYS,
     FLAGS,
     FREE,
-    FULL,
     GENERATION,
     HAS_ITEMS,
     IS_FULL,
@@ -35,10 +34,7 @@ from kvcache.core.columns import (
     IS_SHARING,
     KEPT,
     KEYS,
-    KIND,
     LAST,
-    LENGTH,
-    NEVER,
     NODE,
     NUM_CHANGES,
     NUM_IDS,
@@ -50,7 +46,6 @@ from kvcache.core.columns import (
     REF,
     ROOT,
     SERIAL,
-    SIZE,
     SKIP_AT,
     STANDING,
     UNITS,
@@ -58,7 +53,8 @@ from kvcache.core.columns import (
     logs_of,
     search_of,
 )
-from kvcache.core.hits import next_skip, num_skipped
+from kvcache.core.kinds.registry import next_skip, num_skipped
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH, NEVER, SIZE
 from kvcache.core.machine import (
     BOOK,
     BYTE_ROWS,
@@ -95,7 +91,7 @@ def note_limits(book: Any, r: int) -> None:
     for g in range(len(c.group)):
         columns = np.int64(c.row[r, COLUMNS + 2 * g])
         capacity = min(capacity, columns * np.int64(c.group[g, SIZE]))
-        skip = min(skip, next_skip(book, g, np.int64(c.row[r, KEPT + 2 * g])))
+        skip = min(skip, next_skip(c.group[g], np.int64(c.row[r, KEPT + 2 * g])))
     if c.row[r, FLAGS] & IS_SHARING:
         capacity = np.int64(0)  # it must be looked at before every write
     c.row[r, CAPACITY], c.row[r, SKIP_AT] = capacity, skip
@@ -123,7 +119,7 @@ def lacking(book: Any, g: int, held: int, computed: int, slot_tokens: int) -> in
     nobody reads after `computed` need none."""
     c = columns_of(book)
     total = (slot_tokens + c.group[g, SIZE] - 1) // c.group[g, SIZE]
-    return max(np.int64(0), total - max(held, min(num_skipped(book, g, computed), total)))
+    return max(np.int64(0), total - max(held, min(num_skipped(c.group[g], computed), total)))
 
 
 @routine
@@ -145,7 +141,7 @@ def grow(book: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
         held = np.int64(c.row[r, COLUMNS + 2 * g])
         total = (slot_tokens + size - 1) // size
         if total > held:
-            first = max(held, min(num_skipped(book, g, computed), total))
+            first = max(held, min(num_skipped(c.group[g], computed), total))
             for i in range(held, first):
                 c.table[line, i] = 0
             take(book, line, first, total - first)
@@ -162,7 +158,7 @@ def skip(book: Any, r: int, computed: int, front: int) -> int:
         if c.group[g, KIND] == FULL:
             continue
         start, line = np.int64(c.row[r, KEPT + 2 * g]), r * len(c.group) + g
-        end = min(num_skipped(book, g, computed), np.int64(c.row[r, COLUMNS + 2 * g]))
+        end = min(num_skipped(c.group[g], computed), np.int64(c.row[r, COLUMNS + 2 * g]))
         if end > start:
             for i in range(end - 1, start - 1, -1):
                 b = np.int64(c.table[line, i])
@@ -278,7 +274,7 @@ def open_row(
     for g in range(num_groups):
         num_hit = hit_tokens // c.group[g, SIZE]
         needed += lacking(book, g, num_hit, computed, slot_tokens)
-        for i in range(min(num_skipped(book, g, computed), num_hit), num_hit):
+        for i in range(min(num_skipped(c.group[g], computed), num_hit), num_hit):
             b = np.int64(s.found[g, i])
             unheld += b != 0 and c.block[b, REF] == 0
     if needed + unheld > c.number[FREE] - spare:
@@ -287,7 +283,7 @@ def open_row(
         num_hit, line = hit_tokens // c.group[g, SIZE], r * num_groups + g
         kept = num_hit
         for i in range(num_hit - 1, -1, -1):
-            b = np.int64(s.found[g, i]) if i >= num_skipped(book, g, computed) else np.int64(0)
+            b = np.int64(s.found[g, i]) if i >= num_skipped(c.group[g], computed) else np.int64(0)
             c.table[line, i] = b
             if b:
                 kept = i

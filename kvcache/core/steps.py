@@ -15,10 +15,7 @@ import numpy as np
 
 from kvcache.core.columns import (
     BLOCK,
-    FULL,
     GENERATION,
-    KIND,
-    LENGTH,
     NEXT_NODE,
     NUM_STEPS,
     OWNER,
@@ -29,6 +26,7 @@ from kvcache.core.columns import (
     Books,
     columns_of,
 )
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.machine import BOOK, INT, NEW_INT_ROWS, kernel
 from kvcache.core.prefix_tree import is_sealed
 from kvcache.core.rows import rewind_row

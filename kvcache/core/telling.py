@@ -14,8 +14,9 @@ import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.commands import Command, Copy, Label, Unlabel, Zero
-from kvcache.core.columns import LENGTH, SIZE, Books
+from kvcache.core.columns import Books
 from kvcache.core.digesting import Digester, describe
+from kvcache.core.kinds.rule import LENGTH, SIZE
 from kvcache.core.pending_copies import PendingCopies
 from kvcache.core.protocol import (
     AllBlocksCleared,

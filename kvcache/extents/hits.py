@@ -16,11 +16,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core.kinds.chunked_local_attention import chunk_tokens
+from kvcache.core.kinds.sliding_window import window_tokens
 from kvcache.errors import ConfigurationError
 from kvcache.extents.shape import TreeShape
 from kvcache.managers.base import MatchLimits
-from kvcache.managers.chunked_local_attention import chunk_tokens
-from kvcache.managers.sliding_window import window_tokens
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,

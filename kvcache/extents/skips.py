@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from kvcache.core.kinds.chunked_local_attention import chunk_tokens
+from kvcache.core.kinds.sliding_window import window_tokens
 from kvcache.extents.row_columns import NEVER
-from kvcache.managers.chunked_local_attention import chunk_tokens
-from kvcache.managers.sliding_window import window_tokens
 from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
-from kvcache.errors import ConfigurationError
+from kvcache.core.kinds.chunked_local_attention import chunk_tokens
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
-from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
+from kvcache.specs import KVCacheSpec
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     """Hits are the blocks from the start of the last chunk until the first miss.
 
-    Chunks before it count as computed whether or not they are cached. Hence no EAGLE: a hit that
-    ends where a chunk begins would, without its last block, end in a chunk nobody looked up.
+    Chunks before it count as computed whether or not they are cached.
     """
 
     def __init__(
@@ -63,12 +62,3 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     def next_skip_tokens(self, request_id: str) -> int:
         kept_tokens = self._first_kept.get(request_id, 0) * self.block_size
         return (kept_tokens // self._chunk + 1) * self._chunk
-
-
-def chunk_tokens(spec: KVCacheSpec) -> int:
-    """Return the chunk of a spec; raises ConfigurationError for another kind."""
-    if not isinstance(spec, ChunkedLocalAttentionSpec):
-        raise ConfigurationError(
-            f"a spec of kind {spec.kind!r} has no chunks: use it with its own manager"
-        )
-    return spec.attention_chunk_size

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from kvcache.blocks.contents import Finder
 from kvcache.blocks.pool import BlockPool
 from kvcache.blocks.references import NULL_ID
-from kvcache.errors import ConfigurationError
+from kvcache.core.kinds.sliding_window import window_tokens
 from kvcache.hashing import BlockHash
 from kvcache.managers.base import MatchLimits, SingleTypeKVCacheManager
-from kvcache.specs import KVCacheSpec, SlidingWindowSpec, ceil_div
+from kvcache.specs import KVCacheSpec, ceil_div
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
@@ -62,12 +62,3 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
     def next_skip_tokens(self, request_id: str) -> int:
         return (self._first_kept.get(request_id, 0) + 1) * self.block_size + self._window - 1
-
-
-def window_tokens(spec: KVCacheSpec) -> int:
-    """Return the window of a spec; raises ConfigurationError for another kind."""
-    if not isinstance(spec, SlidingWindowSpec):
-        raise ConfigurationError(
-            f"a spec of kind {spec.kind!r} has no window: use it with its own manager"
-        )
-    return spec.sliding_window

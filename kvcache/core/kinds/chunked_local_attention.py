@@ -1,0 +1,64 @@
+"""Chunked local attention: a token reads itself and the tokens before it in its own chunk.
+
+chunk 8, block 4       tokens  0..3 | 4..7 | 8..11 | 12..15      12 reads 8..12: the first
+12 tokens computed             null   null    b7       b3        chunk is skipped
+
+Chunks before the last one count as computed whether or not they are cached. Hence no EAGLE: a hit
+that ends where a chunk begins would, without its last block, end in a chunk nobody looked up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvcache.core.kinds.rule import NEVER, SIZE, SPAN
+from kvcache.core.machine import inner
+from kvcache.errors import ConfigurationError
+from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
+
+
+@inner
+def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int) -> int:
+    """Return the end of the longest hit, in blocks: those of its last chunk until the first miss.
+
+    Where no multiple of `step` is left in the chunk, the search goes on in the one before.
+    """
+    end = limit - limit % step
+    while end > 0:
+        start = first_read(rule, end)
+        i = start
+        while i < end and is_there(where, i):
+            i += 1
+        end = i - i % step
+        if end >= start:
+            return end
+    return end
+
+
+@inner
+def first_read(rule: Any, end: int) -> int:
+    """Return the first block that is read of a hit that ends so."""
+    return end - end % (rule[SPAN] // rule[SIZE])
+
+
+@inner
+def num_skipped(rule: Any, num_computed: int) -> int:
+    """Return how many leading blocks nobody reads after so many computed tokens."""
+    return num_computed // rule[SPAN] * rule[SPAN] // rule[SIZE]
+
+
+@inner
+def next_skip(rule: Any, num_kept: int) -> int:
+    """Return the computed tokens from which on one more block is skipped."""
+    return min(np.int64(NEVER), (num_kept * rule[SIZE] // rule[SPAN] + 1) * rule[SPAN])
+
+
+def chunk_tokens(spec: KVCacheSpec) -> int:
+    """Return the chunk of a spec; raises ConfigurationError for another kind."""
+    if not isinstance(spec, ChunkedLocalAttentionSpec):
+        raise ConfigurationError(
+            f"a spec of kind {spec.kind!r} has no chunks: use it with its own manager"
+        )
+    return spec.attention_chunk_size

@@ -1,0 +1,129 @@
+"""Which kind's rules a group follows.
+
+Compiled functions choose by the rule's KIND. They ask `is_there(where, i)` whether block `i` can be
+hit: the core asks its tree, `longest_hit` an array. Refuses kinds that have no rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.compiled import array_type
+from kvcache.core.kinds import chunked_local_attention, full_attention, sliding_window
+from kvcache.core.kinds.chunked_local_attention import chunk_tokens
+from kvcache.core.kinds.rule import (
+    CHUNK,
+    FULL,
+    KIND,
+    LENGTH,
+    NEVER,
+    NUM_ENTRIES,
+    SIZE,
+    SPAN,
+    WINDOW,
+)
+from kvcache.core.kinds.sliding_window import window_tokens
+from kvcache.core.machine import INT, INTS, inner, kernel, routine
+from kvcache.errors import ConfigurationError
+from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+
+@routine
+def num_skipped(rule: Any, num_computed: int) -> int:
+    """Return how many leading blocks nobody reads after so many computed tokens."""
+    if rule[KIND] == WINDOW:
+        return sliding_window.num_skipped(rule, num_computed)
+    if rule[KIND] == CHUNK:
+        return chunked_local_attention.num_skipped(rule, num_computed)
+    return full_attention.num_skipped(rule, num_computed)
+
+
+@routine
+def next_skip(rule: Any, num_kept: int) -> int:
+    """Return the computed tokens from which on one more block is skipped."""
+    if rule[KIND] == WINDOW:
+        return sliding_window.next_skip(rule, num_kept)
+    if rule[KIND] == CHUNK:
+        return chunked_local_attention.next_skip(rule, num_kept)
+    return full_attention.next_skip(rule, num_kept)
+
+
+@inner
+def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int, extra: int) -> int:
+    """Return the end, in blocks, of the longest hit of one group: a multiple of `step`, at most
+    `limit`; its last `extra` blocks will be dropped, and the rest must still do."""
+    if rule[KIND] == WINDOW:
+        return sliding_window.longest(rule, is_there, where, limit, step, extra)
+    if rule[KIND] == CHUNK:
+        return chunked_local_attention.longest(rule, is_there, where, limit, step)
+    return full_attention.longest(rule, is_there, where, limit, step)
+
+
+@routine
+def first_read(rule: Any, end: int, extra: int) -> int:
+    """Return the first block that is read of a hit that ends, before anything is dropped, so."""
+    if rule[KIND] == WINDOW:
+        return sliding_window.first_read(rule, end, extra)
+    if rule[KIND] == CHUNK:
+        return chunked_local_attention.first_read(rule, end)
+    return full_attention.first_read(rule, end)
+
+
+@inner
+def _is_marked(there: Any, i: int) -> bool:
+    return there[i] != 0
+
+
+@kernel(INT, INTS, array_type("uint8", is_read=True), INT, INT, INT)
+def _longest_of(rule: Any, there: Any, limit: int, step: int, extra: int) -> int:
+    return longest(rule, _is_marked, there, min(limit, len(there)), step, extra)
+
+
+@kernel(INT, INTS, INT, INT)
+def _first_read_of(rule: Any, end: int, extra: int) -> int:
+    return first_read(rule, end, extra)
+
+
+def longest_hit(
+    spec: KVCacheSpec,
+    is_there: npt.NDArray[np.bool_],
+    max_blocks: int,
+    *,
+    num_extra_blocks: int = 0,
+    alignment_blocks: int = 1,
+) -> range:
+    """Return the blocks `[start, end)` that a request reads of its longest hit in one group; those
+    before are null.
+
+    `is_there[i]` says whether block `i` can be hit, shape `(blocks,)`. The hit is at most
+    `max_blocks` long, a multiple of `alignment_blocks`; its last `num_extra_blocks` are still to be
+    dropped, and the rest must do.
+
+    Raises:
+        ConfigurationError: the spec's kind has no rules.
+    """
+    rule = rule_of(spec, spec.block_size)
+    there = np.ascontiguousarray(is_there, np.bool_).view(np.uint8)
+    end = int(_longest_of(rule, there, max_blocks, alignment_blocks, num_extra_blocks))
+    return range(int(_first_read_of(rule, end, num_extra_blocks)), end)
+
+
+def rule_of(spec: KVCacheSpec, unit_tokens: int) -> npt.NDArray[np.int32]:
+    """Return the rule of a spec; raises ConfigurationError for a kind that has none."""
+    rule = np.zeros(NUM_ENTRIES, np.int32)
+    rule[SIZE], rule[LENGTH] = spec.block_size, spec.block_size // unit_tokens
+    if spec.reads_whole_prefix:
+        rule[KIND] = FULL
+    elif isinstance(spec, SlidingWindowSpec):
+        rule[KIND], rule[SPAN] = WINDOW, min(window_tokens(spec), NEVER)
+    elif isinstance(spec, ChunkedLocalAttentionSpec):
+        rule[KIND], rule[SPAN] = CHUNK, min(chunk_tokens(spec), NEVER)
+    else:
+        raise ConfigurationError(
+            f"core 'flat' has no rules yet for KV cache groups of kind {spec.kind!r}: choose "
+            "core 'extents' or 'blocks'"
+        )
+    return rule

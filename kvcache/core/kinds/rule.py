@@ -1,0 +1,18 @@
+"""A group's rule: the few numbers of its spec that compiled functions read.
+
+A rule is an int32 array; the names below are its entries. One stands in each row of the columns'
+`group`, and `kinds.rule_of` makes one from a spec. Under the files of all kinds.
+"""
+
+from __future__ import annotations
+
+SIZE, LENGTH, KIND, SPAN = range(4)
+"""Tokens and units of a block, the kind, the tokens of its window or chunk."""
+
+NUM_ENTRIES = 4
+
+FULL, WINDOW, CHUNK = range(3)
+"""Kinds of groups."""
+
+NEVER = (1 << 31) - 1
+"""More tokens than any row has."""

@@ -1,0 +1,69 @@
+"""Sliding window: a token reads itself and the `window - 1` tokens before it.
+
+window 5, block 2      tokens  0 1 | 2 3 | 4 5 | 6 7 | 8      8 reads 4..8: the first two
+8 tokens computed              null  null   b5    b9           blocks are skipped
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvcache.core.kinds.rule import NEVER, SIZE, SPAN
+from kvcache.core.machine import inner
+from kvcache.errors import ConfigurationError
+from kvcache.specs import KVCacheSpec, SlidingWindowSpec
+
+
+@inner
+def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int, extra: int) -> int:
+    """Return the end of the longest hit, in blocks: the rightmost run that covers a window.
+
+    A run is tried from its right: a miss rules out every end behind it. Near the start a run is as
+    short as the prefix: then it is the leading one.
+    """
+    end = limit - limit % step
+    needed = _num_blocks(rule) + extra
+    while end > 0:
+        i = end - 1
+        start = max(np.int64(0), end - needed)
+        while i >= start and is_there(where, i):
+            i -= 1
+        if i < start:
+            return end
+        end = i - i % step
+    return end
+
+
+@inner
+def first_read(rule: Any, end: int, extra: int) -> int:
+    """Return the first block that is read of a hit that ends so."""
+    return max(np.int64(0), end - _num_blocks(rule) - extra)
+
+
+@inner
+def num_skipped(rule: Any, num_computed: int) -> int:
+    """Return how many leading blocks nobody reads after so many computed tokens."""
+    return max(np.int64(0), num_computed - rule[SPAN] + 1) // rule[SIZE]
+
+
+@inner
+def next_skip(rule: Any, num_kept: int) -> int:
+    """Return the computed tokens from which on one more block is skipped."""
+    return min(np.int64(NEVER), (num_kept + 1) * rule[SIZE] + rule[SPAN] - 1)
+
+
+@inner
+def _num_blocks(rule: Any) -> int:
+    """Return how many blocks a hit must end with."""
+    return max(np.int64(1), (np.int64(rule[SPAN]) - 1 + rule[SIZE] - 1) // rule[SIZE])
+
+
+def window_tokens(spec: KVCacheSpec) -> int:
+    """Return the window of a spec; raises ConfigurationError for another kind."""
+    if not isinstance(spec, SlidingWindowSpec):
+        raise ConfigurationError(
+            f"a spec of kind {spec.kind!r} has no window: use it with its own manager"
+        )
+    return spec.sliding_window
