@@ -8,7 +8,6 @@ blocks, managers by attention kind, and the `KVCacheManager` on top. The cluster
 from __future__ import annotations
 
 from kvcache.blocks.block import BlockState, KVCacheBlock
-from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
 from kvcache.blocks.pool import BlockPool
 from kvcache.clock import Clock, SystemClock, VirtualClock
 from kvcache.core import (
@@ -27,6 +26,7 @@ from kvcache.core import (
     OffloadHooks,
     ReferenceKind,
 )
+from kvcache.core.free_queue import FreeKVCacheBlockQueue
 from kvcache.errors import (
     AlreadyRunningError,
     BacklogFullError,

@@ -95,7 +95,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("extent_core",),
     ),
     "core": (
-        ("protocol", "machine", "group_labels", "pending_copies"),
+        ("protocol", "machine", "group_labels", "pending_copies", "free_queue"),
         ("kinds", "label_chains"),
         ("columns",),
         ("prefix_tree", "digesting"),
@@ -104,6 +104,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("forgetting", "steps", "forks"),
         ("eviction",),
         ("audit", "rebuild", "flat_core"),
+        ("block_pool",),
     ),
     "coordinator": (
         (

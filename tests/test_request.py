@@ -9,9 +9,10 @@ from array import array
 import numpy as np
 import pytest
 
-from kvcache.errors import RequestError
+from kvcache.errors import MalformedMessageError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.request import LoRARequest, MultiModalPosition, Namespace, Request
+from kvcache.request_content import namespace_name, parse_namespace_name
 
 TOO_LARGE = 2**31
 
@@ -363,3 +364,11 @@ def test_a_number_too_long_to_write_out_is_refused_all_the_same():
         MultiModalPosition(-huge, 1)
     with pytest.raises(RequestError, match="length of a multimodal position is an int too long"):
         Request("r2", [1], mm_positions=[(0, huge)], mm_hashes=["a"])
+
+
+def test_namespaces_are_read_back_from_their_names():
+    namespace = Namespace(3, '["a", "b"]', None, "tenant")
+    assert parse_namespace_name(namespace_name(namespace)) == namespace
+    for name in (b"", b"\x01", b"\x84\x61a\xf6\xf6\xf6", b"\x82\x01\xf6"):
+        with pytest.raises(MalformedMessageError):
+            parse_namespace_name(name)

@@ -6,6 +6,7 @@ Beside the core: looks, changes nothing but digests that were not made yet. Refu
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from kvcache.core.columns import (
     SPARE_NODE,
     STANDING,
     UNITS,
+    Books,
 )
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.prefix_tree import child_of
@@ -55,8 +57,8 @@ if TYPE_CHECKING:
 
 def check_core(core: FlatCore) -> None:
     """Raise InvariantError with the first sum that fails. O(blocks)."""
-    _check_list(core)
-    _check_nodes(core)
+    check_list(core.books)
+    check_nodes(core.books, core.roots.values(), core.rows.values())
     _check_contents(core)
     doubles = _check_rows(core)
     _check_references(core, doubles)
@@ -85,7 +87,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
             )
             for n, g, b, is_sealed in contents
         ),
-        "free": free_list(core),
+        "free": free_list(core.books),
         "order": [] if core.order is None else core.order.policy.order(),
         "tables": {
             name: [core.table(r, g).tolist() for g in range(core.books.num_groups)]
@@ -102,9 +104,9 @@ def dump_core(core: FlatCore) -> dict[str, object]:
     }
 
 
-def free_list(core: FlatCore) -> list[int]:
+def free_list(books: Books) -> list[int]:
     """Return the blocks in the list of free ones, the next first."""
-    block = core.books.columns.block
+    block = books.columns.block
     found: list[int] = []
     b = block.item(0, NEXT)
     while b and len(found) < len(block):
@@ -118,8 +120,9 @@ def _require(is_right: object, message: str) -> None:
         raise InvariantError(message)
 
 
-def _check_list(core: FlatCore) -> None:
-    c, listed = core.books.columns, free_list(core)
+def check_list(books: Books) -> None:
+    """Raise InvariantError unless the list of free blocks is whole and counted."""
+    c, listed = books.columns, free_list(books)
     way = [0, *listed, 0]
     for one, other in pairwise(way):
         _require(c.block[other, PREV] == one, f"block {other} does not lead back to {one}")
@@ -139,9 +142,10 @@ def _check_list(core: FlatCore) -> None:
     _require(unheld == c.number[FREE], f"{unheld} blocks are unheld, {c.number[FREE]} are free")
 
 
-def _check_nodes(core: FlatCore) -> None:
-    c = core.books.columns
-    end, num_groups = int(c.number[NEXT_NODE]), core.books.num_groups
+def check_nodes(books: Books, all_roots: Iterable[int], rows: Iterable[int]) -> None:
+    """Raise InvariantError unless all nodes hang together; with these roots and rows."""
+    c, roots = books.columns, set(all_roots)
+    end, num_groups = int(c.number[NEXT_NODE]), books.num_groups
     node = c.node[:end]
     spare: set[int] = set()
     n = int(c.number[SPARE_NODE])
@@ -152,14 +156,13 @@ def _check_nodes(core: FlatCore) -> None:
         len(spare) == c.number[NUM_SPARE],
         f"{len(spare)} nodes are spare, not {c.number[NUM_SPARE]}",
     )
-    roots = set(core.roots.values())
     living = np.flatnonzero(node[:, PARENT]).tolist()
     _require(
         len(living) + len(roots) + len(spare) == end - 1,
         f"{len(living)} nodes, {len(roots)} roots and {len(spare)} spare ones are not {end - 1}",
     )
     children = np.bincount(node[living, PARENT], minlength=end)
-    standing = Counter(int(c.row[r, LAST]) for r in core.rows.values())
+    standing = Counter(int(c.row[r, LAST]) for r in rows)
     num_indexed = 0
     for n in [*living, *roots]:
         _require(children[n] == node[n, CHILDREN], f"node {n} counts its children wrongly")
@@ -174,7 +177,7 @@ def _check_nodes(core: FlatCore) -> None:
         is_kept = has_block or node[n, CHILDREN] or node[n, STANDING]
         _require(is_kept, f"nothing keeps node {n} alive")
         num_indexed += node[parent, CHILD] != n
-        found = child_of(core.books.book, parent, int(node[n, KEYS]) >> 1, c.tokens[n])
+        found = child_of(books.book, parent, int(node[n, KEYS]) >> 1, c.tokens[n])
         _require(found == n, f"node {n} is found as {found}")
     _require(
         num_indexed == c.number[NUM_INDEXED] == np.count_nonzero(c.index),

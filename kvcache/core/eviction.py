@@ -50,8 +50,8 @@ class BlockBook:
 
     is_uniform = True
 
-    def __init__(self, books: Books, digester: Digester) -> None:
-        """Answer from these columns."""
+    def __init__(self, books: Books, digester: Digester | None) -> None:
+        """Answer from these columns. Without a digester contents have their digests already."""
         self._books = books
         self._digester = digester
         self.names_contents = False
@@ -74,7 +74,7 @@ class BlockBook:
         g = group_of(c, n, entry)
         content = None
         if self.names_contents:
-            if not node.item(n, KEYS) & 1:
+            if self._digester is not None and not node.item(n, KEYS) & 1:
                 self._digester.make(int32_array([n]))
             content = c.digest[n].tobytes() + g.to_bytes(4, "big")
         above = n
@@ -88,19 +88,19 @@ class BlockBook:
 class PolicyOrder:
     """Cached blocks that nobody holds, in the order of a policy."""
 
-    def __init__(self, books: Books, digester: Digester, make: MakePolicy) -> None:
-        """Use a new policy."""
+    def __init__(self, books: Books, digester: Digester | None, make: MakePolicy) -> None:
+        """Use a new policy. Without a digester contents have their digests already."""
         self._books, self._digester = books, digester
         self._book = BlockBook(books, digester)
         self.policy = make(len(books.columns.block), self._book)
         self._book.names_contents = self.policy.reads_contents
 
-    def _name(self, moved: Any) -> None:
+    def _name(self, digester: Digester, moved: Any) -> None:
         """Make the digests of all contents that come out of use, in one go."""
         c = self._books.columns
         ids = moved[moved[:, 0] == INSERTED, 1]
         nodes = c.block[ids, NODE]
-        self._digester.make(np.ascontiguousarray(nodes[nodes != 0]))
+        digester.make(np.ascontiguousarray(nodes[nodes != 0]))
 
     def tell(self) -> None:
         """Tell the policy what has happened since the last call."""
@@ -110,8 +110,8 @@ class PolicyOrder:
             return
         c.number[NUM_MOVED] = 0
         moved = c.moved[:count]
-        if self._book.names_contents:
-            self._name(moved)
+        if self._book.names_contents and self._digester is not None:
+            self._name(self._digester, moved)
         kinds, ids = moved[:, 0], index_array(moved[:, 1])
         cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
         calls = {

@@ -50,7 +50,8 @@ class PrefixCachingBlockAllocator(SequenceCache):
         """Own `num_blocks` blocks of `block_size` tokens, named `block_ids` or from 0 on.
 
         With `merge_duplicates` a block that fills up with content already cached gives way to the
-        cached one; without, both stay. `block_bytes` is what a block takes on all layers, for the
+        cached one; without, both stay as long as the second is held, and look-ups find the first.
+        `block_bytes` is what a block takes on all layers, for the
         statistics.
 
         Raises:

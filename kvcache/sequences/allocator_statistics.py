@@ -11,7 +11,7 @@ class AllocatorStatistics:
     first two since the last reset), merged ones since the start.
 
     `num_merged_blocks` gave way to a block of equal content, which saved `merged_bytes`;
-    `num_duplicate_blocks` are cached now beside a block of equal content, where merging is off.
+    `num_duplicate_blocks` are held now, although another block has their content: merging is off.
     """
 
     num_blocks: int

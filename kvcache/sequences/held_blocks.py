@@ -13,19 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvcache.arguments import as_int, as_integers
-from kvcache.arrays import int32_array
-from kvcache.blocks.audit import check_pool
-from kvcache.blocks.contents import NO_TABLE
-from kvcache.blocks.outbox import Outbox
-from kvcache.blocks.pool import BlockPool
-from kvcache.blocks.run import CachedRun
-from kvcache.core import NullEventSink
+from kvcache.core import ReferenceKind
+from kvcache.core.block_pool import BlockPool
 from kvcache.errors import BlockError, ConfigurationError, InvariantError, shown
 from kvcache.hashing import BlockHash, RequestBlockHasher
 from kvcache.policies import EVICTION_POLICIES, EntryBook, EvictionPolicy
-from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.sequences.access_order import LastAccessOrder
-from kvcache.sequences.block import PrefixCachingBlock, extra_keys_of
+from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.block_tracker import BlockTracker
 
 GROUP = 0
@@ -36,7 +30,8 @@ class HeldBlocks:
     """References, contents and readiness, by the caller's block ids.
 
     Invariants: a tracker is active exactly when its block is held; `_uncomputed` has every full
-    block whose bytes nobody has reported, held or cached.
+    block whose bytes nobody has reported, held or cached. `_twins` are held blocks whose content
+    another one has: that one, which look-ups find, stays as long, held by a pin.
     """
 
     def __init__(
@@ -52,19 +47,12 @@ class HeldBlocks:
         self._physical = {block_id: i for i, block_id in enumerate(sorted(block_ids))}
         self._trackers = [BlockTracker() for _ in self._ids]
         self._uncomputed: set[int] = set()
+        self._twins: dict[int, int] = {}
         self._access_order: LastAccessOrder | None = None
         self._pool = BlockPool(
             num_blocks + 1,
-            ordered_groups=frozenset({GROUP}),
             eviction_policy=eviction_policy,
             policies={**EVICTION_POLICIES, "lru": self._make_access_order},
-            outbox=Outbox(
-                NullEventSink(),
-                "device",
-                none_hash=hasher.none_hash,
-                published_groups=frozenset(),
-                has_workers=False,
-            ),
         )
 
     @property
@@ -79,9 +67,8 @@ class HeldBlocks:
 
     @property
     def num_duplicate_blocks(self) -> int:
-        """Cached blocks whose content another block holds as well."""
-        tables = self._pool.contents.all_tables()
-        return sum(len(copies) for table in tables for copies in table.copies.values())
+        """Held blocks whose content is cached in another block."""
+        return len(self._twins)
 
     def physical_id(self, block_id: int) -> int:
         """Return the place of an id among all ids in ascending order, from 0."""
@@ -90,16 +77,16 @@ class HeldBlocks:
 
     def num_references(self, block_id: int) -> int:
         """Return how many sequences hold a block."""
-        return self._pool.num_references(self._pool_id(block_id))
+        return self._pool.num_references(self._pool_id(block_id), ReferenceKind.REQUEST)
 
     def is_cached(self, block_id: int) -> bool:
         """Say whether a block can be found by its content."""
-        return self._pool.digest(self._pool_id(block_id)) is not None
+        return self._pool_id(block_id) in self._pool.names
 
     def find(self, digest: BlockHash) -> int | None:
         """Return the block that holds a content; None if none does."""
-        found = self._pool.contents.finder(DEFAULT_NAMESPACE, GROUP)(digest)
-        return None if found is None else self._ids[found]
+        found = self._pool.get_cached_block(digest, [GROUP])
+        return None if found is None else self._ids[found[0]]
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """Return how many of these distinct blocks nobody holds: sharing them uses up free ones."""
@@ -128,13 +115,15 @@ class HeldBlocks:
     def give_back(self, block_id: int) -> bool:
         """Take one reference back; return whether nobody holds the block any more."""
         pool_id = self._pool_id(block_id)
-        if self._pool.num_references(pool_id) != 1:
+        if self._pool.num_references(pool_id, ReferenceKind.REQUEST) != 1:
             self._pool.free_blocks([pool_id])
             return False
         tracker = self._trackers[pool_id]
         if self._access_order is not None:
             self._access_order.note_access(pool_id, tracker.last_accessed)
         self._pool.free_blocks([pool_id])
+        if pool_id in self._twins:
+            self._pool.free_blocks([self._twins.pop(pool_id)], ReferenceKind.PIN)
         tracker.disable()
         return True
 
@@ -150,28 +139,17 @@ class HeldBlocks:
         """Let a full block, held as `block_id`, be found by its content.
 
         Not if what comes before it cannot be found (any more), and not if it can be found already.
+        Where another block has that content, that one stays as long as this one is held.
         """
-        pool_id = self._pool_id(block_id)
-        contents = self._pool.contents
-        parent = block.parent_hash
-        if parent is None or contents.table_numbers[pool_id] != NO_TABLE:
+        pool_id, parent = self._pool_id(block_id), block.parent_hash
+        if parent is None or pool_id in self._pool.names:
             return
-        if parent != self.hasher.none_hash and self.find(parent) is None:
+        if (found := self._pool.get_cached_block(digest, [GROUP])) is not None:
+            self._pool.touch(found, ReferenceKind.PIN)
+            self._twins[pool_id] = found[0]
             return
-        keys = extra_keys_of(block.extra_hash)
-        self._pool.cache_full_blocks(
-            CachedRun(
-                table=contents.table(DEFAULT_NAMESPACE, GROUP),
-                block_ids=[pool_id],
-                digests=[digest],
-                parent=parent,
-                token_ids=int32_array(block.token_ids),
-                block_size=block.block_size,
-                extra_keys=() if keys is None else (keys,),
-                request_id="",
-                first_index=0,
-            )
-        )
+        is_first = parent == self.hasher.none_hash
+        self._pool.cache_block(pool_id, digest, None if is_first else parent)
 
     def reset(self) -> int:
         """Forget every content if no block is held; return how many are held (0: done)."""
@@ -189,7 +167,7 @@ class HeldBlocks:
         tracker = self._trackers[pool_id]
         if tracker.active:
             return tracker.computed
-        return self._pool.digest(pool_id) is not None and pool_id not in self._uncomputed
+        return pool_id in self._pool.names and pool_id not in self._uncomputed
 
     def mark_computed(self, block_ids: Sequence[int]) -> None:
         """The bytes of these blocks are there; without any, those of all full blocks held."""
@@ -218,10 +196,10 @@ class HeldBlocks:
 
     def check(self, references: dict[int, int]) -> None:
         """Raise InvariantError unless blocks are held as often as `references` says. O(blocks)."""
-        check_pool(self._pool)
+        self._pool.check()
         for pool_id in range(1, self._pool.num_blocks):
             block_id, tracker = self._ids[pool_id], self._trackers[pool_id]
-            held, wanted = self._pool.num_references(pool_id), references.get(block_id, 0)
+            held, wanted = self.num_references(block_id), references.get(block_id, 0)
             if held != wanted or tracker.active != bool(held):
                 raise InvariantError(
                     f"block {block_id} has {held} references, stands in {wanted} sequences, and "
@@ -248,7 +226,7 @@ class HeldBlocks:
         idle = [
             self._ids[b]
             for b in pool_ids
-            if not self._trackers[b].active and self._pool.digest(b) is None
+            if not self._trackers[b].active and b not in self._pool.names
         ]
         if idle:
             raise BlockError(f"blocks {idle[:5]} are free and hold nothing: leave them out")

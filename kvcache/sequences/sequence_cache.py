@@ -157,7 +157,7 @@ class SequenceCache:
         return AllocatorStatistics(
             num_blocks=self.get_num_total_blocks(),
             num_free_blocks=pool.get_num_free_blocks(),
-            num_cached_blocks=pool.contents.num_cached,
+            num_cached_blocks=pool.num_cached_blocks,
             num_evictions=pool.num_evictions,
             num_queried_blocks=self._num_queries,
             num_hit_blocks=self._num_hits,

@@ -836,7 +836,6 @@ def queue_subject() -> Subject:
     of.method("append_n", {"block_ids": [7, 8]})
     of.method("prepend_n", {"block_ids": [7, 8]})
     of.method("remove", {"block_id": 1})
-    of.method("remove_n", {"block_ids": [1, 2]})
     of.method("popleft_n", {"n": 2}, n=COUNT)
     return Subject(
         "free queue",

@@ -39,15 +39,20 @@ class AllocatorModel:
         self.accessed: dict[int, float] = {}
         self.bytes: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.num_releases = 0
+        # Blocks of a content that another one has: that one stays as long as they are held.
+        self.twins: dict[int, int] = {}
 
     def references(self) -> Counter[int]:
         return Counter(b for s in self.sequences for b in s.block_ids if b is not None)
 
+    def held(self) -> set[int]:
+        return {*self.references(), *self.twins.values()}
+
     def num_free(self) -> int:
-        return self.num_blocks - len(self.references())
+        return self.num_blocks - len(self.held())
 
     def blank(self) -> set[int]:
-        return set(range(self.num_blocks)) - set(self.references()) - set(self.contents)
+        return set(range(self.num_blocks)) - self.held() - set(self.contents)
 
     def holders(self, prefix: Prefix) -> list[int]:
         return [block for block, content in self.contents.items() if content == prefix]
@@ -78,11 +83,10 @@ class AllocatorModel:
 
     def is_needed(self, block: int, contents: dict[int, Prefix]) -> bool:
         prefix = contents[block]
-        has_child = any(
+        return any(
             content[: len(prefix)] == prefix and len(content) == len(prefix) + self.block_size
             for content in contents.values()
         )
-        return has_child and list(contents.values()).count(prefix) == 1
 
     def expect_taken(self, taken: list[int]) -> None:
         """Blank blocks are taken first, then the victims; their contents are forgotten."""
@@ -100,10 +104,19 @@ class AllocatorModel:
         if block not in self.references():
             self.accessed[block] = -1.0
 
+    def note_twin(self, block: int, cached: int) -> None:
+        if cached in self.released:
+            self.accessed[cached] = self.released.pop(cached)[0]
+        self.twins[block] = cached
+
     def let_go(self, block: int) -> None:
         """Call after the reference has gone."""
-        if block in self.contents and block not in self.references():
+        if block in self.held():
+            return
+        if block in self.contents:
             self.release(block, self.accessed[block])
+        if block in self.twins:
+            self.let_go(self.twins.pop(block))
 
     def release(self, block: int, accessed: float) -> None:
         before = self.released.get(self.last_released)

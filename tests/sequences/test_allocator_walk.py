@@ -154,7 +154,9 @@ class Walk:
             sequence.block_ids[-1] = new
         else:
             assert new == own
-        if block.is_full:
+        if cached:
+            model.note_twin(new, cached[0])
+        elif block.is_full:
             model.contents[new] = prefix
         return True
 

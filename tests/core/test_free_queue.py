@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.blocks.free_queue import FreeKVCacheBlockQueue
+from kvcache import FreeKVCacheBlockQueue
 from kvcache.errors import BlockError, OutOfBlocksError
 
 

@@ -1,0 +1,602 @@
+"""A pool of blocks for callers that keep block tables themselves: single-type managers, sequences.
+
+`KVCacheManager` has none of these: this is a face of columns of its own (`columns.py`), for callers
+that know contents by digest.
+
+    free ──get_new_blocks──▶ owned ──cache_full_blocks──▶ sealed ──evict_blocks──▶ owned
+      ▲                        │                            │
+      └──────free_blocks───────┘      a cached block that nobody holds waits in the eviction policy
+
+A cached block has a node. In an ordered group (full attention) it continues the node of the block
+before it, which is then never evicted first; in others every node is a root's child. A content has
+one block: another one that fills up with it stays its holder's own. Refuses to hand out a block
+that somebody holds, and to take back more references than were given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+
+from kvcache.arguments import (
+    MAX_INT,
+    MAX_INT32,
+    as_bool,
+    as_bytes,
+    as_int,
+    as_integers,
+    check_kind,
+)
+from kvcache.arrays import Ids, Int32Array, int32_array
+from kvcache.core.audit import check_list, check_nodes
+from kvcache.core.columns import (
+    BLANK,
+    CHILDREN,
+    EVICTED,
+    FREE,
+    HAS_POLICY,
+    KEYS,
+    NODE,
+    NUM_GONE,
+    REF,
+    TELLS,
+    Books,
+)
+from kvcache.core.eviction import PolicyOrder
+from kvcache.core.forgetting import forget
+from kvcache.core.pool import first_free, hold_all, release_all, take_listed, take_loose
+from kvcache.core.prefix_tree import child_made, drop_root, new_root, put_block
+from kvcache.core.protocol import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    ReferenceKind,
+)
+from kvcache.errors import (
+    BlockError,
+    ConfigurationError,
+    InvariantError,
+    OutOfBlocksError,
+    RequestError,
+)
+from kvcache.hashing import BlockHash, generate_block_hash_extra_keys
+from kvcache.ids import NULL_BLOCK_ID
+from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
+from kvcache.request import Request
+from kvcache.request_content import DEFAULT_NAMESPACE, Namespace
+from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
+
+ORDERED, SINGLE = range(2)
+"""The two groups of the columns: blocks that need those before them, and blocks that do not."""
+
+_SPECS = (FullAttentionSpec(1, 1, 1), SlidingWindowSpec(1, 1, 1, sliding_window=1))
+
+_CONTENT_BYTES = 36
+"""What policies know contents by: a digest of up to 32 bytes and its group."""
+
+_APART = (ReferenceKind.PIN, ReferenceKind.FORK, ReferenceKind.TRANSFER)
+
+_Table = tuple[Namespace, int]
+"""Namespace and group."""
+
+
+class BlockState(Enum):
+    """What may be done with a block. The first that applies, from the bottom up.
+
+    Whether a hittable or sealed block is in use is another question: `ref_cnt` answers it.
+    """
+
+    FREE = "free"
+    """Nobody holds it, and it holds nothing."""
+    OWNED = "owned"
+    """Held, and not (or no longer) to be found by its content."""
+    HITTABLE = "hittable"
+    """Full; its last token is scheduled, its bytes are not confirmed. A `BlockPool` knows no steps:
+    what is cached there is sealed."""
+    SEALED = "sealed"
+    """Its bytes are there on every rank."""
+    IN_FLIGHT = "in flight"
+    """A copy reads or writes it: not handed out before the copy ends."""
+    QUARANTINED = "quarantined"
+    """Somebody may still write to it: never handed out before it is released."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KVCacheBlock:
+    """A view of one block of a pool: always shows the present, costs nothing to keep.
+
+    `BlockPool.block` checks the id.
+    """
+
+    pool: BlockPool
+    block_id: int
+
+    @property
+    def ref_cnt(self) -> int:
+        """References of all kinds; always 0 for the null block."""
+        return self.pool.num_references(self.block_id)
+
+    @property
+    def block_hash(self) -> BlockHash | None:
+        """Digest by which the block can be found, None if it cannot."""
+        name = self.pool.names.get(self.block_id)
+        return None if name is None else name[1]
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is the placeholder for skipped positions."""
+        return self.block_id == NULL_BLOCK_ID
+
+    @property
+    def state(self) -> BlockState:
+        """What may be done with the block."""
+        if self.block_id in self.pool.quarantined:
+            return BlockState.QUARANTINED
+        if self.pool.num_references(self.block_id, ReferenceKind.TRANSFER):
+            return BlockState.IN_FLIGHT
+        if self.block_id in self.pool.names:
+            return BlockState.SEALED
+        return BlockState.OWNED if self.ref_cnt else BlockState.FREE
+
+    def reset_hash(self) -> None:
+        """Forget the block's content, and that of its cached descendants; it stays held."""
+        self.pool.evict_blocks([self.block_id])
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, {self.state.value}, ref_cnt={self.ref_cnt})"
+
+
+class BlockPool:
+    """Blocks `1..num_blocks - 1`, and block 0, the null block, which is nobody's.
+
+    `names` says what each cached block holds: namespace, group and digest. Invariants: `_contents`
+    is its inverse; exactly the blocks in it have a node; one that is in `quarantined` is held once
+    more than its references say.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_caching: bool = True,
+        ordered_groups: Iterable[int] = frozenset({0}),
+        eviction_policy: str = "lru",
+        policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
+        enable_kv_cache_events: bool = False,
+    ) -> None:
+        """Make a pool of free blocks.
+
+        `ordered_groups` are those in which only blocks without a cached child are evicted: the
+        full-attention ones. `eviction_policy` is one of `policies` by name. With
+        `enable_kv_cache_events` events are kept for `take_events`.
+
+        Raises:
+            ConfigurationError: fewer than one block, or an unknown policy.
+        """
+        num_blocks = as_int("num_blocks", num_blocks, 0, MAX_INT32, ConfigurationError)
+        self.enable_caching = as_bool("enable_caching", enable_caching, ConfigurationError)
+        keeps_events = as_bool("enable_kv_cache_events", enable_kv_cache_events, ConfigurationError)
+        groups = as_integers("ordered_groups", ordered_groups, error=ConfigurationError)
+        check_kind("policies", policies, Mapping, ConfigurationError)
+        self._ordered_groups = frozenset(groups.tolist())
+        make = partial(make_eviction_policy, eviction_policy, policies=policies)
+        self._books = books = Books(
+            num_blocks, _SPECS, 1, _CONTENT_BYTES, use_eagle=False, step_tokens=1
+        )
+        books.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
+        books.columns.number[TELLS] = books.columns.number[HAS_POLICY] = 1
+        self._order = PolicyOrder(
+            books, None, lambda capacity, book: make(capacity=capacity, book=book)
+        )
+        self._roots: dict[_Table, int] = {}
+        self._contents: dict[tuple[_Table, BlockHash], int] = {}
+        self.names: dict[int, tuple[_Table, BlockHash]] = {}
+        self._held: dict[ReferenceKind, Counter[int]] = {kind: Counter() for kind in _APART}
+        self.quarantined: set[int] = set()
+        self._events: list[CacheEvent] | None = [] if keeps_events else None
+
+    # --- what there is -------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks, the null block included."""
+        return len(self._books.columns.block)
+
+    @property
+    def num_evictions(self) -> int:
+        """Contents that were forgotten because their blocks were needed, since the start."""
+        return self._books.columns.number.item(EVICTED)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by their content."""
+        return len(self.names)
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks `get_new_blocks` could hand out now, cached ones included."""
+        return self._books.columns.number.item(FREE)
+
+    def num_blocks_in_use(self) -> int:
+        """Return how many blocks have a reference of any kind."""
+        held = np.count_nonzero(self._books.columns.block[:, REF])
+        return int(held) - sum(not self.num_references(b) for b in self.quarantined)
+
+    def get_usage(self) -> float:
+        """Return the share of blocks that cannot be handed out, 0.0 to 1.0."""
+        total = self.num_blocks - 1
+        return 1.0 - self.get_num_free_blocks() / total if total else 0.0
+
+    def get_all_free_blocks(self) -> list[int]:
+        """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
+        blank = np.empty(self._books.columns.number[BLANK], np.int32)
+        first_free(self._books.book, blank)
+        return [*blank.tolist(), *self._order.policy.order()]
+
+    def block(self, block_id: int) -> KVCacheBlock:
+        """Return a view of a block; raises BlockError if there is no such block."""
+        return KVCacheBlock(self, self._one_known(block_id))
+
+    def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
+        """Return a block's references of one kind, or of all; raises BlockError for no block."""
+        block_id = self._one_known(block_id)
+        check_kind("kind", kind, (ReferenceKind, type(None)), BlockError)
+        if kind in self._held:
+            return self._held[kind][block_id]
+        total = self._books.columns.block.item(block_id, REF) - (block_id in self.quarantined)
+        if kind is None:
+            return total
+        return total - sum(held[block_id] for held in self._held.values())
+
+    def num_unheld(self, block_ids: Ids) -> int:
+        """Return how many of these distinct blocks nobody holds, null blocks left out.
+
+        Raises BlockError for an unknown block.
+        """
+        ids = self._known(block_ids)
+        return int(np.count_nonzero(self._books.columns.block[ids[ids != 0], REF] == 0))
+
+    # --- taking and giving back ----------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> list[int]:
+        """Hand out blocks, each with one request reference; empty ones first, then by eviction.
+
+        Raises:
+            BlockError: that is no number of blocks.
+            OutOfBlocksError: fewer are free; nothing was changed.
+        """
+        count = as_int("num_blocks", num_blocks, error=BlockError)
+        num_free = self.get_num_free_blocks()
+        if count > num_free:
+            raise OutOfBlocksError(
+                f"{count} blocks are wanted, {num_free} of {self.num_blocks - 1} are free: "
+                "free requests or raise num_blocks"
+            )
+        taken = np.empty(count, np.int32)
+        num_blank = min(count, self._books.columns.number.item(BLANK))
+        take_loose(self._books.book, taken[:num_blank])
+        if num_blank < count:
+            self._order.make_room(count - num_blank, None)
+            take_loose(self._books.book, taken[num_blank:])
+            self._settle()
+        block_ids: list[int] = taken.tolist()
+        return block_ids
+
+    def touch(self, block_ids: Ids, kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
+        """Take one reference more of each block, as often as it is named; save it from eviction.
+
+        Raises:
+            BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
+        """
+        ids = self._known(block_ids)
+        check_kind("kind", kind, ReferenceKind, BlockError)
+        quarantined = sorted(self.quarantined.intersection(ids.tolist()))
+        if quarantined:
+            raise BlockError(f"blocks {quarantined[:5]} are quarantined: release them first")
+        if np.count_nonzero(ids) < len(ids):
+            raise BlockError("the null block cannot be held: leave it out")
+        block = self._books.columns.block
+        empty = ids[(block[ids, REF] == 0) & (block[ids, NODE] == 0)]
+        if len(empty):
+            raise BlockError(
+                f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
+            )
+        hold_all(self._books.book, ids)
+        if kind in self._held:
+            self._held[kind].update(ids.tolist())
+        self._settle()
+
+    def free_blocks(self, block_ids: Ids, kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
+        """Give one reference of each block back. Of those now unheld the first is evicted first.
+
+        Cached ones go to the back of the eviction order, others to the front of the free blocks.
+
+        Raises:
+            BlockError: unknown, or without a reference of this kind; nothing was changed.
+        """
+        check_kind("kind", kind, ReferenceKind, BlockError)
+        ids = self._known(block_ids)
+        given = Counter(ids.tolist())
+        for block_id, count in given.items():
+            held = self.num_references(block_id, kind)
+            if held < count:
+                raise BlockError(
+                    f"block {block_id} is given back {count} times but has {held} "
+                    f"{kind.value} references: free what you hold, once"
+                )
+        if kind in self._held:
+            self._held[kind] -= given
+        release_all(self._books.book, ids)
+        self._settle()
+
+    def quarantine(self, block_ids: Ids) -> None:
+        """Somebody may still write to these blocks: forget them, and hand them out to nobody.
+
+        Who holds one keeps it. Raises BlockError, unchanged, for an unknown or the null block.
+        """
+        ids = self._known(block_ids)
+        if np.count_nonzero(ids) < len(ids):
+            raise BlockError("the null block cannot be quarantined: leave it out")
+        self._forget(ids)
+        new = int32_array(sorted(set(ids.tolist()) - self.quarantined))
+        is_held = self._books.columns.block[new, REF] > 0
+        hold_all(self._books.book, new[is_held])
+        take_listed(self._books.book, new[~is_held])
+        self.quarantined.update(new.tolist())
+
+    def release_quarantine(self, block_ids: Ids) -> None:
+        """Nobody writes to these blocks any more: they may be handed out when nobody holds them.
+
+        Raises BlockError, unchanged, if one is not quarantined.
+        """
+        ids = dict.fromkeys(self._known(block_ids).tolist())
+        bad = [b for b in ids if b not in self.quarantined]
+        if bad:
+            raise BlockError(f"blocks {bad[:5]} are not quarantined: nothing to release")
+        self.quarantined.difference_update(ids)
+        release_all(self._books.book, int32_array(list(ids)))
+
+    # --- contents ------------------------------------------------------------------------------
+
+    def get_cached_block(
+        self,
+        block_hash: BlockHash,
+        group_ids: Sequence[int],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> list[int] | None:
+        """Return the block that holds a digest in each group, or None if one of them has none.
+
+        Raises BlockError for what is no digest, no group or no namespace.
+        """
+        as_bytes("block_hash", block_hash, BlockError)
+        check_kind("namespace", namespace, Namespace, BlockError)
+        groups = as_integers("group_ids", group_ids, error=BlockError).tolist()
+        found = [self._contents.get(((namespace, g), block_hash)) for g in groups]
+        return None if None in found else [b for b in found if b is not None]
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        block_ids: Ids,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        group_id: int = 0,
+    ) -> None:
+        """Let blocks `[num_cached_blocks, num_full_blocks)` of a request's table be found.
+
+        `block_ids` is the table of one group, of blocks of `block_size` tokens; null blocks are
+        left out. In an ordered group nothing is cached behind a block that cannot be found.
+
+        Raises:
+            BlockError: a block is free, quarantined, or has a digest; nothing was changed.
+            RequestError: it has no digests of so many blocks of this size; nothing was changed.
+        """
+        check_kind("request", request, Request, RequestError)
+        table = self._known(block_ids)
+        end = as_int("num_full_blocks", num_full_blocks, error=RequestError)
+        start = as_int("num_cached_blocks", num_cached_blocks, 0, MAX_INT, RequestError)
+        block_size = as_int("block_size", block_size, 1, error=RequestError)
+        group_id = as_int("group_id", group_id, error=BlockError)
+        digests = _digests_of(request, block_size)
+        if not start <= end <= min(len(table), len(digests)):
+            raise RequestError(
+                f"request {request.request_id}: blocks [{start}, {end}) cannot be cached, with "
+                f"{len(table)} blocks and tokens for {len(digests)}: allocate blocks and append "
+                "tokens first"
+            )
+        block, new = self._books.columns.block, table[start:end]
+        new = new[new != NULL_BLOCK_ID]
+        bad = new[(block[new, REF] == 0) | (block[new, NODE] != 0)].tolist()
+        bad += self.quarantined.intersection(new.tolist())
+        if bad or len(np.unique(new)) < len(new):
+            raise BlockError(
+                f"blocks {bad[:5] or new[:5].tolist()} cannot be cached: only a held block without "
+                "a digest can, once"
+            )
+        name, entered = (request.namespace, group_id), []
+        for i in range(start, end):
+            b, before = int(table[i]), digests[i - 1] if i else None
+            if b and self._enter(b, digests[i], before, name):
+                entered.append(i)
+        self._tell_stored(request, entered, digests, block_size, group_id)
+
+    def cache_block(self, block_id: int, digest: BlockHash, parent: BlockHash | None) -> bool:
+        """Let a held block of group 0 be found by `digest`, which continues `parent` (None: it is a
+        first one); return whether it can be.
+
+        It cannot where another block has that content, or the parent cannot be found. Sends no
+        event: nothing is known of its tokens.
+
+        Raises:
+            BlockError: the block is free, quarantined, or has a digest; nothing was changed.
+        """
+        block_id = self._one_known(block_id)
+        if self.block(block_id).state is not BlockState.OWNED:
+            raise BlockError(
+                f"blocks [{block_id}] cannot be cached: only a held block without a digest can"
+            )
+        return self._enter(block_id, digest, parent, (DEFAULT_NAMESPACE, 0))
+
+    def evict_blocks(self, block_ids: Ids) -> list[int]:
+        """Forget the contents of these blocks and of their cached descendants; return all of them.
+
+        Blocks in use stay with their holders, and cannot be found any more.
+
+        Raises:
+            BlockError: unknown block; nothing was changed.
+        """
+        return self._forget(self._known(block_ids))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every content; return False, unchanged, while any block is in use."""
+        if self.num_blocks_in_use():
+            return False
+        events, self._events = self._events, None
+        self._forget(int32_array(list(self.names)))
+        if events is not None:
+            self._events = [*events, AllBlocksCleared()]
+        return True
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return events since the last call; empty unless they are enabled."""
+        events = self._events or []
+        if self._events is not None:
+            self._events = []
+        return events
+
+    def check(self) -> None:
+        """Raise InvariantError with the first sum that fails. O(blocks)."""
+        books, block = self._books, self._books.columns.block
+        check_list(books)
+        check_nodes(books, self._roots.values(), ())
+        self._order.check()
+        cached = np.flatnonzero(block[:, NODE]).tolist()
+        if sorted(self.names) != cached or {b: n for n, b in self._contents.items()} != self.names:
+            raise InvariantError(
+                f"{len(cached)} blocks have nodes, {len(self.names)} have names, "
+                f"{len(self._contents)} are found"
+            )
+        for kind in ReferenceKind:
+            wrong = [b for b in range(self.num_blocks) if self.num_references(b, kind) < 0]
+            if wrong:
+                raise InvariantError(f"blocks {wrong[:5]} have less than no {kind.value} reference")
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _enter(
+        self, block_id: int, digest: BlockHash, parent: BlockHash | None, table: _Table
+    ) -> bool:
+        """Let a block be found in a table, if its content has no other and can be; say whether."""
+        if not self.enable_caching or (table, digest) in self._contents:
+            return False
+        is_ordered, above = table[1] in self._ordered_groups, self._root(table)
+        if is_ordered and parent is not None:
+            before = self._contents.get((table, parent))
+            if before is None:
+                return False
+            above = self._books.columns.block.item(before, NODE)
+        self._books.reach_nodes(1)
+        n = child_made(self._books.book, above, 0, int32_array([block_id]))
+        c, content = self._books.columns, table[1].to_bytes(4, "big") + digest
+        c.digest[n] = np.frombuffer(content.ljust(_CONTENT_BYTES)[:_CONTENT_BYTES], np.uint8)
+        c.node[n, KEYS] |= 1
+        put_block(self._books.book, n, ORDERED if is_ordered else SINGLE, block_id)
+        self._contents[table, digest], self.names[block_id] = block_id, (table, digest)
+        return True
+
+    def _root(self, table: _Table) -> int:
+        """Return the root of a table, made if need be; those of empty ones go first."""
+        root = self._roots.get(table)
+        if root is None:
+            node = self._books.columns.node
+            for other, n in list(self._roots.items()):
+                if not node.item(n, CHILDREN):
+                    drop_root(self._books.book, n)
+                    del self._roots[other]
+            self._books.reach_nodes(1)
+            root = self._roots[table] = new_root(self._books.book)
+        return root
+
+    def _forget(self, ids: Int32Array) -> list[int]:
+        lost = np.zeros(self.num_blocks, np.int32)
+        forget(self._books.book, ids, 0, 0, lost)
+        self._settle()
+        gone: list[int] = np.flatnonzero(lost).tolist()
+        return gone
+
+    def _settle(self) -> None:
+        """Tell the policy what happened, and drop the names of contents that are gone."""
+        self._order.tell()
+        c = self._books.columns
+        count = c.number.item(NUM_GONE)
+        c.number[NUM_GONE] = 0
+        gone: dict[int, list[BlockHash]] = {}
+        for block_id in c.gone[:count, 0].tolist():
+            name = self.names.pop(block_id)
+            del self._contents[name]
+            (_, group), digest = name
+            gone.setdefault(group, []).append(digest)
+        if self._events is not None:
+            self._events += [BlocksRemoved(g, "device", tuple(each)) for g, each in gone.items()]
+
+    def _tell_stored(
+        self,
+        request: Request,
+        entered: Sequence[int],
+        digests: Sequence[BlockHash],
+        size: int,
+        group_id: int,
+    ) -> None:
+        """Keep an event for each unbroken stretch of a request's blocks that were entered."""
+        if self._events is None:
+            return
+        for _, places in groupby(enumerate(entered), lambda place: place[1] - place[0]):
+            run = [i for _, i in places]
+            spans = [(i * size, (i + 1) * size) for i in run]
+            keys = [generate_block_hash_extra_keys(request, *span, 0)[0] for span in spans]
+            self._events.append(
+                BlocksStored(
+                    group=group_id,
+                    medium="device",
+                    digests=tuple(digests[run[0] : run[-1] + 1]),
+                    parent_digest=digests[run[0] - 1] if run[0] else None,
+                    token_ids=request.all_token_ids[spans[0][0] : spans[-1][1]].copy(),
+                    block_size=size,
+                    namespace=request.namespace,
+                    extra_keys=tuple(keys) if any(keys) else (),
+                )
+            )
+
+    def _one_known(self, block_id: int) -> int:
+        """Return an id; raises BlockError if it is none of a block."""
+        if type(block_id) is int and 0 <= block_id < self.num_blocks:
+            return block_id
+        return int(self._known([block_id])[0])
+
+    def _known(self, block_ids: Ids) -> Int32Array:
+        """Return ids as an array; raises BlockError if one is none of a block."""
+        ids = as_integers("block_ids", block_ids, -MAX_INT, error=BlockError)
+        bad = ids[(ids < 0) | (ids >= self.num_blocks)].tolist()
+        if bad:
+            raise BlockError(f"blocks {bad[:5]} do not exist: ids are below {self.num_blocks}")
+        return int32_array(ids)
+
+
+def _digests_of(request: Request, block_size: int) -> Sequence[BlockHash]:
+    """Return a digest for each full block of so many tokens: the last of those it consists of."""
+    hasher = request.block_hasher
+    unit = block_size if hasher is None else hasher.block_size
+    if block_size % unit:
+        raise RequestError(
+            f"request {request.request_id} has a digest per {unit} tokens, of which a block of "
+            f"{block_size} is no multiple: hash at a divisor of every group's block size"
+        )
+    per_block = block_size // unit
+    return request.block_hashes[per_block - 1 :: per_block]
