@@ -50,6 +50,8 @@ from kvcache.core.columns import (
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.prefix_tree import child_of
 from kvcache.errors import InvariantError
+from kvcache.tenants import TenantLedger
+from kvcache.tenants.ledger import NOBODY
 
 if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore
@@ -64,6 +66,8 @@ def check_core(core: FlatCore) -> None:
     _check_references(core, doubles)
     if core.order is not None:
         core.order.check()
+    if core.tenants is not None:
+        _check_tenants(core, core.tenants)
     number = core.books.columns.number
     for log in (NUM_CHANGES, NUM_NOTES, NUM_GONE, NUM_MOVED):
         _require(number[log] == 0, f"{number[log]} entries of log {log} were never taken")
@@ -245,6 +249,33 @@ def _check_rows(core: FlatCore) -> Counter[int]:
             _require(kept <= c.row[r, COLUMNS + 2 * g], f"{name} has skipped what it never had")
             _require(not core.table(r, g)[:kept].any(), f"{name} has blocks that it has skipped")
     return held
+
+
+def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
+    """Blocks with contents are their namespaces' tenants', others those of the rows they are in."""
+    c, owners = core.books.columns, tenants.owners
+    tenants.check()
+    is_used = (c.block[:, REF] != 0) | (c.block[:, NODE] != 0)
+    wrong = np.flatnonzero((owners != NOBODY) != is_used)
+    _require(not len(wrong), f"blocks {wrong[:5]} are used, or have a tenant, but not both")
+    unheld: Counter[int] = Counter()
+    for n, _, b, _ in core.contents():
+        namespace = core.namespaces[core.root_of(n)]
+        number = tenants.account(namespace).number
+        _require(owners[b] == number, f"block {b} of {namespace} is tenant {owners[b]}'s")
+        unheld[number] += c.block[b, REF] == 0
+    for name, r in core.rows.items():
+        number = tenants.account(core.namespaces[int(c.row[r, ROOT])]).number
+        for g in range(core.books.num_groups):
+            table = core.table(r, g)
+            others = table[(table != 0) & (owners[table] != number)]
+            _require(not len(others), f"{name} has blocks {others[:5]} of another tenant")
+    for account in tenants.accounts():
+        _require(
+            unheld[account.number] == account.num_unheld,
+            f"tenant {account.name!r} has {unheld[account.number]} unheld blocks, "
+            f"{account.num_unheld} are counted",
+        )
 
 
 def _check_references(core: FlatCore, doubles: Counter[int]) -> None:

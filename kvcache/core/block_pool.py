@@ -40,7 +40,6 @@ from kvcache.core.columns import (
     CHILDREN,
     EVICTED,
     FREE,
-    HAS_POLICY,
     KEYS,
     NODE,
     NUM_GONE,
@@ -191,7 +190,7 @@ class BlockPool:
             num_blocks, _SPECS, 1, _CONTENT_BYTES, use_eagle=False, step_tokens=1
         )
         books.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
-        books.columns.number[TELLS] = books.columns.number[HAS_POLICY] = 1
+        books.columns.number[TELLS] = 1
         self._order = PolicyOrder(
             books, None, lambda capacity, book: make(capacity=capacity, book=book)
         )

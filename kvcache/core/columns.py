@@ -74,11 +74,12 @@ items."""
 the chain of nodes given back and its length; the open step's serial (0: none), and that below which
 all are sealed; blocks evicted; what nobody outside knows of hashes in `index`, and its entries;
 lengths of the logs; tokens of which hits are a multiple; whether hits drop their last block; groups
-that read the whole prefix; whether a policy orders cached blocks; whether `gone` is wanted; whether
-a log was too short."""
+that read the whole prefix; whether a policy orders cached blocks (2: one for each tenant); whether
+`gone` is wanted; whether a log was too short."""
 
-INSERTED, REMOVED, DISCARDED = range(3)
-"""What a policy is told of a cached block in `moved`: out of use, used again, content forgotten."""
+INSERTED, REMOVED, DISCARDED, BLANKED = range(4)
+"""What a policy is told of a cached block in `moved`: out of use, used again, content forgotten.
+With tenants also which block nobody holds any more and has no content."""
 
 NUM_STEPS = 4096
 """Serials that may be open at once, a power of two."""

@@ -1,15 +1,16 @@
 """Policies other than LRU: which cached block goes next, asked in arrays.
 
-LRU is the list of free blocks itself, compiled. Any other policy, also one from outside, orders the
-cached blocks that nobody holds: what a call of kernels did to them is in `moved` and told to it
-after the call, a batch at a time, in the order in which it happened; and before blocks are taken it
-is asked for as many victims as blanks are lacking. A policy sees block ids and never the columns.
-Blocks of ordered groups that cached contents continue are given back to it.
+LRU is the list of free blocks itself, compiled. Any other policy, also one from outside or one for
+each tenant, orders the cached blocks that nobody holds: what a call of kernels did to them is in
+`moved` and told to it after the call, a batch at a time, in the order in which it happened; and
+before blocks are taken it is asked for as many victims as blanks are lacking. A policy sees block
+ids and never the columns. Blocks of ordered groups that cached contents continue are given back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +19,13 @@ import numpy as np
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.core.columns import (
     BLANK,
+    BLANKED,
     BLOCK,
     CHILDREN,
     DISCARDED,
     EVICTED,
     FREE,
+    HAS_POLICY,
     INSERTED,
     KEYS,
     NODE,
@@ -41,6 +44,8 @@ from kvcache.core.pool import evict_all, first_free
 from kvcache.core.protocol import OffloadHooks
 from kvcache.errors import InvariantError
 from kvcache.policies import EntryInfo, EvictionPolicy
+from kvcache.tenants import TenantLedger, TenantPolicy
+from kvcache.tenants.ledger import required
 
 MakePolicy = Callable[[int, "BlockBook"], EvictionPolicy]
 
@@ -50,10 +55,13 @@ class BlockBook:
 
     is_uniform = True
 
-    def __init__(self, books: Books, digester: Digester | None) -> None:
+    def __init__(
+        self, books: Books, digester: Digester | None, tenants: TenantLedger | None
+    ) -> None:
         """Answer from these columns. Without a digester contents have their digests already."""
         self._books = books
         self._digester = digester
+        self._tenants = tenants
         self.names_contents = False
 
     def weight(self, entry: int) -> int:
@@ -63,6 +71,15 @@ class BlockBook:
     def weights(self, entries: IndexArray) -> IndexArray:
         """Return one for each."""
         return np.ones_like(entries)
+
+    def blocks_of(self, entry: int) -> IndexArray:
+        """Return the block itself. For looking."""
+        return index_array([entry])
+
+    def tenant_numbers(self, entries: IndexArray) -> Int32Array:
+        """Return whose blocks these are. There are tenants."""
+        numbers: Int32Array = required(self._tenants).owners[entries]
+        return numbers
 
     def describe(self, entry: int) -> EntryInfo:
         """Say what is known of a block. Children in the tree count, whatever they hold."""
@@ -88,11 +105,25 @@ class BlockBook:
 class PolicyOrder:
     """Cached blocks that nobody holds, in the order of a policy."""
 
-    def __init__(self, books: Books, digester: Digester | None, make: MakePolicy) -> None:
-        """Use a new policy. Without a digester contents have their digests already."""
-        self._books, self._digester = books, digester
-        self._book = BlockBook(books, digester)
-        self.policy = make(len(books.columns.block), self._book)
+    def __init__(
+        self,
+        books: Books,
+        digester: Digester | None,
+        make: MakePolicy,
+        tenants: TenantLedger | None = None,
+    ) -> None:
+        """Use a new policy, or one for each of `tenants`. Without a digester contents have their
+        digests already."""
+        self._books, self._digester, self._tenants = books, digester, tenants
+        capacity = len(books.columns.block)
+        self._book = book = BlockBook(books, digester, tenants)
+        books.columns.number[HAS_POLICY] = 1 if tenants is None else 2
+        self.policy: EvictionPolicy
+        if tenants is None:
+            self.policy = make(capacity, book)
+        else:
+            one = partial(make, capacity, book)
+            self.policy = TenantPolicy(capacity, book, tenants, one, counts_unheld=True)
         self._book.names_contents = self.policy.reads_contents
 
     def _name(self, digester: Digester, moved: Any) -> None:
@@ -114,16 +145,26 @@ class PolicyOrder:
             self._name(self._digester, moved)
         kinds, ids = moved[:, 0], index_array(moved[:, 1])
         cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
-        calls = {
+        calls: dict[int, Callable[[IndexArray], None]] = {
             INSERTED: self.policy.insert,
             REMOVED: self.policy.remove,
             DISCARDED: self.policy.discard,
         }
+        if self._tenants is not None:
+            calls[BLANKED] = self._tenants.freed
         for start, end in pairwise(cuts):
             calls[int(kinds[start])](np.ascontiguousarray(ids[start:end]))
 
-    def make_room(self, num_blank: int, offload: OffloadHooks | None) -> None:
-        """Evict until so many blocks are blank. Enough are free, and the policy has been told."""
+    def make_room(self, num_blocks: int, offload: OffloadHooks | None) -> None:
+        """Evict until so many blocks are blank, and what a tenant must give up of its own to take
+        them. Enough are free, and the policy has been told."""
+        number = self._books.columns.number
+        if self._tenants is not None and (num_own := self._tenants.demand(num_blocks)):
+            self._evict(num_own + int(number[BLANK]), offload)
+        self._evict(num_blocks, offload)
+
+    def _evict(self, num_blank: int, offload: OffloadHooks | None) -> None:
+        """Evict until so many blocks are blank."""
         c = self._books.columns
         kept: list[int] = []
         has_progress = False
@@ -140,6 +181,10 @@ class PolicyOrder:
             num_needed = evict_all(self._books.book, going, needed)
             kept += needed[:num_needed].tolist()
             has_progress |= num_needed < len(victims)
+            if self._tenants is not None:
+                gone = np.setdiff1d(going, needed[:num_needed], assume_unique=True)
+                self._tenants.evicted(index_array(gone))
+                self._tenants.freed(gone)
         if kept:
             self.policy.put_back(kept)
 
@@ -161,6 +206,8 @@ class PolicyOrder:
         """Only blocks are left that contents continue which are in use: those go, too."""
         if not block_ids:
             raise InvariantError("blocks are free, but neither blank nor ordered by the policy")
+        if self._tenants is not None:
+            self._tenants.evicted(index_array(block_ids))
         lost = np.zeros(len(self._books.columns.block), np.int32)
         forget(self._books.book, int32_array(block_ids), 0, 0, lost)
         self._books.columns.number[EVICTED] += len(block_ids)

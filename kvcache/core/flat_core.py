@@ -30,7 +30,6 @@ from kvcache.core.columns import (
     FREE,
     GENERATION,
     HAS_ITEMS,
-    HAS_POLICY,
     IS_FULL,
     IS_MUTE,
     IS_OPEN,
@@ -91,8 +90,10 @@ from kvcache.core.rows import (
     free_row,
     grant_rows,
     inspect,
+    merge_row,
     publish_row,
     publish_units,
+    rewind_row,
     serve,
     tend,
 )
@@ -108,6 +109,7 @@ from kvcache.policies.registry import require_eviction_policy
 from kvcache.request import Namespace, Request
 from kvcache.sealed_contents import SealedContents, sorted_contents
 from kvcache.specs import KVCacheConfig, can_cache_prefixes, require_eagle_support
+from kvcache.tenants import TenantAccount, TenantLedger
 
 NO_ROW = -1
 
@@ -136,12 +138,16 @@ class FlatCore:
         zero_new_blocks: bool = False,
         has_workers: bool = True,
         slots: Mapping[str, int] | None = None,
+        merge_duplicates: bool = False,
+        tenants: TenantLedger | None = None,
     ) -> None:
         """Make the books of an empty pool.
 
         `none_hash` is the parent of every first block. Events of ordered groups are published, of
         all groups with `publish_all_groups` (or where no group is ordered). Without workers no
         commands are kept. Owner slots for labels are read from `slots`, a live view by request id.
+        With `merge_duplicates` requests give up blocks whose content is in sealed ones of the tree,
+        when their steps are complete. `tenants` say who may take what.
 
         Raises:
             ConfigurationError: no block at all, an unknown policy, a kind that has no rules here.
@@ -189,13 +195,26 @@ class FlatCore:
         )
         books.columns.number[TELLS] = self.teller.tells
         self._zeroes = zero_new_blocks and has_workers
+        self._merges_duplicates = merge_duplicates
+        self._merges: list[tuple[str, TableChange]] = []
+        self._num_merged = 0
+        self._block_bytes = max(
+            [
+                len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+                for group in kv_cache_config.kv_cache_groups
+            ],
+            default=0,
+        )
+        self.tenants = tenants
         self.order: PolicyOrder | None = None
-        if policies[policy_name] is not LRUPolicy:
+        if policies[policy_name] is not LRUPolicy or tenants is not None:
             make = partial(make_eviction_policy, policy_name, policies=policies)
             self.order = PolicyOrder(
-                books, self.digester, lambda capacity, book: make(capacity=capacity, book=book)
+                books,
+                self.digester,
+                lambda capacity, book: make(capacity=capacity, book=book),
+                tenants,
             )
-            books.columns.number[HAS_POLICY] = 1
         self.steps = StepBook(books)
         self.forks = RowForks(books, self.teller)
         self.pins: Counter[int] = Counter()
@@ -218,12 +237,19 @@ class FlatCore:
     def complete_steps(self, client_id: str, through_step: int) -> None:
         """Seal what the client's steps up to `through_step` made hittable and still stands."""
         self._last = None
-        for notes in self.steps.complete(client_id, through_step):
-            self.teller.sealed(notes)
+        completed = self.steps.complete(client_id, through_step)
+        for step in completed:
+            for notes in step.notes:
+                self.teller.sealed(notes)
+        if self._merges_duplicates:
+            for step in completed:
+                self._merge(step.rows)
+            self._settle()
 
     def take_merges(self) -> list[tuple[str, TableChange]]:
-        """Return nothing: what was computed twice stays its request's own until that is freed."""
-        return []
+        """Return the table changes of merged duplicates since the last call, by request."""
+        merges, self._merges = self._merges, []
+        return merges
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
         """Withdraw what the client's steps from `from_step` on made hittable.
@@ -337,11 +363,17 @@ class FlatCore:
                     num_late, num_filled, SKIP, is_reserved,
                 )  # fmt: skip
                 self._settle()
-            needed = grant_rows(
-                books.book, lines, computed, wanted, places, num_busy, self.num_free_blocks(),
-                is_reserved,
-            )  # fmt: skip
-            self._make_room(needed)
+            if self.tenants is not None:
+                busy = places[0, :num_busy].copy()
+                if not self._grow_by_tenant(rows, lines, busy, places, self.tenants):
+                    patch = self._serve_singly(rows, lines, busy, EMPTY_INT32, is_reserved)
+                    return RowsReserved(is_reserved, patch)
+            else:
+                needed = grant_rows(
+                    books.book, lines, computed, wanted, places, num_busy, self.num_free_blocks(),
+                    is_reserved,
+                )  # fmt: skip
+                self._make_room(needed)
             num_single, num_long = serve(
                 books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
                 num_late, num_filled, GROW, is_reserved,
@@ -391,6 +423,9 @@ class FlatCore:
         if r == NO_ROW:
             raise RequestError(f"request {parent.request_id} has no blocks to share")
         self._last = None
+        num_units = origin.num_tokens // self.hash_block_size
+        if self.books.columns.row.item(r, UNITS) > num_units:
+            rewind_row(self.books.book, r, num_units)
         row = self._open_row(child)
         self.books.columns.row[row, FLAGS] |= self.books.columns.row[r, FLAGS] & IS_MUTE
         changes = self.forks.fork(r, row, origin.num_tokens)
@@ -583,6 +618,8 @@ class FlatCore:
                 ReferenceKind.TRANSFER.value: 0,
                 ReferenceKind.REQUEST.value: int(self.blocks_in_tables().sum()),
             },
+            num_merged_blocks=self._num_merged,
+            merged_bytes=self._num_merged * self._block_bytes,
         )
 
     def check(self) -> None:
@@ -710,6 +747,21 @@ class FlatCore:
     def _forget(self, block_ids: Int32Array) -> None:
         forget(self.books.book, block_ids, 0, 0, self._no_blocks())
         self._settle()
+
+    def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
+        """Say whether a request may have so many blocks, while others stay free."""
+        num_free = self.num_free_blocks() - num_spare_blocks
+        if self.tenants is None:
+            return num_blocks <= num_free
+        self.tenants.serve(self.tenants.account(request.namespace))
+        return self.tenants.has_room_for_served(num_blocks, num_free)
+
+    def _count_taken(self, first: int = 0) -> None:
+        """What has entered tables, in `ids` from `first` on, is the served tenant's."""
+        if self.tenants is not None:
+            c = self.books.columns
+            ids = c.ids[first : c.number[NUM_IDS]]
+            self.tenants.took(ids[ids != 0], self.tenants.served)
 
     def _make_room(self, num_blocks: int) -> None:
         """Make sure that as many blocks can be taken from the list; so many are free."""
@@ -852,17 +904,26 @@ class FlatCore:
         digests = self._known_digests(request, end)
         is_simple = self.order is None and self.teller.offload is None
         if end > depth:
-            self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth)])
+            self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth, end)])
+        num_free, spare = self.num_free_blocks(), reservation.num_spare_blocks
+        room = num_free - spare
+        if self.tenants is not None:
+            account = self.tenants.account(request.namespace)
+            self.tenants.serve(account)
+            room = self.tenants.room(account, room)
         needed = admit(
-            books.book, r, root, depth, hit_tokens, computed, wanted,
-            reservation.num_spare_blocks, end if is_simple else -1, tokens, keys, digests,
+            books.book, r, root, depth, hit_tokens, computed, wanted, num_free - room,
+            end if is_simple else -1, tokens, keys, digests,
         )  # fmt: skip
         if needed < 0:
+            if self.tenants is not None:
+                self.tenants.refuse(self.tenants.served, -1 - needed, num_free - spare)
             self._close_row(request, r)
             return None
         if not is_simple:
             self._make_room(needed)
             tend(books.book, r, computed, wanted, GROW)
+            self._count_taken()
             if end > depth:
                 publish_row(books.book, r, end, 0, tokens, keys, digests)
         self._drop_changes()
@@ -896,11 +957,12 @@ class FlatCore:
         books.reach_units(-(-wanted // unit))
         due = self.forks.due_copies(r, reservation)
         needed = tend(books.book, r, computed, wanted, COUNT) + len(due)
-        if needed > self.num_free_blocks() - reservation.num_spare_blocks:
+        if not self._has_room(request, needed, reservation.num_spare_blocks):
             return None
         self._make_room(needed)
         self.forks.copy(r, reservation, due)
         tend(books.book, r, computed, wanted, GROW)
+        self._count_taken()
         changes = self._take_changes()
         if cached and self._publishes(r):
             self._publish(r, request, cached)
@@ -915,7 +977,7 @@ class FlatCore:
         if end <= start:
             return
         self.reach_nodes(end - start)
-        self.steps.note_row(r)
+        self.steps.note_row(r, end)
         _, _, keys = self._keys_of(request, end)
         digests = self._known_digests(request, end)
         publish_row(books.book, r, end, 0, request.all_token_ids, keys, digests)
@@ -928,7 +990,8 @@ class FlatCore:
         tokens = rows.tokens.newest_units(chosen.astype(np.intp), units.astype(np.intp))
         if self.steps.is_open:
             numbers = lines[chosen]
-            self.steps.note_rows(np.stack((numbers, c.row[numbers, GENERATION], units), axis=1))
+            generations = c.row[numbers, GENERATION]
+            self.steps.note_rows(np.stack((numbers, generations, units, units + 1), axis=1))
         publish_units(
             self.books.book, lines, chosen, np.ascontiguousarray(tokens, np.int32), EMPTY_INT32,
             _NO_DIGESTS,
@@ -939,6 +1002,22 @@ class FlatCore:
         rows.tokens.sync(places)
         for place in places.tolist():
             self._publish(int(lines[place]), rows.requests[place], int(cached[place]))
+
+    def _merge(self, published: list[Any]) -> None:
+        """Let rows give up their own blocks of units whose forwards are done, where the tree has
+        the contents in sealed ones."""
+        for r, generation, first, end in [row for rows in published for row in rows]:
+            if self.books.columns.row.item(r, GENERATION) != generation:
+                continue
+            tables = [self.table(r, g) for g in range(self.books.num_groups)]
+            before = [table.copy() for table in tables]
+            self._num_merged += merge_row(self.books.book, r, first, end)
+            for g, (old, new) in enumerate(zip(before, tables, strict=True)):
+                columns = np.flatnonzero(old != new)
+                for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1):
+                    if len(run):
+                        change = TableChange(g, int(run[0]), new[run])
+                        self._merges.append((self.requests[r], change))
 
     def _known_digests(self, request: Request, num_units: int) -> Any:
         """Return the digests of a request's first units, where they are wanted and known."""
@@ -1015,6 +1094,36 @@ class FlatCore:
             ids = c.ids[: c.number[NUM_IDS]]
             self.teller.zero(ids[ids != 0])
         c.number[NUM_CHANGES] = c.number[NUM_IDS] = 0
+
+    def _grow_by_tenant(
+        self, rows: RowBatch, lines: Any, busy: Any, places: Any, tenants: TenantLedger
+    ) -> bool:
+        """Let busy rows have the blocks that they lack, those of one tenant together; say whether
+        there is room for all, otherwise nothing was changed."""
+        book, number = self.books.book, self.books.columns.number
+        computed, wanted = int32_array(rows.num_computed_tokens), int32_array(rows.num_slot_tokens)
+        lacking: dict[TenantAccount, int] = {}
+        places_of: dict[TenantAccount, list[int]] = {}
+        for i in busy.tolist():
+            count = tend(book, int(lines[i]), int(computed[i]), int(wanted[i]), COUNT)
+            if count:
+                account = tenants.account(rows.requests[i].namespace)
+                lacking[account] = lacking.get(account, 0) + count
+                places_of.setdefault(account, []).append(i)
+        if not tenants.has_room(lacking, self.num_free_blocks()):
+            return False
+        for account, count in lacking.items():
+            tenants.serve(account)
+            self._make_room(count)
+            first = int(number[NUM_IDS])
+            is_served = np.zeros(len(lines), np.int32)
+            is_served[places_of[account]] = 1
+            serve(
+                book, lines, rows.slots, computed, wanted, wanted, places, len(busy), 0, 0, GROW,
+                is_served,
+            )  # fmt: skip
+            self._count_taken(first)
+        return True
 
     def _serve_singly(
         self, rows: RowBatch, lines: Any, busy: Any, late: Any, is_reserved: Int32Array

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache.core.columns import (
     BLANK,
+    BLANKED,
     BLOCK,
     CHILDREN,
     EVICTED,
@@ -38,7 +39,7 @@ from kvcache.core.prefix_tree import forget_content
 
 @routine
 def note_move(book: Any, what: int, b: int) -> None:
-    """Write down what happened to a cached block that a policy orders."""
+    """Write down what happened to a block of which a policy is told."""
     c = columns_of(book)
     log = logs_of(book)
     at = c.number[NUM_MOVED]
@@ -83,6 +84,16 @@ def hold(book: Any, b: int) -> None:
     c.block[b, REF] += 1
 
 
+@inner
+def note_blank(book: Any, at: int, b: int) -> None:
+    """Put a free block without content into the list behind `at`."""
+    c = columns_of(book)
+    insert_after(book, at, b)
+    c.number[BLANK] += 1
+    if c.number[HAS_POLICY] == 2:
+        note_move(book, BLANKED, b)
+
+
 @routine
 def release(book: Any, b: int, front: int) -> int:
     """Give a block back. Return the block behind which the next one without content goes."""
@@ -92,8 +103,7 @@ def release(book: Any, b: int, front: int) -> int:
         return front
     c.number[FREE] += 1
     if c.block[b, NODE] == 0:
-        insert_after(book, front, b)
-        c.number[BLANK] += 1
+        note_blank(book, front, b)
         return b
     if c.number[HAS_POLICY]:
         note_move(book, INSERTED, b)
@@ -108,8 +118,7 @@ def make_blank(book: Any, b: int) -> None:
     c = columns_of(book)
     if not c.number[HAS_POLICY]:
         remove(book, b)
-    insert_after(book, 0, b)
-    c.number[BLANK] += 1
+    note_blank(book, 0, b)
 
 
 @routine

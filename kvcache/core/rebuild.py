@@ -123,6 +123,11 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
         ids = fitting.groups[each.group].block_ids
         for row in each.rows.tolist():
             put_block(core.books.book, int(each.nodes[row]), each.group, int(ids[row]))
+        if core.tenants is not None:
+            namespaces = fitting.groups[each.group].namespaces[each.rows]
+            for place in np.unique(namespaces).tolist():
+                account = core.tenants.account(fitting.namespaces[place])
+                core.tenants.took(ids[each.rows[namespaces == place]], account)
     release_all(core.books.book, victims)
     for each in kept:
         if len(each.rows):

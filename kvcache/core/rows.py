@@ -70,7 +70,7 @@ from kvcache.core.machine import (
     routine,
 )
 from kvcache.core.pool import hold, release, take
-from kvcache.core.prefix_tree import add_child, find_child, prune
+from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
 
 _types: Any = types
 
@@ -267,7 +267,7 @@ def open_row(
     spare: int,
 ) -> int:  # fmt: skip
     """Let a new row adopt the hit in `found`, of which the tree has `depth` units in `path`; return
-    how many blocks more it needs, or -1, unchanged, where there is no room."""
+    how many blocks more it needs. Without room nothing changes: -1 less all that it lacks."""
     c = columns_of(book)
     s = search_of(book)
     num_groups, needed, unheld = len(c.group), np.int64(0), np.int64(0)
@@ -278,7 +278,7 @@ def open_row(
             b = np.int64(s.found[g, i])
             unheld += b != 0 and c.block[b, REF] == 0
     if needed + unheld > c.number[FREE] - spare:
-        return np.int64(-1)
+        return -1 - needed - unheld
     for g in range(num_groups):
         num_hit, line = hit_tokens // c.group[g, SIZE], r * num_groups + g
         kept = num_hit
@@ -301,8 +301,8 @@ def admit(
     book: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
     spare: int, end: int, tokens: Any, keys: Any, digests: Any,
 ) -> int:  # fmt: skip
-    """Open a row, take its blocks and publish its units up to `end`; -1: no room. With an `end`
-    below 0 the row is only opened; returns how many blocks more it needs."""
+    """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
+    is only opened. Returns what `open_row` does."""
     needed = open_row(book, r, root, depth, hit_tokens, computed, slot_tokens, spare)
     if needed >= 0 and end >= 0:
         grow(book, r, 0, computed, slot_tokens)
@@ -334,6 +334,36 @@ def publish_row(
 def rewind_row(book: Any, r: int, num_units: int) -> None:
     """Let a row stand behind fewer units."""
     rewind(book, r, num_units)
+
+
+@kernel(INT, BOOK, INT, INT, INT)
+def merge_row(book: Any, r: int, first: int, end: int) -> int:
+    """Let a row whose forwards for units `[first, end)` are done give its own blocks up where the
+    tree has their contents in sealed ones; return how many of them nobody holds any more."""
+    c = columns_of(book)
+    n, u, front = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(0)
+    count = np.int64(0)
+    while u > first:
+        for g in range(len(c.group)):
+            length, column = c.group[g, LENGTH], u // c.group[g, LENGTH] - 1
+            if u > end or u % length or column >= c.row[r, COLUMNS + 2 * g]:
+                continue
+            line = r * len(c.group) + g
+            mine, cached = np.int64(c.table[line, column]), np.int64(c.node[n, BLOCK + 2 * g])
+            if mine == 0 or cached == 0 or mine == cached or c.block[mine, NODE]:
+                continue
+            if not is_sealed(book, c.node[n, OWNER + 2 * g]):
+                continue
+            if c.group[g, KIND] == FULL:
+                c.row[r, DOUBLES] -= 1
+            else:
+                hold(book, cached)
+            c.table[line, column] = cached
+            front = release(book, mine, front)
+            count += c.block[mine, REF] == 0
+        n = np.int64(c.node[n, PARENT])
+        u -= 1
+    return count
 
 
 @kernel(NOTHING, BOOK, INT)

@@ -65,9 +65,10 @@ def settle_notes(book: Any, notes: Any, serial: int, waiting: Any) -> int:
 
 @dataclass(eq=False)
 class OpenStep:
-    """A step that made something hittable: what, and which rows did, from which unit on.
+    """A step that made something hittable: what, and which units of which rows.
 
-    `rows` are row, generation of the row and unit, shape `(n, 3)` each.
+    `rows` are row, generation of the row, first unit and the one behind the last, shape `(n, 4)`
+    each.
     """
 
     client: int
@@ -127,35 +128,35 @@ class StepBook:
         self._forget_if_idle(self._client_id)
 
     def note_rows(self, rows: Any) -> None:
-        """Remember that rows published from these units on: row, generation, unit."""
+        """Remember that rows published these units: row, generation, first unit, end."""
         if self._current is not None:
             self._current.rows.append(rows)
 
-    def note_row(self, r: int) -> None:
-        """Remember that a row is about to publish."""
+    def note_row(self, r: int, end: int) -> None:
+        """Remember that a row is about to publish its units up to `end`."""
         if self._current is not None:
             row = self._books.columns.row
-            self._current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS))])
+            self._current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS), end)])
 
     def note(self, notes: NodeNotes) -> None:
         """Remember what became hittable. A step is open."""
         if self._current is not None:
             self._current.notes.append(notes)
 
-    def complete(self, client_id: str, through_step: int) -> list[NodeNotes]:
-        """Seal the client's steps up to `through_step`; return what of them is sealed now."""
+    def complete(self, client_id: str, through_step: int) -> list[OpenStep]:
+        """Seal the client's steps up to `through_step`; return them, with notes of what of them is
+        sealed now."""
         self._keep_current()
-        waiting, sealed = self._waiting.get(client_id), []
+        waiting, completed = self._waiting.get(client_id), []
         c = self._books.columns
         while waiting and waiting[0].step <= through_step:
             step = waiting.popleft()
             if step.notes:
-                notes = self.settled(np.concatenate(step.notes), step.serial)
-                if len(notes):
-                    sealed.append(notes)
+                step.notes = [self.settled(np.concatenate(step.notes), step.serial)]
             c.client[step.serial & (NUM_STEPS - 1)] = 0
+            completed.append(step)
         self._after(client_id)
-        return sealed
+        return completed
 
     def take_failed(self, client_id: str, from_step: int) -> list[OpenStep]:
         """Forget the client's steps from `from_step` on, rewind the rows that published in them,
@@ -168,7 +169,7 @@ class StepBook:
             step = waiting.pop()
             failed.append(step)
             for rows in reversed(step.rows):
-                for r, generation, units in rows if isinstance(rows, list) else rows.tolist():
+                for r, generation, units, _ in rows if isinstance(rows, list) else rows.tolist():
                     if row.item(r, GENERATION) == generation and row.item(r, UNITS) > units:
                         rewind_row(book, r, units)
         return failed

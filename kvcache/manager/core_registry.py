@@ -100,15 +100,6 @@ def _make_extent_core(settings: CoreSettings) -> Core:
 def _make_flat_core(settings: CoreSettings) -> Core:
     from kvcache.core.flat_core import FlatCore
 
-    for is_wanted, name in (
-        (settings.tenants is not None, "tenants"),
-        (settings.merge_duplicates, "merge_duplicates"),
-    ):
-        if is_wanted:
-            raise ConfigurationError(
-                f"core 'flat' cannot serve {name} yet: leave that out, or choose core 'extents' or "
-                "'blocks'"
-            )
     return FlatCore(
         settings.kv_cache_config,
         none_hash=settings.none_hash,
@@ -122,7 +113,9 @@ def _make_flat_core(settings: CoreSettings) -> Core:
         zero_new_blocks=settings.zero_new_blocks,
         has_workers=settings.has_workers,
         slots=settings.slots,
+        merge_duplicates=settings.merge_duplicates,
         publish_all_groups=settings.publish_all_groups,
+        tenants=settings.tenants,
     )
 
 

@@ -211,11 +211,9 @@ DENSE = tuple(
 
 
 def serves(configuration: Configuration, core: str) -> bool:
-    """Say whether a core serves a model: the flat one has no states, encoders and tenants yet."""
-    return core != "flat" or (
-        configuration.tenants is None
-        and not configuration.keeps_states
-        and not any(spec.keeps_encoder_tokens for spec in configuration.specs)
+    """Say whether a core serves a model: the flat one has no states and encoders yet."""
+    return core != "flat" or not (
+        configuration.keeps_states or any(spec.keeps_encoder_tokens for spec in configuration.specs)
     )
 
 

@@ -10,22 +10,19 @@ from pathlib import Path
 import pytest
 
 from kvcache.commands import Label
-from kvcache.core import NullEventSink, NullOffloadHooks, Reservation, digesting
+from kvcache.core import ForkOrigin, NewestState, Reservation, digesting
 from kvcache.core.columns import NUM_STEPS
 from kvcache.core.digesting import BY_PYTHON
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.manager.core_registry import CoreSettings, make_core
 from kvcache.request import LoRARequest, Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import make_flat_core
 from tests.managers.core_builders import (
-    NONE_HASH,
     cross,
     full,
     make_request,
     mamba,
-    plan,
     run_request,
     window,
 )
@@ -90,19 +87,17 @@ def test_kinds_without_rules_are_refused(spec: KVCacheSpec) -> None:
         make_flat_core(20, full(), spec)
 
 
-def settings(**more: object) -> CoreSettings:
-    hash_fn = get_hash_fn("sha256")
-    return CoreSettings(
-        plan(20, full()), NONE_HASH, hash_fn, {}, True, False, "lru", NullEventSink(),
-        NullOffloadHooks(), False, True, **more,
-    )  # type: ignore[arg-type]  # fmt: skip
-
-
-def test_tenants_and_merged_duplicates_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="tenants"):
-        make_core("flat", settings(tenants=object()))
-    with pytest.raises(ConfigurationError, match="merge_duplicates"):
-        make_core("flat", settings(merge_duplicates=True))
+def test_a_parent_that_published_more_than_its_fork_shares_copies_before_it_writes() -> None:
+    core = make_flat_core(20)
+    parent, child = make_request("parent", range(8)), make_request("child", range(8))
+    core.open_step("engine", 1)
+    assert core.reserve(parent, Reservation(0, 8, 8)) is not None
+    core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
+    core.check()
+    assert core.reserve(parent, Reservation(6, 8, 8)) is not None
+    core.check()
+    assert core.block_ids("parent") == ([1, 3],)
+    assert core.block_ids("child") == ([1, 2],)
 
 
 def test_steps_go_on_while_another_client_never_completes_one() -> None:

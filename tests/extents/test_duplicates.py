@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.commands import Label, Unlabel
-from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
+from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.audits import Audits
@@ -45,60 +45,6 @@ def in_step(core: Core, step: int, *requests: Request) -> None:
     core.close_step()
 
 
-def flat(changes: list[tuple[str, TableChange]]) -> list[tuple[str, int, int, list[int]]]:
-    return [(name, c.group, c.first_index, c.block_ids.tolist()) for name, c in changes]
-
-
-def test_successive_columns_change_together() -> None:
-    core = make_core(40, merge_duplicates=True)
-    in_step(core, 1, request("a", 1, 2, 3), request("b", 1, 2, 3, 4))
-    core.complete_steps("engine", 1)
-    core.check()
-    (first,) = core.block_ids("a")
-    assert flat(core.take_merges()) == [("b", 0, 0, first)]
-    assert core.take_merges() == []
-    assert core.block_ids("b")[0][:3] == first
-    assert (core.statistics().num_merged_blocks, core.num_free_blocks()) == (3, 35)
-
-
-def test_a_step_that_failed_merges_nothing() -> None:
-    core = make_core(40, merge_duplicates=True)
-    in_step(core, 1, request("a", 1, 2))
-    in_step(core, 2, request("b", 1, 2))
-    core.fail_steps("engine", 2)
-    core.complete_steps("engine", 2)
-    core.check()
-    assert core.take_merges() == []
-    assert len({*core.block_ids("a")[0], *core.block_ids("b")[0]}) == 4
-
-
-def test_what_was_computed_outside_any_step_stays() -> None:
-    core = make_core(40, merge_duplicates=True)
-    for name in "ab":
-        compute(core, request(name, 1, 2))
-    in_step(core, 1, request("c", 5))
-    core.complete_steps("engine", 1)
-    core.check()
-    assert core.statistics().num_merged_blocks == 0
-
-
-def test_a_double_that_a_fork_shares_is_given_up_by_one_of_the_two() -> None:
-    core = make_core(40, full(), window(9), merge_duplicates=True)
-    parent, child = request("b", 1, 2, 3), request("c", 1, 2, 3)
-    in_step(core, 1, request("a", 1, 2, 3), parent)
-    core.fork(parent, child, ForkOrigin(12, NewestState(12, 0)))
-    before = core.block_ids("c")
-    core.complete_steps("engine", 1)
-    core.check()
-    assert core.block_ids("b") == core.block_ids("a")
-    assert core.block_ids("c") == before
-    assert core.statistics().num_merged_blocks == 0
-    for one in (parent, child, request("a", 1)):
-        core.free(one)
-        core.check()
-    assert core.num_free_blocks() == 39
-
-
 def test_what_forks_share_behind_doubles_is_published_by_the_first_that_runs() -> None:
     core = make_core(40)
     parent, child = request("b", 1, 2, 3), request("c", 1, 2, 3)
@@ -113,17 +59,6 @@ def test_what_forks_share_behind_doubles_is_published_by_the_first_that_runs() -
         core.free(one)
         core.check()
     assert core.num_free_blocks() == 39
-
-
-def test_of_a_request_that_has_gone_nothing_is_merged() -> None:
-    core = make_core(40, merge_duplicates=True)
-    gone = request("b", 1, 2)
-    in_step(core, 1, request("a", 1, 2), gone)
-    core.free(gone)
-    in_step(core, 2, request("b", 3))
-    core.complete_steps("engine", 1)
-    core.check()
-    assert core.take_merges() == []
 
 
 def test_the_doubles_of_many_requests_are_labelled_by_one_command() -> None:
@@ -142,47 +77,6 @@ def test_the_doubles_of_many_requests_are_labelled_by_one_command() -> None:
     own = [core.block_ids(one.request_id)[0][0] for one in doubles]
     assert label.block_ids.tolist() == own
     assert len(set(unlabel.block_ids.tolist()) - set(own)) == 3
-
-
-def test_a_state_stays_where_its_request_looks_for_it() -> None:
-    core = make_core(40, full(), mamba(), merge_duplicates=True)
-    in_step(core, 1, request("a", 1, 2), request("b", 1, 2))
-    states = core.block_ids("b")[1]
-    core.complete_steps("engine", 1)
-    core.check()
-    assert {group for _, group, _, _ in flat(core.take_merges())} == {0}
-    assert core.block_ids("b")[1] == states
-
-
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("seed", range(2))
-def test_both_cores_merge_the_same_while_everybody_runs(name: str, seed: int) -> None:
-    print(f"seed {seed}")
-    choose = random.Random(seed)
-    cores: list[Core] = [
-        make(400, *PLANS[name], merge_duplicates=True) for make in (make_core, make_block_core)
-    ]
-    audits = [Audits(seed, core.check) for core in cores]
-    tables: list[dict[tuple[str, int, int], int]] = [{}, {}]
-    for step in range(30):
-        numbers = [choose.randrange(1, 3) for _ in range(choose.randrange(1, 5))]
-        through = step - choose.randrange(4)
-        for core, table, of_core in zip(cores, tables, audits, strict=True):
-            in_step(core, step, request(f"r{step}", *numbers))
-            core.complete_steps("engine", through)
-            of_core.perhaps()
-            for owner, group, first, ids in flat(core.take_merges()):
-                table.update({(owner, group, first + i): b for i, b in enumerate(ids)})
-        one, other = (core.statistics() for core in cores)
-        assert one.num_merged_blocks == other.num_merged_blocks
-        assert one.merged_bytes == other.merged_bytes
-        assert one.num_free_blocks == other.num_free_blocks
-        assert tables[0].keys() == tables[1].keys()
-    for core, table in zip(cores, tables, strict=True):
-        core.check()
-        for (owner, group, column), block_id in table.items():
-            assert core.block_ids(owner)[group][column] == block_id
-    assert tables[0]
 
 
 @pytest.mark.parametrize("make", [make_block_core, make_core], ids=["blocks", "runs"])

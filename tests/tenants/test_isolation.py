@@ -14,7 +14,7 @@ from kvcache.offload.keys import make_offload_keys
 from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "extents")
+CORES = ("blocks", "extents", "flat")
 SALTS = TenantsConfig(
     by="salt", named={"alice's salt": TenantConfig(guaranteed=0.25), "bob's salt": TenantConfig()}
 )

@@ -22,7 +22,7 @@ from kvcache.step import (
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "extents")
+CORES = ("blocks", "extents", "flat")
 SIZE = 4
 
 

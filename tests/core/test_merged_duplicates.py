@@ -1,0 +1,195 @@
+"""Blocks that requests give up because others have their contents, on every core."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
+from kvcache.request import Request
+from kvcache.specs import KVCacheSpec
+from tests.audits import Audits
+from tests.core.builders import make_flat_core
+from tests.extents.builders import make_core as make_extent_core
+from tests.managers.core_builders import chunked, full, make_core, make_request, mamba, window
+
+MakeCore = Callable[..., Core]
+
+MAKERS: dict[str, MakeCore] = {
+    "blocks": make_core,
+    "extents": make_extent_core,
+    "flat": make_flat_core,
+}
+PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (full(),),
+    "two full": (full(), full(8)),
+    "full, window": (full(), window(9)),
+    "full, long window": (full(), window(20, 8)),
+    "window": (window(40),),
+    "full, chunked": (full(), chunked(24)),
+    "full, states": (full(), mamba()),
+}
+WITHOUT_STATES = ("flat",)
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> MakeCore:
+    return MAKERS[request.param]
+
+
+def request(name: str, *numbers: int) -> Request:
+    tokens = [number for number in numbers for _ in range(4)]
+    return make_request(name, tokens, skip_reading_prefix_cache=True)
+
+
+def compute(core: Core, one: Request) -> None:
+    """Compute all of a request anew."""
+    end = one.num_tokens
+    assert core.reserve(one, Reservation(0, end, end)) is not None
+
+
+def in_step(core: Core, step: int, *requests: Request) -> None:
+    core.open_step("engine", step)
+    for one in requests:
+        compute(core, one)
+    core.close_step()
+
+
+def columns_of(core: Core) -> dict[tuple[str, int, int], int]:
+    """Take the changes of tables: the block of each owner, group and column."""
+    return {
+        (owner, change.group, change.first_index + i): b
+        for owner, change in core.take_merges()
+        for i, b in enumerate(change.block_ids.tolist())
+    }
+
+
+def test_tables_change_to_the_blocks_that_were_first(make: MakeCore) -> None:
+    core = make(40, merge_duplicates=True)
+    in_step(core, 1, request("a", 1, 2, 3), request("b", 1, 2, 3, 4))
+    core.complete_steps("engine", 1)
+    core.check()
+    (first,) = core.block_ids("a")
+    assert columns_of(core) == {("b", 0, i): b for i, b in enumerate(first)}
+    assert core.take_merges() == []
+    assert core.block_ids("b")[0][:3] == first
+    assert (core.statistics().num_merged_blocks, core.num_free_blocks()) == (3, 35)
+
+
+@pytest.mark.parametrize("make", [make_extent_core, make_flat_core], ids=["extents", "flat"])
+def test_successive_columns_are_one_change(make: MakeCore) -> None:
+    core = make(40, merge_duplicates=True)
+    in_step(core, 1, request("a", 1, 2, 3), request("b", 1, 5), request("c", 1, 2, 3))
+    core.complete_steps("engine", 1)
+    changes: list[tuple[str, TableChange]] = core.take_merges()
+    assert [(name, c.first_index, len(c.block_ids)) for name, c in changes] == [
+        ("b", 0, 1),
+        ("c", 0, 3),
+    ]
+
+
+def test_a_step_that_failed_merges_nothing(make: MakeCore) -> None:
+    core = make(40, merge_duplicates=True)
+    in_step(core, 1, request("a", 1, 2))
+    in_step(core, 2, request("b", 1, 2))
+    core.fail_steps("engine", 2)
+    core.complete_steps("engine", 2)
+    core.check()
+    assert core.take_merges() == []
+    assert len({*core.block_ids("a")[0], *core.block_ids("b")[0]}) == 4
+
+
+def test_what_a_later_step_computed_is_kept_until_that_is_complete(make: MakeCore) -> None:
+    core = make(40, merge_duplicates=True)
+    two = request("b", 1, 2)
+    in_step(core, 1, request("a", 1, 2, 3, 4), two)
+    two.append_output_token_ids([3] * 4)
+    in_step(core, 2, two)
+    two.append_output_token_ids([4] * 4)
+    in_step(core, 3, two)
+    core.complete_steps("engine", 1)
+    assert columns_of(core).keys() == {("b", 0, 0), ("b", 0, 1)}
+    core.check()
+    core.fail_steps("engine", 3)
+    core.complete_steps("engine", 2)
+    assert columns_of(core).keys() == {("b", 0, 2)}
+    core.check()
+
+
+def test_what_was_computed_outside_any_step_stays(make: MakeCore) -> None:
+    core = make(40, merge_duplicates=True)
+    for name in "ab":
+        compute(core, request(name, 1, 2))
+    in_step(core, 1, request("c", 5))
+    core.complete_steps("engine", 1)
+    core.check()
+    assert core.statistics().num_merged_blocks == 0
+
+
+def test_a_duplicate_that_a_fork_shares_is_given_up_by_one_of_the_two(make: MakeCore) -> None:
+    core = make(40, full(), window(9), merge_duplicates=True)
+    parent, child = request("b", 1, 2, 3), request("c", 1, 2, 3)
+    in_step(core, 1, request("a", 1, 2, 3), parent)
+    core.fork(parent, child, ForkOrigin(12, NewestState(12, 0)))
+    before = core.block_ids("c")
+    core.complete_steps("engine", 1)
+    core.check()
+    assert core.block_ids("b") == core.block_ids("a")
+    assert core.block_ids("c") == before
+    assert core.statistics().num_merged_blocks == 0
+    for one in (parent, child, request("a", 1)):
+        core.free(one)
+        core.check()
+    assert core.num_free_blocks() == 39
+
+
+def test_of_a_request_that_has_gone_nothing_is_merged(make: MakeCore) -> None:
+    core = make(40, merge_duplicates=True)
+    gone = request("b", 1, 2)
+    in_step(core, 1, request("a", 1, 2), gone)
+    core.free(gone)
+    in_step(core, 2, request("b", 3))
+    core.complete_steps("engine", 1)
+    core.check()
+    assert core.take_merges() == []
+
+
+@pytest.mark.parametrize("core_name", [name for name in MAKERS if name not in WITHOUT_STATES])
+def test_a_state_stays_where_its_request_looks_for_it(core_name: str) -> None:
+    core = MAKERS[core_name](40, full(), mamba(), merge_duplicates=True)
+    in_step(core, 1, request("a", 1, 2), request("b", 1, 2))
+    states = core.block_ids("b")[1]
+    core.complete_steps("engine", 1)
+    core.check()
+    assert {group for _, group, _ in columns_of(core)} == {0}
+    assert core.block_ids("b")[1] == states
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("seed", range(2))
+def test_all_cores_merge_the_same_while_everybody_runs(name: str, seed: int) -> None:
+    choose = random.Random(seed)
+    names = [core for core in MAKERS if core not in WITHOUT_STATES or "states" not in name]
+    cores = [MAKERS[each](400, *PLANS[name], merge_duplicates=True) for each in names]
+    audits = [Audits(seed, core.check) for core in cores]
+    tables: list[dict[tuple[str, int, int], int]] = [{} for _ in cores]
+    for step in range(30):
+        numbers = [choose.randrange(1, 3) for _ in range(choose.randrange(1, 5))]
+        through = step - choose.randrange(4)
+        for core, table, of_core in zip(cores, tables, audits, strict=True):
+            in_step(core, step, request(f"r{step}", *numbers))
+            core.complete_steps("engine", through)
+            of_core.perhaps()
+            table.update(columns_of(core))
+        figures = [core.statistics() for core in cores]
+        assert len({each.num_merged_blocks for each in figures}) == 1, f"seed {seed}: {names}"
+        assert len({each.merged_bytes for each in figures}) == 1
+        assert len({each.num_free_blocks for each in figures}) == 1
+        assert all(table.keys() == tables[0].keys() for table in tables)
+    for core, table in zip(cores, tables, strict=True):
+        core.check()
+        for (owner, group, column), block_id in table.items():
+            assert core.block_ids(owner)[group][column] == block_id
+    assert tables[0]
