@@ -20,6 +20,7 @@ import numpy as np
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.core.columns import (
+    BLANK,
     BLOCK,
     CAPACITY,
     CHILDREN,
@@ -60,7 +61,7 @@ from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
 from kvcache.core.hits import look_up, match
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
-from kvcache.core.pool import hold_all, release_all
+from kvcache.core.pool import first_free, hold_all, release_all
 from kvcache.core.prefix_tree import drop_root, index_again, new_root
 from kvcache.core.protocol import (
     CacheHit,
@@ -351,7 +352,7 @@ class FlatCore:
         books = self.books
         most = int(wanted[places[0, :num_busy]].max())
         books.reach_units(-(-most // self.hash_block_size))
-        if self.order is None and self.teller.offload is None:
+        if self._takes_blindly():
             num_single, num_long = serve(
                 books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
                 num_late, num_filled, ALL, is_reserved,
@@ -763,13 +764,32 @@ class FlatCore:
             ids = c.ids[first : c.number[NUM_IDS]]
             self.tenants.took(ids[ids != 0], self.tenants.served)
 
+    def _takes_blindly(self) -> bool:
+        """Say whether whatever is at the head of the list may be taken without a look at it."""
+        return self.order is None and self.teller.offload is None and not self.forks.copied
+
     def _make_room(self, num_blocks: int) -> None:
         """Make sure that as many blocks can be taken from the list; so many are free."""
         if self.order is not None:
             self.order.tell()
             self.order.make_room(num_blocks, self.teller.offload)
-        elif self.teller.offload is not None:
-            offer_oldest(self.books, self.teller.offload, num_blocks)
+            return
+        if self.forks.copied and num_blocks > self.books.columns.number[BLANK]:
+            self._forget_copied(num_blocks)
+        offer_oldest(self.books, self.teller.offload, num_blocks)
+
+    def _forget_copied(self, num_blocks: int) -> None:
+        """Forget what only a copy that waits holds, if something it continues is to be taken."""
+        c, ids = self.books.columns, np.empty(num_blocks, np.int32)
+        going = set(ids[: first_free(self.books.book, ids)].tolist())
+        ordered, lost = [BLOCK + 2 * g for g in self.ordered], []
+        for b in self.forks.copied:
+            n = c.block.item(b, NODE)
+            while n and going.isdisjoint(c.node[n, ordered].tolist()):
+                n = c.node.item(n, PARENT)
+            if n:
+                lost.append(b)
+        self._forget(int32_array(lost))
 
     def _oldest_cached(self, count: int) -> Int32Array:
         """Return cached blocks that nobody holds, the next victims first."""
@@ -902,7 +922,7 @@ class FlatCore:
         r = self._open_row(request)
         tokens, (_, _, keys) = request.all_token_ids, self._keys_of(request, end)
         digests = self._known_digests(request, end)
-        is_simple = self.order is None and self.teller.offload is None
+        is_simple = self._takes_blindly()
         if end > depth:
             self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth, end)])
         num_free, spare = self.num_free_blocks(), reservation.num_spare_blocks

@@ -14,11 +14,14 @@ from kvcache.extents.published import MAX_CLIENTS
 from kvcache.hashing import BlockHash
 from kvcache.request import Namespace, Request
 from tests.audits import Audits
+from tests.core.builders import make_flat_core
 from tests.extents.builders import make_core, run_request
 from tests.managers.core_builders import block_lists, chunked, full, make_request, mamba, window
 from tests.managers.core_builders import make_core as make_block_core
 
-BOTH_CORES = pytest.mark.parametrize("make", [make_core, make_block_core])
+EACH_CORE = pytest.mark.parametrize(
+    "make", [make_core, make_block_core, make_flat_core], ids=["runs", "blocks", "flat"]
+)
 NAMESPACE = Namespace(0, None, None, None)
 
 
@@ -121,7 +124,7 @@ def test_a_pin_that_loses_its_content_keeps_its_blocks() -> None:
 # --- evict -------------------------------------------------------------------------------------
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_blocks_that_are_forgotten_take_what_continues_them_along(
     make: Callable[..., Core],
 ) -> None:
@@ -138,7 +141,7 @@ def test_blocks_that_are_forgotten_take_what_continues_them_along(
     assert core.num_free_blocks() == 39
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_of_a_window_only_the_named_blocks_and_their_followers_are_forgotten(
     make: Callable[..., Core],
 ) -> None:
@@ -156,7 +159,7 @@ def test_of_a_window_only_the_named_blocks_and_their_followers_are_forgotten(
     assert [probe(core, *range(1, n + 1)).num_tokens for n in range(1, 5)] == [4, 4, 4, 4]
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_blocks_that_do_not_exist_are_not_forgotten(make: Callable[..., Core]) -> None:
     core = make(20)
     run_request(core, request("a", 1, 2))
@@ -319,7 +322,7 @@ def test_no_more_clients_wait_than_blocks_can_tell_apart() -> None:
 # --- by digest ---------------------------------------------------------------------------------
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_digest_leads_to_the_block_that_holds_it(make: Callable[..., Core]) -> None:
     core = make(40, full(), window(9, 8))
     served = request("a", 1, 2, 3, 4)
@@ -335,7 +338,7 @@ def test_a_digest_leads_to_the_block_that_holds_it(make: Callable[..., Core]) ->
     assert core.find_block(digests[1], NAMESPACE, 0) == of_full[1]
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_digest_is_found_in_its_namespace_and_when_it_is_sealed(
     make: Callable[..., Core],
 ) -> None:
@@ -352,7 +355,7 @@ def test_a_digest_is_found_in_its_namespace_and_when_it_is_sealed(
     assert core.find_block(BlockHash(bytes(32)), salted.namespace, 0) is None
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_group_that_does_not_exist_holds_nothing(make: Callable[..., Core]) -> None:
     core = make(40)
     with pytest.raises(BlockError) as error:
@@ -369,7 +372,7 @@ def test_a_digest_across_two_others_is_not_found() -> None:
         assert core.find_block(BlockHash(packed[at : at + 32]), NAMESPACE, 0) is None
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them(
     make: Callable[..., Core],
 ) -> None:
@@ -384,7 +387,7 @@ def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them(
     assert core.look_up(make_request("b", range(30))).num_tokens == 24
 
 
-@BOTH_CORES
+@pytest.mark.parametrize("make", [make_core, make_block_core], ids=["runs", "blocks"])
 def test_a_state_is_found_though_its_forward_ended_with_caching_delayed(
     make: Callable[..., Core],
 ) -> None:

@@ -9,11 +9,14 @@ import pytest
 from kvcache.commands import Copy
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
+from tests.core.builders import make_flat_core
 from tests.extents.builders import make_core
 from tests.managers.core_builders import full, make_request, window
 from tests.managers.core_builders import make_core as make_block_core
 
-BOTH_CORES = pytest.mark.parametrize("make", [make_block_core, make_core], ids=["blocks", "runs"])
+EACH_CORE = pytest.mark.parametrize(
+    "make", [make_block_core, make_core, make_flat_core], ids=["blocks", "runs", "flat"]
+)
 PLANS = pytest.mark.parametrize("specs", [(full(),), (full(), window(9))], ids=["full", "window"])
 
 
@@ -38,7 +41,7 @@ def take_all_there_is(core: Core, name: str = "taker") -> None:
     assert core.reserve(taker, Reservation(0, end, 0)) is not None
 
 
-@BOTH_CORES
+@EACH_CORE
 @PLANS
 def test_a_full_copy_and_what_it_was_copied_from_wait_for_the_workers(
     make: Callable[..., Core], specs: tuple[object, ...]
@@ -81,7 +84,7 @@ def test_a_copy_whose_content_is_withdrawn_still_waits_for_the_workers(is_told: 
     assert core.num_free_blocks() == 5
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_copy_that_others_have_adopted_is_theirs_afterwards(make: Callable[..., Core]) -> None:
     core = make(8)
     parent, child = forked(core)
@@ -100,7 +103,7 @@ def test_a_copy_that_others_have_adopted_is_theirs_afterwards(make: Callable[...
     core.check()
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_what_was_found_before_the_workers_were_told_can_be_adopted_after(
     make: Callable[..., Core],
 ) -> None:

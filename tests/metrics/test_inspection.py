@@ -1,4 +1,4 @@
-"""Who holds which block, for how long, and which pins hold; on both cores."""
+"""Who holds which block, for how long, and which pins hold; on every core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.metrics.inspection import inspect_cache
 from tests.metrics.test_ages import BLOCK, Cache, prompt
 
 
-@pytest.fixture(params=["blocks", "extents"])  # 'flat' does not say since when
+@pytest.fixture(params=["blocks", "extents", "flat"])
 def cache(request: Any) -> Cache:
     return Cache(request.param, 32)
 
