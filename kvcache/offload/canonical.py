@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from kvcache.arguments import as_int, as_tuple, check_fields, check_methods
 from kvcache.errors import ConfigurationError
 
 
@@ -46,6 +47,8 @@ class CanonicalKVCacheTensor(Generic[Rows_co]):
     tensor: Rows_co
 
     def __post_init__(self) -> None:
+        check_methods("tensor", self.tensor, ("element_size",), ConfigurationError)
+        as_tuple("shape", getattr(self.tensor, "shape", None), ConfigurationError)
         shape, element_bytes = tuple(self.tensor.shape), self.tensor.element_size()
         if len(shape) != 2 or shape[1] < 1 or element_bytes != 1:
             raise ConfigurationError(
@@ -75,11 +78,8 @@ class CanonicalKVCacheRef:
     page_bytes: int
 
     def __post_init__(self) -> None:
-        if self.tensor_idx < 0 or self.page_bytes < 1:
-            raise ConfigurationError(
-                f"pages of {self.page_bytes} bytes in tensor {self.tensor_idx}: the index must be "
-                "at least 0, the pages at least 1 byte"
-            )
+        check_fields(self, as_int, "tensor_idx")
+        check_fields(self, as_int, "page_bytes", at_least=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +94,13 @@ class CanonicalKVCaches(Generic[Rows_co]):
     group_refs: tuple[tuple[CanonicalKVCacheRef, ...], ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, as_tuple, "tensors", kind=CanonicalKVCacheTensor)
+        check_fields(self, as_tuple, "group_refs")
+        by_group = [
+            as_tuple(f"group_refs[{group}]", of_group, ConfigurationError, CanonicalKVCacheRef)
+            for group, of_group in enumerate(self.group_refs)
+        ]
+        object.__setattr__(self, "group_refs", tuple(by_group))
         lengths = sorted({tensor.num_blocks for tensor in self.tensors})
         if len(lengths) > 1:
             raise ConfigurationError(

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvcache.arguments import as_int, check_fields
 from kvcache.arrays import IndexArray, Int32Array, int32_array
 from kvcache.commands import Label
-from kvcache.errors import ConfigurationError, InvalidInputError
+from kvcache.errors import InvalidInputError
 from kvcache.labels import LabelTable, validate_label_command
 
 _FIRST_ID = 1
@@ -31,11 +32,7 @@ class LabelShape:
     max_block_tokens: int
 
     def __post_init__(self) -> None:
-        if self.digest_bytes < 1 or self.max_block_tokens < 1:
-            raise ConfigurationError(
-                f"labels with digests of {self.digest_bytes} bytes and up to "
-                f"{self.max_block_tokens} tokens: both must be at least 1"
-            )
+        check_fields(self, as_int, "digest_bytes", "max_block_tokens", at_least=1)
 
 
 class ContentTable:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcache.errors import InvalidInputError, shown
+from kvcache.arguments import as_text, check_fields, check_kind
+from kvcache.errors import InvalidInputError
 
 NO_PARAMS: Mapping[str, str | int | float | bool] = MappingProxyType({})
 
@@ -26,5 +27,5 @@ class ReqContext:
     params: Mapping[str, str | int | float | bool] = field(default_factory=lambda: NO_PARAMS)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.req_id, str) or not self.req_id:
-            raise InvalidInputError(f"request id {shown(self.req_id)}: pass a non-empty str")
+        check_fields(self, as_text, "req_id", error=InvalidInputError)
+        check_kind("params", self.params, Mapping)

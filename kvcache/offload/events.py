@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from kvcache.arguments import MAX_INT32, as_integers, check_kind
 from kvcache.arrays import IndexArray, index_array
 from kvcache.commands import Label
 from kvcache.core import BlocksRemoved, BlocksStored
@@ -54,19 +55,22 @@ def cache_events(
 
     Raises InvalidInputError for a group that has no block size.
     """
+    check_kind("event", event, OffloadingEvent)
+    check_kind("none_hash", none_hash, bytes)
+    sizes = as_integers("block_sizes", block_sizes, at_most=MAX_INT32)
     labels = event.contents
     if labels is None or not len(labels.block_ids):
         return []
     groups = labels.groups
-    if not 0 <= int(groups.min()) <= int(groups.max()) < len(block_sizes):
+    if not 0 <= int(groups.min()) <= int(groups.max()) < len(sizes):
         raise InvalidInputError(
-            f"tier event for group {int(groups.max())}, block sizes of {len(block_sizes)} groups "
+            f"tier event for group {int(groups.max())}, block sizes of {len(sizes)} groups "
             "are known: pass one per KV cache group"
         )
     size = len(labels.digests) // len(groups)
     digests = PackedDigests(labels.digests, size)
     parents = PackedDigests(labels.parent_digests, size)
-    is_full = labels.token_counts == np.array(block_sizes, np.int32)[groups]
+    is_full = labels.token_counts == sizes[groups]
     medium = EVENT_MEDIA.get(event.medium, EVENT_MEDIA[FILE_MEDIUM])
     ends = np.cumsum(labels.token_counts)
     found: list[BlocksStored | BlocksRemoved] = []
@@ -85,7 +89,7 @@ def cache_events(
                 digests=digests[first:end],
                 parent_digest=None if parent == none_hash else BlockHash(parent),
                 token_ids=labels.token_ids[start : int(ends[end - 1])],
-                block_size=block_sizes[group],
+                block_size=int(sizes[group]),
                 namespace=parse_namespace_name(
                     labels.namespace_names[int(labels.namespaces[first])]
                 ),

@@ -17,10 +17,19 @@ returned, and how they ended has to be told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from kvcache.arguments import (
+    as_bool,
+    as_integers,
+    as_number,
+    as_text,
+    as_tuple,
+    check_kind,
+    check_methods,
+)
 from kvcache.arrays import Int32Array
 from kvcache.commands import Label
 from kvcache.errors import ConfigurationError
@@ -65,6 +74,10 @@ class TierHierarchy:
 
         `new_job_id` gives the number of a job; it is asked only when there is one.
         """
+        check_kind("host", host, TierManager, ConfigurationError)
+        check_kind("disk", disk, (TierManager, type(None)), ConfigurationError)
+        check_kind("options", options, (HierarchyOptions, type(None)), ConfigurationError)
+        check_methods("new_job_id", new_job_id, ("__call__",), ConfigurationError)
         self.host = host
         self.disk = disk
         self.options = HierarchyOptions() if options is None else options
@@ -103,7 +116,7 @@ class TierHierarchy:
 
     def look_up(self, keys: Sequence[OffloadKey]) -> TierHits:
         """Return what the tiers hold of the leading keys. Changes nothing."""
-        return look_up(keys, self.host, self._tiers.answering_disk)
+        return look_up(as_tuple("keys", keys), self.host, self._tiers.answering_disk)
 
     def locate(self, keys: Sequence[OffloadKey]) -> PlaceArray:
         """Return a `Place` for each of the keys, whatever comes before it. Changes nothing."""
@@ -123,6 +136,7 @@ class TierHierarchy:
 
     def count(self, hits: TierHits) -> None:
         """Add a request's look-up to the figures; once per request."""
+        check_kind("hits", hits, TierHits)
         num_in_host = int(np.count_nonzero(hits.places <= Place.HOST_PENDING))
         self.host.count_look_up(num_in_host, hits.num_asked - num_in_host)
         if self.disk is not None:
@@ -155,6 +169,9 @@ class TierHierarchy:
                 nothing.
             namespace: of all keys; says which tenant's they are, where there are tenants.
         """
+        now_s, is_private = as_number("now_s", now_s), as_bool("is_private", is_private)
+        if namespace is not None:
+            check_kind("namespace", namespace, Namespace)
         reserved = self.host.reserve(
             keys,
             labels=labels,
@@ -183,9 +200,10 @@ class TierHierarchy:
         Those that are not ready on disk are passed over; those in host memory stay there. None if
         there is nothing to fetch, or no room: load what is in host memory first.
         """
+        now_s, in_host = as_number("now_s", now_s), self.host.states_of(keys)
         if self.disk is None or not self.is_disk_in_use:
             return None
-        is_wanted = (self.disk.states_of(keys) == READY) & (self.host.states_of(keys) == NOTHING)
+        is_wanted = (self.disk.states_of(keys) == READY) & (in_host == NOTHING)
         room = self.options.max_fetching_blocks - self._tiers.book.num_keys(JobKind.FETCH)
         wanted = [keys[i] for i in np.flatnonzero(is_wanted)[: max(room, 0)].tolist()]
         if not wanted:
@@ -214,6 +232,7 @@ class TierHierarchy:
 
         They stay where they are until `loaded`. None if there is no such key.
         """
+        now_s = as_number("now_s", now_s)
         addresses = self.host.hold_leading(keys)
         if not len(addresses):
             return None
@@ -229,7 +248,7 @@ class TierHierarchy:
         To be asked once per step, after everything else, and again as long as there is an answer
         and the owner likes.
         """
-        disk = self.disk
+        disk, now_s = self.disk, as_number("now_s", now_s)
         if disk is None or not self.has_spills:
             return None
         wanted = self._tiers.spills.next(self._room_to_spill())
@@ -267,7 +286,7 @@ class TierHierarchy:
 
         Raises InvalidInputError for a job that is not open, as the other three do.
         """
-        return self._settlement.stored(job_id, ok)
+        return self._settlement.stored(job_id, as_bool("ok", ok))
 
     def fetched(
         self,
@@ -281,31 +300,36 @@ class TierHierarchy:
         `failed` are those that went wrong on any rank, none for all of them. Of these, the disk
         forgets what should have come to `lost`: all where nothing is said of it.
         """
-        return self._settlement.fetched(job_id, ok, failed, lost)
+        failed = as_integers("failed", failed).tolist()
+        lost = None if lost is None else as_integers("lost", lost).tolist()
+        return self._settlement.fetched(job_id, as_bool("ok", ok), failed, lost)
 
     def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """A spill has ended on every rank. What failed (as in `fetched`) is not tried again."""
-        self._settlement.spilled(job_id, ok, failed)
+        failed = as_integers("failed", failed).tolist()
+        self._settlement.spilled(job_id, as_bool("ok", ok), failed)
 
     def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """A load has ended on every rank. Host memory forgets what failed (as in `fetched`)."""
-        self._settlement.loaded(job_id, ok, failed)
+        failed = as_integers("failed", failed).tolist()
+        self._settlement.loaded(job_id, as_bool("ok", ok), failed)
 
     def rest_disk(self, reason: str, now_s: float) -> None:
         """Leave the disk alone for a while: it did not serve, and what it has is not lost by that.
 
         Meanwhile what it holds is not found, and nothing is spilled. `expire` ends the rest.
         """
-        self._tiers.rest.begin(reason, now_s)
+        reason = as_text("reason", reason, may_be_empty=True)
+        self._tiers.rest.begin(reason, as_number("now_s", now_s))
 
     def leave_disk(self, problem: str) -> None:
         """Leave the disk alone for good: a rank cannot use its own."""
-        self._tiers.disk_problem = problem
+        self._tiers.disk_problem = as_text("problem", problem, may_be_empty=True)
 
     def postpone_disk(self, problem: str) -> None:
         """Leave the disk alone until `adopt_disk`: what it has is found out, and waited for by
         nobody. Until then it is as if there were none."""
-        self._tiers.adoption_problem = problem
+        self._tiers.adoption_problem = as_text("problem", problem, may_be_empty=True)
 
     def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
         """Note which jobs are overdue; return each once.
@@ -313,7 +337,7 @@ class TierHierarchy:
         What is written then, in host memory or on disk, is invisible and in quarantine; what is
         read is held. Both until the job's end is told. Overdue jobs of the disk: it is left alone.
         """
-        return self._settlement.expire(now_s)
+        return self._settlement.expire(as_number("now_s", now_s))
 
     def take_discards(self) -> Discards:
         """Return what workers shall forget since the last call.
@@ -324,9 +348,9 @@ class TierHierarchy:
 
     # Losing and finding content
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Let keys vanish from every tier."""
-        self._tiers.forget(list(keys))
+        self._tiers.forget(keys)
 
     def reset(self) -> None:
         """Let everything vanish. Jobs under way end as they would, to no effect."""

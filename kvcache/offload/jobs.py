@@ -13,8 +13,9 @@ from enum import Enum
 
 import numpy as np
 
+from kvcache.arguments import as_int, as_number, check_fields, check_kind
 from kvcache.arrays import Int32Array
-from kvcache.errors import ConfigurationError, InvalidInputError
+from kvcache.errors import InvalidInputError
 from kvcache.offload.keys import OffloadKey
 
 
@@ -90,14 +91,11 @@ class Deadlines:
     fetch_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for kind in JobKind:
-            if not self.of(kind) > 0:
-                raise ConfigurationError(
-                    f"deadline of {self.of(kind)} s for a {kind.value}: give a positive time"
-                )
+        check_fields(self, as_number, "store_s", "load_s", "spill_s", "fetch_s", above=0)
 
     def of(self, kind: JobKind) -> float:
         """Return how long a job of this kind is waited for."""
+        check_kind("kind", kind, JobKind)
         limits = {
             JobKind.STORE: self.store_s,
             JobKind.LOAD: self.load_s,
@@ -175,7 +173,7 @@ class TransferBook:
 
     def require(self, job_id: int, kind: JobKind) -> OpenJob:
         """Return an open job; raises InvalidInputError if there is no such one."""
-        job = self._open.get(job_id)
+        job = self._open.get(as_int("job_id", job_id))
         if job is None or job.kind is not kind:
             what = "not open" if job is None else f"a {job.kind.value}"
             raise InvalidInputError(

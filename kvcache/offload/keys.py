@@ -14,6 +14,7 @@ from typing import NewType
 
 import numpy as np
 
+from kvcache.arguments import as_byte_strings, as_bytes, as_int, check_kind
 from kvcache.commands import Label
 from kvcache.digests import PackedDigests
 from kvcache.errors import InvalidInputError, MalformedMessageError, shown
@@ -38,9 +39,7 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
     Raises InvalidInputError for an empty digest or a group that does not fit 4 bytes.
     """
-    if not isinstance(block_hash, bytes) or not block_hash:
-        raise InvalidInputError(f"digest {shown(block_hash)}: pass the bytes of a block's digest")
-    return OffloadKey(block_hash + _group_bytes(group_idx))
+    return OffloadKey(as_bytes("block_hash", block_hash) + _group_bytes(group_idx))
 
 
 def get_offload_block_hash(key: OffloadKey) -> BlockHash:
@@ -64,6 +63,8 @@ def namespaced_digest(digest: bytes, namespace: Namespace) -> BlockHash:
 
     Raises InvalidInputError for a digest that is empty or longer than 64 bytes.
     """
+    as_bytes("digest", digest)
+    check_kind("namespace", namespace, Namespace)
     return BlockHash(_folded(digest, len(digest), namespace))
 
 
@@ -76,6 +77,10 @@ def make_offload_keys(
     digests of unequal length or a group that does not fit 4 bytes.
     """
     group = _group_bytes(group_idx)
+    if namespace is not None:
+        check_kind("namespace", namespace, Namespace)
+    if not isinstance(digests, PackedDigests):
+        as_byte_strings("digests", digests)
     if not len(digests):
         return []
     if isinstance(digests, PackedDigests):
@@ -96,6 +101,7 @@ def label_keys(label: Label) -> list[OffloadKey]:
 
     Raises MalformedMessageError for a namespace that is not readable.
     """
+    check_kind("label", label, Label)
     count = len(label.block_ids)
     if not count:
         return []
@@ -118,7 +124,8 @@ def pack_keys(keys: Sequence[OffloadKey], key_bytes: int) -> bytes:
 
     Raises InvalidInputError if one of them has another length.
     """
-    _require_width(key_bytes)
+    key_bytes = _as_width(key_bytes)
+    as_byte_strings("keys", keys)
     wrong = [len(key) for key in keys if len(key) != key_bytes]
     if wrong:
         raise InvalidInputError(
@@ -133,7 +140,8 @@ def unpack_keys(data: bytes, key_bytes: int) -> list[OffloadKey]:
 
     Raises MalformedMessageError for bytes that are not made of such keys.
     """
-    _require_width(key_bytes)
+    key_bytes = _as_width(key_bytes)
+    check_kind("data", data, bytes)
     if len(data) % key_bytes:
         raise MalformedMessageError(
             f"{len(data)} bytes of offload keys of {key_bytes} bytes each: send whole keys"
@@ -149,20 +157,12 @@ def _require_key(key: bytes) -> None:
         )
 
 
-def _require_width(key_bytes: int) -> None:
-    if type(key_bytes) is not int or key_bytes <= GROUP_BYTES:
-        raise InvalidInputError(
-            f"offload keys of {shown(key_bytes)} bytes: pass the digest's length plus {GROUP_BYTES}"
-        )
+def _as_width(key_bytes: int) -> int:
+    return as_int("key_bytes", key_bytes, at_least=GROUP_BYTES + 1)
 
 
 def _group_bytes(group_idx: int) -> bytes:
-    try:
-        return group_idx.to_bytes(GROUP_BYTES, "big")
-    except (OverflowError, AttributeError):
-        raise InvalidInputError(
-            f"KV cache group index {shown(group_idx)}: pass a number from 0 to {2**32 - 1}"
-        ) from None
+    return as_int("group_idx", group_idx, at_most=2**32 - 1).to_bytes(GROUP_BYTES, "big")
 
 
 def _folded(data: bytes, digest_bytes: int, namespace: Namespace) -> bytes:

@@ -1,7 +1,7 @@
 """How large a tier is, by which rules it works, and how content moves between tiers.
 
-From configuration and the unified plan to whoever makes tiers. Data only; whether a tier's sizes
-can be meant is checked where it is made.
+From configuration and the unified plan to whoever makes tiers. Data only; each
+number is checked here, what they make together where a tier is made.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvcache.arguments import as_int, as_number, as_text, check_fields, check_kind
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.jobs import Deadlines
 from kvcache.tenants import TenantLedger, TierShares
@@ -25,7 +26,9 @@ class TierOptions:
 
     `block_bytes` is a device block's size over all ranks, for statistics. `store_after`: a key is
     stored once it has been seen so many times. `labels`: keep the labels of what is stored, and
-    tell events; None: tell nothing. `tenants`: what each may take of the slots.
+    tell events; None: tell nothing. `tenants`: what each may take of the slots. Options without
+    slots describe a tier that there is not, and none can be made of them. Raises ConfigurationError
+    for wrong types and numbers that cannot be meant.
     """
 
     medium: str
@@ -36,6 +39,13 @@ class TierOptions:
     labels: LabelShape | None = None
     block_bytes: int = 0
     tenants: TenantsConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, as_text, "medium", "policy")
+        check_fields(self, as_int, "blocks_per_slot", "store_after", at_least=1)
+        check_fields(self, as_int, "num_slots", "block_bytes")
+        check_kind("labels", self.labels, (LabelShape, type(None)), ConfigurationError)
+        check_kind("tenants", self.tenants, (TenantsConfig, type(None)), ConfigurationError)
 
     def tenant_ledger(self) -> TenantLedger | None:
         """Return empty books of the tenants of the tier; raises ConfigurationError."""
@@ -64,14 +74,11 @@ class HierarchyOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
-        if self.disk_write not in ("on_evict", "on_store"):
+        disk_write: object = self.disk_write
+        if not isinstance(disk_write, str) or disk_write not in ("on_evict", "on_store"):
             raise ConfigurationError(
-                f"disk_write is {self.disk_write!r}: choose on_evict or on_store"
+                f"disk_write is {shown(disk_write)}: choose on_evict or on_store"
             )
-        if not 0 <= self.spare_share <= 1:
-            raise ConfigurationError(f"spare_share is {self.spare_share}: give 0.0 to 1.0")
-        if self.max_spilling_blocks < 1 or self.max_fetching_blocks < 1:
-            raise ConfigurationError(
-                f"at most {self.max_spilling_blocks} blocks spilled and "
-                f"{self.max_fetching_blocks} fetched at once: both must be at least 1"
-            )
+        check_fields(self, as_number, "spare_share", at_least=0, at_most=1)
+        check_fields(self, as_int, "max_spilling_blocks", "max_fetching_blocks", at_least=1)
+        check_kind("deadlines", self.deadlines, Deadlines, ConfigurationError)

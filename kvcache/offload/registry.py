@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
+from kvcache.arguments import check_kind
 from kvcache.arrays import Int32Array
 from kvcache.errors import ConfigurationError
 from kvcache.offload.keys import OffloadKey
@@ -50,6 +51,9 @@ def make_tier(
 
     Raises ConfigurationError for a medium or policy that nobody has, or sizes that cannot be meant.
     """
+    check_kind("options", options, TierOptions, ConfigurationError)
+    check_kind("tiers", tiers, Mapping, ConfigurationError)
+    check_kind("policies", policies, Mapping, ConfigurationError)
     factory = tiers.get(options.medium)
     if factory is None:
         raise ConfigurationError(

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.arguments import as_byte_strings
 from kvcache.arrays import IndexArray
 from kvcache.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import OffloadKey
@@ -77,8 +78,21 @@ class SlotTable:
         self._marks: IndexArray = np.empty(num_addresses, np.intp)
 
     def addresses_of(self, keys: Sequence[OffloadKey]) -> IndexArray:
-        """Return the address of each key, NO_ADDRESS for those that are not here."""
-        return np.fromiter(map(self.index.get, keys, repeat(NO_ADDRESS)), np.intp, len(keys))
+        """Return the address of each key, NO_ADDRESS for those that are not here.
+
+        Raises InvalidInputError for anything but a list or tuple of keys. A key that is here is
+        known to be one, so the others alone make it look at all of them.
+        """
+        if type(keys) is not list and type(keys) is not tuple:
+            as_byte_strings("keys", keys)
+        try:
+            found = np.fromiter(map(self.index.get, keys, repeat(NO_ADDRESS)), np.intp, len(keys))
+        except TypeError:  # one cannot be hashed, and so is no key
+            as_byte_strings("keys", keys)
+            raise
+        if NO_ADDRESS in found:
+            as_byte_strings("keys", keys)
+        return found
 
     def states_of(self, addresses: IndexArray) -> StateArray:
         """Return the state at each address, NOTHING for NO_ADDRESS."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.arguments import MAX_INT32, as_byte_strings, as_int, as_integers
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.errors import InvalidInputError, shown
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
@@ -20,8 +21,6 @@ from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 DEVICE_MEDIUM = "device"
 HOST_MEDIUM = "host"
 FILE_MEDIUM = "file"
-
-_MAX_ID = 2**31 - 1
 
 
 class LoadStoreSpec(ABC):
@@ -44,7 +43,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
     """
 
     def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        self.block_ids = _checked(block_ids, "block ids")
+        self.block_ids = _checked(block_ids, "block_ids")
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -77,7 +76,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         super().__init__(block_ids)
         count = len(self.block_ids)
         sizes = [count] if group_sizes is None else group_sizes
-        self.group_sizes = _checked(sizes, "group sizes")
+        self.group_sizes = _checked(sizes, "group_sizes")
         total = int(self.group_sizes.sum(dtype=np.int64))
         if total != count:
             raise InvalidInputError(
@@ -86,7 +85,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
             )
         num_groups = len(self.group_sizes)
         indices = np.zeros(num_groups, np.int32) if block_indices is None else block_indices
-        self.block_indices = _checked(indices, "block indices")
+        self.block_indices = _checked(indices, "block_indices")
         if len(self.block_indices) != num_groups:
             raise InvalidInputError(
                 f"{len(self.block_indices)} block indices for {num_groups} groups: pass the index "
@@ -102,11 +101,8 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
         Raises InvalidInputError for less than one device block in a host block.
         """
-        if type(blocks_per_host_block) is not int or blocks_per_host_block < 1:
-            raise InvalidInputError(
-                f"host blocks of {shown(blocks_per_host_block)} device blocks: pass at least 1"
-            )
-        return int32_array(self.block_indices % blocks_per_host_block)
+        size = as_int("blocks_per_host_block", blocks_per_host_block, 1, MAX_INT32)
+        return int32_array(self.block_indices % size)
 
 
 class HostLoadStoreSpec(BlockIDsLoadStoreSpec):
@@ -124,8 +120,8 @@ class FileLoadStoreSpec(LoadStoreSpec):
     """
 
     def __init__(self, keys: Sequence[OffloadKey]) -> None:
-        self.keys = tuple(keys)
-        lengths = {len(key) if isinstance(key, bytes) else 0 for key in self.keys}
+        self.keys = tuple(as_byte_strings("keys", keys))
+        lengths = set(map(len, self.keys))
         if len(lengths) > 1 or any(length <= GROUP_BYTES for length in lengths):
             raise InvalidInputError(
                 f"offload keys of {', '.join(map(str, sorted(lengths)))} bytes: pass keys of one "
@@ -145,17 +141,6 @@ class FileLoadStoreSpec(LoadStoreSpec):
 
 def _checked(values: Sequence[int] | npt.NDArray[np.integer], what: str) -> Int32Array:
     """Return a read-only copy; raises InvalidInputError unless all are integers of 31 bits."""
-    try:
-        found = np.array(values)
-    except ValueError as error:
-        raise InvalidInputError(f"{what} {shown(values)}: pass a flat list of integers") from error
-    if not found.size:
-        found = found.astype(np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise InvalidInputError(f"{what} {shown(values)}: pass a flat list of integers")
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= _MAX_ID:
-        wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
-        raise InvalidInputError(f"{what} with {wrong}: pass numbers from 0 to {_MAX_ID}")
-    result = found.astype(np.int32)
+    result = as_integers(what, values, at_most=MAX_INT32).astype(np.int32)
     result.flags.writeable = False
     return result

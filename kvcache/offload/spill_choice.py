@@ -69,7 +69,7 @@ class SpillChoice:
 
     def _num_wanted_slots(self) -> int:
         wanted = max(self._num_spare_slots, self._num_missing_slots)
-        return wanted - self._host.num_free_slots
+        return max(0, wanted - self._host.num_free_slots)
 
     def clear(self) -> None:
         """Forget what was to be spilled."""

@@ -6,7 +6,7 @@ change several of the books at once. Refuses to check arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -101,11 +101,11 @@ class TierBooks:
         self._vacate(lost[~table.is_working(lost)])
         self.eviction.update(slots)
 
-    def forget(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Let keys vanish at once; return those that were ready."""
         table = self.table
-        addresses = table.addresses_of(list(dict.fromkeys(keys)))
-        addresses = addresses[addresses != NO_ADDRESS]
+        addresses = table.addresses_of(keys)
+        addresses = table.distinct(addresses[addresses != NO_ADDRESS])
         addresses = addresses[table.states[addresses] != FORGOTTEN]
         was_ready = addresses[table.states[addresses] == READY]
         vanished = table.keys_at(was_ready)

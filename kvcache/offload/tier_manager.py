@@ -13,15 +13,25 @@ chain in their order, and can be entered at any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
+from kvcache.arguments import (
+    as_bool,
+    as_byte_strings,
+    as_bytes,
+    as_int,
+    as_integers,
+    as_text,
+    check_kind,
+    check_methods,
+)
 from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.commands import Label
-from kvcache.errors import InvalidInputError, InvariantError
+from kvcache.errors import ConfigurationError, InvalidInputError, InvariantError
 from kvcache.offload.context import ReqContext
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.key_checks import KeyChecks
@@ -67,6 +77,11 @@ def _host_slots(keys: Sequence[OffloadKey], addresses: Int32Array) -> LoadStoreS
     return HostLoadStoreSpec(addresses)
 
 
+def _check_context(ctx: ReqContext | None) -> None:
+    if ctx is not None:
+        check_kind("ctx", ctx, ReqContext)
+
+
 class TierManager(OffloadingManager):
     """A fixed number of slots, and what is in them.
 
@@ -83,6 +98,9 @@ class TierManager(OffloadingManager):
         spec_of: SpecOf = _host_slots,
     ) -> None:
         """Make an empty tier. Raises ConfigurationError for options that cannot be meant."""
+        check_kind("options", options, TierOptions, ConfigurationError)
+        check_kind("policies", policies, Mapping, ConfigurationError)
+        check_methods("spec_of", spec_of, ("__call__",), ConfigurationError)
         self.options = options
         self._books = TierBooks(options, policies)
         self._table = self._books.table
@@ -114,6 +132,7 @@ class TierManager(OffloadingManager):
         return self._is_adopting
 
     def lookup(self, key: OffloadKey, ctx: ReqContext | None = None) -> OffloadAnswer:
+        _check_context(ctx)
         state = int(self.states_of([key])[0])
         self.count_look_up(int(state != NOTHING), int(state == NOTHING))
         if state != NOTHING:
@@ -132,7 +151,8 @@ class TierManager(OffloadingManager):
 
     def are_ready_at(self, addresses: Int32Array) -> BoolArray:
         """Say of each address whether something ready lies there, shape `(n,)`. No mutation."""
-        found: BoolArray = self._table.states[addresses] == READY
+        places = as_integers("addresses", addresses, at_most=self.num_addresses - 1)
+        found: BoolArray = self._table.states[places] == READY
         return found
 
     def keys(self) -> list[OffloadKey]:
@@ -152,14 +172,18 @@ class TierManager(OffloadingManager):
 
         Without those in slots that are being spilled. Changes nothing.
         """
-        addresses = self._table.addresses_in(self._books.eviction.dirty_ahead(num_slots))
+        ahead = self._books.eviction.dirty_ahead(as_int("num_slots", num_slots))
+        addresses = self._table.addresses_in(ahead)
         return self._table.keys_at(addresses[self._table.is_dirty[addresses]])
 
     def labels_of(self, keys: Sequence[OffloadKey]) -> Label | None:
         """Return the labels of keys that are all here, one row each; None unless all have one."""
-        if self._books.contents is None or not keys:
+        if self._books.contents is None:
+            self._table.addresses_of(keys)
             return None
         addresses = self._checks.require(keys, (STORING, READY), "here")
+        if not len(addresses):
+            return None
         labelled, labels = self._books.contents.read(addresses)
         return labels if len(labelled) == len(keys) else None
 
@@ -173,13 +197,15 @@ class TierManager(OffloadingManager):
 
         Changes nothing.
         """
+        addresses = self._table.addresses_of(keys)
         if (tenants := self.tenants) is None:
             return [""] * len(keys)
-        owners = tenants.owners[self._table.slots_of(self._table.addresses_of(keys))]
+        owners = tenants.owners[self._table.slots_of(addresses)]
         return [tenants.numbered(number).name for number in owners.tolist()]
 
     def see(self, keys: Sequence[OffloadKey]) -> None:
         """Count a sighting of each key, for the store threshold."""
+        as_byte_strings("keys", keys)
         self._sightings.see(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -188,8 +214,9 @@ class TierManager(OffloadingManager):
 
     def count_look_up(self, num_hits: int, num_misses: int) -> None:
         """Add to the figures what was asked for by other ways than `lookup`."""
-        self._counts.num_hits += num_hits
-        self._counts.num_misses += num_misses
+        hits, misses = as_int("num_hits", num_hits), as_int("num_misses", num_misses)
+        self._counts.num_hits += hits
+        self._counts.num_misses += misses
 
     def mark_dirty(self, keys: Sequence[OffloadKey]) -> None:
         """Note that ready keys are in no tier below. Others are passed over."""
@@ -202,6 +229,7 @@ class TierManager(OffloadingManager):
     def prepare_load(
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
     ) -> LoadStoreSpec:
+        _check_context(ctx)
         return self._spec_of(keys, self.hold(keys))
 
     def hold(self, keys: Sequence[OffloadKey]) -> Int32Array:
@@ -238,6 +266,7 @@ class TierManager(OffloadingManager):
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
     ) -> PrepareStoreOutput | None:
+        _check_context(ctx)
         reserved = self.reserve(keys, needs_all=True)
         if reserved is None:
             return None
@@ -275,9 +304,17 @@ class TierManager(OffloadingManager):
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
         books, table = self._books, self._table
-        if labels is not None and books.contents is not None:
-            books.contents.validate(labels, len(keys))
-        addresses = table.addresses_of(keys)
+        addresses, spared = table.addresses_of(keys), table.addresses_of(spares)
+        is_forced = as_bool("is_forced", is_forced)
+        drops_dirty = as_bool("drops_dirty", drops_dirty)
+        needs_all = as_bool("needs_all", needs_all)
+        tenant = as_text("tenant", tenant, may_be_empty=True)
+        if behind is not None:
+            as_bytes("behind", behind)
+        if labels is not None:
+            check_kind("labels", labels, Label)
+            if books.contents is not None:
+                books.contents.validate(labels, len(keys))
         positions = self._wanted(keys, addresses, is_forced)
         if self._is_adopting:
             self._counts.num_refused += len(positions)
@@ -285,7 +322,7 @@ class TierManager(OffloadingManager):
         if (tenants := books.tenants) is not None:
             tenants.serve(tenants.account_named(tenant))
         placement = place_keys(table, keys, addresses, positions, behind)
-        present = np.concatenate([table.addresses_of(spares), addresses])
+        present = np.concatenate([spared, addresses])
         here = np.concatenate([table.slots_of(present[present != NO_ADDRESS]), placement.slots])
         here = here[here < table.num_slots]
         books.eviction.withhold(here)
@@ -307,7 +344,7 @@ class TierManager(OffloadingManager):
         )
 
     def complete_store(self, keys: Sequence[OffloadKey], success: bool = True) -> None:
-        table = self._table
+        table, success = self._table, as_bool("success", success)
         addresses = self._checks.require(keys, (STORING, READY, FORGOTTEN), "being stored")
         if len(set(keys)) != len(keys):
             raise InvalidInputError("a key is named twice: complete the store of each key once")
@@ -326,7 +363,7 @@ class TierManager(OffloadingManager):
             self._counts.num_failed_stores += len(written)
         self._books.end_jobs(written)
 
-    def forget(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Let keys vanish at once; return those that were ready. Unknown ones are passed over.
 
         What a job works on stays in its slot, in quarantine, until that job is completed: no other
@@ -396,6 +433,7 @@ class TierManager(OffloadingManager):
 
     def on_new_request(self, ctx: ReqContext) -> None:
         """It is all the same to this tier."""
+        check_kind("ctx", ctx, ReqContext)
 
     on_request_finished = on_new_request
 

@@ -14,6 +14,7 @@ from tests.attack.manager_subjects import (
     SPEC_SUBJECTS,
 )
 from tests.attack.sequence_subjects import SEQUENCE_SUBJECTS
+from tests.attack.tier_subjects import TIER_SUBJECTS
 from tests.attack.type_table import (
     INNER_METHODS,
     NO_BORDERS,
@@ -72,6 +73,7 @@ CASES = [
         *POOL_SUBJECTS,
         *SPEC_SUBJECTS,
         *SEQUENCE_SUBJECTS,
+        *TIER_SUBJECTS,
     )
     for case in subject.cases
 ]

@@ -148,5 +148,5 @@ def test_references_to_what_is_not_there_are_refused() -> None:
     assert str(caught.value) == ("group 1 has pages of 9 bytes in tensor 0, whose pages have 8")
     with pytest.raises(ConfigurationError, match="canonical tensors of 4, 5 blocks"):
         CanonicalKVCaches((tensor, other), ())
-    with pytest.raises(ConfigurationError, match="pages of 0 bytes in tensor -1"):
+    with pytest.raises(ConfigurationError, match="tensor_idx is -1: pass an integer of at least 0"):
         CanonicalKVCacheRef(-1, 0)

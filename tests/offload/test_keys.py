@@ -39,9 +39,7 @@ def test_a_key_is_a_digest_and_a_group_in_big_endian() -> None:
 def test_a_group_that_does_not_fit_is_refused(group: int) -> None:
     with pytest.raises(InvalidInputError) as caught:
         make_offload_key(DIGEST, group)
-    assert str(caught.value) == (
-        f"KV cache group index {group!r}: pass a number from 0 to 4294967295"
-    )
+    assert str(caught.value) == (f"group_idx is {group!r}: pass an integer from 0 to 4294967295")
 
 
 @pytest.mark.parametrize("key", [b"", b"abcd"])
@@ -128,7 +126,7 @@ def test_keys_of_another_length_are_not_packed() -> None:
     )
     with pytest.raises(MalformedMessageError, match="21 bytes of offload keys of 20 bytes each"):
         unpack_keys(bytes(21), 20)
-    with pytest.raises(InvalidInputError, match="offload keys of 4 bytes: pass the digest's"):
+    with pytest.raises(InvalidInputError, match="key_bytes is 4: pass an integer of at least 5"):
         pack_keys([], 4)
 
 

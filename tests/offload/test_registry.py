@@ -60,20 +60,28 @@ def test_host_and_files_say_in_their_own_way_where_keys_lie() -> None:
         assert isinstance(prepared.store_spec, HostLoadStoreSpec) == (medium == "host")
 
 
-@pytest.mark.parametrize(("slots", "blocks"), [(0, 1), (1, 0), (2**30, 2)])
-def test_sizes_that_cannot_be_meant_are_refused(slots: int, blocks: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"a tier of {slots} slots of {blocks} blocks"):
+@pytest.mark.parametrize(
+    ("slots", "blocks", "problem"),
+    [
+        (0, 1, "a tier of 0 slots of 1 blocks"),
+        (-1, 1, "num_slots is -1"),
+        (1, 0, "blocks_per_slot is 0"),
+        (2**30, 2, f"a tier of {2**30} slots of 2 blocks"),
+    ],
+)
+def test_sizes_that_cannot_be_meant_are_refused(slots: int, blocks: int, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
         make_tier(TierOptions("host", slots, blocks_per_slot=blocks))
 
 
 def test_settings_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="store threshold 0 with room for"):
+    with pytest.raises(ConfigurationError, match="store_after is 0"):
         make_tier(TierOptions("host", 4, store_after=0))
-    with pytest.raises(ConfigurationError, match="digests of 0 bytes"):
+    with pytest.raises(ConfigurationError, match="digest_bytes is 0"):
         LabelShape(0, 16)
-    with pytest.raises(ConfigurationError, match=r"deadline of 0\.0 s for a spill"):
+    with pytest.raises(ConfigurationError, match=r"spill_s is 0\.0: pass a number above 0"):
         Deadlines(spill_s=0.0)
-    with pytest.raises(ConfigurationError, match=r"spare_share is 1\.5: give 0\.0 to 1\.0"):
+    with pytest.raises(ConfigurationError, match=r"spare_share is 1\.5: pass a number"):
         HierarchyOptions(spare_share=1.5)
-    with pytest.raises(ConfigurationError, match="at most 0 blocks spilled"):
+    with pytest.raises(ConfigurationError, match="max_spilling_blocks is 0"):
         HierarchyOptions(max_spilling_blocks=0)
