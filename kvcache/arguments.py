@@ -128,6 +128,22 @@ def as_tuple(
     return values if type(values) is tuple else tuple(values)
 
 
+def as_objects(
+    what: str,
+    values: object,
+    kind: type[Any] | tuple[type[Any], ...],
+    error: Error = InvalidInputError,
+) -> tuple[Any, ...]:
+    """Return the objects of a kind in any iterable but a mapping; raises `error` otherwise."""
+    if isinstance(values, _NOT_SEQUENCES) or not isinstance(values, Iterable):
+        raise error(f"{what} is {shown(values)}: pass a list or another iterable")
+    try:
+        listed = tuple(values)
+    except TypeError:  # an array without dimensions
+        raise error(f"{what} is {shown(values)}: pass a list or another iterable") from None
+    return as_tuple(what, listed, error, kind)
+
+
 def as_bytes(what: str, value: object, error: Error = InvalidInputError) -> bytes:
     """Return bytes, at least one; raises `error` otherwise."""
     if not isinstance(value, bytes) or not value:

@@ -456,7 +456,7 @@ configs = st.builds(
         st.builds(
             KVCacheTensor,
             size=st.integers(0, 1 << 40),
-            shared_by=st.lists(st.text(max_size=5), max_size=3, unique=True),
+            shared_by=st.lists(st.text(min_size=1, max_size=5), max_size=3, unique=True),
             offset=st.integers(0, 1 << 40),
         ),
         max_size=3,
@@ -464,7 +464,7 @@ configs = st.builds(
     kv_cache_groups=st.lists(
         st.builds(
             KVCacheGroupSpec,
-            layer_names=st.lists(st.text(max_size=5), max_size=3, unique=True),
+            layer_names=st.lists(st.text(min_size=1, max_size=5), max_size=3, unique=True),
             kv_cache_spec=specs,
         ),
         max_size=3,

@@ -17,7 +17,6 @@ from kvcache.planner.cluster import (
 )
 from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint, plan_fingerprint
 from kvcache.planner.grouping import (
-    LayerSpecs,
     create_kv_cache_group_specs,
     get_kv_cache_groups,
     get_uniform_page_size,
@@ -41,7 +40,7 @@ from kvcache.planner.memory import (
     get_num_blocks,
     max_memory_usage_bytes,
 )
-from kvcache.planner.options import PlanOptions, RankMemory
+from kvcache.planner.options import LayerSpecs, PlanOptions, RankMemory
 from kvcache.planner.pages import unify_page_sizes
 from kvcache.planner.plan import Plan, get_kv_cache_config, get_kv_cache_configs, plan_kv_cache
 from kvcache.planner.report import GroupReport, PlanReport, RankReport, report_plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.arguments import as_int, check_kind
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.errors import ConfigurationError
 from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint
@@ -17,6 +18,7 @@ from kvcache.planner.plan import Plan, plan_kv_cache
 
 def plan_options(config: ClusterConfig) -> PlanOptions:
     """Return what the planner needs to know of `config` beside specs and memory."""
+    _check_config(config)
     return PlanOptions(
         max_model_len=config.model.max_model_len,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -29,11 +31,9 @@ def plan_options(config: ClusterConfig) -> PlanOptions:
 
 def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
     """Return where global rank `rank` stands; raises ConfigurationError for one there is not."""
+    _check_config(config)
     parallel = config.parallel
-    if not 0 <= rank < parallel.num_ranks:
-        raise ConfigurationError(
-            f"rank {rank} does not exist: parallel makes ranks 0 to {parallel.num_ranks - 1}"
-        )
+    rank = as_int("rank", rank, at_most=parallel.num_ranks - 1, error=ConfigurationError)
     return RankCoordinates.of_rank(
         rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     )
@@ -42,17 +42,21 @@ def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
 def rank_layout_fingerprint(config: ClusterConfig, plan: Plan, rank: int) -> str:
     """Return what the bytes of `rank` mean: two ranks, or two lives of one, with equal fingerprints
     understand each other's labels and files. Raises ConfigurationError for no such rank."""
+    coordinates = rank_coordinates(config, rank)
+    check_kind("plan", plan, Plan, ConfigurationError)
+    rank = as_int("rank", rank, at_most=len(plan.configs) - 1, error=ConfigurationError)
     return layout_fingerprint(
         plan.configs[rank],
         model=config.model.name,
         seed=config.cache.hash_seed,
         algorithm=config.cache.hash_algorithm,
-        coordinates=rank_coordinates(config, rank),
+        coordinates=coordinates,
     )
 
 
 def rank_memory(config: ClusterConfig, device_bytes: int) -> RankMemory:
     """Return what one rank may use in each tier, `device_bytes` on its device."""
+    _check_config(config)
     offload = config.offload
     disk_bytes = 0 if offload.disk is None else offload.disk.capacity_per_rank
     return RankMemory(device_bytes, offload.host_memory_per_rank or 0, disk_bytes)
@@ -66,6 +70,7 @@ def plan_cluster(
     Raises ConfigurationError when neither says how much memory there is, and what `plan_kv_cache`
     raises.
     """
+    _check_config(config)
     memories = memory_per_rank
     if memories is None:
         configured = config.cache.memory_per_rank
@@ -76,3 +81,7 @@ def plan_cluster(
             )
         memories = [rank_memory(config, configured)] * config.parallel.num_ranks
     return plan_kv_cache(plan_options(config), layer_specs(config), memories)
+
+
+def _check_config(config: ClusterConfig) -> None:
+    check_kind("config", config, ClusterConfig, ConfigurationError)

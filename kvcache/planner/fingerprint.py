@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
-from kvcache.arguments import as_int, check_fields
+from kvcache.arguments import as_int, as_text, as_tuple, check_fields, check_kind
 from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheConfig, require_count
 
@@ -47,18 +47,15 @@ class RankCoordinates:
         cls, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> RankCoordinates:
         """Return the coordinates of global rank `pipeline_rank * tensor_parallel_size + tensor`."""
-        require_count("tensor_parallel_size", tensor_parallel_size)
-        return cls(
-            rank % tensor_parallel_size,
-            tensor_parallel_size,
-            rank // tensor_parallel_size,
-            pipeline_parallel_size,
-        )
+        size = require_count("tensor_parallel_size", tensor_parallel_size)
+        rank = require_count("rank", rank, at_least=0)
+        return cls(rank % size, size, rank // size, pipeline_parallel_size)
 
 
 def plan_fingerprint(configs: Sequence[KVCacheConfig]) -> str:
     """Return 32 hex digits over the plans of all ranks, in rank order."""
-    return _digest("plan", [config.to_dict() for config in configs])
+    listed = as_tuple("configs", configs, ConfigurationError, KVCacheConfig)
+    return _digest("plan", [config.to_dict() for config in listed])
 
 
 def layout_fingerprint(
@@ -74,12 +71,14 @@ def layout_fingerprint(
     Covers model, hash seed and algorithm, the rank's coordinates, the specs of its groups (dtype,
     heads, page size) and the order of its pools; no capacity of any tier.
     """
+    check_kind("config", config, KVCacheConfig, ConfigurationError)
+    check_kind("coordinates", coordinates, RankCoordinates, ConfigurationError)
     return _digest(
         "layout",
         {
-            "model": model,
-            "seed": seed,
-            "algorithm": algorithm,
+            "model": as_text("model", model, ConfigurationError),
+            "seed": as_text("seed", seed, ConfigurationError, may_be_empty=True),
+            "algorithm": as_text("algorithm", algorithm, ConfigurationError),
             "coordinates": asdict(coordinates),
             "layout": config.layout,
             "groups": [group.to_dict() for group in config.kv_cache_groups],

@@ -9,18 +9,23 @@ specs for a layer, and layers whose pages cannot be made equal. Knows nothing of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
+from kvcache.arguments import as_bool, as_text, as_texts, as_tuple
 from kvcache.errors import ConfigurationError, PlanMismatchError
-from kvcache.planner.options import Warn, log_warning
+from kvcache.planner.options import (
+    LayerSpecs,
+    Warn,
+    as_rank_specs,
+    check_layer_specs,
+    check_warn,
+    log_warning,
+)
 from kvcache.planner.pages import align_state_blocks, unify_page_sizes
 from kvcache.specs import Difference, KVCacheGroupSpec, KVCacheSpec, ceil_div, first_difference
-
-LayerSpecs = Mapping[str, KVCacheSpec]
-"""Layer name to what that layer keeps, for the layers of one rank or of the whole model."""
-
+from kvcache.specs.spec import as_specs
 
 LayerOrder: TypeAlias = "tuple[tuple[int, int, str, str], ...]"
 """What layers are sorted by."""
@@ -31,6 +36,7 @@ def layer_order(layer_name: str) -> LayerOrder:
 
     Groups are dealt in this order, not in the order in which layers or ranks were stated.
     """
+    layer_name = as_text("layer_name", layer_name, ConfigurationError)
     parts = [part for part in re.split("([0-9]+)", layer_name) if part]
     return tuple(_part_order(part) for part in parts)
 
@@ -50,11 +56,13 @@ def _part_order(part: str) -> tuple[int, int, str, str]:
 
 def is_kv_cache_type_attention_free(specs: LayerSpecs) -> bool:
     """Whether no layer keeps anything."""
+    check_layer_specs(specs)
     return not specs
 
 
 def is_kv_cache_page_size_uniform(specs: LayerSpecs) -> bool:
     """Whether a block takes the same bytes in every layer."""
+    check_layer_specs(specs)
     return len({spec.page_size_bytes for spec in specs.values()}) <= 1
 
 
@@ -63,6 +71,7 @@ def is_kv_cache_type_uniform(specs: LayerSpecs) -> bool:
 
     Full attention counts as one type with and without a remembered window.
     """
+    check_layer_specs(specs)
     return len(_layers_by_type(specs)) <= 1
 
 
@@ -71,7 +80,7 @@ def get_uniform_page_size(specs: Iterable[KVCacheSpec]) -> int:
 
     Raises as well when there are no specs.
     """
-    sizes = sorted({spec.page_size_bytes for spec in specs})
+    sizes = sorted({spec.page_size_bytes for spec in as_specs(specs)})
     if len(sizes) != 1:
         listed = ", ".join(map(str, sizes)) or "none"
         raise ConfigurationError(
@@ -94,7 +103,7 @@ def merge_rank_specs(specs_by_rank: Sequence[LayerSpecs]) -> dict[str, KVCacheSp
     """
     first_rank: dict[str, int] = {}
     merged: dict[str, KVCacheSpec] = {}
-    for rank, specs in enumerate(specs_by_rank):
+    for rank, specs in enumerate(as_rank_specs(specs_by_rank)):
         for name, spec in specs.items():
             known = merged.setdefault(name, spec)
             first_rank.setdefault(name, rank)
@@ -115,8 +124,10 @@ def create_kv_cache_group_specs(
 
     Raises ConfigurationError where layers of a group cannot be merged.
     """
-    groups = []
-    for names in grouped_layer_names:
+    check_layer_specs(specs)
+    what, groups = "grouped_layer_names", []
+    for index, listed in enumerate(as_tuple(what, grouped_layer_names, ConfigurationError)):
+        names = as_texts(f"{what}[{index}]", listed, ConfigurationError)
         unknown = [name for name in names if name not in specs]
         if unknown:
             raise ConfigurationError(
@@ -124,7 +135,7 @@ def create_kv_cache_group_specs(
             )
         members = [specs[name] for name in names]
         merged = type(members[0]).merge(members) if members else KVCacheSpec.merge(members)
-        groups.append(KVCacheGroupSpec(tuple(names), merged))
+        groups.append(KVCacheGroupSpec(names, merged))
     return tuple(groups)
 
 
@@ -140,10 +151,14 @@ def get_kv_cache_groups(
     been made equal and states stand where blocks of the other layers end. Warns of memory that
     padding may waste. Raises ConfigurationError where layers cannot be served together.
     """
+    is_alike = as_bool(
+        "disable_hybrid_kv_cache_manager", disable_hybrid_kv_cache_manager, ConfigurationError
+    )
+    check_warn(warn)
     if is_kv_cache_type_attention_free(specs):
         return ()
     ordered = {name: specs[name] for name in sorted(specs, key=layer_order)}
-    if disable_hybrid_kv_cache_manager:
+    if is_alike:
         ordered = unify_hybrid_kv_cache_specs(ordered, warn)
     if is_kv_cache_type_uniform(ordered):
         return create_kv_cache_group_specs(ordered, [list(ordered)])
@@ -159,11 +174,12 @@ def project_groups(
     groups: Sequence[KVCacheGroupSpec], specs: LayerSpecs
 ) -> tuple[KVCacheGroupSpec, ...]:
     """Return `groups` with only the layers of one rank; a group may come out empty."""
+    check_layer_specs(specs)
     return tuple(
         KVCacheGroupSpec(
             tuple(name for name in group.layer_names if name in specs), group.kv_cache_spec
         )
-        for group in groups
+        for group in as_tuple("groups", groups, ConfigurationError, KVCacheGroupSpec)
     )
 
 
@@ -175,6 +191,7 @@ def unify_hybrid_kv_cache_specs(
     Warns of what is lost. Specs of one type come back as they are. Raises ConfigurationError when
     no layer has full attention, or one layer cannot be stood in for, or they still differ.
     """
+    check_warn(warn)
     if is_kv_cache_type_uniform(specs):
         return dict(specs)
     advice = "leave disable_hybrid_kv_cache_manager off"

@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.errors import NotEnoughMemoryError
-from kvcache.planner.grouping import LayerSpecs, get_kv_cache_groups, get_uniform_page_size
-from kvcache.planner.options import PlanOptions
+from kvcache.arguments import as_int, check_kind
+from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.planner.grouping import get_kv_cache_groups, get_uniform_page_size
+from kvcache.planner.options import LayerSpecs, PlanOptions, check_options
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ceil_div, require_count
+from kvcache.specs.spec import as_specs
 
 NUM_NULL_BLOCKS = 1
 """Blocks that no request can have: block 0 stands for positions that were skipped."""
@@ -43,8 +45,10 @@ def get_num_blocks(
     Never below 0. `num_gpu_blocks_override`, where set, wins. Raises ConfigurationError unless
     there is at least one layer and one byte a page.
     """
-    require_count("num_layers", num_layers)
-    require_count("page_size", page_size)
+    check_options(options)
+    num_layers = require_count("num_layers", num_layers)
+    page_size = require_count("page_size", page_size)
+    available_memory = _as_memory(available_memory, at_least=-(2**63))
     if options.num_gpu_blocks_override is not None:
         return options.num_gpu_blocks_override
     return max(available_memory // page_size // num_layers, 0)
@@ -52,7 +56,8 @@ def get_num_blocks(
 
 def max_memory_usage_bytes(options: PlanOptions, specs: Iterable[KVCacheSpec]) -> int:
     """Return the most bytes that one request takes over all `specs`."""
-    return sum(_max_bytes(options, spec) for spec in specs)
+    check_options(options)
+    return sum(_max_bytes(options, spec) for spec in as_specs(specs))
 
 
 def num_pools(groups: Sequence[KVCacheGroupSpec]) -> int:
@@ -76,6 +81,8 @@ def blocks_per_request(options: PlanOptions, groups: Sequence[KVCacheGroupSpec])
 
 def get_max_concurrency_for_kv_cache_config(options: PlanOptions, config: KVCacheConfig) -> float:
     """Return how many requests of full length fit at once; infinite when nothing is kept."""
+    check_options(options)
+    check_kind("config", config, KVCacheConfig, ConfigurationError)
     if not config.kv_cache_groups:
         return math.inf
     page = get_uniform_page_size(group.kv_cache_spec for group in config.kv_cache_groups)
@@ -163,8 +170,9 @@ def check_enough_kv_cache_memory(
 
     The error names what is needed, what there is, and the length that would fit.
     """
+    available = _as_memory(available_memory)
     groups = _groups_of(options, specs)
-    require_capacity(options, groups, [rank_capacity(options, 0, groups, available_memory)])
+    require_capacity(options, groups, [rank_capacity(options, 0, groups, available)])
 
 
 def estimate_max_model_len(options: PlanOptions, specs: LayerSpecs, available_memory: int) -> int:
@@ -172,14 +180,20 @@ def estimate_max_model_len(options: PlanOptions, specs: LayerSpecs, available_me
 
     Never more than `options.max_model_len`, or `max_position_embeddings` where that is "auto".
     """
+    available = _as_memory(available_memory)
     groups = _groups_of(options, specs)
-    capacity = rank_capacity(options, 0, groups, available_memory)
+    capacity = rank_capacity(options, 0, groups, available)
     if not capacity.is_limit:
         return options.longest_model_len
     return longest_model_len(options, groups, capacity.num_blocks)
 
 
+def _as_memory(available_memory: int, at_least: int = 0) -> int:
+    return as_int("available_memory", available_memory, at_least, error=ConfigurationError)
+
+
 def _groups_of(options: PlanOptions, specs: LayerSpecs) -> tuple[KVCacheGroupSpec, ...]:
+    check_options(options)
     return get_kv_cache_groups(
         specs, disable_hybrid_kv_cache_manager=options.disable_hybrid_kv_cache_manager
     )

@@ -1,19 +1,30 @@
-"""What the planner is told beside the specs: lengths, overrides, memory.
+"""What the planner is told: specs by layer, lengths, overrides, memory.
 
 Stands at the top of the planner: every other module of it takes these. Refuses numbers that
-cannot be meant.
+cannot be meant, and specs that are none.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvcache.arguments import as_bool, as_int, check_fields
+from kvcache.arguments import (
+    as_bool,
+    as_int,
+    as_text,
+    as_tuple,
+    check_fields,
+    check_kind,
+    check_methods,
+)
 from kvcache.errors import ConfigurationError, shown
-from kvcache.specs import LAYOUTS, Layout
+from kvcache.specs import LAYOUTS, KVCacheSpec, Layout
+
+LayerSpecs = Mapping[str, KVCacheSpec]
+"""Layer name to what that layer keeps, for the layers of one rank or of the whole model."""
 
 Warn = Callable[[str], None]
 """Takes one warning. Functions that warn log by default; a plan collects them instead."""
@@ -84,9 +95,36 @@ def as_rank_memories(memories: Sequence[int | RankMemory], num_ranks: int) -> li
 
     Raises ConfigurationError unless there is one for each of `num_ranks`.
     """
-    if len(memories) != num_ranks:
+    listed = as_tuple("memories", memories, ConfigurationError)
+    if len(listed) != num_ranks:
         raise ConfigurationError(
-            f"{num_ranks} ranks state specs and {len(memories)} state memory: give one of each "
+            f"{num_ranks} ranks state specs and {len(listed)} state memory: give one of each "
             "per rank"
         )
-    return [m if isinstance(m, RankMemory) else RankMemory(m) for m in memories]
+    return [m if isinstance(m, RankMemory) else RankMemory(m) for m in listed]
+
+
+def check_options(options: PlanOptions) -> None:
+    """Raise ConfigurationError unless these are options of a plan."""
+    check_kind("options", options, PlanOptions, ConfigurationError)
+
+
+def check_layer_specs(specs: LayerSpecs, what: str = "specs") -> None:
+    """Raise ConfigurationError unless `specs` has a spec for each name of a layer."""
+    check_kind(what, specs, Mapping, ConfigurationError)
+    for name, spec in specs.items():
+        as_text(f"a layer of {what}", name, ConfigurationError)
+        check_kind(f"{what}[{name!r}]", spec, KVCacheSpec, ConfigurationError)
+
+
+def as_rank_specs(specs_by_rank: Sequence[LayerSpecs]) -> tuple[LayerSpecs, ...]:
+    """Return the specs of each rank; raises ConfigurationError where they are none."""
+    listed: tuple[LayerSpecs, ...] = as_tuple("specs_by_rank", specs_by_rank, ConfigurationError)
+    for rank, specs in enumerate(listed):
+        check_layer_specs(specs, f"specs_by_rank[{rank}]")
+    return listed
+
+
+def check_warn(warn: Warn) -> None:
+    """Raise ConfigurationError unless warnings can be told to `warn`."""
+    check_methods("warn", warn, ("__call__",), ConfigurationError)

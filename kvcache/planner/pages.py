@@ -21,16 +21,14 @@ from collections.abc import Mapping
 from math import inf, lcm
 
 from kvcache.errors import ConfigurationError
-from kvcache.planner.options import Warn, log_warning
+from kvcache.planner.options import LayerSpecs, Warn, check_layer_specs, check_warn, log_warning
 from kvcache.specs import KVCacheSpec, ceil_div
 
 MAX_GROWTH = 4096
 """Most blocks that one larger block is made of: at 16 tokens a block, 65536 tokens."""
 
 
-def unify_page_sizes(
-    specs: Mapping[str, KVCacheSpec], warn: Warn = log_warning
-) -> dict[str, KVCacheSpec]:
+def unify_page_sizes(specs: LayerSpecs, warn: Warn = log_warning) -> dict[str, KVCacheSpec]:
     """Return `specs` with pages of equal bytes, aligned for all of them.
 
     Where the largest page is of a layer whose blocks can grow, it is the size of all. Where it is
@@ -40,6 +38,8 @@ def unify_page_sizes(
     is padded, and a warning says how much. Specs that agree come back as they are. Raises
     ConfigurationError that names the layers which can be neither.
     """
+    check_layer_specs(specs)
+    check_warn(warn)
     if len({spec.page_size_bytes for spec in specs.values()}) <= 1:
         return dict(specs)
     sizes = _PageSizes(specs)

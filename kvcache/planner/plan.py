@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from kvcache.errors import ConfigurationError
 from kvcache.planner.fingerprint import plan_fingerprint
 from kvcache.planner.grouping import (
-    LayerSpecs,
     get_kv_cache_groups,
     layer_order,
     merge_rank_specs,
@@ -32,10 +31,14 @@ from kvcache.planner.memory import (
     tightest,
 )
 from kvcache.planner.options import (
+    LayerSpecs,
     PlanOptions,
     RankMemory,
     Warn,
     as_rank_memories,
+    as_rank_specs,
+    check_options,
+    check_warn,
     log_warning,
 )
 from kvcache.planner.unify import unify_kv_cache_configs
@@ -97,6 +100,8 @@ def plan_kv_cache(
     cannot be served together, NotEnoughMemoryError naming what is needed, what there is, and the
     length that would fit. What it warns of is in the plan.
     """
+    check_options(options)
+    specs_by_rank = as_rank_specs(specs_by_rank)
     stated = as_rank_memories(memories, len(specs_by_rank))
     if not stated:
         raise ConfigurationError("there are no ranks to plan for: give specs of at least one")
@@ -131,6 +136,7 @@ def get_kv_cache_configs(
     warn: Warn = log_warning,
 ) -> list[KVCacheConfig]:
     """Return the configuration of every rank; as `plan_kv_cache`, warnings go to `warn`."""
+    check_warn(warn)
     plan = plan_kv_cache(options, specs_by_rank, memories)
     for warning in plan.warnings:
         warn(warning)

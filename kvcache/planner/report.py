@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from kvcache.arguments import as_text, check_kind
+from kvcache.errors import ConfigurationError
 from kvcache.planner.memory import NUM_NULL_BLOCKS, blocks_per_request, longest_model_len
 from kvcache.planner.plan import Plan
 from kvcache.specs import KVCacheConfig
@@ -92,6 +94,8 @@ class PlanReport:
 
 def report_plan(plan: Plan, name: str = "kvcache") -> PlanReport:
     """Return the figures of `plan`, titled `name`."""
+    check_kind("plan", plan, Plan, ConfigurationError)
+    name = as_text("name", name, ConfigurationError)
     groups = _report_groups(plan)
     usable = plan.num_blocks - NUM_NULL_BLOCKS
     allocated = sum(config.total_size_bytes for config in plan.configs)

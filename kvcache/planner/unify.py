@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
+from kvcache.arguments import as_tuple
 from kvcache.errors import PlanMismatchError
 from kvcache.planner.grouping import LayerOrder, layer_order
 from kvcache.planner.layout import Pool, lay_out
@@ -27,6 +28,7 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
     Raises PlanMismatchError when ranks differ in layout, in the specs of their groups, or in how
     layers that they share are grouped.
     """
+    configs = as_tuple("configs", configs, PlanMismatchError, KVCacheConfig)
     if not configs:
         raise PlanMismatchError("there are no plans to unify: give the plan of every rank")
     _require_same_layout(configs)

@@ -15,7 +15,14 @@ from kvcache.arguments import as_bool, as_int, check_fields
 from kvcache.errors import ConfigurationError
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec, require_kind
-from kvcache.specs.units import ceil_div, dtype_name, dtype_size_bytes
+from kvcache.specs.units import (
+    ceil_div,
+    dtype_name,
+    dtype_size_bytes,
+    require_count,
+    require_lengths,
+    require_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,14 @@ class AttentionSpec(KVCacheSpec):
         return True
 
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
+        block_size = require_count("block_size", block_size)
         if self.page_size_padded is not None:
             return None  # the padding was chosen for the old size and says nothing of the new one
         return replace(self, block_size=block_size)
 
     def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
-        return replace(self, page_size_padded=page_size_bytes)
+        page_size_padded = require_count("page_size_bytes", page_size_bytes)
+        return replace(self, page_size_padded=page_size_padded)
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,8 @@ class FullAttentionSpec(AttentionSpec):
         return True
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        return ceil_div(max_model_len, self.block_size) * self.page_size_bytes
+        num_tokens, _ = require_lengths(max_model_len, max_num_batched_tokens)
+        return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
 
     def as_full_attention(self) -> FullAttentionSpec | None:
         return self
@@ -133,8 +143,8 @@ class FullAttentionSpec(AttentionSpec):
         At most one window or chunk may be remembered among them; the result remembers it. Raises
         ConfigurationError otherwise.
         """
-        require_kind(cls, specs)
-        full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+        listed = require_kind(cls, specs)
+        full = [spec for spec in listed if isinstance(spec, FullAttentionSpec)]
         windows = {spec.sliding_window for spec in full} - {None}
         chunks = {spec.attention_chunk_size for spec in full} - {None}
         if len(windows) + len(chunks) > 1:
@@ -185,6 +195,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the tokens before the window of the next one."""
+        num_computed_tokens = require_tokens("num_computed_tokens", num_computed_tokens)
         return max(0, num_computed_tokens - self.sliding_window + 1)
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
@@ -192,7 +203,8 @@ class SlidingWindowSpec(AttentionSpec):
 
         The tokens kept need not start at a block's border, hence the one block more.
         """
-        num_tokens = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
+        longest, batched = require_lengths(max_model_len, max_num_batched_tokens)
+        num_tokens = min(self.sliding_window - 1 + batched, longest)
         return (ceil_div(num_tokens, self.block_size) + 1) * self.page_size_bytes
 
     def as_full_attention(self) -> FullAttentionSpec | None:
@@ -233,17 +245,20 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return False
 
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
+        block_size = require_count("block_size", block_size)
         return (
             None if self.attention_chunk_size % block_size else super().with_block_size(block_size)
         )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return the tokens before the chunk that the next one belongs to."""
+        num_computed_tokens = require_tokens("num_computed_tokens", num_computed_tokens)
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Return the bytes of a chunk before the first token of a step, and of the step."""
-        num_tokens = min(self.attention_chunk_size + max_num_batched_tokens, max_model_len)
+        longest, batched = require_lengths(max_model_len, max_num_batched_tokens)
+        num_tokens = min(self.attention_chunk_size + batched, longest)
         return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
 
     def as_full_attention(self) -> FullAttentionSpec | None:
@@ -287,7 +302,9 @@ class CrossAttentionSpec(AttentionSpec):
 
     def max_table_blocks(self, max_model_len: int) -> int:
         """Return the blocks of the most encoder tokens; the request's length does not matter."""
+        require_tokens("max_model_len", max_model_len)
         return ceil_div(self.max_encoder_tokens, self.block_size)
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        require_lengths(max_model_len, max_num_batched_tokens)
         return ceil_div(self.max_encoder_tokens, self.block_size) * self.page_size_bytes

@@ -7,17 +7,17 @@ it. Refuses counts that cannot be meant; whether a plan fits a machine is the pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 
-from kvcache.arguments import as_int, as_tuple, check_fields, check_kind
+from kvcache.arguments import as_int, as_texts, as_tuple, check_fields, check_kind
 from kvcache.errors import ConfigurationError, MalformedMessageError, shown
 from kvcache.logs import get_logger
 from kvcache.specs.plain import SPEC_KINDS, construct, require_dict, spec_from_dict
-from kvcache.specs.spec import KVCacheSpec
+from kvcache.specs.spec import KVCacheSpec, as_specs
 
 logger = get_logger(__name__)
 
@@ -163,7 +163,7 @@ class KVCacheConfig:
 
 def require_eagle_support(specs: Iterable[KVCacheSpec]) -> None:
     """Raise ConfigurationError if a kind cannot give up the last block of a hit."""
-    for spec in specs:
+    for spec in as_specs(specs):
         if not spec.supports_eagle:
             raise ConfigurationError(
                 f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do "
@@ -173,21 +173,27 @@ def require_eagle_support(specs: Iterable[KVCacheSpec]) -> None:
 
 def can_cache_prefixes(specs: Sequence[KVCacheSpec]) -> bool:
     """Say whether requests can start from cached blocks in every group; warn if some cannot."""
-    unable = sorted({spec.kind for spec in specs if not spec.can_prefix_cache})
+    listed = as_specs(specs)
+    unable = sorted({spec.kind for spec in listed if not spec.can_prefix_cache})
     if unable:
         logger.warning(
             "prefix caching is off: KV cache groups of kind %s cannot start from cached blocks",
             ", ".join(unable),
         )
-    return bool(specs) and not unable
+    return bool(listed) and not unable
+
+
+_NO_LISTS = (str, Mapping, Set, np.ndarray)
+"""What can be iterated over, but says nothing of the order of names."""
 
 
 def _as_names(what: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return `names` as a tuple; raises ConfigurationError unless it lists different names."""
-    is_list = isinstance(names, Iterable) and not isinstance(names, (str, Mapping, np.ndarray))
+    is_list = isinstance(names, Iterable) and not isinstance(names, _NO_LISTS)
     listed = tuple(names) if is_list else ()
     if not is_list or not all(isinstance(name, str) for name in listed):
         raise ConfigurationError(f"{what} is {shown(names)}: give a list of layer names")
+    listed = as_texts(what, listed, ConfigurationError)
     twice = [name for name, count in Counter(listed).items() if count > 1]
     if twice:
         raise ConfigurationError(f"{what} has {twice[0]} more than once: name every layer once")

@@ -11,6 +11,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from kvcache.arguments import check_kind
 from kvcache.errors import ConfigurationError, MalformedMessageError, shown
 from kvcache.specs.attention import (
     ChunkedLocalAttentionSpec,
@@ -45,6 +46,7 @@ def spec_from_dict(
     data: object, kinds: Mapping[str, type[KVCacheSpec]] = SPEC_KINDS
 ) -> KVCacheSpec:
     """Return the spec that `to_dict` made `data` from; raises MalformedMessageError."""
+    check_kind("kinds", kinds, Mapping, ConfigurationError)
     kind = data.get("kind") if isinstance(data, dict) else data
     if not isinstance(data, dict) or not isinstance(kind, str) or kind not in kinds:
         raise MalformedMessageError(

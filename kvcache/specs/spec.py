@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcache.arguments import as_int, check_fields
+from kvcache.arguments import as_int, as_objects, check_fields, check_kind
 from kvcache.errors import ConfigurationError
 from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.units import ceil_div
+from kvcache.specs.units import ceil_div, require_tokens
 
 if TYPE_CHECKING:
     from kvcache.specs.attention import FullAttentionSpec
@@ -87,7 +87,7 @@ class KVCacheSpec(ABC):
 
     def max_table_blocks(self, max_model_len: int) -> int:
         """Return how many columns the block table of a request of `max_model_len` tokens has."""
-        return ceil_div(max_model_len, self.block_size)
+        return ceil_div(require_tokens("max_model_len", max_model_len), self.block_size)
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -104,6 +104,7 @@ class KVCacheSpec(ABC):
 
         Blocks that lie wholly among them can be dropped.
         """
+        require_tokens("num_computed_tokens", num_computed_tokens)
         return 0
 
     @abstractmethod
@@ -135,15 +136,15 @@ class KVCacheSpec(ABC):
 
         Raises ConfigurationError when `specs` is empty, or naming the first field that differs.
         """
-        require_kind(cls, specs)
-        for other in specs[1:]:
-            difference = first_difference(specs[0], other)
+        first, *others = require_kind(cls, specs)
+        for other in others:
+            difference = first_difference(first, other)
             if difference is not None:
                 raise ConfigurationError(
                     f"layers of one KV cache group differ in {difference}: give them groups of "
                     "their own"
                 )
-        return specs[0]
+        return first
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a message; `spec_from_dict` is the way back."""
@@ -164,6 +165,8 @@ class Difference:
 
 def first_difference(one: KVCacheSpec, other: KVCacheSpec) -> Difference | None:
     """Return the first field in which two specs differ, their kind before all; None if equal."""
+    check_kind("one", one, KVCacheSpec, ConfigurationError)
+    check_kind("other", other, KVCacheSpec, ConfigurationError)
     if type(one) is not type(other):
         return Difference("kind", one.kind, other.kind)
     for field in fields(one):
@@ -173,12 +176,21 @@ def first_difference(one: KVCacheSpec, other: KVCacheSpec) -> Difference | None:
     return None
 
 
-def require_kind(cls: type[KVCacheSpec], specs: Sequence[KVCacheSpec]) -> None:
-    if not specs:
+def as_specs(specs: object) -> tuple[KVCacheSpec, ...]:
+    """Return the specs of a list or another iterable; raises ConfigurationError otherwise."""
+    listed: tuple[KVCacheSpec, ...] = as_objects("specs", specs, KVCacheSpec, ConfigurationError)
+    return listed
+
+
+def require_kind(cls: type[KVCacheSpec], specs: Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
+    """Return specs, at least one, all of one kind; raises ConfigurationError otherwise."""
+    listed = as_specs(specs)
+    if not listed:
         raise ConfigurationError("no specs to merge: a KV cache group has at least one layer")
-    for spec in specs:
-        if type(spec) is not type(specs[0]) or not isinstance(spec, cls):
+    for spec in listed:
+        if type(spec) is not type(listed[0]) or not isinstance(spec, cls):
             raise ConfigurationError(
-                f"layers of one KV cache group differ in kind ({specs[0].kind}, {spec.kind}): "
+                f"layers of one KV cache group differ in kind ({listed[0].kind}, {spec.kind}): "
                 "give them groups of their own"
             )
+    return listed

@@ -19,7 +19,14 @@ from kvcache.arguments import as_int, check_fields
 from kvcache.errors import ConfigurationError, shown
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec
-from kvcache.specs.units import ceil_div, dtype_name, dtype_size_bytes, require_count
+from kvcache.specs.units import (
+    ceil_div,
+    dtype_name,
+    dtype_size_bytes,
+    require_count,
+    require_lengths,
+    require_tokens,
+)
 
 MAMBA_CACHE_MODES = ("none", "align")
 
@@ -109,6 +116,7 @@ class MambaSpec(KVCacheSpec):
 
     def max_table_blocks(self, max_model_len: int) -> int:
         """Return a column for the running state, or with `align` one per block, and the drafts'."""
+        max_model_len = require_tokens("max_model_len", max_model_len)
         is_aligned = self.mamba_cache_mode == "align"
         num_states = ceil_div(max_model_len, self.block_size) if is_aligned else 1
         return num_states + self.num_speculative_blocks
@@ -122,12 +130,14 @@ class MambaSpec(KVCacheSpec):
 
         With mode `none` the only block holds it.
         """
+        num_computed_tokens = require_tokens("num_computed_tokens", num_computed_tokens)
         if self.mamba_cache_mode == "none":
             return 0
         return max(0, num_computed_tokens - 1) // self.block_size * self.block_size
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Return the bytes of the states a request holds at a time; its length does not matter."""
+        require_lengths(max_model_len, max_num_batched_tokens)
         return (self.num_state_blocks or 0) * self.page_size_bytes
 
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
@@ -135,7 +145,8 @@ class MambaSpec(KVCacheSpec):
         return replace(self, block_size=block_size)
 
     def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
-        return replace(self, page_size_padded=page_size_bytes)
+        page_size_padded = require_count("page_size_bytes", page_size_bytes)
+        return replace(self, page_size_padded=page_size_padded)
 
     def _offsets_and_end(self) -> tuple[int, ...]:
         offsets = [0]

@@ -49,6 +49,19 @@ def require_count(name: str, value: object, *, at_least: int = 1) -> int:
     return as_int(name, value, at_least, error=ConfigurationError)
 
 
+def require_tokens(name: str, value: object) -> int:
+    """Return a number of tokens, 0 or more; raises ConfigurationError otherwise."""
+    return as_int(name, value, error=ConfigurationError)
+
+
+def require_lengths(max_model_len: object, max_num_batched_tokens: object) -> tuple[int, int]:
+    """Return the tokens of the longest request and of a step; raises ConfigurationError."""
+    return (
+        require_tokens("max_model_len", max_model_len),
+        require_tokens("max_num_batched_tokens", max_num_batched_tokens),
+    )
+
+
 def ceil_div(dividend: int, divisor: int) -> int:
     """Return `dividend / divisor`, rounded up."""
     return -(-dividend // divisor)

@@ -11,18 +11,13 @@ import numpy as np
 from actors import AsyncKVCacheClient, KVCacheClient, LocalCluster
 from kvcache import (
     BlockPool,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
     Fork,
     FreeKVCacheBlockQueue,
-    FullAttentionSpec,
     HybridKVCacheCoordinator,
     KVCacheBlocks,
     KVCacheConfig,
     KVCacheManager,
     LoRARequest,
-    MambaSpec,
-    MLAAttentionSpec,
     MultiModalPosition,
     Namespace,
     NewRequest,
@@ -33,7 +28,6 @@ from kvcache import (
     ResumedRequest,
     RunningRequests,
     RunningRow,
-    SlidingWindowSpec,
     StepRequest,
     UnitaryKVCacheCoordinator,
     VirtualClock,
@@ -69,7 +63,6 @@ from tests.attack.argument_kinds import (
     COUNT,
     COUNTS,
     DIGESTS,
-    DTYPE,
     HOSTILE,
     ID,
     IDS,
@@ -92,7 +85,7 @@ from tests.attack.argument_kinds import (
     instance_of,
     list_of,
 )
-from tests.attack.type_table import Arguments, Builder, Case, Subject
+from tests.attack.type_table import Arguments, Builder, Case, Subject, function_case
 from tests.manager.managers_under_test import ENCODER, HYBRID, Shape, make_config
 from tests.managers.core_builders import chunked, cross, full, mamba, plan, window
 
@@ -1017,12 +1010,27 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
         num_running_requests=COUNT,
     )
     of.method("get_blocks", {"request_id": "a"})
+    chosen = function_case(
+        get_kv_cache_coordinator,
+        lambda world: {
+            "kv_cache_config": plan(32, *specs),
+            "pool": world.pool,
+            "enable_caching": True,
+            "use_eagle": False,
+            "managers": MANAGERS,
+        },
+        kv_cache_config=CONFIG,
+        pool=instance_of(BlockPool),
+        enable_caching=BOOL,
+        use_eagle=BOOL,
+        managers=MAPPING,
+    )
     return Subject(
         cls.__name__,
         lambda: make_tables(*specs, **options),
         state_of_tables,
         lambda world: check_pool(world.pool),
-        tuple(of.cases),
+        (*of.cases, chosen),
     )
 
 
@@ -1045,66 +1053,3 @@ POOL_SUBJECTS = (
     coordinator_subject(HybridKVCacheCoordinator, full(), window(6)),
     coordinator_subject(KVCacheCoordinatorNoPrefixCache, full(), enable_caching=False),
 )
-
-
-# --- specs ---------------------------------------------------------------------------------------
-
-SPEC_ARGUMENTS: Arguments = {
-    "block_size": 4,
-    "num_kv_heads": 2,
-    "head_size": 8,
-    "dtype": "float16",
-    "page_size_padded": 512,
-}
-
-
-def spec_subject() -> Subject:
-    limits = {"sliding_window": POSITIVE, "attention_chunk_size": POSITIVE}
-    kinds = {
-        "block_size": POSITIVE,
-        "num_kv_heads": POSITIVE,
-        "head_size": POSITIVE,
-        "dtype": DTYPE,
-        "page_size_padded": POSITIVE.without(None).also(5),
-        "use_mla": BOOL,
-        "max_encoder_tokens": POSITIVE,
-        **limits,
-    }
-    cases = []
-    for cls, more in (
-        (FullAttentionSpec, {"use_mla": False, "sliding_window": 8, "attention_chunk_size": None}),
-        (MLAAttentionSpec, {"use_mla": True, "sliding_window": None, "attention_chunk_size": 8}),
-        (SlidingWindowSpec, {"sliding_window": 8}),
-        (ChunkedLocalAttentionSpec, {"attention_chunk_size": 8}),
-        (CrossAttentionSpec, {"max_encoder_tokens": 8}),
-        (MambaSpec, {}),
-    ):
-        if cls is MambaSpec:
-            arguments: Arguments = {
-                "block_size": 4,
-                "shapes": ((8,),),
-                "dtypes": ("float16",),
-                "mamba_cache_mode": "align",
-                "num_speculative_blocks": 2,
-                "page_size_padded": 512,
-            }
-        else:
-            arguments = {**SPEC_ARGUMENTS, **more}
-        spec = cls(**arguments)
-        of = Builder(cls, lambda world, spec=spec: spec, kinds)
-        remembers = issubclass(cls, FullAttentionSpec)
-        of.made(
-            arguments,
-            shapes=Kind(
-                "shapes", (*NO_LIST, [5], [(1.5,)], [("8",)], [(True,)], [(0,)], [(None,)], ["8"])
-            ),
-            dtypes=list_of("dtypes", ["no such"]),
-            mamba_cache_mode=NAME,
-            num_speculative_blocks=COUNT,
-            **{k: v.without(None) if remembers else v for k, v in limits.items()},
-        )
-        cases += of.cases
-    return Subject("specs", cases=tuple(cases))
-
-
-SPEC_SUBJECTS = (spec_subject(),)

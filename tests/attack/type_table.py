@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,8 @@ import kvcache
 import kvcache.offload
 import kvcache.planner
 import kvcache.sequences
+import kvcache.specs
+from kvcache.errors import InvalidInputError, KVCacheError
 from tests.attack.argument_kinds import Kind
 
 World = Any
@@ -41,6 +43,11 @@ class Case:
     call: Callable[[World, Arguments], object]
     skips_forms: frozenset[str] = frozenset()
     """Parameters whose other forms cannot be compared."""
+    error: type[KVCacheError] = InvalidInputError
+
+    def of_message(self) -> Case:
+        """The same for what reads a message, which is another error."""
+        return replace(self, error=KVCacheError)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,23 @@ def function_case(
 
 # --- what there is to be called ------------------------------------------------------------------
 
-MODULES: tuple[ModuleType, ...] = (kvcache, kvcache.planner, kvcache.offload, kvcache.sequences)
+MODULES: tuple[ModuleType, ...] = (
+    kvcache,
+    kvcache.offload,
+    kvcache.planner,
+    kvcache.sequences,
+    kvcache.specs,
+)
+CLIENTS = ("AsyncKVCacheClient", "KVCacheClient")
+
+
+@dataclass(frozen=True)
+class Border:
+    """A public callable: its name in the table, its parameters, the class that it is of."""
+
+    name: str
+    parameters: frozenset[str]
+    owner: type[Any] | None = None
 
 
 def parameters(function: Any) -> tuple[str, ...]:
@@ -164,41 +187,42 @@ def constructor_parameters(cls: type[Any]) -> tuple[str, ...]:
 
 def exported() -> dict[str, Any]:
     """All classes and functions that are public, by name."""
-    found = {}
+    found = {name: getattr(actors, name) for name in CLIENTS}
     for module in MODULES:
         for name in module.__all__:
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 found[name] = value
-    for name in ("KVCacheClient", "AsyncKVCacheClient"):
-        found[name] = getattr(actors, name)
     return found
 
 
-def callables() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """All that can be called with arguments, as the table names it, and its parameters."""
+def is_implemented_by_others(cls: type[Any]) -> bool:
+    """Whether a class only says what others have to offer."""
+    return bool(getattr(cls, "_is_protocol", False)) or inspect.isabstract(cls)
+
+
+def borders() -> Iterator[Border]:
+    """All that can be called with arguments. Of protocols and abstract classes: nothing."""
     for name, value in exported().items():
         if inspect.isfunction(value):
-            yield name, parameters(value)
-        elif not issubclass(value, (BaseException, Enum)):
-            yield from _of_class(value)
+            yield Border(name, frozenset(parameters(value)))
+        elif not issubclass(value, (BaseException, Enum)) and not is_implemented_by_others(value):
+            yield from (each for each in _of_class(value) if each.parameters)
 
 
-def _of_class(cls: type[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    is_made = not getattr(cls, "_is_protocol", False) and not inspect.isabstract(cls)
-    if is_made and (names := constructor_parameters(cls)):
-        yield f"{cls.__name__}.__init__", names
+def _of_class(cls: type[Any]) -> Iterator[Border]:
+    yield Border(f"{cls.__name__}.__init__", frozenset(constructor_parameters(cls)), cls)
     for name in dir(cls):
         found = inspect.getattr_static(cls, name)
         if name.startswith("_"):
             continue
         if isinstance(found, property):
             if found.fset is not None:
-                yield f"{cls.__name__}.{name}=", (name,)
+                yield Border(f"{cls.__name__}.{name}=", frozenset({name}), cls)
             continue
         function = getattr(found, "__func__", found)
-        if inspect.isfunction(function) and _is_ours(function) and (names := parameters(function)):
-            yield f"{cls.__name__}.{name}", names
+        if inspect.isfunction(function) and _is_ours(function):
+            yield Border(f"{cls.__name__}.{name}", frozenset(parameters(function)), cls)
 
 
 def _is_ours(function: Any) -> bool:
@@ -207,172 +231,82 @@ def _is_ours(function: Any) -> bool:
 
 # --- what stands in no table ----------------------------------------------------------------------
 
-INNER_METHODS = frozenset(
-    {
-        "adopt",
-        "append_checked_token_ids",
-        "attach",
-        "blocks_of",
-        "boundaries",
-        "cache_runs",
-        "can_all_be_cached",
-        "can_be_cached",
-        "capacity_tokens",
-        "columns",
-        "connect",
-        "describe",
-        "extend_table",
-        "find_quarantined",
-        "finder",
-        "forget_copies",
-        "forget_request",
-        "fork",
-        "get_new_blocks_for",
-        "give_back",
-        "group_hashes",
-        "has_blocks",
-        "has_room",
-        "holders_of",
-        "known",
-        "leading_token_bytes",
-        "longest_hit",
-        "longest_hits",
-        "longest_match",
-        "match_all",
-        "match_groups",
-        "next_full_tokens",
-        "next_skip_tokens",
-        "note_cached",
-        "note_next_digest",
-        "note_own_end",
-        "num_cached_blocks",
-        "num_unheld",
-        "packed_block_hashes",
-        "replace_block",
-        "require_cacheable",
-        "rewind",
-        "row_limits",
-        "seal",
-        "tail_first",
-        "take",
-        "take_back",
-        "take_back_boundaries",
-        "take_back_run",
-        "take_skipped_blocks",
-        "take_uncached_runs",
-        "tenant_numbers",
-        "token_bytes",
-        "weight",
-        "weights",
-        "withdraw",
-        "writes_column",
-    }
-)
-"""Methods for those who run the object, and have checked: they take arguments on their word."""
-
-NO_BORDERS = frozenset(
-    {
-        "AllocatorStatistics",
-        "AttentionSpec",
-        "BlockCore",
-        "BlocksRemoved",
-        "BlocksStored",
-        "CacheHit",
-        "Core",
-        "CoreStatistics",
-        "Discards",
-        "EventSink",
-        "FetchJob",
-        "GroupReport",
-        "HandlerRoute",
-        "HashFn",
-        "HierarchyStatistics",
-        "KVCacheBlock",
-        "KVCacheCoordinator",
-        "KVCacheSpec",
-        "LoadJob",
-        "ManagerStatistics",
-        "NullEventSink",
-        "NullOffloadHooks",
-        "OffloadHit",
-        "OffloadHooks",
-        "OffloadingEvent",
-        "OffloadingHandler",
-        "OffloadingManager",
-        "OffloadingSpec",
-        "OverdueJob",
-        "Plan",
-        "PlanReport",
-        "PrepareStoreOutput",
-        "RankReport",
-        "Refusal",
-        "SingleTypeKVCacheManager",
-        "SpillJob",
-        "StepResult",
-        "StoreJob",
-        "TierHits",
-        "TierStatistics",
-        "TransferResult",
-        "TransferSpec",
-    }
-)
-"""What is handed out, what others implement or derive from, and what stands below a manager."""
-
-UNCOVERED = frozenset(
-    {
-        "*.max_memory_usage_bytes",
-        "*.max_table_blocks",
-        "*.merge",
-        "*.num_skipped_tokens",
-        "*.with_block_size",
-        "*.with_page_size_padded",
-        "HFChoices",
-        "KVCacheConfig",
-        "KVCacheGroupSpec",
-        "KVCacheTensor",
-        "PlanOptions",
-        "RankCoordinates",
-        "RankMemory",
-        "check_enough_kv_cache_memory",
-        "cluster_from_hf_config",
-        "create_kv_cache_group_specs",
-        "estimate_max_model_len",
-        "get_kv_cache_config",
-        "get_kv_cache_configs",
-        "get_kv_cache_coordinator",
-        "get_kv_cache_groups",
-        "get_manager_for_kv_cache_spec",
-        "get_max_concurrency_for_kv_cache_config",
-        "get_num_blocks",
-        "get_uniform_page_size",
-        "is_kv_cache_page_size_uniform",
-        "is_kv_cache_type_attention_free",
-        "is_kv_cache_type_uniform",
-        "layer_order",
-        "layout_fingerprint",
-        "max_memory_usage_bytes",
-        "merge_rank_specs",
-        "model_from_hf_config",
-        "plan_cluster",
-        "plan_fingerprint",
-        "plan_kv_cache",
-        "plan_options",
-        "project_groups",
-        "rank_coordinates",
-        "rank_layout_fingerprint",
-        "rank_memory",
-        "report_plan",
-        "unify_hybrid_kv_cache_specs",
-        "unify_kv_cache_configs",
-        "unify_page_sizes",
-    }
-)
-"""Borders whose arguments no table drives yet."""
+EXEMPTIONS: dict[str, str] = {
+    "made by the package and handed out: figures, answers, jobs, events": """
+        AllocatorStatistics CoreStatistics HierarchyStatistics ManagerStatistics TierStatistics
+        GroupReport Plan PlanReport RankReport Difference PageTensor
+        CacheHit StepResult Refusal TierHits OffloadingEvent PrepareStoreOutput
+        Discards FetchJob LoadJob OverdueJob SpillJob StoreJob
+        BlocksRemoved BlocksStored KVCacheBlock
+    """,
+    "answers of what others implement, read by the package": """
+        HandlerRoute OffloadHit TransferResult TransferSpec
+    """,
+    "do nothing": "NullEventSink NullOffloadHooks",
+    "the core under a manager, which has checked": "BlockCore",
+    "figures that are added up, not arguments": """
+        PrefixCacheStats.__init__:reset,requests,queries,hits
+        PrefixCacheStats.__init__:preempted_requests,preempted_queries,preempted_hits
+        Pin.__init__:num_tokens,num_blocks,expires_at_s
+    """,
+    "arithmetic and a check, on the package's own numbers": "ceil_div require_count",
+    "of a pool, for those who keep its books": """
+        BlockPool.adopt BlockPool.blocks_of BlockPool.cache_runs BlockPool.can_all_be_cached
+        BlockPool.can_be_cached BlockPool.describe BlockPool.find_quarantined
+        BlockPool.forget_copies BlockPool.get_new_blocks_for BlockPool.give_back
+        BlockPool.has_room BlockPool.known BlockPool.num_unheld BlockPool.seal BlockPool.take
+        BlockPool.tenant_numbers BlockPool.weight BlockPool.weights BlockPool.withdraw
+    """,
+    "of a manager of one kind, for its coordinator": """
+        SingleTypeKVCacheManager.capacity_tokens SingleTypeKVCacheManager.columns
+        SingleTypeKVCacheManager.extend_table SingleTypeKVCacheManager.finder
+        SingleTypeKVCacheManager.forget_request SingleTypeKVCacheManager.fork
+        SingleTypeKVCacheManager.group_hashes SingleTypeKVCacheManager.longest_hits
+        SingleTypeKVCacheManager.longest_match SingleTypeKVCacheManager.match_all
+        SingleTypeKVCacheManager.match_groups SingleTypeKVCacheManager.next_full_tokens
+        SingleTypeKVCacheManager.next_skip_tokens SingleTypeKVCacheManager.note_cached
+        SingleTypeKVCacheManager.note_own_end SingleTypeKVCacheManager.num_cached_blocks
+        SingleTypeKVCacheManager.replace_block SingleTypeKVCacheManager.require_cacheable
+        SingleTypeKVCacheManager.rewind SingleTypeKVCacheManager.row_limits
+        SingleTypeKVCacheManager.take_back SingleTypeKVCacheManager.take_back_run
+        SingleTypeKVCacheManager.take_skipped_blocks SingleTypeKVCacheManager.take_uncached_runs
+        SingleTypeKVCacheManager.writes_column
+        MambaManager.boundaries MambaManager.take_back_boundaries
+    """,
+    "of a coordinator, for its core": """
+        KVCacheCoordinator.has_blocks KVCacheCoordinator.holders_of KVCacheCoordinator.longest_hit
+        KVCacheCoordinator.next_skip_tokens KVCacheCoordinator.note_own_end
+        KVCacheCoordinator.row_limits KVCacheCoordinator.tail_first
+        KVCacheCoordinator.take_skipped_blocks
+    """,
+    "of a request, for the manager that serves it": """
+        Request.append_checked_token_ids Request.leading_token_bytes Request.note_next_digest
+        Request.packed_block_hashes Request.token_bytes
+    """,
+    "of a block, for its allocator": "PrefixCachingBlock.attach",
+    "of a tier, for its hierarchy": "TierManager.adopt",
+    "made by a cluster, of its own parts": """
+        KVCacheClient.__init__ AsyncKVCacheClient.__init__ AsyncKVCacheClient.connect
+    """,
+}
+"""Reason to names: a class, a method of a class and of those derived from it, or parameters."""
 
 
-def is_exempt(name: str) -> bool:
-    """Whether a callable, as `callables` names it, stands in no table for a reason."""
-    owner, _, method = name.partition(".")
-    if owner in NO_BORDERS or owner in UNCOVERED or method in INNER_METHODS:
-        return True
-    return owner.endswith("Spec") and f"*.{method}" in UNCOVERED
+def exempted() -> dict[str, frozenset[str]]:
+    """Name to the parameters that no table has to drive; none: all of them."""
+    found: dict[str, frozenset[str]] = {}
+    for names in EXEMPTIONS.values():
+        for each in names.split():
+            name, _, of_parameters = each.partition(":")
+            listed = frozenset(of_parameters.split(",")) if of_parameters else frozenset()
+            found[name] = found.get(name, frozenset()) | listed
+    return found
+
+
+def names_of(border: Border) -> set[str]:
+    """The names under which an exemption can be: of the class, and of those it is derived from."""
+    if border.owner is None:
+        return {border.name}
+    method = border.name.partition(".")[2]
+    classes = [cls.__name__ for cls in border.owner.__mro__]
+    return {border.owner.__name__, *(f"{name}.{method}" for name in classes)}

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 
+from kvcache.arguments import check_kind
 from kvcache.errors import ConfigurationError, shown
 from kvcache.specs import DTYPE_SIZES_BYTES
 
@@ -40,6 +42,7 @@ class HFFields:
         Raises ConfigurationError for a file that cannot be read, holds no JSON object, or says
         something twice.
         """
+        check_kind("source", source, (str, PathLike, Mapping), ConfigurationError)
         if isinstance(source, Mapping):
             return cls._of("config.json", source)
         try:

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcache.arguments import as_int, check_fields, check_kind
 from kvcache.config import ClusterConfig, ModelConfig, parse_config
 from kvcache.errors import ConfigurationError, shown
 from kvcache.planner.hf_config.architectures import ARCHITECTURES, STATED, Architecture
 from kvcache.planner.hf_config.blocks import CacheMode, Deployment, in_runs
 from kvcache.planner.hf_config.fields import HFFields
-from kvcache.specs import MAMBA_CACHE_MODES, dtype_size_bytes, require_count
+from kvcache.specs import MAMBA_CACHE_MODES
+from kvcache.specs.units import dtype_name
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class HFChoices:
 
     `max_model_len` "auto": as long as memory allows, up to what the model was made for. `dtype`
     None: keys and values have the model's. `mamba_cache_mode` "align": states can be started from.
+    Raises ConfigurationError for choices that cannot be meant for any model.
     """
 
     tensor_parallel_size: int = 1
@@ -31,6 +34,21 @@ class HFChoices:
     max_model_len: int | str = "auto"
     dtype: str | None = None
     mamba_cache_mode: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            check_fields(self, as_int, name, at_least=1)
+        if not isinstance(
+            self.max_model_len, str
+        ):  # of text the section `model` says what is wrong
+            check_fields(self, as_int, "max_model_len", at_least=1)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        mode: object = self.mamba_cache_mode
+        if not isinstance(mode, str) or mode not in MAMBA_CACHE_MODES:
+            raise ConfigurationError(
+                f"mamba_cache_mode is {shown(mode)}: use one of {', '.join(MAMBA_CACHE_MODES)}"
+            )
 
 
 def model_from_hf_config(
@@ -55,7 +73,8 @@ def cluster_from_hf_config(
     `sections`: others than `model` and `parallel`, as they stand in a YAML file. Raises as
     `model_from_hf_config` does, and for settings that are wrong.
     """
-    chosen = choices or HFChoices()
+    chosen = HFChoices() if choices is None else choices
+    check_kind("choices", chosen, HFChoices, ConfigurationError)
     fields = HFFields.read(source)
     data: dict[str, object] = {
         "model": _model(fields, chosen),
@@ -69,11 +88,11 @@ def cluster_from_hf_config(
 
 def _model(fields: HFFields, choices: HFChoices) -> dict[str, object]:
     """Return the section `model`, in plain values."""
-    require_count("tensor_parallel_size", choices.tensor_parallel_size)
     architecture = _architecture_of(fields)
     fields = fields.with_defaults(architecture.defaults)
     dtype = _model_dtype(fields, choices)
-    deployment = Deployment(choices.tensor_parallel_size, _cache_mode(choices), dtype)
+    cache_mode: CacheMode = "align" if choices.mamba_cache_mode == "align" else "none"
+    deployment = Deployment(choices.tensor_parallel_size, cache_mode, dtype)
     layers = in_runs(architecture.read_layers(fields, deployment))
     return {
         "name": _name_of(fields),
@@ -82,17 +101,6 @@ def _model(fields: HFFields, choices: HFChoices) -> dict[str, object]:
         "dtype": choices.dtype or dtype,
         "layers": [layer.model_dump() for layer in layers],
     }
-
-
-def _cache_mode(choices: HFChoices) -> CacheMode:
-    if choices.mamba_cache_mode == "none":
-        return "none"
-    if choices.mamba_cache_mode == "align":
-        return "align"
-    raise ConfigurationError(
-        f"mamba_cache_mode is {shown(choices.mamba_cache_mode)}: use one of "
-        f"{', '.join(MAMBA_CACHE_MODES)}"
-    )
 
 
 def _architecture_of(fields: HFFields) -> Architecture:
@@ -124,8 +132,6 @@ def _model_dtype(fields: HFFields, choices: HFChoices) -> str:
         raise fields.refused(
             "neither dtype nor torch_dtype is in it: choose a dtype, such as bfloat16"
         )
-    if choices.dtype is not None:
-        dtype_size_bytes(choices.dtype)
     return next(iter(stated), choices.dtype or "")
 
 
