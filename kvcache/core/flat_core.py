@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from math import gcd, lcm
 from typing import Any
 
@@ -702,9 +703,18 @@ class FlatCore:
         self.digester.set_root(n, self.none_hash)
         return n
 
-    def reach_nodes(self, num_more: int) -> bool:
+    def roots_of(self, namespaces: Sequence[Namespace]) -> list[int]:
+        """Return the roots of several namespaces, made if need be: none of them makes room for
+        another, though nothing continues them yet."""
+        self._roots_at_most = max(self._roots_at_most, len(self.roots) + len(namespaces) + 1)
+        return [self.root(namespace) for namespace in namespaces]
+
+    def reach_nodes(self, num_more: int, spared: Int32Array = EMPTY_INT32) -> bool:
         """Make sure that so many nodes can be made, and forget what is oldest for them if need be:
-        only where nodes outlive their blocks can there be too few. Say whether there are."""
+        only where nodes outlive their blocks can there be too few. Say whether there are.
+
+        What the nodes `spared` have is not forgotten.
+        """
         books = self.books
         num_indexed = books.columns.number.item(NUM_INDEXED) + num_more
         if 2 * num_indexed > len(books.columns.index):
@@ -712,7 +722,7 @@ class FlatCore:
             index_again(books.book)
         while not books.reach_nodes(num_more):
             c = books.columns
-            unheld = self._oldest_cached(max(16, len(c.block) // 64))
+            unheld = self._oldest_cached(max(16, len(c.block) // 64), spared)
             if not len(unheld):
                 return False
             self._forget(unheld)
@@ -791,18 +801,21 @@ class FlatCore:
                 lost.append(b)
         self._forget(int32_array(lost))
 
-    def _oldest_cached(self, count: int) -> Int32Array:
-        """Return cached blocks that nobody holds, the next victims first."""
-        c = self.books.columns
-        if self.order is not None:
-            return int32_array(self.order.policy.order()[:count])
-        found: list[int] = []
-        b = c.block.item(0, NEXT)
-        while b and len(found) < count:
-            if c.block.item(b, NODE):
-                found.append(b)
-            b = c.block.item(b, NEXT)
-        return int32_array(found)
+    def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
+        """Return cached blocks that nobody holds, the next victims first, without those of the
+        nodes `spared`."""
+        c, stay = self.books.columns, {0, *spared.tolist()}
+        oldest = self._free_list() if self.order is None else self.order.policy.order()
+        found = islice((b for b in oldest if c.block.item(b, NODE) not in stay), count)
+        return int32_array(list(found))
+
+    def _free_list(self) -> Iterable[int]:
+        """Yield the blocks that nobody holds, in the order in which they are taken."""
+        block = self.books.columns.block
+        b = block.item(0, NEXT)
+        while b:
+            yield b
+            b = block.item(b, NEXT)
 
     def _sweep_roots(self) -> None:
         """Let namespaces go in which nothing is cached and no request runs."""
@@ -918,7 +931,7 @@ class FlatCore:
         self._last = None
         root = self.root(request.namespace)
         if end > depth:
-            self.reach_nodes(end - depth)
+            self.reach_nodes(end - depth, books.columns.path[:depth])
         r = self._open_row(request)
         tokens, (_, _, keys) = request.all_token_ids, self._keys_of(request, end)
         digests = self._known_digests(request, end)

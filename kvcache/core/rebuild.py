@@ -154,7 +154,7 @@ def _plant_group(
     above = labels.parent_rows(core.none_hash)
     count = len(labels)
     behind = np.zeros(count, np.int32)
-    roots = [core.root(namespace) for namespace in fitting.namespaces]
+    roots = core.roots_of(fitting.namespaces)
     namespaces = labels.namespaces.tolist()
     for row in np.flatnonzero(above == FIRST_BLOCK).tolist():
         behind[row] = roots[namespaces[row]]

@@ -133,6 +133,26 @@ def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
         assert core.look_up(again).num_tokens == 200
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) -> None:
+    for length in range(280, 305, 4):
+        core = make_flat_core(12, window(5), has_workers=False, policy_name=policy)
+        core.books.max_nodes = 76  # as many as there are from the start
+        first = make_request("first", [1] * length)
+        for end in range(8, length + 8, 8):
+            assert core.reserve(first, Reservation(end - 8, end, min(end, length))) is not None
+        core.free(first)
+        second = make_request("second", [*[1] * length, *[2] * 40])
+        hit = core.look_up(second)
+        before = [ids.tolist() for ids in hit.block_ids]
+        end = hit.num_tokens + 16
+        changes = core.reserve(second, Reservation(hit.num_tokens, end, end), hit)
+        assert changes is not None
+        core.check()
+        count = len(before[0])
+        assert core.block_ids("second")[0][:count] == before[0]
+
+
 def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
     core = make_flat_core(100, full(4), full(6))
     request = make_request("r", range(100, 113))

@@ -16,13 +16,18 @@ from kvcache.labels import BlockLabel, LabelSet
 from kvcache.request import LoRARequest, Request
 from kvcache.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
+from tests.core.builders import make_flat_core
 from tests.extents.builders import make_core as make_extent_core
 from tests.managers.core_builders import NONE_HASH, full, make_request, window
 from tests.managers.core_builders import make_core as make_block_core
 from tests.rebuild.ranks import packed
 
 HASH_FN = get_hash_fn("sha256")
-CORES: dict[str, Callable[..., Core]] = {"blocks": make_block_core, "extents": make_extent_core}
+CORES: dict[str, Callable[..., Core]] = {
+    "blocks": make_block_core,
+    "extents": make_extent_core,
+    "flat": make_flat_core,
+}
 
 each_core = pytest.mark.parametrize("make_core", CORES.values(), ids=CORES)
 
@@ -200,3 +205,24 @@ def test_nothing_is_kept_of_no_ranks_or_no_labels(make_core: Callable[..., Core]
     assert core.restore([packed([])]) == 0
     assert core.take_commands() == []
     core.check()
+
+
+@each_core
+def test_any_number_of_tenants_is_kept_and_kept_apart(make_core: Callable[..., Core]) -> None:
+    labels = [
+        label_of(
+            number + 1,
+            NONE_HASH,
+            [number % 2] * 4,
+            namespace=namespace_name(Namespace(0, None, None, f"tenant {number}")),
+        )
+        for number in range(200)
+    ]
+    core = make_core(300)
+    assert core.restore([packed(labels)]) == 200
+    core.check()
+    for number in range(200):
+        own = make_request("own", [number % 2] * 5, tenant=f"tenant {number}")
+        other = make_request("other", [1 - number % 2] * 5, tenant=f"tenant {number}")
+        assert core.look_up(own).block_ids[0].tolist() == [number + 1]
+        assert core.look_up(other).num_tokens == 0
