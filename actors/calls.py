@@ -25,9 +25,9 @@ from kvcache.arrays import int32_array
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.errors import BlockError, RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.kv_cache_manager import COUNTS
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_calls import Wanted
 from kvcache.request import LoRARequest, Request, TokenIds, as_token_ids, check_request
 
 T = TypeVar("T")
@@ -69,11 +69,11 @@ class CallBook:
     def allocate_slots(
         self,
         request: Request,
-        wanted: Wanted,
+        counts: Sequence[int],
         new_computed_blocks: KVCacheBlocks | None,
         delay_cache_blocks: bool,
     ) -> RemoteCall[KVCacheBlocks | None]:
-        """Slots for more tokens, of which `checked_wanted` made `wanted`."""
+        """Slots for more tokens: as many as `checked_counts` returned."""
         if new_computed_blocks is not None:
             check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
 
@@ -82,7 +82,7 @@ class CallBook:
                 return None
             return KVCacheBlocks(_tables(values["block_ids"]), _tables(values["unhashed"]))
 
-        arguments: dict[str, Any] = wanted._asdict()
+        arguments: dict[str, Any] = dict(zip(COUNTS, counts, strict=True))
         arguments["delay_cache_blocks"] = as_bool(
             "delay_cache_blocks", delay_cache_blocks, RequestError
         )

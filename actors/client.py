@@ -14,9 +14,9 @@ from actors.connection import require_served
 from actors.step_client import StepClient
 from kvcache.errors import RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.kv_cache_manager import checked_counts
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_calls import checked_wanted
 from kvcache.messages import CallResult
 from kvcache.request import LoRARequest, Request, TokenIds
 from kvcache.step import NO_STEP
@@ -49,7 +49,7 @@ class KVCacheClient(StepClient):
         num_encoder_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """See `KVCacheManager.allocate_slots`. Forwards wait for `last_seq` afterwards."""
-        wanted = checked_wanted(
+        counts = checked_counts(
             request,
             num_new_tokens,
             num_new_computed_tokens,
@@ -58,7 +58,7 @@ class KVCacheClient(StepClient):
             num_external_computed_tokens,
             num_encoder_tokens,
         )
-        call = self._book.allocate_slots(request, wanted, new_computed_blocks, delay_cache_blocks)
+        call = self._book.allocate_slots(request, counts, new_computed_blocks, delay_cache_blocks)
         return self._run(call)
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:

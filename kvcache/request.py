@@ -113,6 +113,7 @@ class Request:
         "mm_positions",
         "namespace",
         "num_prompt_tokens",
+        "num_truncations",
         "request_id",
         "skip_reading_prefix_cache",
     )
@@ -172,6 +173,8 @@ class Request:
         )
         self.num_prompt_tokens: Final[int] = tokens.size
         self._num_preemptions = 0
+        self.num_truncations = 0
+        """How often tokens were taken back: while it stays, tokens are only added."""
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
         # A copy that nobody else has is kept as it is. Another one is made as bytes: they are what
@@ -289,6 +292,7 @@ class Request:
                 f"from {self.num_prompt_tokens} to {self._num_tokens}"
             )
         self._num_tokens = num_tokens
+        self.num_truncations += 1
         self._num_computed_tokens = min(self._num_computed_tokens, num_tokens)
         if self._block_hasher is not None:
             num_full = num_tokens // self._block_hasher.block_size

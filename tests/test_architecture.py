@@ -70,7 +70,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("request_book", "step_ledger", "admission", "forks"),
         ("cache_control", "loads", "tiers"),
         ("row_plan", "step_plan", "step_execution"),
-        ("request_calls", "holds", "cache_view"),
+        ("holds", "cache_view"),
         ("parts",),
         ("kv_cache_manager",),
     ),

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arguments import are_ints, as_int, check_fields
 from kvcache.arrays import IndexArray, Int32Array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.errors import RequestError
@@ -176,8 +175,7 @@ class ForkOrigin:
     newest_state: NewestState
 
 
-@dataclass(frozen=True)
-class Reservation:
+class Reservation(NamedTuple):
     """How far a request's block tables must reach, in tokens from position 0.
 
     `num_computed_tokens` are computed before this step, the hit included (skipped blocks before
@@ -188,8 +186,7 @@ class Reservation:
     Groups that keep states ask where the forward ends: after `num_own_tokens`, drafts and lookahead
     left out (None: all slots are for own tokens). `newest_state` is where a running request's last
     forward ended, None if there was none. `num_encoder_tokens` matters on admission only.
-
-    Raises RequestError for a number that is no integer of at least 0.
+    All numbers are integers of at least 0.
     """
 
     num_computed_tokens: int
@@ -199,21 +196,6 @@ class Reservation:
     num_own_tokens: int | None = None
     newest_state: NewestState | None = None
     num_encoder_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        counts = (
-            self.num_computed_tokens,
-            self.num_slot_tokens,
-            self.num_cached_tokens,
-            self.num_spare_blocks,
-            self.num_encoder_tokens,
-            self.own_end,
-        )
-        if are_ints(counts) and min(counts) >= 0:
-            return
-        names = [name for name in vars(self) if name not in {"num_own_tokens", "newest_state"}]
-        check_fields(self, as_int, *names, error=RequestError)
-        check_fields(self, as_int, "num_own_tokens", error=RequestError, is_optional=True)
 
     @property
     def own_end(self) -> int:

@@ -58,7 +58,7 @@ class LookUp:
         self._state_groups = tuple(
             group for group in parts.shape.others if group.spec.num_state_blocks is not None
         )
-        self._found: tuple[Request, int, Match | None] | None = None
+        self._found: tuple[Request, tuple[int, int], Match | None] | None = None
 
     def forget(self) -> None:
         """Something has changed: what was found does not hold any more."""
@@ -66,11 +66,11 @@ class LookUp:
 
     def find(self, request: Request) -> Match | None:
         """Return the longest hit of at most `num_tokens - 1` tokens, None if there is none."""
-        found, num_tokens = self._found, request.num_tokens
-        if found is not None and found[0] is request and found[1] == num_tokens:
+        found, state = self._found, (request.num_tokens, request.num_truncations)
+        if found is not None and found[0] is request and found[1] == state:
             return found[2]
-        match = self._find(request, num_tokens - 1)
-        self._found = request, num_tokens, match
+        match = self._find(request, request.num_tokens - 1)
+        self._found = request, state, match
         return match
 
     def find_again(self, request: Request, hit: CacheHit) -> Match:

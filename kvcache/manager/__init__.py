@@ -1,7 +1,7 @@
 """`KVCacheManager` and what it is made of: requests, slots, steps, pins and statistics.
 
-kv_cache_manager.py   the common face                 parts.py            how it is put together
-request_calls.py      a request, call by call         admission.py        hit, blocks and slot
+kv_cache_manager.py   the face; requests by call      parts.py            how it is put together
+cache_blocks.py       blocks as calls return them     admission.py        who may be let in
 step_plan.py          a step, checked                 step_execution.py   a step, carried out
 step_ledger.py        what a failed step takes back   row_plan.py         running rows as arrays
 slots.py              rows of running requests        request_book.py     who is known

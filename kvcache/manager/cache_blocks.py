@@ -2,21 +2,23 @@
 
 What `get_computed_blocks` found and `allocate_slots` added, per KV cache group. A snapshot: it
 holds ids, no references, and refuses nothing; the manager checks it when it comes back. Ids are
-kept as arrays; lists are made for whoever asks for them.
+kept as arrays; lists are made on request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvcache.arguments import MAX_INT32, as_int, as_integers, as_tuple, check_kind
+from kvcache.arguments import MAX_INT32, as_integers, as_tuple, check_kind
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.core import CacheHit
 from kvcache.errors import InvalidInputError
 from kvcache.ids import NULL_BLOCK_ID
+from kvcache.request import Request
 
 _Ids: TypeAlias = "Sequence[int] | Int32Array"
 
@@ -34,22 +36,31 @@ class TableBlock:
         return self.block_id == NULL_BLOCK_ID
 
 
+class Found(NamedTuple):
+    """What a look-up found, for whom, and when: true while the cache is in that state, and of the
+    request's tokens none were taken back."""
+
+    hit: CacheHit
+    request: Request
+    num_truncations: int
+    state_number: int
+
+
 class KVCacheBlocks:
     """Blocks per group, in order of position; null blocks at skipped positions. Immutable."""
 
-    __slots__ = ("_block_ids", "_unhashed_ids", "look_up_number")
+    __slots__ = ("_block_ids", "_unhashed_ids", "found")
+
+    found: Found | None
+    """The look-up that returned these blocks; None for blocks of no look-up."""
 
     def __init__(
-        self,
-        block_ids: Sequence[_Ids],
-        unhashed_ids: Sequence[_Ids] | None = None,
-        look_up_number: int | None = None,
+        self, block_ids: Sequence[_Ids], unhashed_ids: Sequence[_Ids] | None = None
     ) -> None:
-        """Hold `block_ids[g]` for group `g`; arrays are kept as they are, nobody may write to them.
+        """Hold `block_ids[g]` for group `g`; arrays are kept as they are: do not write to them.
 
         `unhashed_ids[g]` are those of them whose content had no hash when this was made: partial
-        blocks, mostly. `look_up_number` says which state of the cache a hit was found in, None
-        for blocks that no look-up found.
+        blocks, mostly.
 
         Raises:
             InvalidInputError: something is no list of block ids.
@@ -60,9 +71,7 @@ class KVCacheBlocks:
             if unhashed_ids is None
             else _id_arrays("unhashed_ids", unhashed_ids)
         )
-        if look_up_number is not None:
-            look_up_number = as_int("look_up_number", look_up_number)
-        self.look_up_number = look_up_number
+        self.found = None
 
     @property
     def id_arrays(self) -> tuple[Int32Array, ...]:
@@ -115,6 +124,17 @@ class KVCacheBlocks:
 
     def __repr__(self) -> str:
         return f"KVCacheBlocks({self.get_block_ids()})"
+
+
+def blocks_of(
+    block_ids: tuple[Int32Array, ...],
+    unhashed_ids: tuple[Int32Array, ...],
+    found: Found | None = None,
+) -> KVCacheBlocks:
+    """Return blocks of arrays that are known to hold ids: nothing is checked."""
+    blocks = KVCacheBlocks.__new__(KVCacheBlocks)
+    blocks._block_ids, blocks._unhashed_ids, blocks.found = block_ids, unhashed_ids, found
+    return blocks
 
 
 _INT32 = np.dtype(np.int32)

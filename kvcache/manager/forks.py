@@ -10,13 +10,22 @@ shared, and who copies when one of them writes, is the core's. Refuses parents w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from kvcache.core import Core, ForkOrigin, NewestState
+from kvcache.core import Core, ForkOrigin, NewestState, TableChange
 from kvcache.errors import RequestError
-from kvcache.manager.admission import Admitted
 from kvcache.manager.request_book import KnownRequest, RequestBook
 from kvcache.request import Request
+
+
+class Forked(NamedTuple):
+    """A child in its slot, and its tables."""
+
+    known: KnownRequest
+    changes: Sequence[TableChange]
 
 
 class Forks:
@@ -27,7 +36,7 @@ class Forks:
         self._book = book
         self._core = core
 
-    def seat(self, parent: KnownRequest, child: Request, num_tokens: int) -> Admitted | None:
+    def seat(self, parent: KnownRequest, child: Request, num_tokens: int) -> Forked | None:
         """Let `child` start with the first `num_tokens` tokens of a running parent.
 
         None, unchanged, if no slot is free. Both have been checked.
@@ -45,9 +54,9 @@ class Forks:
         known.num_encoder_tokens = parent.num_encoder_tokens
         slots.num_own[known.slot] = num_tokens
         child.num_computed_tokens = num_tokens
-        return Admitted(known, changes)
+        return Forked(known, changes)
 
-    def seat_copy(self, parent: KnownRequest, child_id: str) -> Admitted | None:
+    def seat_copy(self, parent: KnownRequest, child_id: str) -> Forked | None:
         """Do `seat` with a child that has the parent's tokens, up to what is computed of them."""
         request = self._book.up_to_date(parent.request.request_id) or parent.request
         num_computed = int(self._book.slots.num_computed[parent.slot])

@@ -15,7 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from kvcache.arguments import (
+    MAX_INT,
+    are_ints,
     as_bool,
     as_int,
     as_integers,
@@ -24,26 +28,50 @@ from kvcache.arguments import (
     as_tuple,
     check_kind,
 )
+from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.clock import Clock, SystemClock
-from kvcache.commands import Command
+from kvcache.commands import BlockTablePatch, Command
 from kvcache.config.tenants import TenantsConfig
-from kvcache.core import CacheEvent, EventSink, NullOffloadHooks, OffloadHooks
+from kvcache.core import (
+    CacheEvent,
+    CacheHit,
+    EventSink,
+    NewestState,
+    NullOffloadHooks,
+    OffloadHooks,
+    Reservation,
+    TableChange,
+    patch_of,
+)
 from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import DEFAULT_HASH_SEED
+from kvcache.ids import NULL_BLOCK_ID
 from kvcache.labels import LabelSet
-from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.cache_blocks import Found, KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import prefix_request
 from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.forks import require_continuation
+from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.parts import ManagerParts, ManagerSettings
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_calls import checked_wanted
+from kvcache.manager.request_book import KnownRequest
 from kvcache.manager.slots import CALLER
 from kvcache.manager.statistics import ManagerStatistics
-from kvcache.request import LoRARequest, Request, RequestView, TokenIds
+from kvcache.request import LoRARequest, Request, RequestView, TokenIds, check_request
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
 from kvcache.step import StepRequest, StepResult, checked_step
+
+COUNTS = (
+    "num_new_tokens",
+    "num_new_computed_tokens",
+    "num_draft_tokens",
+    "num_lookahead_tokens",
+    "num_external_computed_tokens",
+    "num_encoder_tokens",
+)
+"""The numbers that an `allocate_slots` call brings."""
 
 
 class KVCacheManager:
@@ -139,8 +167,13 @@ class KVCacheManager:
         self._book, self._ledger = parts.book, parts.ledger
         self._admission, self._control = parts.admission, parts.control
         self.holds, self.tiers, self.view = parts.holds, parts.tiers, parts.view
-        self._calls = parts.calls
         self._planner, self._executor = parts.planner, parts.executor
+        self._limits, self._forks = parts.limits, parts.forks
+        self._has_workers = settings.has_workers
+        self._block_sizes = settings.block_sizes
+        # First column per group that the workers do not know, by slot, until a patch is taken.
+        self._changed_columns: dict[int, list[int | None]] = {}
+        self._nothing = (EMPTY_INT32,) * len(self._block_sizes)
 
     # A request, call by call.
 
@@ -153,7 +186,15 @@ class KVCacheManager:
         Raises:
             RequestError: the request has another hasher or another model epoch.
         """
-        return self._calls.get_computed_blocks(request)
+        if type(request) is not Request:
+            check_kind("request", request, Request, RequestError)
+        self._prepare(request, self._book.known.get(request.request_id))
+        hit = self._core.look_up(request)
+        if self._admission.counts:
+            self._admission.record(request, hit.num_tokens)
+        found = Found(hit, request, request.num_truncations, self._control.state_number)
+        blocks = blocks_of(hit.block_ids, self._nothing, found)
+        return blocks, hit.num_tokens
 
     def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
         self,
@@ -192,21 +233,62 @@ class KVCacheManager:
         Raises:
             RequestError: counts that contradict each other, the request, or its tenant's limit.
         """
-        wanted = checked_wanted(
-            request,
-            num_new_tokens,
-            num_new_computed_tokens,
-            num_draft_tokens,
-            num_lookahead_tokens,
-            num_external_computed_tokens,
-            num_encoder_tokens,
+        counts = num_new, num_adopted, num_drafts, num_ahead, num_external, num_encoder = (
+            checked_counts(
+                request,
+                num_new_tokens,
+                num_new_computed_tokens,
+                num_draft_tokens,
+                num_lookahead_tokens,
+                num_external_computed_tokens,
+                num_encoder_tokens,
+            )
         )
         if new_computed_blocks is not None:
             check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
         delays_caching = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
-        return self._calls.allocate_slots(
-            request, wanted, new_computed_blocks, delays_caching=delays_caching
+        book, core, control, limits = self._book, self._core, self._control, self._limits
+        start = request.num_computed_tokens + num_adopted + num_external
+        own_end = start + num_new - num_drafts
+        num_tokens = request.num_tokens
+        is_odd = num_drafts or num_encoder or start + num_new == request.num_computed_tokens
+        if is_odd or own_end > num_tokens or own_end > limits.max_model_len:
+            _check_counts(request, counts, limits)
+        known = book.known.get(request.request_id)
+        self._prepare(request, known)
+        newest = None
+        if known is not None:
+            book.require_caller_owned(request)
+            newest = self._newest_state(known, num_external, num_encoder)
+        hit = None
+        if num_adopted or new_computed_blocks:
+            hit = self._adopted(request, known, num_adopted, new_computed_blocks)
+        control.changed()
+        num_spare = 0
+        if known is None:
+            if not book.slots.num_free:
+                return None
+            num_spare = self._admission.num_spare_blocks
+        end = min(start + num_new + num_ahead, limits.max_model_len)
+        num_cached = 0 if delays_caching else min(own_end, num_tokens)
+        changes = core.reserve(
+            request,
+            Reservation(start, end, num_cached, num_spare, own_end, newest, num_encoder),
+            hit,
         )
+        if changes is None:
+            self._admission.raise_if_never_fits(request, None if known is None else own_end)
+            return None
+        if known is None:
+            known = book.admit(request, CALLER, own_end)
+            known.num_encoder_tokens = num_encoder
+        known.num_draft_tokens = num_drafts
+        slot = known.slot
+        book.slots.num_own[slot] = own_end
+        if not changes:
+            return blocks_of(self._nothing, self._nothing)
+        self._note_changed(slot, changes)
+        return self._new_blocks(changes, num_cached, hit)
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
         """Let `child_request`, which is new, share every block the parent has computed.
@@ -220,7 +302,30 @@ class KVCacheManager:
             RequestError: the parent has no blocks here (unknown, preempted or swapped out) or too
                 few, the child is known already or does not continue it; nothing was changed.
         """
-        return self._calls.fork(parent_request, child_request)
+        check_request(parent_request)
+        check_request(child_request)
+        known = self._book.require_caller_owned(parent_request)
+        if known is None or not known.is_running:
+            raise RequestError(
+                f"request {parent_request.request_id} is not known and cannot be forked: allocate "
+                "slots for it first"
+            )
+        if child_request.request_id in self._book.known:
+            raise RequestError(
+                f"request {child_request.request_id} is to be forked from "
+                f"{parent_request.request_id} but known already: use another id"
+            )
+        require_continuation(parent_request, child_request, self._limits.max_model_len)
+        self._newest_state(known, 0, 0)
+        child_request.attach_block_hasher(self._hasher)
+        self._control.refresh()
+        self._control.changed()
+        num_computed = parent_request.num_computed_tokens
+        seated = self._forks.seat(known, child_request, num_computed)
+        if seated is None:
+            return None
+        self._note_changed(seated.known.slot, seated.changes)
+        return KVCacheBlocks(self._core.block_ids(child_request.request_id))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Make the request's full blocks up to `num_computed_tokens` hittable (after a delay).
@@ -228,7 +333,20 @@ class KVCacheManager:
         Raises:
             RequestError: the request has no blocks, or not so many tokens.
         """
-        self._calls.cache_blocks(request, num_computed_tokens)
+        check_request(request)
+        what = f"request {request.request_id}: num_computed_tokens"
+        num_computed_tokens = as_int(what, num_computed_tokens, error=RequestError)
+        if self._book.require_caller_owned(request) is None:
+            raise RequestError(
+                f"request {request.request_id} has no blocks to cache: allocate slots for it first"
+            )
+        if num_computed_tokens > request.num_tokens:
+            raise RequestError(
+                f"request {request.request_id}: cannot cache {num_computed_tokens} tokens, it has "
+                f"{request.num_tokens}: pass 0 to that number"
+            )
+        self._control.changed()
+        self._core.commit(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """Give the request's blocks back, tail first, and forget it. Unknown: no effect.
@@ -236,11 +354,21 @@ class KVCacheManager:
         Raises:
             RequestError: a step admitted it, or another object has its id.
         """
-        self._calls.free(request)
+        check_request(request)
+        known = self._book.require_caller_owned(request)
+        if known is None:
+            return
+        self._control.changed()
+        self._changed_columns.pop(known.slot, None)
+        self._book.forget(known)
+        self.tiers.on_request_finished(request.request_id)
+        self._control.refresh()
 
     def free_block_hashes(self, request: Request) -> None:
         """Make no further block of the request hittable; those that are stay so."""
-        self._calls.free_block_hashes(request)
+        check_request(request)
+        if self._book.require_caller_owned(request) is not None:
+            self._core.forget_hashes(request)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of the request's block tables, one per group; empty if it has none."""
@@ -409,7 +537,7 @@ class KVCacheManager:
         `StepResult` and not here.
         """
         commands = self._control.take_commands()
-        patch = self._calls.take_patch()
+        patch = self._take_patch()
         return [*commands, patch] if len(patch.slots) else commands
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
@@ -473,6 +601,196 @@ class KVCacheManager:
             )
         self._control.changed()
         return self._core.restore(sets)
+
+    # Inside the calls of requests.
+
+    def _prepare(self, request: Request, known: KnownRequest | None) -> None:
+        """Refuse a request of another model epoch; give it the hasher of this manager."""
+        epoch = request.namespace.model_epoch
+        if epoch != self._control.model_epoch and known is None:
+            raise RequestError(
+                f"request {request.request_id} is of model epoch {epoch}, the weights are of "
+                f"epoch {self._control.model_epoch}: create it with "
+                "model_epoch=manager.model_epoch"
+            )
+        request.attach_block_hasher(self._hasher)
+        self._control.refresh()
+
+    def _newest_state(
+        self, known: KnownRequest, num_external: int, num_encoder: int
+    ) -> NewestState | None:
+        """Where the last forward of a running request ended; None where no states are kept.
+
+        Raises:
+            RequestError: it was not where the caller says, or has other encoder tokens.
+        """
+        request = known.request
+        if num_encoder not in (0, known.num_encoder_tokens):
+            raise RequestError(
+                f"request {request.request_id} was admitted with {known.num_encoder_tokens} "
+                f"encoder tokens, not {num_encoder}: pass that number or 0"
+            )
+        if not self._limits.state_groups:
+            return None
+        num_computed = request.num_computed_tokens
+        if num_external:
+            return NewestState(num_computed + num_external, 0)
+        num_own = int(self._slots.num_own[known.slot])
+        num_accepted = num_computed - num_own
+        if not 0 <= num_accepted <= known.num_draft_tokens:
+            raise RequestError(
+                f"request {request.request_id} has {num_computed} computed tokens, but its last "
+                f"slots were for {num_own} and {known.num_draft_tokens} drafts, and states are "
+                "written over: count what was computed, or free it and begin again"
+            )
+        return NewestState(num_own, num_accepted)
+
+    def _adopted(
+        self,
+        request: Request,
+        known: KnownRequest | None,
+        num_tokens: int,
+        blocks: KVCacheBlocks | None,
+    ) -> CacheHit:
+        """The hit that a call brings; refuse one that a look-up would not find now."""
+        if known is not None:
+            raise RequestError(
+                f"request {request.request_id} has blocks already and cannot adopt "
+                f"{num_tokens} computed tokens: pass new_computed_blocks on the first call only"
+            )
+        found = None if blocks is None else blocks.found
+        now = request, request.num_truncations, self._control.state_number
+        if found is not None and found.hit.num_tokens == num_tokens and found[1:] == now:
+            return found.hit
+        hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
+        covered = [
+            len(ids) * size for ids, size in zip(hit.block_ids, self._block_sizes, strict=False)
+        ]
+        wanted = [num_tokens] * len(self._block_sizes)
+        if len(hit.block_ids) != len(self._block_sizes) or covered != wanted:
+            raise RequestError(
+                f"request {request.request_id}: new_computed_blocks cover {covered} tokens of the "
+                f"groups, num_new_computed_tokens is {num_tokens}: pass both as "
+                "get_computed_blocks returned them"
+            )
+        present = self._core.look_up(request)
+        if present != hit:
+            raise RequestError(
+                f"request {request.request_id}: the cache has changed since its "
+                f"{num_tokens} computed tokens were found: call get_computed_blocks again"
+            )
+        return present
+
+    def _note_changed(self, slot: int, changes: Sequence[TableChange]) -> None:
+        """Remember from which columns on a table has changed, for workers."""
+        if not self._has_workers:
+            return
+        columns = self._changed_columns.get(slot)
+        if columns is None:
+            columns = self._changed_columns[slot] = [None] * len(self._block_sizes)
+        for change in changes:
+            first = columns[change.group]
+            if first is None or change.first_index < first:
+                columns[change.group] = change.first_index
+
+    def _take_patch(self) -> BlockTablePatch:
+        """Return the table changes of all calls since the last time."""
+        changes = []
+        for slot, columns in self._changed_columns.items():
+            request = self._slots.request_in(slot)
+            if request is None:
+                continue
+            for group, ids in enumerate(self._core.block_ids(request.request_id)):
+                first = columns[group]
+                if first is not None and first < len(ids):
+                    changes.append((slot, TableChange(group, first, int32_array(ids[first:]))))
+        self._changed_columns.clear()
+        return patch_of(changes)
+
+    def _new_blocks(
+        self, changes: Sequence[TableChange], num_cached: int, hit: CacheHit | None
+    ) -> KVCacheBlocks:
+        """The blocks that entered the tables, without those that the request adopted."""
+        new = [EMPTY_INT32] * len(self._block_sizes)
+        unhashed = [EMPTY_INT32] * len(self._block_sizes)
+        for change in changes:
+            group, first, entered = change.group, change.first_index, change.block_ids
+            if hit is not None and len(hit.block_ids[group]) > first:
+                num_adopted = len(hit.block_ids[group])
+                entered, first = entered[num_adopted - first :], num_adopted
+            without = self._unhashed(num_cached, group, first, entered)
+            new[group] = np.concatenate((new[group], entered)) if len(new[group]) else entered
+            unhashed[group] = (
+                np.concatenate((unhashed[group], without)) if len(unhashed[group]) else without
+            )
+        return blocks_of(tuple(new), tuple(unhashed))
+
+    def _unhashed(
+        self, num_cached: int, group: int, first_index: int, block_ids: Int32Array
+    ) -> Int32Array:
+        """Those of the blocks from column `first_index` on whose content has no hash."""
+        size = self._block_sizes[group]
+        num_full = num_cached // size
+        if group not in self._limits.state_groups:
+            return block_ids[max(0, num_full - first_index) :]
+        has_none = block_ids != NULL_BLOCK_ID
+        # Only a state at the very end of what is cached has a hash.
+        hashed = num_full - 1 - first_index
+        if num_cached == num_full * size and 0 <= hashed < len(block_ids):
+            has_none[hashed] = False
+        unhashed: Int32Array = block_ids[has_none]
+        return unhashed
+
+
+def checked_counts(request: Request, *counts: int) -> tuple[int, ...]:
+    """Return the counts of an `allocate_slots` call as plain integers, in the order of `COUNTS`.
+
+    Raises:
+        RequestError: one is no integer of at least 0, or the request is none that its caller may
+            change.
+    """
+    check_request(request)
+    if are_ints(counts) and min(counts) >= 0 and max(counts) <= MAX_INT:
+        return counts
+    return tuple(
+        [
+            as_int(f"request {request.request_id}: {name}", count, error=RequestError)
+            for name, count in zip(COUNTS, counts, strict=True)
+        ]
+    )
+
+
+def _check_counts(request: Request, counts: Sequence[int], limits: ModelLimits) -> None:
+    """Refuse what `allocate_slots` cannot mean."""
+    request_id = request.request_id
+    num_new, num_adopted, num_drafts, _, num_external, num_encoder = counts
+    if num_encoder:
+        limits.require_encoder_tokens(request_id, num_encoder)
+    if num_drafts:
+        limits.require_drafts(request_id, num_drafts)
+    adopted = num_adopted + num_external
+    if num_new + adopted == 0:
+        raise RequestError(
+            f"request {request_id}: no new tokens and none to adopt: pass num_new_tokens of at "
+            "least 1"
+        )
+    if num_drafts > num_new:
+        raise RequestError(
+            f"request {request_id}: {num_drafts} draft tokens of {num_new} new ones: drafts are "
+            "part of num_new_tokens"
+        )
+    end = request.num_computed_tokens + adopted + num_new - num_drafts
+    if end > request.num_tokens:
+        raise RequestError(
+            f"request {request_id}: {request.num_computed_tokens} computed, {adopted} adopted and "
+            f"{num_new - num_drafts} new tokens make {end}, but it has {request.num_tokens} "
+            "tokens: append the tokens first, or pass fewer"
+        )
+    if end > limits.max_model_len:
+        raise RequestError(
+            f"request {request_id}: {end} tokens, the model takes {limits.max_model_len}: finish "
+            "the request"
+        )
 
 
 def _named(request_id: str) -> str:

@@ -30,11 +30,11 @@ from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.cache_view import CacheView
 from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.manager.events_buffer import EventBuffer
+from kvcache.manager.forks import Forks
 from kvcache.manager.holds import PrefixHolds
 from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import RequestBook
-from kvcache.manager.request_calls import RequestCalls
 from kvcache.manager.slots import SlotTable
 from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
@@ -143,7 +143,7 @@ class ManagerParts:
         check_kind("core_factories", core_factories, Mapping, ConfigurationError)
         config = settings.kv_cache_config
         max_model_len = settings.max_model_len
-        limits = ModelLimits.of(config, max_model_len)
+        self.limits = limits = ModelLimits.of(config, max_model_len)
         self.hasher = get_request_block_hasher(
             settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
         )
@@ -159,7 +159,6 @@ class ManagerParts:
         self.ledger = StepLedger()
         self.admission = Admission(
             self.book,
-            self.core,
             AdmissionLimits(max_model_len, int(settings.watermark * config.num_blocks)),
             limits,
             log_stats=settings.log_stats,
@@ -177,16 +176,7 @@ class ManagerParts:
             tenants=self.tenants,
         )
         self.tiers = self._tier_link(settings, hooks)
-        self.calls = RequestCalls(
-            self.book,
-            self.core,
-            self.admission,
-            self.control,
-            self.tiers,
-            hasher=self.hasher,
-            block_sizes=settings.block_sizes,
-            limits=limits,
-        )
+        self.forks = Forks(self.book, self.core)
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
         self.view = CacheView(self.core, self.book, self.control)
         self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)

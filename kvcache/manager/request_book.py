@@ -56,15 +56,16 @@ class RequestBook:
         self.num_preemptions = 0
         self._core = core
         self._slot_by_request = slot_by_request
-        self._known: dict[str, KnownRequest] = {}
+        self.known: dict[str, KnownRequest] = {}
+        """All requests, by id."""
 
     def get(self, request_id: str) -> KnownRequest | None:
         """Return what is known of a request, or None."""
-        return self._known.get(request_id)
+        return self.known.get(request_id)
 
     def up_to_date(self, request_id: str) -> Request | None:
         """Return the request with all its tokens, or None if it is not known."""
-        known = self._known.get(request_id)
+        known = self.known.get(request_id)
         if known is None:
             return None
         if known.is_running:
@@ -77,11 +78,11 @@ class RequestBook:
 
     def preempted(self) -> list[KnownRequest]:
         """Return the known requests without a slot."""
-        return [known for known in self._known.values() if not known.is_running]
+        return [known for known in self.known.values() if not known.is_running]
 
     def of_client(self, client_index: int) -> list[KnownRequest]:
         """Return the requests of one client, in order of arrival."""
-        return [known for known in self._known.values() if known.client_index == client_index]
+        return [known for known in self.known.values() if known.client_index == client_index]
 
     def admit(self, request: Request, client_index: int, num_computed: int) -> KnownRequest:
         """Know the request, new or preempted, and seat it. A slot must be free.
@@ -89,9 +90,9 @@ class RequestBook:
         `num_computed` of its positions are computed or scheduled, drafts left out.
         """
         request_id, slots = request.request_id, self.slots
-        known = self._known.get(request_id)
+        known = self.known.get(request_id)
         if known is None:
-            known = self._known[request_id] = KnownRequest(request, client_index)
+            known = self.known[request_id] = KnownRequest(request, client_index)
         known.slot = self._slot_by_request[request_id] = slots.take(
             request, client_index, num_computed
         )
@@ -119,7 +120,7 @@ class RequestBook:
             self._core.free(known.request)
             self.slots.vacate(known.slot)
             self._unseat(known)
-        del self._known[known.request.request_id]
+        del self.known[known.request.request_id]
 
     def require_caller_owned(self, request: Request) -> KnownRequest | None:
         """Return what is known of a request for a per-request call; None if nothing is.
@@ -127,7 +128,7 @@ class RequestBook:
         Raises:
             RequestError: steps own it, or another object has its id.
         """
-        known = self._known.get(request.request_id)
+        known = self.known.get(request.request_id)
         if known is None:
             return None
         if known.client_index != CALLER:
@@ -144,13 +145,13 @@ class RequestBook:
 
     def counts(self) -> tuple[int, int]:
         """Return how many requests run and how many are preempted."""
-        return self.slots.num_taken, len(self._known) - self.slots.num_taken
+        return self.slots.num_taken, len(self.known) - self.slots.num_taken
 
     def check(self) -> None:
         """Raise `InvariantError` if requests, slots and blocks do not agree."""
         self.slots.check()
-        seats = {known.slot: known for known in self._known.values() if known.is_running}
-        num_running = sum(known.is_running for known in self._known.values())
+        seats = {known.slot: known for known in self.known.values() if known.is_running}
+        num_running = sum(known.is_running for known in self.known.values())
         if not len(seats) == num_running == self.slots.num_taken:
             raise InvariantError(
                 f"{num_running} running requests sit in {len(seats)} slots, {self.slots.num_taken} "
@@ -158,7 +159,7 @@ class RequestBook:
             )
         if self._slot_by_request != {k.request.request_id: s for s, k in seats.items()}:
             raise InvariantError(f"slots by request {self._slot_by_request} are not the taken ones")
-        for request_id, known in self._known.items():
+        for request_id, known in self.known.items():
             if known.is_running:
                 self._check_running(known)
             elif any(self._core.block_ids(request_id)):
@@ -177,7 +178,7 @@ class RequestBook:
     def dump_state(self) -> dict[str, object]:
         """Return all requests as plain values, in order of id."""
         state: dict[str, object] = {}
-        for request_id, known in sorted(self._known.items()):
+        for request_id, known in sorted(self.known.items()):
             request = self.up_to_date(request_id)
             if request is None:
                 continue

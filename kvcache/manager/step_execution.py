@@ -10,8 +10,6 @@ what finds no room is said in the result. Refuses to look at time, clients' epoc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +19,13 @@ from kvcache.core import (
     CacheHit,
     Core,
     OffloadAnswer,
+    Reservation,
     RowBatch,
     RowStates,
     TableChange,
     patch_of,
 )
-from kvcache.manager.admission import Admission, Demand
+from kvcache.manager.admission import Admission
 from kvcache.manager.forks import Forks
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_book import KnownRequest, RequestBook
@@ -36,7 +35,7 @@ from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepReco
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
-from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult
+from kvcache.step import NO_SLOT, Refusal, StepResult
 
 
 @dataclass(slots=True)
@@ -59,16 +58,6 @@ class _Answer:
         self.slots.append(NO_SLOT)
         self.num_hit.append(0)
         self.num_scheduled.append(0)
-
-
-class _Return(NamedTuple):
-    """What a resumed request wants, in the terms of a `NewRequest`."""
-
-    max_new_tokens: int
-    num_lookahead_tokens: int
-    num_encoder_tokens: int
-    num_external_computed_tokens: int = 0
-    delay_cache_blocks: bool = False
 
 
 class StepExecutor:
@@ -260,51 +249,92 @@ class StepExecutor:
 
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
         step, index = plan.request, plan.client.index
-        for known, max_new_tokens in plan.resumed:
-            wish = _Return(max_new_tokens, step.num_lookahead_tokens, known.num_encoder_tokens)
-            seating = self._admit(known.request, wish, index, answer)
+        ahead = step.num_lookahead_tokens
+        for known, max_new in plan.resumed:
+            seating = self._admit(
+                known.request,
+                index,
+                answer,
+                max_new=max_new,
+                num_ahead=ahead,
+                num_encoder=known.num_encoder_tokens,
+            )
             if seating is not None:
                 record.resumed.append(seating)
         for request, new in plan.new:
-            seating = self._admit(request, new, index, answer)
+            seating = self._admit(
+                request,
+                index,
+                answer,
+                max_new=new.max_new_tokens,
+                num_ahead=new.num_lookahead_tokens,
+                num_encoder=new.num_encoder_tokens,
+                num_external=new.num_external_computed_tokens,
+                delays_caching=new.delay_cache_blocks,
+            )
             if seating is not None:
                 record.new.append(seating)
 
     def _admit(
-        self, request: Request, wish: NewRequest | _Return, index: int, answer: _Answer
+        self,
+        request: Request,
+        index: int,
+        answer: _Answer,
+        *,
+        max_new: int,
+        num_ahead: int,
+        num_encoder: int,
+        num_external: int = 0,
+        delays_caching: bool = False,
     ) -> Seating | None:
-        """Let a request in, new or resumed, if there is room; otherwise the answer says why not."""
+        """Let a request in, new or resumed, if there is room; otherwise the answer says why not.
+
+        It computes at most `max_new` tokens and gets slots for `num_ahead` more.
+        """
         if self._has_tenants:
             refusal = self._admission.refusal(request, request.num_tokens)
             if refusal is not None:
                 answer.refused.append(refusal)
                 answer.refuse(request.request_id, answer.no_room)
                 return None
-        hit = self._admission.look_up(request)
+        hit = self._core.look_up(request)
         if self._tiers.hooks is not None and not self._is_ready(request, hit, answer):
             return None
-        num_tokens, num_hit, reserve = request.num_tokens, hit.num_tokens, None
-        held = self._tiers.loads.held_for(request, num_hit)
+        num_tokens, num_hit, loads = request.num_tokens, hit.num_tokens, self._tiers.loads
+        held = loads.held_for(request, num_hit) if len(loads) else None
         if held is not None:
             num_hit = held.num_tokens
-            reserve = partial(self._tiers.loads.hand_over, held.load_id, request)
-        start = min(num_hit + wish.num_external_computed_tokens, num_tokens - 1)
-        num_scheduled = min(wish.max_new_tokens, num_tokens - start)
+        start = min(num_hit + num_external, num_tokens - 1)
+        num_scheduled = min(max_new, num_tokens - start)
         end = start + num_scheduled
-        slot_tokens = end + wish.num_lookahead_tokens
-        cached_tokens = 0 if wish.delay_cache_blocks else end
-        demand = Demand(start, slot_tokens, cached_tokens, end, wish.num_encoder_tokens)
-        admitted = self._admission.seat(request, index, demand, hit, reserve)
-        if admitted is None:
+        changes = None
+        if self._slots.num_free:
+            wanted = Reservation(
+                start,
+                min(end + num_ahead, self._max_model_len),
+                0 if delays_caching else end,
+                self._admission.num_spare_blocks,
+                end,
+                None,
+                num_encoder,
+            )
+            if held is None:
+                changes = self._core.reserve(request, wanted, hit)
+            else:
+                changes = loads.hand_over(held.load_id, request, wanted)
+        if changes is None:
             answer.refuse(request.request_id, answer.no_room)
             return None
-        self._admission.record(request, num_hit)
-        known = admitted.known
+        if self._admission.counts:
+            self._admission.record(request, num_hit)
+        known = self._book.admit(request, index, end)
+        known.num_encoder_tokens = num_encoder
         slot = known.slot
+        self._slots.num_own[slot] = end
         answer.slots.append(slot)
         answer.num_hit.append(num_hit)
         answer.num_scheduled.append(num_scheduled)
-        for change in admitted.changes:
+        for change in changes:
             answer.changes.append((slot, change))
         return Seating(known, known.generation, num_tokens)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvcache.arguments import as_int, as_integers, as_text, check_kind
+from kvcache.arguments import are_ints, as_int, as_integers, as_text, check_kind
 from kvcache.arrays import Ids, IndexArray, index_array
 from kvcache.core import ForkOrigin, Reservation
 from kvcache.errors import BlockError, RequestError
@@ -31,9 +31,16 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_reservation(reservation: Reservation) -> None:
-    """Raise RequestError unless that is a `Reservation`, which has checked its numbers."""
+    """Raise RequestError unless that is a `Reservation` of integers of at least 0."""
     if type(reservation) is not Reservation:
         check_kind("reservation", reservation, Reservation, RequestError)
+    computed, slots, cached, spare, own, _, encoder = reservation
+    numbers = (computed, slots, cached, spare, slots if own is None else own, encoder)
+    if are_ints(numbers) and min(numbers) >= 0:
+        return
+    for name, value in reservation._asdict().items():
+        if name != "newest_state" and not (name == "num_own_tokens" and value is None):
+            as_int(name, value, error=RequestError)
 
 
 class RowLimits(NamedTuple):

@@ -193,10 +193,9 @@ def plain_subject() -> Subject:
     )
     blocks = Builder(KVCacheBlocks)
     blocks.made(
-        {"block_ids": [[1, 2]], "unhashed_ids": [[2]], "look_up_number": 3},
+        {"block_ids": [[1, 2]], "unhashed_ids": [[2]]},
         block_ids=Kind("tables", (*NO_LIST, [1], [[1.5]], [["1"]], [[True]], [[-1]], [[2**40]])),
         unhashed_ids=Kind("tables", (5, 1.5, True, "x", HOSTILE, [1], [[1.5]], [[-1]])),
-        look_up_number=COUNT.without(None),
     )
     clock = Builder(VirtualClock, lambda world: VirtualClock(1.0))
     clock.made({"start_s": 1.0}, start_s=NUMBER)

@@ -13,7 +13,7 @@ def hit(num_tokens: int, *tables: list[int]) -> CacheHit:
 
 def test_blocks_are_equal_by_their_ids_whatever_they_were_made_from() -> None:
     from_lists = KVCacheBlocks([[1, 2], [0, 5]])
-    from_arrays = KVCacheBlocks([int32_array([1, 2]), int32_array([0, 5])], [[2], []], 7)
+    from_arrays = KVCacheBlocks([int32_array([1, 2]), int32_array([0, 5])], [[2], []])
     assert from_lists == from_arrays
     assert hash(from_lists) == hash(from_arrays)
     assert from_lists != KVCacheBlocks([[1], [2, 0, 5]])

@@ -12,6 +12,7 @@ from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
+from kvcache.manager.core_registry import CORES
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.request import Request
 from tests.manager.managers_under_test import (
@@ -171,6 +172,22 @@ def test_a_hit_that_is_no_longer_true_is_not_adopted() -> None:
         "get_computed_blocks again"
     )
     assert manager.allocate_slots(third, 9) is None
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_hit_of_tokens_that_were_taken_back_is_not_adopted(core: str) -> None:
+    manager = make_manager(core=core)
+    run(manager, Request("a", list(range(20))))
+    request = Request("b", [0, 1, 2, 3])
+    request.append_output_token_ids(list(range(4, 20)))
+    found, num_hit = manager.get_computed_blocks(request)
+    assert num_hit == 16
+    request.truncate_tokens(4)
+    request.append_output_token_ids([90] * 16)
+    before = manager.dump_state()
+    with pytest.raises(RequestError, match="b"):
+        manager.allocate_slots(request, 4, num_hit, found)
+    assert manager.dump_state() == before
 
 
 def test_table_changes_of_calls_come_as_one_patch() -> None:

@@ -28,7 +28,6 @@ from kvcache.errors import RequestError
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
-from kvcache.manager.request_calls import Wanted
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.messages import Call
 from kvcache.recorder import FileStepRecorder, ManagerRecipe, RecorderLimits, RecordingOrigin
@@ -194,9 +193,7 @@ class RecordedLife:
         found = self.call(self._book.get_computed_blocks(request))
         assert isinstance(found, tuple)
         blocks, num_hit = found
-        counts = Wanted(
-            request.num_tokens - num_hit, num_hit, num_encoder_tokens=num_encoder_tokens
-        )
+        counts = (request.num_tokens - num_hit, num_hit, 0, 0, 0, num_encoder_tokens)
         given = self.call(self._book.allocate_slots(request, counts, blocks, False))
         if isinstance(given, KVCacheBlocks):
             request.num_computed_tokens = request.num_tokens
