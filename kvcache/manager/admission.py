@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from kvcache.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_book import RequestBook
+from kvcache.manager.request_table import RequestTable
 from kvcache.request import Request
 from kvcache.step import Refusal
 from kvcache.tenants import TenantLedger, TenantStatistics
@@ -34,7 +34,7 @@ class Admission:
 
     def __init__(
         self,
-        book: RequestBook,
+        table: RequestTable,
         limits: AdmissionLimits,
         model: ModelLimits,
         *,
@@ -43,7 +43,7 @@ class Admission:
     ) -> None:
         """Ask `tenants` who may have more; count look-ups if `log_stats`."""
         self._tenants = tenants
-        self._book = book
+        self._table = table
         self._limits = limits
         self._model = model
         self.counts = log_stats
@@ -79,7 +79,7 @@ class Admission:
     @property
     def num_spare_blocks(self) -> int:
         """How many blocks must stay free when one more request is let in."""
-        return self._limits.watermark_blocks if self._book.slots.num_taken else 0
+        return self._limits.watermark_blocks if self._table.num_taken else 0
 
     def raise_if_never_fits(self, request: Request, num_tokens: int | None) -> None:
         """Raise RequestError if a request that has just found no room never will, because its

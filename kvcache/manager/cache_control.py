@@ -18,7 +18,7 @@ from kvcache.core import CacheHit, Core
 from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
-from kvcache.manager.request_book import KnownRequest, RequestBook
+from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.request import LoRARequest, Request, TokenIds
 from kvcache.tenants import TenantLedger
 
@@ -34,7 +34,7 @@ class CacheControl:
     def __init__(
         self,
         core: Core,
-        book: RequestBook,
+        table: RequestTable,
         admission: Admission,
         clock: Clock,
         *,
@@ -48,7 +48,7 @@ class CacheControl:
         Without workers no commands are kept.
         """
         self._core = core
-        self._book = book
+        self._table = table
         self._admission = admission
         self._clock = clock
         self._pins = PinTable(max_pinned_blocks, tenants)
@@ -116,7 +116,7 @@ class CacheControl:
             self.is_draining = True
             logger.info(
                 "the prefix cache drains: %d requests run, %d pins go, nothing hits until then",
-                self._book.counts()[0],
+                self._table.counts()[0],
                 len(self._pins),
             )
             for hit in self._pins.take_all():
@@ -155,7 +155,7 @@ class CacheControl:
                     "the prefix cache is not reset: %d blocks are in use by %d running requests "
                     "and %d pins: finish and unpin them, or reset with drain=True",
                     num_used,
-                    self._book.counts()[0],
+                    self._table.counts()[0],
                     len(self._pins),
                 )
             return False
@@ -164,7 +164,7 @@ class CacheControl:
         if self.is_draining:
             self.is_draining = False
             self.model_epoch += 1
-            for known in self._book.preempted():
+            for known in self._table.preempted():
                 known.request = _renewed(known, self.model_epoch)
         if self._has_workers:
             self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]

@@ -11,17 +11,17 @@ from kvcache.arrays import Int32Array
 from kvcache.core import Core
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.pins import Pin, held_blocks
-from kvcache.manager.request_book import RequestBook
+from kvcache.manager.request_table import RequestTable
 from kvcache.request import Request
 
 
 class CacheView:
     """The blocks of one manager, for looking."""
 
-    def __init__(self, core: Core, book: RequestBook, control: CacheControl) -> None:
+    def __init__(self, core: Core, table: RequestTable, control: CacheControl) -> None:
         """Look at nothing yet."""
         self._core = core
-        self._book = book
+        self._table = table
         self._control = control
 
     def request(self, request_id: str) -> Request | None:
@@ -29,7 +29,7 @@ class CacheView:
 
         For those who run the manager and must tell its requests apart: not to be changed.
         """
-        return self._book.up_to_date(request_id)
+        return self._table.up_to_date(request_id)
 
     def pins(self) -> tuple[Pin, ...]:
         """Return the pins that hold, the oldest first."""
@@ -41,7 +41,7 @@ class CacheView:
         A request that has a block in two columns counts once. O(blocks of all tables).
         """
         holders = np.zeros(self._core.statistics().num_blocks + 1, dtype=np.int32)
-        for request_id in self._book.running_ids():
+        for request_id in list(self._table.slot_by_request):
             tables = self._core.block_ids(request_id)
             holders[np.unique(np.concatenate([*map(_ids, tables), _ids([])]))] += 1
         for _, hit in self._control.pin_hits():

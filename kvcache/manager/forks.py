@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcache.core import Core, ForkOrigin, NewestState, TableChange
 from kvcache.errors import RequestError
-from kvcache.manager.request_book import KnownRequest, RequestBook
+from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.request import Request
 
 
@@ -31,9 +31,9 @@ class Forked(NamedTuple):
 class Forks:
     """Seats children beside their parents."""
 
-    def __init__(self, book: RequestBook, core: Core) -> None:
-        """Seat in `book`; `core` shares the blocks."""
-        self._book = book
+    def __init__(self, table: RequestTable, core: Core) -> None:
+        """Seat in `table`; `core` shares the blocks."""
+        self._table = table
         self._core = core
 
     def seat(self, parent: KnownRequest, child: Request, num_tokens: int) -> Forked | None:
@@ -44,22 +44,19 @@ class Forks:
         Raises:
             RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
-        slots = self._book.slots
-        if not slots.num_free:
+        if not self._table.num_free:
             return None
-        num_own = int(slots.num_own[parent.slot])
+        num_own = self._table.num_own(parent.slot)
         newest = NewestState(num_own, num_tokens - num_own)
         changes = self._core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
-        known = self._book.admit(child, parent.client_index, num_tokens)
-        known.num_encoder_tokens = parent.num_encoder_tokens
-        slots.num_own[known.slot] = num_tokens
+        known = self._table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens)
         child.num_computed_tokens = num_tokens
         return Forked(known, changes)
 
     def seat_copy(self, parent: KnownRequest, child_id: str) -> Forked | None:
         """Do `seat` with a child that has the parent's tokens, up to what is computed of them."""
-        request = self._book.up_to_date(parent.request.request_id) or parent.request
-        num_computed = int(self._book.slots.num_computed[parent.slot])
+        self._table.sync(parent.slot)
+        request, num_computed = parent.request, self._table.num_computed(parent.slot)
         child = copied(request, child_id)
         return self.seat(parent, child, min(num_computed, request.num_tokens))
 

@@ -55,8 +55,7 @@ from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.parts import ManagerParts, ManagerSettings
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_book import KnownRequest
-from kvcache.manager.slots import CALLER
+from kvcache.manager.request_table import CALLER, KnownRequest
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.request import LoRARequest, Request, RequestView, TokenIds, check_request
 from kvcache.sealed_contents import SealedContents
@@ -163,8 +162,7 @@ class KVCacheManager:
             core_factories,
         )
         self._hasher, self._events = parts.hasher, parts.events
-        self._core, self._slots = parts.core, parts.slots
-        self._book, self._ledger = parts.book, parts.ledger
+        self._core, self._table, self._ledger = parts.core, parts.table, parts.ledger
         self._admission, self._control = parts.admission, parts.control
         self.holds, self.tiers, self.view = parts.holds, parts.tiers, parts.view
         self._planner, self._executor = parts.planner, parts.executor
@@ -188,7 +186,7 @@ class KVCacheManager:
         """
         if type(request) is not Request:
             check_kind("request", request, Request, RequestError)
-        self._prepare(request, self._book.known.get(request.request_id))
+        self._prepare(request, self._table.known.get(request.request_id))
         hit = self._core.look_up(request)
         if self._admission.counts:
             self._admission.record(request, hit.num_tokens)
@@ -247,18 +245,18 @@ class KVCacheManager:
         if new_computed_blocks is not None:
             check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
         delays_caching = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
-        book, core, control, limits = self._book, self._core, self._control, self._limits
+        table, core, control, limits = self._table, self._core, self._control, self._limits
         start = request.num_computed_tokens + num_adopted + num_external
         own_end = start + num_new - num_drafts
         num_tokens = request.num_tokens
         is_odd = num_drafts or num_encoder or start + num_new == request.num_computed_tokens
         if is_odd or own_end > num_tokens or own_end > limits.max_model_len:
             _check_counts(request, counts, limits)
-        known = book.known.get(request.request_id)
+        known = table.known.get(request.request_id)
         self._prepare(request, known)
         newest = None
         if known is not None:
-            book.require_caller_owned(request)
+            table.owned_by_caller(request)
             newest = self._newest_state(known, num_external, num_encoder)
         hit = None
         if num_adopted or new_computed_blocks:
@@ -266,7 +264,7 @@ class KVCacheManager:
         control.changed()
         num_spare = 0
         if known is None:
-            if not book.slots.num_free:
+            if not table.num_free:
                 return None
             num_spare = self._admission.num_spare_blocks
         end = min(start + num_new + num_ahead, limits.max_model_len)
@@ -280,14 +278,13 @@ class KVCacheManager:
             self._admission.raise_if_never_fits(request, None if known is None else own_end)
             return None
         if known is None:
-            known = book.admit(request, CALLER, own_end)
-            known.num_encoder_tokens = num_encoder
+            known = table.admit(request, CALLER, own_end, num_encoder)
+        else:
+            table.note_own(known.slot, own_end)
         known.num_draft_tokens = num_drafts
-        slot = known.slot
-        book.slots.num_own[slot] = own_end
         if not changes:
             return blocks_of(self._nothing, self._nothing)
-        self._note_changed(slot, changes)
+        self._note_changed(known.slot, changes)
         return self._new_blocks(changes, num_cached, hit)
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
@@ -304,13 +301,13 @@ class KVCacheManager:
         """
         check_request(parent_request)
         check_request(child_request)
-        known = self._book.require_caller_owned(parent_request)
+        known = self._table.owned_by_caller(parent_request)
         if known is None or not known.is_running:
             raise RequestError(
                 f"request {parent_request.request_id} is not known and cannot be forked: allocate "
                 "slots for it first"
             )
-        if child_request.request_id in self._book.known:
+        if child_request.request_id in self._table.known:
             raise RequestError(
                 f"request {child_request.request_id} is to be forked from "
                 f"{parent_request.request_id} but known already: use another id"
@@ -336,7 +333,7 @@ class KVCacheManager:
         check_request(request)
         what = f"request {request.request_id}: num_computed_tokens"
         num_computed_tokens = as_int(what, num_computed_tokens, error=RequestError)
-        if self._book.require_caller_owned(request) is None:
+        if self._table.owned_by_caller(request) is None:
             raise RequestError(
                 f"request {request.request_id} has no blocks to cache: allocate slots for it first"
             )
@@ -355,19 +352,18 @@ class KVCacheManager:
             RequestError: a step admitted it, or another object has its id.
         """
         check_request(request)
-        known = self._book.require_caller_owned(request)
+        known = self._table.owned_by_caller(request)
         if known is None:
             return
         self._control.changed()
         self._changed_columns.pop(known.slot, None)
-        self._book.forget(known)
-        self.tiers.on_request_finished(request.request_id)
+        self._executor.forget(known)
         self._control.refresh()
 
     def free_block_hashes(self, request: Request) -> None:
         """Make no further block of the request hittable; those that are stay so."""
         check_request(request)
-        if self._book.require_caller_owned(request) is not None:
+        if self._table.owned_by_caller(request) is not None:
             self._core.forget_hashes(request)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -432,10 +428,9 @@ class KVCacheManager:
             return ()
         self._control.changed()
         self._core.fail_steps(client_id, client.completed_step + 1)
-        gone = self._book.of_client(client.index)
+        gone = self._table.of_client(client.index)
         for known in gone:
-            self._book.forget(known)
-            self._executor.say_finished(known.request.request_id)
+            self._executor.forget(known)
         self._control.refresh()
         return tuple(known.request.request_id for known in gone)
 
@@ -444,15 +439,15 @@ class KVCacheManager:
 
         One that came by a call is its caller's own object; one of steps is a view, to be read.
         """
-        known = self._book.get(_named(request_id))
-        request = self._book.up_to_date(request_id)
+        known = self._table.known.get(_named(request_id))
+        request = self._table.up_to_date(request_id)
         if known is None or request is None or known.client_index == CALLER:
             return request
         return RequestView(request)
 
     def slot_of(self, request_id: str) -> int | None:
         """Return the slot of a running request; None if it is preempted or not known."""
-        known = self._book.get(_named(request_id))
+        known = self._table.known.get(_named(request_id))
         return known.slot if known is not None and known.is_running else None
 
     def request_in_slot(self, slot: int) -> Request | None:
@@ -461,8 +456,8 @@ class KVCacheManager:
         Raises:
             RequestError: there is no such slot.
         """
-        index = as_int("slot", slot, 0, self._slots.num_slots - 1, RequestError)
-        request = self._slots.request_in(index)
+        index = as_int("slot", slot, 0, self._table.num_slots - 1, RequestError)
+        request = self._table.request_in(index)
         return None if request is None else self.get_request(request.request_id)
 
     # The cache as a whole.
@@ -550,14 +545,14 @@ class KVCacheManager:
         """Return figures, frozen."""
         return ManagerStatistics(
             self._core.statistics(),
-            *self._book.counts(),
-            num_free_slots=self._slots.num_free,
+            *self._table.counts(),
+            num_free_slots=self._table.num_free,
             num_pins=self._control.num_pins,
             num_clients=len(self._ledger),
             num_unfinished_steps=self._ledger.num_unfinished_steps,
             num_steps=self._ledger.num_steps,
             num_failed_step_reports=self._ledger.num_failures,
-            num_preemptions=self._book.num_preemptions,
+            num_preemptions=self._table.num_preemptions,
             num_blocks_refusing_reset=self._control.num_blocks_refusing_reset,
             model_epoch=self._control.model_epoch,
             is_draining=self._control.is_draining,
@@ -568,7 +563,7 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Raise `InvariantError`, with the sum that fails, if the books do not add up."""
-        self._book.check()
+        self._table.check(self._core.block_ids)
         self._control.check()
         self._core.check()
 
@@ -580,7 +575,7 @@ class KVCacheManager:
         """Return the whole state as plain values, for comparison."""
         return {
             "core": self._core.dump_state(),
-            "requests": self._book.dump_state(),
+            "requests": self._table.dump_state(self._core.block_ids),
             "cache": self._control.dump_state(),
             "clients": self._ledger.dump_state(),
             "statistics": self._admission.dump_state(),
@@ -593,7 +588,7 @@ class KVCacheManager:
             RequestError: requests are known; nothing was changed.
         """
         sets = as_tuple("labels", labels, RequestError, LabelSet)
-        num_running, num_preempted = self._book.counts()
+        num_running, num_preempted = self._table.counts()
         if num_running or num_preempted:
             raise RequestError(
                 f"cannot restore: {num_running} requests run and {num_preempted} are preempted: "
@@ -635,7 +630,7 @@ class KVCacheManager:
         num_computed = request.num_computed_tokens
         if num_external:
             return NewestState(num_computed + num_external, 0)
-        num_own = int(self._slots.num_own[known.slot])
+        num_own = self._table.num_own(known.slot)
         num_accepted = num_computed - num_own
         if not 0 <= num_accepted <= known.num_draft_tokens:
             raise RequestError(
@@ -697,7 +692,7 @@ class KVCacheManager:
         """Return the table changes of all calls since the last time."""
         changes = []
         for slot, columns in self._changed_columns.items():
-            request = self._slots.request_in(slot)
+            request = self._table.request_in(slot)
             if request is None:
                 continue
             for group, ids in enumerate(self._core.block_ids(request.request_id)):

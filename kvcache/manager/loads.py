@@ -26,7 +26,7 @@ from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.cache_control import CacheControl
-from kvcache.manager.slots import SlotTable
+from kvcache.manager.request_table import RequestTable
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
 from kvcache.request import BlockHasher, Request
 from kvcache.specs import ceil_div
@@ -84,7 +84,7 @@ class PrefixLoads:
         control: CacheControl,
         hasher: BlockHasher,
         ledger: StepLedger,
-        slots: SlotTable,
+        table: RequestTable,
         *,
         block_sizes: tuple[int, ...],
         num_dropped_tokens: int = 0,
@@ -94,7 +94,7 @@ class PrefixLoads:
         self._core = core
         self._hasher = hasher
         self._ledger = ledger
-        self._slots = slots
+        self._table = table
         self._control = control
         self._block_sizes = block_sizes
         self._num_dropped_tokens = num_dropped_tokens
@@ -145,7 +145,7 @@ class PrefixLoads:
             return None
         load_id = next(self._numbers)
         stand_in = _stand_in(request, load_id)
-        spare = num_spare_blocks if self._slots.num_taken else 0
+        spare = num_spare_blocks if self._table.num_taken else 0
         num_hit_tokens = max(0, num_tokens - self._num_dropped_tokens)
         wanted = Reservation(num_hit_tokens, num_tokens, 0, spare, num_tokens)
         self._control.changed()

@@ -52,6 +52,11 @@ class ModelLimits:
         )
 
     @property
+    def most_drafts(self) -> int:
+        """How many drafts a forward may have at most."""
+        return self.max_model_len if self.max_draft_tokens is None else self.max_draft_tokens
+
+    @property
     def keeps_states(self) -> bool:
         """Whether a group keeps states."""
         return bool(self.state_groups)

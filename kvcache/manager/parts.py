@@ -34,8 +34,7 @@ from kvcache.manager.forks import Forks
 from kvcache.manager.holds import PrefixHolds
 from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.request_book import RequestBook
-from kvcache.manager.slots import SlotTable
+from kvcache.manager.request_table import RequestTable
 from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
@@ -149,16 +148,14 @@ class ManagerParts:
         )
         self.events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
         is_heard = settings.enable_kv_cache_events or event_sink is not None
-        slot_by_request: dict[str, int] = {}
+        self.table = RequestTable(settings.max_num_seqs, settings.hash_block_size)
         heard: EventSink = self.events if is_heard else NullEventSink()
         self.tenants = settings.tenant_ledger()
-        core_settings = self._core_settings(settings, slot_by_request, heard, hooks)
+        core_settings = self._core_settings(settings, self.table.slot_by_request, heard, hooks)
         self.core = make_core(settings.core, core_settings, core_factories)
-        self.slots = SlotTable(settings.max_num_seqs, settings.hash_block_size)
-        self.book = RequestBook(self.slots, self.core, slot_by_request)
         self.ledger = StepLedger()
         self.admission = Admission(
-            self.book,
+            self.table,
             AdmissionLimits(max_model_len, int(settings.watermark * config.num_blocks)),
             limits,
             log_stats=settings.log_stats,
@@ -167,7 +164,7 @@ class ManagerParts:
         max_pinned_blocks = int(settings.max_pin_share * max(0, config.num_blocks - 1))
         self.control = CacheControl(
             self.core,
-            self.book,
+            self.table,
             self.admission,
             clock,
             max_pinned_blocks=max_pinned_blocks,
@@ -176,11 +173,11 @@ class ManagerParts:
             tenants=self.tenants,
         )
         self.tiers = self._tier_link(settings, hooks)
-        self.forks = Forks(self.book, self.core)
+        self.forks = Forks(self.table, self.core)
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
-        self.view = CacheView(self.core, self.book, self.control)
-        self.planner = StepPlanner(self.book, limits, MAX_UNFINISHED_STEPS, self.hasher)
-        self.executor = StepExecutor(self.book, self.core, self.admission, self.tiers, limits)
+        self.view = CacheView(self.core, self.table, self.control)
+        self.planner = StepPlanner(self.table, limits, MAX_UNFINISHED_STEPS, self.hasher)
+        self.executor = StepExecutor(self.table, self.core, self.admission, self.tiers, limits)
 
     def _core_settings(
         self,
@@ -213,7 +210,7 @@ class ManagerParts:
             self.control,
             self.hasher,
             self.ledger,
-            self.slots,
+            self.table,
             block_sizes=block_sizes,
             num_dropped_tokens=math.lcm(*block_sizes) if settings.use_eagle else 0,
         )

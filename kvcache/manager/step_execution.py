@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
@@ -28,9 +29,8 @@ from kvcache.core import (
 from kvcache.manager.admission import Admission
 from kvcache.manager.forks import Forks
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.request_book import KnownRequest, RequestBook
-from kvcache.manager.row_plan import RowPlan
-from kvcache.manager.slots import BatchTokens
+from kvcache.manager.request_table import BatchTokens, KnownRequest, RequestTable
+from kvcache.manager.row_columns import END, OWN, OWN_END, SETTLED, RunningRows, note_forwards
 from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
@@ -65,20 +65,19 @@ class StepExecutor:
 
     def __init__(
         self,
-        book: RequestBook,
+        table: RequestTable,
         core: Core,
         admission: Admission,
         tiers: TierLink,
         limits: ModelLimits,
     ) -> None:
-        """Work on `book` and `core`; `tiers` are asked before a request is admitted."""
-        self._book = book
-        self._slots = book.slots
+        """Work on `table` and `core`; `tiers` are asked before a request is admitted."""
+        self._table = table
         self._core = core
         self._admission = admission
         self._has_tenants = admission.has_tenants
         self._tiers = tiers
-        self._forks = Forks(book, core)
+        self._forks = Forks(table, core)
         self._max_model_len = limits.max_model_len
         self._keeps_states = limits.keeps_states
 
@@ -95,13 +94,19 @@ class StepExecutor:
 
         record, answer = StepRecord(step.step), _Answer()
         self._core.open_step(client.client_id, step.step)
-        if not plan.names_nobody:
+        if plan.finished or plan.preempted:
             self._let_go(plan, record)
-        self._note_merges(answer)
+        for request_id, change in self._core.take_merges():
+            known = self._table.known.get(request_id)
+            if known is not None and known.is_running:
+                answer.changes.append((known.slot, change))
         if plan.forks:
             self._fork_all(plan, record, answer)
-        is_reserved, patch = self._run_rows(plan, record)
-        self._refuse_rows(plan.rows, is_reserved, answer)
+        is_reserved, patch = EMPTY_INT32, EMPTY_PATCH
+        if len(plan.rows.slots):
+            is_reserved, patch = self._run_rows(plan, record)
+            if self._has_tenants:
+                self._refuse_rows(plan.rows, is_reserved, answer)
         if not plan.names_nobody:
             self._admit_all(plan, record, answer)
         self._core.close_step()
@@ -109,41 +114,44 @@ class StepExecutor:
             client.records.append(record)
         return self._result(plan, answer, is_reserved, patch)
 
-    def say_finished(self, request_id: str) -> None:
-        """Tell the tiers below that a request has gone."""
-        self._tiers.on_request_finished(request_id)
+    def forget(self, known: KnownRequest) -> None:
+        """Give a request's blocks back, know it no more, and tell the tiers below."""
+        if known.is_running:
+            self._core.free(known.request)
+        self._table.forget(known)
+        self._tiers.on_request_finished(known.request.request_id)
 
     def _take_back(self, rollback: Rollback) -> list[Seating]:
         """Undo what failed; return the requests that had to be preempted for it."""
         for known in rollback.forgotten:
-            self._book.forget(known)
-            self.say_finished(known.request.request_id)
+            self.forget(known)
         for row in rollback.preempted_again:
-            self._book.undo_resume(row.known)
+            self._core.free(row.known.request)
+            self._table.undo_resume(row.known)
             _take_back_tokens(row.known.request, row.num_tokens)
         for row in rollback.preempted:
             _take_back_tokens(row.known.request, row.num_tokens)
         for row in rollback.rows:
-            self._slots.roll_back(row.known.slot, row.num_computed, row.num_tokens)
+            self._table.roll_back(row.known.slot, row.num_computed, row.num_tokens)
         preempted = []
         for row in rollback.overwritten:
             preempted.append(Seating(row.known, row.known.generation, row.num_tokens))
-            self._book.preempt(row.known)
+            self._core.free(row.known.request)
+            self._table.preempt(row.known)
             _take_back_tokens(row.known.request, row.num_tokens)
         return preempted
 
     def _let_go(self, plan: StepPlan, record: StepRecord) -> None:
         for known in plan.finished:
-            self._book.forget(known)
-            if self._tiers.hooks is not None:
-                self.say_finished(known.request.request_id)
+            self.forget(known)
         if not plan.preempted:
             return
         swapped = set(plan.request.preempted_swap)
         for known in plan.preempted:
             if known.request.request_id in swapped:
                 self._swap_out(known, plan.client)
-            self._book.preempt(known)
+            self._core.free(known.request)
+            self._table.preempt(known)
             record.preempted.append(Seating(known, known.generation, known.request.num_tokens))
 
     def _swap_out(self, known: KnownRequest, client: ClientSteps) -> None:
@@ -151,25 +159,18 @@ class StepExecutor:
 
         Not where it does not read the cache: all of its tokens are to be computed.
         """
-        swap, request, slots = self._tiers.swap, known.request, self._slots
+        swap, request, table = self._tiers.swap, known.request, self._table
         if swap is None or request.skip_reading_prefix_cache:
             return
-        slots.sync(known.slot)
+        table.sync(known.slot)
         num_confirmed = client.num_confirmed(
-            known.generation, int(slots.num_computed[known.slot]), request.num_tokens
+            known.generation, table.num_computed(known.slot), request.num_tokens
         )
         num_tokens = min(num_confirmed, request.num_tokens - 1)
         num_cached = self._core.look_up(request).num_tokens
         if num_tokens > num_cached:
             ids = self._core.block_ids(request.request_id)
             swap.on_swap_out(request, num_tokens, num_cached, ids)
-
-    def _note_merges(self, answer: _Answer) -> None:
-        """Tell of blocks that running requests share since steps are complete."""
-        for request_id, change in self._core.take_merges():
-            known = self._book.get(request_id)
-            if known is not None and known.is_running:
-                answer.changes.append((known.slot, change))
 
     def _fork_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
         """Seat the children of forks; if this step fails, they go as requests that were new."""
@@ -186,65 +187,47 @@ class StepExecutor:
 
     def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
         """Settle the rows and reserve their blocks; say which rows got them."""
-        rows, table = plan.rows, self._slots
-        slots, indices = rows.seated.slots, rows.seated.indices
-        if not len(slots):
-            return EMPTY_INT32, EMPTY_PATCH
-        record.slots, record.generations = slots, rows.seated.generations
-        record.num_computed, record.num_tokens = rows.num_computed, rows.num_tokens
-        # If this step fails, so does what it settles: accepted drafts are drafts again.
-        settled = rows.settled_computed
-        if not rows.is_one_each:  # no row of those is ahead of its tokens
-            settled = np.minimum(settled, rows.num_tokens)
-        confirmed = plan.client.confirmed_tokens(record, settled, table)
-        if rows.is_one_each:
-            table.append_one_each(rows.seated, rows.num_tokens, rows.token_ids)
-        else:
-            table.append(indices, rows.counts, rows.token_ids)
-        states = self._row_states(rows) if self._keeps_states else None
+        rows, table = plan.rows, self._table
+        record.rows = rows
+        slots, figures = rows.slots, rows.figures
+        confirmed = plan.client.confirmed_tokens(rows, table)
+        table.append(slots, rows.offsets, rows.token_ids, is_crowded=rows.is_crowded)
         reserved = self._core.reserve_rows(
             RowBatch(
-                rows.seated.requests,
+                table.requests[slots],
                 slots,
                 confirmed,
-                self._slot_tokens(rows, plan.request.num_lookahead_tokens),
-                rows.own_ends,
-                BatchTokens(table, indices),
-                states,
+                self._slot_tokens(figures, plan.request.num_lookahead_tokens),
+                figures[OWN_END],
+                BatchTokens(table, slots),
+                self._row_states(rows) if self._keeps_states else None,
                 are_tokens_known=True,
             )
         )
-        computed = rows.ends
-        if states is not None or np.count_nonzero(reserved.is_reserved) < len(slots):
-            has_run = reserved.is_reserved > 0
-            computed = np.where(has_run, rows.ends, rows.settled_computed)
-            if states is not None:
-                table.num_own[indices[has_run]] = states.num_own_tokens[has_run]
-        table.note_computed(indices, computed)
+        note_forwards(table.rows, slots, figures, reserved.is_reserved)
         return reserved.is_reserved, reserved.patches
 
-    def _refuse_rows(self, rows: RowPlan, is_reserved: Int32Array, answer: _Answer) -> None:
+    def _refuse_rows(self, rows: RunningRows, is_reserved: Int32Array, answer: _Answer) -> None:
         """Say which rows without room have outgrown what their tenant may have."""
-        if not self._has_tenants:
-            return
         for i in np.flatnonzero(is_reserved == 0).tolist():
-            request, num_tokens = rows.seated.requests[i], int(rows.own_ends[i])
+            request, num_tokens = self._table.requests[rows.slots[i]], int(rows.figures[OWN_END, i])
             refusal = self._admission.refusal(request, num_tokens, is_counted=True)
             if refusal is not None:
                 answer.refused.append(refusal)
 
-    def _row_states(self, rows: RowPlan) -> RowStates:
+    def _row_states(self, rows: RunningRows) -> RowStates:
         """Say where each row's forward ends, if it has one, and where its last one did."""
-        last = self._slots.num_own[rows.seated.indices]
-        ends = np.where(rows.ends > rows.settled_computed, rows.own_ends, last)
-        return RowStates(ends, last, rows.settled_computed - last)
+        figures, last = rows.figures, self._table.rows[rows.slots, OWN]
+        ends = np.where(figures[END] > figures[SETTLED], figures[OWN_END], last)
+        return RowStates(ends, last, figures[SETTLED] - last)
 
-    def _slot_tokens(self, rows: RowPlan, num_lookahead_tokens: int) -> Int32Array:
+    def _slot_tokens(self, figures: npt.NDArray[np.int32], num_lookahead_tokens: int) -> Int32Array:
         """Up to where each row needs slots; a row that only settles needs none ahead."""
+        ends: Int32Array = figures[END]
         if not num_lookahead_tokens:
-            return rows.ends
-        has_forward = rows.ends > rows.settled_computed
-        wanted = rows.ends + min(num_lookahead_tokens, self._max_model_len) * has_forward
+            return ends
+        ahead = np.int64(min(num_lookahead_tokens, self._max_model_len))
+        wanted = ends + ahead * (ends > figures[SETTLED])
         return int32_array(np.minimum(wanted, self._max_model_len))
 
     def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
@@ -308,7 +291,7 @@ class StepExecutor:
         num_scheduled = min(max_new, num_tokens - start)
         end = start + num_scheduled
         changes = None
-        if self._slots.num_free:
+        if self._table.num_free:
             wanted = Reservation(
                 start,
                 min(end + num_ahead, self._max_model_len),
@@ -327,10 +310,8 @@ class StepExecutor:
             return None
         if self._admission.counts:
             self._admission.record(request, num_hit)
-        known = self._book.admit(request, index, end)
-        known.num_encoder_tokens = num_encoder
+        known = self._table.admit(request, index, end, num_encoder)
         slot = known.slot
-        self._slots.num_own[slot] = end
         answer.slots.append(slot)
         answer.num_hit.append(num_hit)
         answer.num_scheduled.append(num_scheduled)

@@ -17,12 +17,17 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
-from kvcache.manager.request_book import KnownRequest, RequestBook
-from kvcache.manager.slots import CALLER, Int64Array, SlotTable
-
-_NO_GENERATIONS: Int64Array = np.empty(0, dtype=np.int64)
-_NO_GENERATIONS.flags.writeable = False
+from kvcache.arrays import Int32Array
+from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
+from kvcache.manager.row_columns import (
+    BEFORE_COMPUTED,
+    BEFORE_TOKENS,
+    CONFIRMED,
+    CONFIRMED_END,
+    NO_ROWS,
+    RunningRows,
+    confine,
+)
 
 
 class Seating(NamedTuple):
@@ -33,15 +38,12 @@ class Seating(NamedTuple):
     num_tokens: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class StepRecord:
-    """How things stood before one step. Rows: before its own settling; shapes `(n,)`."""
+    """How things stood before one step."""
 
     step: int
-    slots: Int32Array = field(default_factory=lambda: EMPTY_INT32)
-    generations: Int64Array = field(default_factory=lambda: _NO_GENERATIONS)
-    num_computed: Int32Array = field(default_factory=lambda: EMPTY_INT32)
-    num_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    rows: RunningRows = NO_ROWS
     preempted: list[Seating] = field(default_factory=list)
     resumed: list[Seating] = field(default_factory=list)
     new: list[Seating] = field(default_factory=list)
@@ -49,7 +51,7 @@ class StepRecord:
     @property
     def is_empty(self) -> bool:
         """Whether the step did nothing that could be taken back."""
-        return not (len(self.slots) or self.preempted or self.resumed or self.new)
+        return not (len(self.rows.slots) or self.preempted or self.resumed or self.new)
 
 
 @dataclass(frozen=True)
@@ -134,32 +136,21 @@ class ClientSteps:
         first = kept.pop()[0] if kept and kept[-1][1] + 1 == step else step
         self.void = [*kept, (first, self.last_step)]
 
-    def confirmed_tokens(
-        self, rows: StepRecord, num_settled: Int32Array, table: SlotTable
-    ) -> Int32Array:
+    def confirmed_tokens(self, rows: RunningRows, table: RequestTable) -> Int32Array:
         """Return how many tokens of each row no failing step can take back any more.
 
-        `num_settled[i]` are computed in row `i` of `rows`, unfinished steps included. Blocks may
-        be given up only behind confirmed tokens. A step that admitted a row confines nothing: if
-        it fails, the row goes.
+        Blocks may be given up only behind confirmed tokens. Accepted drafts are drafts again if
+        this step fails. A step that admitted a row confines nothing: if it fails, the row goes.
         """
+        settled: Int32Array = rows.figures[CONFIRMED_END]
         if not self.records:
-            return num_settled
-        first = self.records[0]
-        if first.generations is rows.generations or np.array_equal(
-            first.generations, rows.generations
-        ):
-            # The same rows: of what the earliest step would go back to, later ones only add.
-            known = np.minimum(first.num_computed, first.num_tokens)
-            return np.minimum(known, num_settled)
-        slots = rows.slots
-        confirmed = np.empty(table.num_slots, dtype=np.int32)
-        confirmed[slots] = num_settled
+            return settled
+        table.rows[rows.slots, CONFIRMED] = settled
         for record in reversed(self.records):
-            is_same = table.generation[record.slots] == record.generations
-            known = np.minimum(record.num_computed, record.num_tokens)
-            confirmed[record.slots[is_same]] = known[is_same]
-        return np.minimum(confirmed[slots], num_settled)
+            before = record.rows
+            confine(table.rows, table.generation, before.slots, before.generations, before.figures)
+        confirmed: Int32Array = np.minimum(table.rows[rows.slots, CONFIRMED], settled)
+        return confirmed
 
     def num_confirmed(self, generation: int, num_computed: int, num_tokens: int) -> int:
         """Return how many tokens of one row are computed for good: complete on every rank.
@@ -171,22 +162,22 @@ class ClientSteps:
         for record in self.records:
             if any(s.generation == generation for s in (*record.new, *record.resumed)):
                 return 0
-            places = np.flatnonzero(record.generations == generation)
+            places = np.flatnonzero(record.rows.generations == generation)
             if len(places):
-                row = int(places[0])
-                before = min(int(record.num_computed[row]), int(record.num_tokens[row]))
-                return min(num_confirmed, before)
+                figures = record.rows.figures[:, int(places[0])].tolist()
+                num_before: int = min(figures[BEFORE_COMPUTED], figures[BEFORE_TOKENS])
+                return min(num_confirmed, num_before)
         return num_confirmed
 
     def plan_rollback(
-        self, from_step: int, book: RequestBook, *, keeps_states: bool = False
+        self, from_step: int, table: RequestTable, *, keeps_states: bool = False
     ) -> Rollback:
         """Say what taking back the steps from `from_step` on means. Changes nothing.
 
         Where requests keep states, those that ran on cannot go back to what they were.
         """
         records = [record for record in self.records if record.step >= from_step]
-        by_generation = {known.generation: known for known in book.of_client(self.index)}
+        by_generation = {known.generation: known for known in table.of_client(self.index)}
         for record in records:
             by_generation.update({s.generation: s.known for s in record.preempted})
         new = {id(s.known) for record in records for s in record.new}
@@ -196,14 +187,14 @@ class ClientSteps:
             for row in _rows_before(record, by_generation):
                 before.setdefault(id(row.known), row)
 
-        here = [row for row in before.values() if _is_still_known(row.known, book)]
+        here = [row for row in before.values() if _is_still_known(row.known, table)]
         old = [row for row in here if id(row.known) not in new]
         resumed = [row for row in old if row.known.is_running and row.known.generation in begun]
         rows = [row for row in old if row.known.is_running and row.known.generation not in begun]
         forgotten = {id(s.known): s.known for record in records for s in record.new}
         return Rollback(
             from_step,
-            tuple(known for known in forgotten.values() if _is_still_known(known, book)),
+            tuple(known for known in forgotten.values() if _is_still_known(known, table)),
             tuple(resumed),
             () if keeps_states else tuple(rows),
             tuple(row for row in old if not row.known.is_running),
@@ -218,9 +209,9 @@ StepsUnderWay: TypeAlias = Sequence[tuple[ClientSteps, int]]
 def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> list[RowBefore]:
     """How the rows that a step ran or resumed stood before it, as far as they are still known."""
     rows = zip(
-        record.generations.tolist(),
-        record.num_computed.tolist(),
-        record.num_tokens.tolist(),
+        record.rows.generations.tolist(),
+        record.rows.figures[BEFORE_COMPUTED].tolist(),
+        record.rows.figures[BEFORE_TOKENS].tolist(),
         strict=True,
     )
     before = [
@@ -231,8 +222,8 @@ def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> 
     return before + [RowBefore(s.known, s.known.slot, 0, s.num_tokens) for s in record.resumed]
 
 
-def _is_still_known(known: KnownRequest, book: RequestBook) -> bool:
-    return book.get(known.request.request_id) is known
+def _is_still_known(known: KnownRequest, table: RequestTable) -> bool:
+    return table.known.get(known.request.request_id) is known
 
 
 class StepLedger:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from kvcache.errors import BacklogFullError, RequestError, shown
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.request_book import KnownRequest, RequestBook
-from kvcache.manager.row_plan import RowPlan, RowPlanner
+from kvcache.manager.request_table import KnownRequest, RequestTable
+from kvcache.manager.row_columns import RunningRows
+from kvcache.manager.running_rows import plan_rows
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.request import BlockHasher, LoRARequest, Request
 from kvcache.step import NO_STEP, Fork, NewRequest, ResumedRequest, StepRequest
@@ -28,10 +29,10 @@ class StepPlan(NamedTuple):
     rollback: Rollback | None
     finished: tuple[KnownRequest, ...]
     preempted: tuple[KnownRequest, ...]
-    rows: RowPlan
-    resumed: tuple[tuple[KnownRequest, int], ...]
-    new: tuple[tuple[Request, NewRequest], ...]
-    forks: tuple[tuple[KnownRequest, str], ...]
+    rows: RunningRows
+    resumed: tuple[tuple[KnownRequest, int], ...] = ()
+    new: tuple[tuple[Request, NewRequest], ...] = ()
+    forks: tuple[tuple[KnownRequest, str], ...] = ()
     names_nobody: bool = False
     """Whether it comes with running rows at most, and takes nothing back."""
 
@@ -41,16 +42,14 @@ class StepPlanner:
 
     def __init__(
         self,
-        book: RequestBook,
+        table: RequestTable,
         limits: ModelLimits,
         max_unfinished_steps: int,
         hasher: BlockHasher,
     ) -> None:
-        """Check against `book` and what the model allows; requests get `hasher`."""
-        self._book = book
-        self._rows = RowPlanner(book.slots, limits)
+        """Check against `table` and what the model allows; requests get `hasher`."""
+        self._table = table
         self._limits = limits
-        self._max_model_len = limits.max_model_len
         self._max_unfinished_steps = max_unfinished_steps
         self._hasher = hasher
 
@@ -63,40 +62,49 @@ class StepPlanner:
         """
         where = f"step {request.step} of {request.client_id}"
         _check_numbers(where, request, client)
-        rollback = None
+        rollback, table, limits = None, self._table, self._limits
         if request.failed_step != NO_STEP:
             rollback = client.plan_rollback(
-                request.failed_step, self._book, keeps_states=self._limits.keeps_states
+                request.failed_step, table, keeps_states=limits.keeps_states
             )
-        self._check_backlog(where, request, client)
+        if len(client.records) >= self._max_unfinished_steps:
+            self._check_backlog(where, request, client)
+        running = request.running
         if rollback is None and _names_nobody(request):
-            running = self._rows.plan(where, request, client, None, ())
-            return StepPlan(request, client, None, (), (), running, (), (), (), names_nobody=True)
+            rows = plan_rows(where, running, client, table, limits)
+            return StepPlan(request, client, None, (), (), rows, names_nobody=True)
         forgotten: set[int] = set()
         waiting: set[int] = set()
         if rollback is not None:
             forgotten = {id(known) for known in rollback.forgotten}
             waiting = {id(row.known) for row in rollback.without_slot}
         _check_ids_once(where, request)
-        finished = self._finished(where, request.finished, client)
-        preempted = self._preempted(where, request, client, forgotten | waiting)
-        leaving = {*finished, *preempted}
-        rows = self._rows.plan(where, request, client, rollback, leaving)
-        resumed = self._resumed(where, request.resumed, client, forgotten, waiting)
-        gone = forgotten | {id(known) for known in finished}
-        new = tuple([(self._new(where, n, gone, model_epoch), n) for n in request.new])
-        staying = finished
+        finished: tuple[KnownRequest, ...] = ()
+        if request.finished:
+            finished = tuple(
+                [self._known(where, "finished", name, client) for name in request.finished]
+            )
+        preempted: tuple[KnownRequest, ...] = ()
+        if request.preempted_recompute or request.preempted_swap:
+            preempted = self._preempted(where, request, client, forgotten | waiting)
+        leaving = (*finished, *preempted)
+        rows = plan_rows(where, running, client, table, limits, rollback, leaving)
+        resumed: tuple[tuple[KnownRequest, int], ...] = ()
+        if request.resumed:
+            resumed = self._resumed(where, request.resumed, client, forgotten, waiting)
+        gone = {id(known) for known in finished} | forgotten
+        new: tuple[tuple[Request, NewRequest], ...] = ()
+        if request.new:
+            new = tuple([(self._new(where, each, gone, model_epoch), each) for each in request.new])
         if forgotten:
-            staying = tuple([known for known in finished if id(known) not in forgotten])
+            finished = tuple([known for known in finished if id(known) not in forgotten])
         forks: tuple[tuple[KnownRequest, str], ...] = ()
         if request.forks:
             lost = {id(known) for known in leaving} | forgotten | waiting
             forks = tuple([self._fork(where, f, client, gone, lost) for f in request.forks])
-        return StepPlan(request, client, rollback, staying, preempted, rows, resumed, new, forks)
+        return StepPlan(request, client, rollback, finished, preempted, rows, resumed, new, forks)
 
     def _check_backlog(self, where: str, request: StepRequest, client: ClientSteps) -> None:
-        if len(client.records) < self._max_unfinished_steps:
-            return
         first_failed = request.failed_step if request.failed_step != NO_STEP else request.step
         unfinished = sum(
             request.completed_step < record.step < first_failed for record in client.records
@@ -106,11 +114,6 @@ class StepPlanner:
                 f"{where}: {unfinished} earlier steps have neither completed nor failed: report "
                 "completed_step before sending more"
             )
-
-    def _finished(
-        self, where: str, request_ids: Sequence[str], client: ClientSteps
-    ) -> tuple[KnownRequest, ...]:
-        return tuple([self._known(where, "finished", r, client) for r in request_ids])
 
     def _preempted(
         self, where: str, request: StepRequest, client: ClientSteps, not_running: set[int]
@@ -147,7 +150,7 @@ class StepPlanner:
         return tuple(plans)
 
     def _known(self, where: str, verb: str, request_id: str, client: ClientSteps) -> KnownRequest:
-        known = self._book.get(request_id)
+        known = self._table.known.get(request_id)
         if known is None:
             raise RequestError(
                 f"{where}: request {request_id!r} is to be {verb} but is not known: name requests "
@@ -170,7 +173,7 @@ class StepPlanner:
                 f"{where}: request {fork.parent_id} is to be forked but does not run: fork running "
                 "requests only, resume it first"
             )
-        known = self._book.get(fork.child_id)
+        known = self._table.known.get(fork.child_id)
         if known is not None and id(known) not in gone:
             raise RequestError(
                 f"{where}: request {fork.child_id} is to be forked from {fork.parent_id} but known "
@@ -180,24 +183,26 @@ class StepPlanner:
 
     def _new(self, where: str, new: NewRequest, gone: set[int], model_epoch: int) -> Request:
         """Make the request that a step brings, or raise."""
-        known = self._book.get(new.request_id)
+        known = self._table.known.get(new.request_id)
         if known is not None and id(known) not in gone:
             raise RequestError(
                 f"{where}: request {new.request_id} is new but known already: use another id, or "
                 "resume it if it is preempted"
             )
-        if len(new.token_ids) > self._max_model_len:
+        num_tokens, most = len(new.token_ids), self._limits.max_model_len
+        if num_tokens > most:
             raise RequestError(
-                f"{where}: request {new.request_id} has a prompt of {len(new.token_ids)} tokens, "
-                f"the model takes {self._max_model_len}: shorten it or raise max_model_len"
+                f"{where}: request {new.request_id} has a prompt of {num_tokens} tokens, "
+                f"the model takes {most}: shorten it or raise max_model_len"
             )
-        if new.num_external_computed_tokens >= max(1, len(new.token_ids)):
+        if new.num_external_computed_tokens >= max(1, num_tokens):
             raise RequestError(
                 f"{where}: request {new.request_id} has {new.num_external_computed_tokens} "
-                f"external computed tokens, but {len(new.token_ids)} tokens: the last one is "
+                f"external computed tokens, but {num_tokens} tokens: the last one is "
                 "always computed, pass fewer"
             )
-        self._limits.require_encoder_tokens(new.request_id, new.num_encoder_tokens)
+        if new.num_encoder_tokens:
+            self._limits.require_encoder_tokens(new.request_id, new.num_encoder_tokens)
         return make_request(new, model_epoch, self._hasher)
 
 
@@ -243,7 +248,7 @@ def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> Non
         raise RequestError(
             f"{where}: completed_step {completed} is not known: name a step before this one"
         )
-    if completed != NO_STEP and (void := client.void_range(completed)) is not None:
+    if client.void and completed != NO_STEP and (void := client.void_range(completed)) is not None:
         raise RequestError(
             f"{where}: completed_step {completed} failed, with all steps from {void[0]} to "
             f"{void[1]}: name a step that was not reported as failed"
@@ -276,15 +281,15 @@ def _names_nobody(request: StepRequest) -> bool:
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
-    resumed = tuple([item.request_id for item in request.resumed])
-    new = tuple([item.request_id for item in request.new])
-    named = (*leaving, *resumed, *new, *[fork.child_id for fork in request.forks])
-    if len(set(named)) == len(named):
+    resumed = [item.request_id for item in request.resumed]
+    arriving = [*resumed, *[item.request_id for item in request.new]]
+    arriving += [fork.child_id for fork in request.forks]
+    if len({*leaving, *arriving}) == len(leaving) + len(arriving):
         return
     for what, ids in (
         ("finished or preempted", leaving),
-        ("resumed or new", (*resumed, *new, *(f.child_id for f in request.forks))),
-        ("finished, preempted or resumed", (*leaving, *resumed)),
+        ("resumed or new", arriving),
+        ("finished, preempted or resumed", [*leaving, *resumed]),
     ):
         if len(set(ids)) < len(ids):
             twice = next(name for name, times in Counter(ids).items() if times > 1)

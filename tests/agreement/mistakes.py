@@ -79,7 +79,7 @@ class KeepsOneBlockFree(BlockCore):
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
         spare = reservation.num_spare_blocks + 1
-        return super().reserve(request, replace(reservation, num_spare_blocks=spare), hit)
+        return super().reserve(request, reservation._replace(num_spare_blocks=spare), hit)
 
 
 class MixesTenants(BlockCore):

@@ -9,34 +9,43 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, index_array, int32_array
-from kvcache.manager.slots import CALLER, BatchTokens, SlotTable
+from kvcache.arrays import EMPTY_INT32, index_array, int32_array
+from kvcache.manager.request_table import CALLER, BatchTokens, RequestTable
+from kvcache.manager.row_columns import SYNCED, TOKENS
 from kvcache.request import Request
 
 CLIENT = 1
 
 
-def seated(table: SlotTable, name: str, num_tokens: int, num_computed: int = 0) -> int:
-    return table.take(Request(name, list(range(num_tokens))), CLIENT, num_computed)
+def seated(table: RequestTable, name: str, num_tokens: int, num_computed: int = 0) -> int:
+    return table.admit(Request(name, list(range(num_tokens))), CLIENT, num_computed).slot
 
 
-def append(table: SlotTable, tokens: dict[int, list[int]]) -> None:
+def append(table: RequestTable, tokens: dict[int, list[int]]) -> None:
+    counts = [len(ids) for ids in tokens.values()]
+    slots, offsets = int32_array(list(tokens)), int32_array([0, *np.cumsum(counts)])
+    num_waiting = [table.rows[slot, TOKENS] - table.rows[slot, SYNCED] for slot in tokens]
     table.append(
-        index_array(list(tokens)),
-        int32_array([len(ids) for ids in tokens.values()]),
+        slots,
+        offsets,
         int32_array([token for ids in tokens.values() for token in ids]),
+        is_crowded=any(np.add(num_waiting, counts) > table.width),
     )
 
 
-def request_in(table: SlotTable, slot: int) -> Request:
+def no_blocks(request_id: str) -> tuple[list[int], ...]:
+    return ([],)
+
+
+def request_in(table: RequestTable, slot: int) -> Request:
     """The request of a slot as it is, without bringing it up to date."""
-    request: Request = table.seated(int32_array([slot]), index_array([slot])).requests[0]
+    request: Request = table.requests[slot]
     return request
 
 
-def units(table: SlotTable, pairs: list[tuple[int, int]]) -> list[list[int]]:
+def units(table: RequestTable, pairs: list[tuple[int, int]]) -> list[list[int]]:
     """Tokens of the given units (slot, unit), read through a batch of two rows per slot."""
-    slots = index_array([slot for slot, _ in pairs])
+    slots = int32_array([slot for slot, _ in pairs])
     batch = BatchTokens(table, slots)
     rows = index_array(range(len(pairs)))
     newest: list[list[int]] = batch.newest_units(rows, index_array([u for _, u in pairs])).tolist()
@@ -44,7 +53,7 @@ def units(table: SlotTable, pairs: list[tuple[int, int]]) -> list[list[int]]:
 
 
 def test_a_unit_that_decoding_fills_is_read_without_its_request() -> None:
-    table = SlotTable(4, unit_tokens=4)
+    table = RequestTable(4, unit_tokens=4)
     slot = seated(table, "a", 6)
     append(table, {slot: [70]})
     append(table, {slot: [71]})
@@ -53,7 +62,7 @@ def test_a_unit_that_decoding_fills_is_read_without_its_request() -> None:
 
 
 def test_a_unit_stays_readable_at_once_when_its_request_has_taken_part_of_it() -> None:
-    table = SlotTable(4, unit_tokens=4)
+    table = RequestTable(4, unit_tokens=4)
     slot = seated(table, "a", 5)
     append(table, {slot: [70, 71]})
     table.sync(slot)
@@ -63,7 +72,7 @@ def test_a_unit_stays_readable_at_once_when_its_request_has_taken_part_of_it() -
 
 
 def test_older_units_come_from_the_request() -> None:
-    table = SlotTable(4, unit_tokens=4)
+    table = RequestTable(4, unit_tokens=4)
     slot = seated(table, "a", 9)
     append(table, {slot: [70, 71, 72]})
     assert units(table, [(slot, 0), (slot, 2), (slot, 1)]) == [
@@ -74,7 +83,7 @@ def test_older_units_come_from_the_request() -> None:
 
 
 def test_requests_get_tokens_once_in_hundreds_of_steps() -> None:
-    table = SlotTable(2, unit_tokens=16)
+    table = RequestTable(2, unit_tokens=16)
     slot = seated(table, "a", 20)
     sizes = set()
     for token in range(1000):
@@ -87,46 +96,35 @@ def test_requests_get_tokens_once_in_hundreds_of_steps() -> None:
 
 
 def test_sync_brings_the_named_rows_of_a_batch_up_to_date_and_no_others() -> None:
-    table = SlotTable(4, unit_tokens=4)
+    table = RequestTable(4, unit_tokens=4)
     slots = [seated(table, name, 5, num_computed=5) for name in "abc"]
     append(table, {slot: [7, 8] for slot in slots})
-    BatchTokens(table, index_array(slots[::-1])).sync(index_array([0, 2]))
+    BatchTokens(table, int32_array(slots[::-1])).sync(index_array([0, 2]))
     assert [request_in(table, slot).num_tokens for slot in slots] == [7, 5, 7]
     assert request_in(table, slots[0]).num_computed_tokens == 5
 
 
 def test_a_slot_that_is_taken_again_shows_nothing_of_who_left() -> None:
-    table = SlotTable(1, unit_tokens=4)
+    table = RequestTable(1, unit_tokens=4)
     slot = seated(table, "a", 4)
     append(table, {slot: [90, 91, 92, 93]})
-    table.release(slot)
+    table.preempt(table.known["a"])
     assert seated(table, "b", 6) == slot
     append(table, {slot: [70, 71]})
     assert units(table, [(slot, 1), (slot, 0)]) == [[4, 5, 70, 71], [0, 1, 2, 3]]
 
 
-def test_the_table_counts_who_comes_and_leaves() -> None:
-    table = SlotTable(2, unit_tokens=4)
-    counts = [table.num_changes]
-    slot = seated(table, "a", 4)
-    counts.append(table.num_changes)
-    append(table, {slot: [1]})
-    assert table.num_changes == counts[-1]
-    table.release(slot)
-    counts.append(table.num_changes)
-    assert len(set(counts)) == 3
-
-
 def test_callers_append_behind_the_back_of_the_table() -> None:
-    table = SlotTable(2, unit_tokens=4)
+    table = RequestTable(2, unit_tokens=4)
     request = Request("a", [1, 2, 3, 4, 5])
-    slot = table.take(request, CALLER, 0)
+    slot = table.admit(request, CALLER, 0).slot
     request.append_output_token_ids([6])
     request.truncate_tokens(5)
     assert table.request_in(slot) is request
-    table.check()
-    table.release(slot)
+    table.check(no_blocks)
+    table.forget(table.known["a"])
     assert table.num_free == 2
+    table.check(no_blocks)
 
 
 @dataclass
@@ -145,7 +143,7 @@ class SlotWalk:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.unit = self.random.choice([1, 3, 4, 16, 300])
-        self.table = SlotTable(5, self.unit)
+        self.table = RequestTable(5, self.unit)
         self.rows: dict[int, Row] = {}
         self.num_names = 0
 
@@ -155,7 +153,7 @@ class SlotWalk:
         self.num_names += 1
         tokens = [self.token() for _ in range(self.random.randint(1, 3 * self.unit))]
         request = Request(str(self.num_names), tokens)
-        slot = self.table.take(request, CLIENT, len(tokens))
+        slot = self.table.admit(request, CLIENT, len(tokens)).slot
         self.rows[slot] = Row(request, tokens, len(tokens), [len(tokens)])
 
     def token(self) -> int:
@@ -164,8 +162,8 @@ class SlotWalk:
     def release(self) -> None:
         if self.rows and self.random.random() < 0.3:
             slot = self.random.choice(list(self.rows))
-            self.table.release(slot)
             row = self.rows.pop(slot)
+            self.table.preempt(self.table.known[row.request.request_id])
             assert row.request.all_token_ids.tolist() == row.tokens
 
     def append(self) -> None:
@@ -191,16 +189,16 @@ class SlotWalk:
 
     def sync(self) -> None:
         slots = [slot for slot in self.rows if self.random.random() < 0.2]
-        BatchTokens(self.table, index_array(slots)).sync(index_array(range(len(slots))))
+        BatchTokens(self.table, int32_array(slots)).sync(index_array(range(len(slots))))
         for slot in slots:
             row = self.rows[slot]
             assert row.request.all_token_ids.tolist() == row.tokens
 
     def compare(self) -> None:
-        self.table.check()
+        self.table.check(no_blocks)
         wanted = []
         for slot, row in self.rows.items():
-            assert self.table.num_tokens[slot] == len(row.tokens)
+            assert self.table.rows[slot, TOKENS] == len(row.tokens)
             num_units = len(row.tokens) // self.unit
             recent = num_units - 1 - self.random.randrange(3)
             some = (recent, self.random.randrange(num_units + 1))
@@ -223,8 +221,7 @@ def test_rows_have_the_tokens_that_were_appended(seed: int) -> None:
 
 
 def test_no_units_of_no_rows_are_an_empty_matrix() -> None:
-    table = SlotTable(2, unit_tokens=4)
+    table = RequestTable(2, unit_tokens=4)
     nothing: npt.NDArray[np.int32] = table.newest_units(index_array([]), index_array([]))
     assert nothing.shape == (0, 4)
-    none: Int32Array = EMPTY_INT32
-    table.append(index_array([]), none, none)
+    table.append(EMPTY_INT32, int32_array([0]), EMPTY_INT32, is_crowded=False)

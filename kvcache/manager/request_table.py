@@ -1,0 +1,406 @@
+"""The requests of a manager: running ones in their slots, preempted ones that wait without blocks.
+
+Shared by per-request calls and steps, so that both seat, preempt and forget a request in the same
+way. What every step changes of a row lives in columns (row_columns.py) and a ring of its newest
+tokens; a request object is brought up to date when somebody looks at it. Knows no blocks: callers
+have the core give them back. Refuses to decide which request runs.
+
+        admit             preempt            admit
+    ──────────▶ running ──────────▶ preempted ─────▶ running
+                   │                    │
+                   └──── forget ────────┴─── forget ──▶ unknown
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.arguments import MAX_INT32
+from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.errors import InvariantError, RequestError
+from kvcache.manager.row_columns import (
+    CLIENT,
+    COMPUTED,
+    FIRST_IN_RING,
+    FREE,
+    MARK,
+    NUM_COLUMNS,
+    OWN,
+    SYNCED,
+    TOKENS,
+    append_tokens,
+    read_units,
+)
+from kvcache.request import Request
+from kvcache.step import NO_SLOT
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+CALLER = 0
+"""Client index of requests whose caller appends tokens himself; they are always up to date, and
+the columns say nothing of them but that."""
+
+_RING_TOKENS = 512
+_MAX_RING_BYTES = 32 << 20
+_TOKEN_BYTES = 4
+
+
+@dataclass(eq=False, slots=True)
+class KnownRequest:
+    """A request, who it belongs to, and where it sits.
+
+    `client_index` is `CALLER` where a caller of per-request methods owns it. `generation` tells
+    this occupancy of `slot` from all others; it keeps its last value while preempted.
+    `num_encoder_tokens` come back with a request that is resumed. `num_draft_tokens` were in the
+    last forward of a caller's request.
+    """
+
+    request: Request
+    client_index: int
+    slot: int = NO_SLOT
+    generation: int = FREE
+    num_encoder_tokens: int = 0
+    num_draft_tokens: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and with it blocks."""
+        return self.slot != NO_SLOT
+
+
+class RequestTable:
+    """All requests of a manager by id, each in its slot or without one. The lowest free slot is
+    taken first.
+
+    Invariants: `generation[s] == FREE` exactly where slot `s` is free; `slot_by_request` has the
+    running requests. The request in slot `s` holds SYNCED of the row's TOKENS tokens itself, and of
+    its last `width` tokens those from FIRST_IN_RING on are in the ring: the start of a unit, at or
+    before SYNCED.
+    """
+
+    def __init__(self, num_slots: int, unit_tokens: int) -> None:
+        """Know nobody. Rows hold back a few hundred tokens, two units at least; a unit is what
+        divides every group's block size."""
+        self.num_slots = num_slots
+        self.num_preemptions = 0
+        self.known: dict[str, KnownRequest] = {}
+        """All requests, by id."""
+        self.slot_by_request: dict[str, int] = {}
+        self.rows: npt.NDArray[np.int32] = np.zeros((num_slots, NUM_COLUMNS), dtype=np.int32)
+        self.rows[:, CLIENT] = FREE
+        self.generation: Int64Array = np.full(num_slots, FREE, dtype=np.int64)
+        self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
+        """Who sits in each slot; not brought up to date."""
+        self._cells = self.rows.reshape(-1).data  # one number is written quicker there
+        self._free = list(range(num_slots))
+        self._newest_generation = -1
+        self._stamp = 0
+        most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
+        self._unit_tokens = unit_tokens
+        self.width = max(2, most // unit_tokens) * unit_tokens
+        # Pages that no row has reached are not touched, and so take no memory.
+        self._ring: npt.NDArray[np.int32] = np.zeros((num_slots, self.width), dtype=np.int32)
+
+    # --- who is known --------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        """Slots in which a request sits."""
+        return self.num_slots - len(self._free)
+
+    def up_to_date(self, request_id: str) -> Request | None:
+        """Return the request with all its tokens, or None if it is not known."""
+        known = self.known.get(request_id)
+        if known is None:
+            return None
+        if known.slot != NO_SLOT:
+            self.sync(known.slot)
+        return known.request
+
+    def request_in(self, slot: int) -> Request | None:
+        """Return the request in `slot`, up to date, or None."""
+        if self.requests[slot] is not None:
+            self.sync(slot)
+        request: Request | None = self.requests[slot]
+        return request
+
+    def preempted(self) -> list[KnownRequest]:
+        """Return the known requests without a slot."""
+        return [known for known in self.known.values() if not known.is_running]
+
+    def of_client(self, client_index: int) -> list[KnownRequest]:
+        """Return the requests of one client, in order of arrival."""
+        return [known for known in self.known.values() if known.client_index == client_index]
+
+    def admit(
+        self, request: Request, client_index: int, num_computed: int, num_encoder_tokens: int = 0
+    ) -> KnownRequest:
+        """Know the request, new or preempted, and seat it in the lowest free slot. There is one.
+
+        `num_computed` of its positions are computed or scheduled, drafts left out.
+        """
+        request_id, slot = request.request_id, heapq.heappop(self._free)
+        known = self.known.get(request_id)
+        if known is None:
+            known = self.known[request_id] = KnownRequest(request, client_index)
+        self._newest_generation += 1
+        known.slot = self.slot_by_request[request_id] = slot
+        known.generation = self.generation[slot] = self._newest_generation
+        known.num_encoder_tokens = num_encoder_tokens
+        self.requests[slot] = request
+        self._cells[slot * NUM_COLUMNS + CLIENT] = client_index
+        self._cells[slot * NUM_COLUMNS + OWN] = num_computed
+        if client_index != CALLER:
+            self._adopt(slot, num_computed)
+        return known
+
+    def preempt(self, known: KnownRequest) -> None:
+        """Take the slot from a running request, which has no blocks any more; it stays known."""
+        self.undo_resume(known)
+        known.request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def undo_resume(self, known: KnownRequest) -> None:
+        """Make a resumed request preempted again, as if it had not been resumed."""
+        self.sync(known.slot)
+        self._vacate(known)
+        known.request.num_computed_tokens = 0
+
+    def forget(self, known: KnownRequest) -> None:
+        """Know the request no more. Its object is not brought up to date for that."""
+        if known.slot != NO_SLOT:
+            self._vacate(known)
+        del self.known[known.request.request_id]
+
+    def owned_by_caller(self, request: Request) -> KnownRequest | None:
+        """Return what is known of a request for a per-request call; None if nothing is.
+
+        Raises:
+            RequestError: steps own it, or another object has its id.
+        """
+        known = self.known.get(request.request_id)
+        if known is None:
+            return None
+        if known.client_index != CALLER:
+            raise RequestError(
+                f"request {request.request_id} was admitted by a step: change it by steps, or use "
+                "another request id"
+            )
+        if known.request is not request:
+            raise RequestError(
+                f"request {request.request_id} is known as another object ({known.request}): pass "
+                "that one, or free it first"
+            )
+        return known
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def num_own(self, slot: int) -> int:
+        """Return where the row's last forward ended, drafts left out."""
+        return self._cells[slot * NUM_COLUMNS + OWN]
+
+    def note_own(self, slot: int, num_own: int) -> None:
+        """Note where the row's last forward ended."""
+        self._cells[slot * NUM_COLUMNS + OWN] = num_own
+
+    def num_computed(self, slot: int) -> int:
+        """Return how many positions of a row are computed or scheduled."""
+        return self._cells[slot * NUM_COLUMNS + COMPUTED]
+
+    def next_stamp(self) -> int:
+        """Return a mark that no row bears."""
+        self._stamp += 1
+        if self._stamp == MAX_INT32:
+            self.rows[:, MARK] = 0
+            self._stamp = 1
+        return self._stamp
+
+    def append(
+        self, slots: Int32Array, offsets: Int32Array, token_ids: Int32Array, *, is_crowded: bool
+    ) -> None:
+        """Append the tokens `[offsets[i], offsets[i + 1])` to the row in slot `slots[i]`.
+
+        `is_crowded`: the ring may lack room for some.
+        """
+        if is_crowded:
+            counts = offsets[1:] - offsets[:-1]
+            if int(counts.max()) > self.width:
+                self._append_long_rows(slots, offsets, token_ids)
+                return
+            # All that wait half a ring: in hundreds of steps there is room for everybody.
+            num_waiting = self.rows[slots, TOKENS] + counts - self.rows[slots, SYNCED]
+            for slot in slots[num_waiting > self.width // 2].tolist():
+                self.sync(slot)
+        append_tokens(self.rows, self._ring, slots, offsets, token_ids)
+
+    def sync(self, slot: int) -> None:
+        """Bring the request in `slot` up to date: its tokens and how many are computed."""
+        at, cells = slot * NUM_COLUMNS, self._cells
+        if cells[at + CLIENT] == CALLER:
+            return
+        request: Request = self.requests[slot]
+        num_tokens, num_synced = cells[at + TOKENS], cells[at + SYNCED]
+        if num_tokens > num_synced:
+            start, end = num_synced % self.width, num_tokens - num_synced
+            end += start
+            request.append_checked_token_ids(self._ring[slot, start:end])
+            if end > self.width:
+                request.append_checked_token_ids(self._ring[slot, : end - self.width])
+            cells[at + SYNCED] = num_tokens
+        request.num_computed_tokens = min(cells[at + COMPUTED], num_tokens)
+
+    def newest_units(self, slots: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        """Return the tokens of unit `units[i]` of the row in slot `slots[i]`, `(k, unit_tokens)`.
+
+        Of units that the ring does not hold (any more) they are read from the requests.
+        """
+        tokens = np.empty((len(slots), self._unit_tokens), dtype=np.int32)
+        missing = np.empty(len(slots), dtype=np.intp)
+        num_missing = read_units(self.rows, self._ring, slots, units, tokens, missing)
+        for row in missing[:num_missing].tolist():
+            slot, start = int(slots[row]), int(units[row]) * self._unit_tokens
+            self.sync(slot)
+            request: Request = self.requests[slot]
+            tokens[row] = request.all_token_ids[start : start + self._unit_tokens]
+        return tokens
+
+    def roll_back(self, slot: int, num_computed: int, num_tokens: int) -> None:
+        """Take back what a row did: `num_tokens` remain, `num_computed` of them are computed."""
+        self.sync(slot)
+        request: Request = self.requests[slot]
+        if num_tokens < request.num_tokens:
+            request.truncate_tokens(num_tokens)
+        self._adopt(slot, num_computed)
+        request.num_computed_tokens = min(num_computed, num_tokens)
+
+    # --- the books -----------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests run and how many are preempted."""
+        return self.num_taken, len(self.known) - self.num_taken
+
+    def check(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
+        """Raise `InvariantError` if requests, slots and blocks do not agree."""
+        free = np.flatnonzero(self.generation == FREE).tolist()
+        if sorted(self._free) != free or self.rows[:, CLIENT].tolist().count(FREE) != len(free):
+            raise InvariantError(
+                f"free slots {sorted(self._free)[:8]} are not those without an occupant {free[:8]}"
+            )
+        seats = {known.slot: known for known in self.known.values() if known.is_running}
+        num_running = sum(known.is_running for known in self.known.values())
+        if not len(seats) == num_running == self.num_taken:
+            raise InvariantError(
+                f"{num_running} running requests sit in {len(seats)} slots, {self.num_taken} "
+                "are taken"
+            )
+        if self.slot_by_request != {k.request.request_id: s for s, k in seats.items()}:
+            raise InvariantError(f"slots by request {self.slot_by_request} are not the taken ones")
+        for slot, request in enumerate(self.requests):
+            known = seats.get(slot)
+            if (None if known is None else known.request) is not request:
+                raise InvariantError(f"slot {slot} holds {request}, {known} is known to sit there")
+            if known is not None:
+                self._check_row(slot, known)
+        for known in self.preempted():
+            if any(block_ids(known.request.request_id)):
+                raise InvariantError(f"preempted request {known.request.request_id} has blocks")
+
+    def dump_state(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> dict[str, object]:
+        """Return all requests as plain values, in order of id."""
+        state: dict[str, object] = {}
+        for request_id, known in sorted(self.known.items()):
+            request = self.up_to_date(request_id)
+            if request is None:
+                continue
+            num_computed = request.num_computed_tokens
+            if known.is_running and known.client_index != CALLER:
+                num_computed = self.num_computed(known.slot)
+            state[request_id] = {
+                "slot": known.slot,
+                "tokens": request.all_token_ids.tolist(),
+                "num_computed_tokens": min(num_computed, request.num_tokens),
+                "num_unsettled_drafts": max(0, num_computed - request.num_tokens),
+                "num_preemptions": request.num_preemptions,
+                "block_ids": [list(ids) for ids in block_ids(request_id)],
+            }
+        return state
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _check_row(self, slot: int, known: KnownRequest) -> None:
+        if known.generation != self.generation[slot]:
+            raise InvariantError(
+                f"request {known.request.request_id} is occupant {known.generation} of slot "
+                f"{slot}, which has occupant {self.generation[slot]}"
+            )
+        num_tokens, num_synced = self.rows[slot, TOKENS], self.rows[slot, SYNCED]
+        is_odd = known.request.num_tokens < num_synced or num_tokens - num_synced > self.width
+        if known.client_index != CALLER and is_odd:
+            raise InvariantError(
+                f"slot {slot}: request {known.request.request_id} has {known.request.num_tokens} "
+                f"tokens, the table counts {num_synced} of {num_tokens} as handed over"
+            )
+
+    def _vacate(self, known: KnownRequest) -> None:
+        """Free the slot of a request whose tokens are up to date, or not wanted any more."""
+        slot = known.slot
+        self.requests[slot] = None
+        self.generation[slot] = FREE
+        self._cells[slot * NUM_COLUMNS + CLIENT] = FREE
+        heapq.heappush(self._free, slot)
+        del self.slot_by_request[known.request.request_id]
+        known.slot = NO_SLOT
+
+    def _adopt(self, slot: int, num_computed: int) -> None:
+        """Take the row's figures from its request, which has all its tokens."""
+        request: Request = self.requests[slot]
+        num_tokens = request.num_tokens
+        num_begun = num_tokens % self._unit_tokens
+        first, at, cells = num_tokens - num_begun, slot * NUM_COLUMNS, self._cells
+        cells[at + TOKENS] = cells[at + SYNCED] = num_tokens
+        cells[at + COMPUTED], cells[at + FIRST_IN_RING] = num_computed, first
+        if num_begun:
+            column = first % self.width
+            self._ring[slot, column : column + num_begun] = request.all_token_ids[first:]
+
+    def _append_long_rows(
+        self, slots: Int32Array, offsets: Int32Array, token_ids: Int32Array
+    ) -> None:
+        ends = offsets.tolist()
+        for slot, start, end in zip(slots.tolist(), ends, ends[1:], strict=False):
+            self.sync(slot)
+            self.requests[slot].append_output_token_ids(token_ids[start:end])
+            self._adopt(slot, self.num_computed(slot))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTokens:
+    """The tokens of the rows in `slots`, as `RowTokens`. True until the table changes."""
+
+    table: RequestTable
+    slots: Int32Array
+
+    def sync(self, rows: IndexArray) -> None:
+        """Bring the requests of these rows up to date with all their tokens."""
+        for slot in self.slots[rows].tolist():
+            self.table.sync(slot)
+
+    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
+        """Return how many tokens these rows have, those their requests lack included."""
+        num_tokens: npt.NDArray[np.int32] = self.table.rows[self.slots[rows], TOKENS]
+        return num_tokens
+
+    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+        """Return the tokens of full units, `(k, unit_tokens)`; see `RequestTable.newest_units`."""
+        return self.table.newest_units(index_array(self.slots[rows]), index_array(units))

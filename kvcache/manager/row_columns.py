@@ -1,0 +1,232 @@
+"""The columns of running rows, and what a step does to all of its rows at once, as machine code.
+
+Under request_table.py, which owns the columns, and running_rows.py, which says what is wrong with
+rows that `check_rows` refuses. Refuses nothing else: callers have checked before.
+
+    slot           0     1     2     3
+    TOKENS       [ 33 | 120 |   0 | 17 ]      tokens of the row, those its request lacks included
+    COMPUTED     [ 32 | 119 |   0 | 17 ]      positions computed or scheduled, drafts included
+    CLIENT       [  1 |   2 |  -1 |  1 ]      whose row it is; -1 is a free slot
+
+A row's newest tokens are in a ring, token `t` in column `t % width`. A unit of tokens, whose end
+may be the end of a block, is never torn apart there:
+
+    ring         [ .... unit 6 .... | .... unit 7 .... | unit 8 >>| .... unit 5 .... ]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array
+from kvcache.compiled import array_type, compiled
+
+TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, CONFIRMED, MARK, NUM_COLUMNS = range(9)
+"""Of a row. OWN is where its last forward ended, drafts left out; its request holds SYNCED of its
+tokens, and those from FIRST_IN_RING on are in the ring; CONFIRMED is scratch, and MARK the stamp of
+the check that saw the row last."""
+
+BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, OWN_END, END, CONFIRMED_END, NUM_FIGURES = range(7)
+"""Of a row of a step, in `figures`: how far it had come before; COMPUTED once rejected drafts are
+taken back; where its forward ends with its own tokens, and with its drafts; how many of its tokens
+were computed before this step and are its own."""
+
+IS_WRONG, IS_CROWDED = 1, 2
+"""What `check_rows` says: a row or a column is wrong; the ring has no room for a row's tokens."""
+
+FREE = -1
+"""Generation and CLIENT of a slot in which nobody sits."""
+
+
+class RunningRows(NamedTuple):
+    """The running rows of a step. Shapes `(n,)`; `figures` `(NUM_FIGURES, n)`, see above.
+
+    Row `i` gets the tokens `[offsets[i], offsets[i + 1])`; `is_crowded`: the ring may lack room for
+    those of some row. `generations` say which occupancy of its slot each row is.
+    """
+
+    slots: Int32Array
+    generations: npt.NDArray[np.int64]
+    figures: npt.NDArray[np.int32]
+    offsets: Int32Array
+    token_ids: Int32Array
+    is_crowded: bool
+
+
+NO_ROWS = RunningRows(
+    EMPTY_INT32,
+    np.empty(0, np.int64),
+    np.empty((NUM_FIGURES, 0), np.int32),
+    EMPTY_INT32,
+    EMPTY_INT32,
+    False,
+)
+
+_READ = array_type("int32", is_read=True)
+_READ_ROWS = array_type("int32", 2, is_read=True)
+_READ_LONG = array_type("int64", is_read=True)
+_ROWS = array_type("int32", 2)
+_INT = types.intp
+_types: Any = types
+
+
+@compiled(
+    _INT(_ROWS, _READ_LONG, *[_READ] * 8, _ROWS, array_type("int64"), _INT, _INT, _INT, _INT, _INT)
+)
+def check_rows(  # noqa: PLR0917 - the columns of a step
+    rows: Int32Array,
+    generation: Any,
+    slots: Int32Array,
+    num_new: Int32Array,
+    num_draft: Int32Array,
+    num_rejected: Int32Array,
+    offsets: Int32Array,
+    token_ids: Int32Array,
+    draft_token_ids: Int32Array,
+    leaving: Int32Array,
+    figures: Int32Array,
+    generations: Any,
+    stamp: int,
+    client: int,
+    max_model_len: int,
+    most_drafts: int,
+    width: int,
+) -> int:
+    """Check the rows of a step, and note their `figures` and `generations`; see `IS_WRONG`.
+
+    Rows in the slots `leaving` must not be among them. No row is marked with `stamp` before.
+    """
+    count = len(slots)
+    if not (
+        count == len(num_new) == len(num_draft) == len(num_rejected) == len(offsets) - 1
+        and offsets[0] == 0
+        and offsets[count] == len(token_ids)
+    ):
+        return IS_WRONG
+    signs = np.int32(0)
+    for k in range(len(token_ids)):
+        signs |= token_ids[k]
+    for k in range(len(draft_token_ids)):
+        signs |= draft_token_ids[k]
+    if signs < 0:
+        return IS_WRONG
+    for k in range(len(leaving)):
+        rows[leaving[k], MARK] = stamp
+    result = num_drafts = np.int64(0)
+    for i in range(count):
+        slot = np.int64(slots[i])
+        if slot < 0 or slot >= len(rows) or rows[slot, CLIENT] != client:
+            return IS_WRONG
+        before_computed, before = np.int64(rows[slot, COMPUTED]), np.int64(rows[slot, TOKENS])
+        new, drafts = np.int64(num_new[i]), np.int64(num_draft[i])
+        rejected, num_appended = (
+            np.int64(num_rejected[i]),
+            np.int64(offsets[i + 1]) - np.int64(offsets[i]),
+        )
+        settled, after = before_computed - rejected, before + num_appended
+        own_end = settled + new - drafts
+        if (
+            (rows[slot, MARK] == stamp)
+            | (num_appended < 0)
+            | (drafts < 0)
+            | (drafts > min(new, most_drafts))
+            | (rejected < 0)
+            | (rejected > max(before_computed - before, np.int64(0)))
+            | (new > max_model_len - settled)
+            | (own_end > after)
+            | (after > max_model_len)
+        ):
+            return IS_WRONG
+        rows[slot, MARK] = stamp
+        num_drafts += drafts
+        if after - rows[slot, SYNCED] > width:
+            result = np.int64(IS_CROWDED)
+        figures[BEFORE_COMPUTED, i], figures[BEFORE_TOKENS, i] = before_computed, before
+        figures[SETTLED, i], figures[OWN_END, i] = settled, own_end
+        figures[END, i], figures[CONFIRMED_END, i] = settled + new, min(settled, before)
+        generations[i] = generation[slot]
+    if len(draft_token_ids) and len(draft_token_ids) != num_drafts:
+        return IS_WRONG
+    return int(result)
+
+
+@compiled(_types.void(_ROWS, _ROWS, _READ, _READ, _READ))
+def append_tokens(
+    rows: Int32Array,
+    ring: Int32Array,
+    slots: Int32Array,
+    offsets: Int32Array,
+    token_ids: Int32Array,
+) -> None:
+    """Append the tokens `[offsets[i], offsets[i + 1])` to row `i`; the ring has room for them."""
+    width = ring.shape[1]
+    for i in range(len(slots)):
+        slot, count = slots[i], np.int64(rows[slots[i], TOKENS])
+        for k in range(offsets[i], offsets[i + 1]):
+            ring[slot, count % width] = token_ids[k]
+            count += 1
+        rows[slot, TOKENS] = count
+
+
+@compiled(_types.void(_ROWS, _READ, _READ_ROWS, _READ))
+def note_forwards(
+    rows: Int32Array, slots: Int32Array, figures: Int32Array, has_run: Int32Array
+) -> None:
+    """Note how far each row is computed: to its end where it got its blocks."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        if has_run[i]:
+            rows[slot, COMPUTED] = figures[END, i]
+            if figures[END, i] > figures[SETTLED, i]:
+                rows[slot, OWN] = figures[OWN_END, i]
+        else:
+            rows[slot, COMPUTED] = figures[SETTLED, i]
+
+
+@compiled(_types.void(_ROWS, _READ_LONG, _READ, _READ_LONG, _READ_ROWS))
+def confine(
+    rows: Int32Array, generation: Any, slots: Int32Array, generations: Any, figures: Int32Array
+) -> None:
+    """Note as CONFIRMED what rows had before a step, where the same request is in the slot."""
+    for i in range(len(slots)):
+        slot = slots[i]
+        if generation[slot] == generations[i]:
+            rows[slot, CONFIRMED] = min(figures[BEFORE_COMPUTED, i], figures[BEFORE_TOKENS, i])
+
+
+@compiled(
+    _INT(
+        _READ_ROWS,
+        _READ_ROWS,
+        array_type("intp", is_read=True),
+        array_type("intp", is_read=True),
+        _ROWS,
+        array_type("intp"),
+    )
+)
+def read_units(  # noqa: PLR0917 - what a ring holds, and where it goes
+    rows: Int32Array,
+    ring: Int32Array,
+    slots: IndexArray,
+    units: IndexArray,
+    tokens: Int32Array,
+    missing: IndexArray,
+) -> int:
+    """Copy the tokens of row `i`'s unit `units[i]` into `tokens[i]`; return how many units are
+    `missing` in the ring, whose indices these become."""
+    width, unit_tokens = ring.shape[1], tokens.shape[1]
+    num_missing = 0
+    for i in range(len(slots)):
+        slot, start = slots[i], units[i] * unit_tokens
+        if start < max(rows[slot, FIRST_IN_RING], rows[slot, TOKENS] - width):
+            missing[num_missing] = i
+            num_missing += 1
+            continue
+        column = start % width
+        for k in range(unit_tokens):
+            tokens[i, k] = ring[slot, column + k]
+    return num_missing
