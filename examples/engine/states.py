@@ -2,7 +2,7 @@
 states it leaves are written.
 
 The state after `n` of a request's own tokens is in column `(n - 1) // block size` of its table,
-those after its drafts in the columns behind (see kvcache/managers/state_tables.py). So where the
+those after its drafts in the columns behind (see kvcache/core/kinds/mamba.py). So where the
 state after `start` tokens is depends on how many of them were drafts when it was written; that is
 remembered here, by slot. All rows read before any writes. Refuses nothing: the coordinator has
 checked the step.

@@ -20,6 +20,7 @@ from kvcache.core.columns import (
     CHILDREN,
     COLUMNS,
     DOUBLES,
+    ENDS,
     FLAGS,
     FREE,
     HAS_POLICY,
@@ -95,6 +96,10 @@ def dump_core(core: FlatCore) -> dict[str, object]:
         "order": [] if core.order is None else core.order.policy.order(),
         "tables": {
             name: [core.table(r, g).tolist() for g in range(core.books.num_groups)]
+            for name, r in sorted(core.rows.items())
+        },
+        "ends": {
+            name: (np.flatnonzero(c.forward[r, ENDS:]) + 1).tolist()
             for name, r in sorted(core.rows.items())
         },
         "units": {name: int(c.row[r, UNITS]) for name, r in sorted(core.rows.items())},
@@ -248,6 +253,8 @@ def _check_rows(core: FlatCore) -> Counter[int]:
             kept = int(c.row[r, KEPT + 2 * g])
             _require(kept <= c.row[r, COLUMNS + 2 * g], f"{name} has skipped what it never had")
             _require(not core.table(r, g)[:kept].any(), f"{name} has blocks that it has skipped")
+    closed = np.setdiff1d(np.arange(len(c.row)), list(core.rows.values()))
+    _require(not c.forward[closed, ENDS:].any(), "forwards are noted of rows that have gone")
     return held
 
 

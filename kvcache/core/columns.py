@@ -61,6 +61,11 @@ something is skipped; how many requests had the row before. Extra keys of its fi
 those without multimodal items. COLUMNS and KEPT of group `g` are `2 * g` further: the length of its
 table, and how many leading columns are null."""
 
+OWN_END, LAST_END, ACCEPTED, NUM_ENCODER, ENDS = range(5)
+"""Of a row's forwards: own tokens behind the one that is reserved for; those behind the one before,
+-1 where there was none, and how many of its drafts were accepted; tokens of the encoder. From ENDS
+on, unit by unit, whether a forward's own tokens ended right behind it."""
+
 IS_OPEN, IS_MUTE, IS_SHARING, HAS_ITEMS = 1, 2, 4, 8
 """Flags of a row: in use; caches nothing more; may write blocks that others hold; has multimodal
 items."""
@@ -68,14 +73,14 @@ items."""
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
     NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_ORDERED,
-    HAS_POLICY, TELLS, IS_FULL, NUM_NUMBERS,
-) = range(22)  # fmt: skip
+    HAS_POLICY, TELLS, IS_FULL, OPENED, NUM_NUMBERS,
+) = range(23)  # fmt: skip
 """Entries of `number`: free blocks, and those of them without content; the first node never used,
 the chain of nodes given back and its length; the open step's serial (0: none), and that below which
 all are sealed; blocks evicted; what nobody outside knows of hashes in `index`, and its entries;
 lengths of the logs; tokens of which hits are a multiple; whether hits drop their last block; groups
 that read the whole prefix; whether a policy orders cached blocks (2: one for each tenant); whether
-`gone` is wanted; whether a log was too short."""
+`gone` is wanted; whether a log was too short; the first serial of the open step."""
 
 INSERTED, REMOVED, DISCARDED, BLANKED = range(4)
 """What a policy is told of a cached block in `moved`: out of use, used again, content forgotten.
@@ -107,7 +112,7 @@ class Columns(NamedTuple):
     found: Any  # int32 (G, columns): the blocks of the last look-up
     path: Any  # int32 (units,): the nodes of the last look-up
     change: Any  # int32 (4, changes): slot, group, first column, count of what entered tables
-    ids: Any  # int32 (ids,): the blocks of all changes
+    ids: Any  # int32 (ids,): the blocks of all changes; negative: the row had it before
     note: Any  # int32 (blocks, 5): node, group, row, generation, root of what became hittable
     gone: Any  # int32 (blocks, 2): block and group of sealed contents that were forgotten
     gone_digest: Any  # uint8 (blocks, digest bytes)
@@ -115,6 +120,7 @@ class Columns(NamedTuple):
     tail: Any  # uint8 (bytes,): what extra keys add to hashed bytes
     tail_at: Any  # int64 (keys, 2): first byte and number of bytes, by number of extra keys
     word: Any  # int64 (6,): addresses of hash functions
+    forward: Any  # int32 (rows, ENDS + columns where states are cached)
 
 
 @inner
@@ -140,7 +146,7 @@ class State(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Of `Columns`, what finds nodes and says for whom they are."""
+    """Of `Columns`, what finds nodes, says for whom they are, and where forwards end."""
 
     digest: Any
     mark: Any
@@ -148,6 +154,7 @@ class Search(NamedTuple):
     client: Any
     found: Any
     path: Any
+    forward: Any
 
 
 class Logs(NamedTuple):
@@ -186,6 +193,7 @@ def _search(book: Any) -> Any:
         _line(book, 10, np.int32),
         _matrix(book, 11, np.int32),
         _line(book, 12, np.int32),
+        _matrix(book, 22, np.int32),
     )
 
 
@@ -240,12 +248,20 @@ class Books:
                 f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
             )
         self.num_groups = len(specs)
+        self.keeps_states = any(spec.num_state_blocks is not None for spec in specs)
+        self._has_ends = any(
+            spec.num_state_blocks is not None and spec.can_prefix_cache for spec in specs
+        )
+        self._extra_columns = max((spec.num_state_blocks or 0 for spec in specs), default=0)
         self.unit_tokens = unit_tokens
         width = 2 * self.num_groups
         most_units = max((spec.block_size // unit_tokens for spec in specs), default=1)
         num_nodes = num_blocks + 64
-        self.max_nodes = 8 * most_units * num_blocks + 4096
-        """Most nodes: where they outlive their blocks, what is oldest is forgotten for new ones."""
+        has_ordered = any(spec.reads_whole_prefix for spec in specs)
+        units_per_block = 512 if self.keeps_states and not has_ordered else 8 * most_units
+        self.max_nodes = units_per_block * num_blocks + 4096
+        """Most nodes: where they outlive their blocks, what is oldest is forgotten for new ones.
+        One state may stand for all tokens of a long chunk."""
         int32 = np.int32
         group = np.array([rule_of(spec, unit_tokens) for spec in specs], int32)
         self.columns = c = Columns(
@@ -271,6 +287,7 @@ class Books:
             tail=np.zeros(1, np.uint8),
             tail_at=np.zeros((1, 2), np.int64),
             word=np.zeros(6, np.int64),
+            forward=np.zeros((_FEW_ROWS, ENDS + self._has_ends * _FEW_COLUMNS), int32),
         )
         number = c.number
         number[NEXT_NODE] = number[SEALED_BELOW] = 1
@@ -299,12 +316,14 @@ class Books:
         self.replace(
             row=_grown(c.row, new),
             table=_grown(c.table, new * self.num_groups),
+            forward=_grown(c.forward, new),
             change=np.zeros((4, changes), np.int32),
         )
         self.free_rows = list(range(new - 1, old - 1, -1))
 
     def reach_units(self, num_units: int) -> None:
         """Make sure that tables and look-ups have room for so many units."""
+        num_units += self._extra_columns
         if num_units <= len(self.columns.path):
             return
         c = self.columns
@@ -317,8 +336,16 @@ class Books:
         found[:, : c.found.shape[1]] = c.found
         path = np.zeros(width, np.int32)
         path[: len(c.path)] = c.path
-        ids = np.zeros(max(len(c.ids), 2 * width * self.num_groups + 2 * len(c.block)), np.int32)
-        self.replace(table=table, found=found, path=path, ids=ids)
+        forward = np.zeros((len(c.forward), ENDS + self._has_ends * width), np.int32)
+        forward[:, : c.forward.shape[1]] = c.forward
+        self.replace(table=table, found=found, path=path, forward=forward)
+        self.reach_changes(width * self.num_groups)
+
+    def reach_changes(self, num_columns: int) -> None:
+        """Make sure that so many columns can enter tables beside all blocks."""
+        wanted = 2 * (num_columns + len(self.columns.block))
+        if wanted > len(self.columns.ids):
+            self.replace(ids=np.zeros(wanted, np.int32))
 
     def num_spare_nodes(self) -> int:
         """Return how many nodes could be made now."""

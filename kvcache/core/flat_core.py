@@ -21,11 +21,13 @@ import numpy as np
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.core.columns import (
+    ACCEPTED,
     BLANK,
     BLOCK,
     CAPACITY,
     CHILDREN,
     COLUMNS,
+    ENDS,
     EVICTED,
     FIRST_KEYS,
     FLAGS,
@@ -69,6 +71,7 @@ from kvcache.core.protocol import (
     CoreStatistics,
     EventSink,
     ForkOrigin,
+    NewestState,
     NullEventSink,
     NullOffloadHooks,
     OffloadHooks,
@@ -93,6 +96,7 @@ from kvcache.core.rows import (
     grant_rows,
     inspect,
     merge_row,
+    note_forwards,
     publish_row,
     publish_units,
     rewind_row,
@@ -330,6 +334,11 @@ class FlatCore:
         is_reserved = np.ones(len(rows.slots), np.int32)
         if not len(rows.slots) or not self.books.num_groups:
             return RowsReserved(is_reserved, EMPTY_PATCH)
+        if rows.states is None and self.books.keeps_states:
+            raise RequestError(
+                "a batch of rows without states, but a KV cache group keeps states: say where each "
+                "row's forwards end"
+            )
         lines = self._rows_of(rows)
         if lines.size > self._places.shape[1]:
             self._places = np.empty((NUM_PLACES, 2 * lines.size), np.int32)
@@ -353,6 +362,10 @@ class FlatCore:
         books = self.books
         most = int(wanted[places[0, :num_busy]].max())
         books.reach_units(-(-most // self.hash_block_size))
+        if (states := rows.states) is not None and books.keeps_states:
+            ends = int32_array(states.num_own_tokens), int32_array(states.num_last_own_tokens)
+            accepted = int32_array(states.num_accepted_drafts)
+            books.reach_changes(int(note_forwards(books.book, lines, *ends, accepted)))
         if self._takes_blindly():
             num_single, num_long = serve(
                 books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
@@ -417,7 +430,7 @@ class FlatCore:
             RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
         r = self.rows.get(parent.request_id, NO_ROW)
-        self.forks.require_blocks(r, parent.request_id, origin.num_tokens)
+        self.forks.require_blocks(r, parent.request_id, origin)
         if child.request_id in self.rows:
             raise RequestError(
                 f"request {child.request_id} has blocks already: fork into a request without any"
@@ -430,7 +443,7 @@ class FlatCore:
             rewind_row(self.books.book, r, num_units)
         row = self._open_row(child)
         self.books.columns.row[row, FLAGS] |= self.books.columns.row[r, FLAGS] & IS_MUTE
-        changes = self.forks.fork(r, row, origin.num_tokens)
+        changes = self.forks.fork(r, row, origin)
         self._settle()
         return changes
 
@@ -772,7 +785,7 @@ class FlatCore:
         if self.tenants is not None:
             c = self.books.columns
             ids = c.ids[first : c.number[NUM_IDS]]
-            self.tenants.took(ids[ids != 0], self.tenants.served)
+            self.tenants.took(ids[ids > 0], self.tenants.served)
 
     def _takes_blindly(self) -> bool:
         """Say whether whatever is at the head of the list may be taken without a look at it."""
@@ -891,7 +904,7 @@ class FlatCore:
             keys[u] = number(found)
         return (int(keys[0]) if num_units else other), other, keys
 
-    def _open_row(self, request: Request) -> int:
+    def _open_row(self, request: Request, num_encoder_tokens: int = 0) -> int:
         """Give a request a row with its flags and extra keys; the rest is to be filled."""
         books = self.books
         books.reach_rows()
@@ -901,6 +914,7 @@ class FlatCore:
         row = books.columns.row
         row[r, FLAGS] = IS_OPEN | (HAS_ITEMS if request.mm_positions else 0)
         row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
+        books.columns.forward[r, :ENDS] = 0, -1, 0, num_encoder_tokens
         self.rows[request.request_id], self.requests[r] = r, request.request_id
         return r
 
@@ -916,7 +930,8 @@ class FlatCore:
         """Give a request without a row one, and its blocks; None, unchanged, without room."""
         books, unit = self.books, self.hash_block_size
         wanted, computed = reservation.num_slot_tokens, reservation.num_computed_tokens
-        books.reach_units(-(-max(wanted, request.num_tokens) // unit))
+        most_tokens = max(wanted, request.num_tokens, reservation.num_encoder_tokens)
+        books.reach_units(-(-most_tokens // unit))
         hit_tokens = depth = 0
         if hit is not None and hit.num_tokens:
             hit_tokens = hit.num_tokens
@@ -932,7 +947,8 @@ class FlatCore:
         root = self.root(request.namespace)
         if end > depth:
             self.reach_nodes(end - depth, books.columns.path[:depth])
-        r = self._open_row(request)
+        r = self._open_row(request, reservation.num_encoder_tokens)
+        self._note_forward(r, reservation)
         tokens, (_, _, keys) = request.all_token_ids, self._keys_of(request, end)
         digests = self._known_digests(request, end)
         is_simple = self._takes_blindly()
@@ -979,6 +995,7 @@ class FlatCore:
         if (
             wanted <= row.item(r, CAPACITY)
             and not is_late
+            and not books.keeps_states
             and not reservation.num_spare_blocks
             and (cached < (row.item(r, UNITS) + 1) * unit or not self._publishes(r))
         ):
@@ -988,6 +1005,7 @@ class FlatCore:
             tend(books.book, r, computed, wanted, SKIP)
             self._settle()
         books.reach_units(-(-wanted // unit))
+        self._note_forward(r, reservation)
         due = self.forks.due_copies(r, reservation)
         needed = tend(books.book, r, computed, wanted, COUNT) + len(due)
         if not self._has_room(request, needed, reservation.num_spare_blocks):
@@ -1001,6 +1019,14 @@ class FlatCore:
             self._publish(r, request, cached)
         self._settle()
         return changes
+
+    def _note_forward(self, r: int, reservation: Reservation) -> None:
+        """Note where a row's forward is to end and where the one before did, for states."""
+        if self.books.keeps_states:
+            newest = reservation.newest_state or NewestState(-1, 0)
+            self.books.columns.forward[r, : ACCEPTED + 1] = (
+                reservation.own_end, newest.num_own_tokens, newest.num_accepted_drafts,
+            )  # fmt: skip
 
     def _publish(self, r: int, request: Request, num_tokens: int) -> None:
         """Publish a row's units up to so many tokens; it has those of all blocks that they fill."""
@@ -1105,7 +1131,7 @@ class FlatCore:
         c, start, changes = self.books.columns, 0, []
         for i in range(c.number.item(NUM_CHANGES)):
             _, g, first, count = c.change[:, i].tolist()
-            changes.append(TableChange(g, first, c.ids[start : start + count].copy()))
+            changes.append(TableChange(g, first, np.abs(c.ids[start : start + count])))
             start += count
         self._drop_changes()
         return changes
@@ -1117,7 +1143,7 @@ class FlatCore:
         if not count:
             return EMPTY_PATCH
         slots, groups, firsts, counts = c.change[:, :count].copy()
-        patch = BlockTablePatch(slots, groups, firsts, counts, c.ids[: c.number[NUM_IDS]].copy())
+        patch = BlockTablePatch(slots, groups, firsts, counts, np.abs(c.ids[: c.number[NUM_IDS]]))
         self._drop_changes()
         return patch
 
@@ -1125,7 +1151,7 @@ class FlatCore:
         c = self.books.columns
         if self._zeroes and c.number[NUM_IDS]:
             ids = c.ids[: c.number[NUM_IDS]]
-            self.teller.zero(ids[ids != 0])
+            self.teller.zero(ids[ids > 0])
         c.number[NUM_CHANGES] = c.number[NUM_IDS] = 0
 
     def _grow_by_tenant(
@@ -1162,16 +1188,20 @@ class FlatCore:
         self, rows: RowBatch, lines: Any, busy: Any, late: Any, is_reserved: Int32Array
     ) -> BlockTablePatch:
         """Serve rows one after the other: some share what they may write."""
-        computed = rows.num_computed_tokens
+        computed, states = rows.num_computed_tokens, rows.states
         for i in late.tolist():
             tend(self.books.book, int(lines[i]), int(computed[i]), 0, SKIP)
             self._settle()
         rows.tokens.sync(busy.astype(np.intp))
         changes: list[tuple[int, TableChange]] = []
         for i in busy.tolist():
-            reservation = Reservation(
-                int(computed[i]), int(rows.num_slot_tokens[i]), int(rows.num_cached_tokens[i])
-            )
+            own_end = newest = None
+            if states is not None:
+                own_end = int(states.num_own_tokens[i])
+                last = int(states.num_last_own_tokens[i])
+                newest = NewestState(last, int(states.num_accepted_drafts[i]))
+            wanted, cached = int(rows.num_slot_tokens[i]), int(rows.num_cached_tokens[i])
+            reservation = Reservation(int(computed[i]), wanted, cached, 0, own_end, newest)
             changed = self._extend(int(lines[i]), rows.requests[i], reservation)
             is_reserved[i] = changed is not None
             changes += [(int(rows.slots[i]), change) for change in changed or ()]

@@ -1,9 +1,10 @@
 """Requests that share blocks they may still write: forks, and the copies before their writes.
 
-A fork shares every block of its parent; all but the partly filled one of each group are never
-written again. Whoever of the two writes that one first gets a block of its own, with the bytes
-copied before the forward writes. So does the last one that holds it, where what the other made of
-it can be found by its content. Both ends of a copy are held until its command has been taken.
+A fork shares every block of its parent, of states the newest one only; all but that and the partly
+filled one of each group are never written again. Whoever of the two writes that one first gets a
+block of its own, with the bytes copied before the forward writes. So does the last one that holds
+it, where what the other made of it can be found by its content. Both ends of a copy are held until
+its command has been taken.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvcache.core.columns import (
     REF,
     Books,
 )
-from kvcache.core.kinds.rule import SIZE
+from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
 from kvcache.core.pool import hold_all, release_all, take_loose
-from kvcache.core.protocol import Reservation, TableChange
+from kvcache.core.protocol import ForkOrigin, Reservation, TableChange
 from kvcache.core.rows import limit_row, replace_block, share
 from kvcache.core.telling import Teller
 from kvcache.errors import RequestError
@@ -43,12 +44,15 @@ class RowForks:
         self.shared: dict[int, dict[Column, int]] = {}
         self.copied: Counter[int] = Counter()
 
-    def require_blocks(self, parent: int, request_id: str, num_tokens: int) -> None:
+    def require_blocks(self, parent: int, request_id: str, origin: ForkOrigin) -> None:
         """Refuse a parent that counts tokens as computed for which it has no slots."""
-        c = self._books.columns
+        c, num_tokens = self._books.columns, origin.num_tokens
         for g in range(self._books.num_groups):
             columns = 0 if parent < 0 else c.row.item(parent, COLUMNS + 2 * g)
-            capacity = columns * c.group.item(g, SIZE)
+            capacity = (columns - c.group.item(g, EXTRA)) * c.group.item(g, COLUMN)
+            if c.group.item(g, KIND) == STATE:  # after accepted drafts, its table does not tell
+                has_state = not num_tokens or 0 <= self._newest_column(g, origin) < columns
+                capacity = num_tokens if has_state else max(0, capacity)
             if capacity < num_tokens:
                 raise RequestError(
                     f"request {request_id} has blocks for {capacity} tokens in group {g}, "
@@ -56,28 +60,37 @@ class RowForks:
                     "are computed"
                 )
 
-    def fork(self, parent: int, child: int, num_tokens: int) -> list[TableChange]:
+    def fork(self, parent: int, child: int, origin: ForkOrigin) -> list[TableChange]:
         """Let row `child`, which is open and has nothing, share what `parent` has for so many
-        tokens; return its tables."""
-        c, num_groups = self._books.columns, self._books.num_groups
-        sizes = c.group[:, SIZE].tolist()
-        ends = [ceil_div(num_tokens, size) for size in sizes]
-        units = int32_array([num_tokens // self._books.unit_tokens])
-        share(self._books.book, parent, child, int32_array(ends), units)
-        changes, of_child = [], {}
-        of_parent = self.shared.get(parent, {})
-        for g, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            table = c.table[child * num_groups + g, :end].copy()
-            if end:
+        tokens; return its tables. Of states that is the newest one, which moves to the column where
+        the child's own tokens put it, were they its own."""
+        c, num_groups, num_tokens = self._books.columns, self._books.num_groups, origin.num_tokens
+        ends, columns = np.zeros(num_groups, np.int32), []
+        for g, (size, kind) in enumerate(c.group[:, [SIZE, KIND]].tolist()):
+            ends[g] = ceil_div(num_tokens, size)
+            of_parent = of_child = num_tokens // size
+            if kind == STATE and num_tokens:
+                of_parent = self._newest_column(g, origin)
+                of_child = (num_tokens - 1) // c.group.item(g, COLUMN)
+                ends[g] = of_child + 1
+            elif kind == ENCODER:  # nobody writes them again
+                ends[g] = of_child = c.row.item(parent, COLUMNS + 2 * g)
+            columns.append((of_parent, of_child))
+        states = int32_array([of_parent for of_parent, _ in columns])
+        units = num_tokens // self._books.unit_tokens
+        share(self._books.book, parent, child, units, ends, states)
+        changes, in_parent, in_child = [], self.shared.get(parent, {}), {}
+        for g, (of_parent, of_child) in enumerate(columns):
+            table = c.table[child * num_groups + g, : ends[g]].copy()
+            if len(table):
                 changes.append(TableChange(g, 0, table))
-            column = num_tokens // size
-            if column < end and table[column]:
-                before = of_parent.get((g, column), num_tokens)
-                of_parent[g, column] = min(before, num_tokens)
-                of_child[g, column] = num_tokens
-        if of_child:
-            self._note(parent, of_parent)
-            self._note(child, of_child)
+            if of_child < len(table) and table[of_child]:
+                before = in_parent.get((g, of_parent), num_tokens)
+                in_parent[g, of_parent] = min(before, num_tokens)
+                in_child[g, of_child] = num_tokens
+        if in_child:
+            self._note(parent, in_parent)
+            self._note(child, in_child)
         return changes
 
     def due_copies(self, r: int, reservation: Reservation) -> list[Column]:
@@ -86,6 +99,7 @@ class RowForks:
             column
             for column, num_tokens in self.shared.get(r, {}).items()
             if reservation.num_slot_tokens > num_tokens
+            and self._is_written(column, reservation)
             and self._is_read_elsewhere(self._block(r, column))
         ]
 
@@ -126,6 +140,18 @@ class RowForks:
         self.copied.clear()
         release_all(self._books.book, held)
         return True
+
+    def _newest_column(self, g: int, origin: ForkOrigin) -> int:
+        """Return the column of the parent's newest state."""
+        newest, tokens = origin.newest_state, self._books.columns.group.item(g, COLUMN)
+        return (newest.num_own_tokens - 1) // tokens + newest.num_accepted_drafts
+
+    def _is_written(self, column: Column, reservation: Reservation) -> bool:
+        """Say whether a forward behind the fork's tokens writes a column that was shared there."""
+        (g, i), group = column, self._books.columns.group
+        if group.item(g, KIND) != STATE:
+            return True
+        return i >= (reservation.own_end - 1) // group.item(g, COLUMN)
 
     def _note(self, r: int, columns: dict[Column, int]) -> None:
         row = self._books.columns.row

@@ -16,15 +16,16 @@ from kvcache.core.columns import (
     BLOCK,
     IS_EAGLE,
     NUM_ORDERED,
+    OPENED,
     OWNER,
     STEP_TOKENS,
     columns_of,
     search_of,
 )
 from kvcache.core.kinds.registry import first_read, longest
-from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
+from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
 from kvcache.core.machine import BOOK, INT, INTS, inner, kernel, routine
-from kvcache.core.prefix_tree import find_child, is_seen
+from kvcache.core.prefix_tree import find_child, is_sealed, is_seen
 
 _types: Any = types
 
@@ -47,8 +48,12 @@ def is_there(where: Any, i: int) -> bool:
     if unit >= where.depth:
         return False
     n = s.path[unit]
-    return c.node[n, BLOCK + 2 * where.g] != 0 and is_seen(
-        where.book, c.node[n, OWNER + 2 * where.g], where.client
+    owner = np.int64(c.node[n, OWNER + 2 * where.g])
+    if c.node[n, BLOCK + 2 * where.g] == 0 or not is_seen(where.book, owner, where.client):
+        return False
+    # A forward reads the state it begins with before any row of its step writes one.
+    return (
+        c.group[where.g, KIND] != STATE or owner < c.number[OPENED] or is_sealed(where.book, owner)
     )
 
 

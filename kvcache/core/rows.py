@@ -20,10 +20,12 @@ import numpy as np
 from numba import types
 
 from kvcache.core.columns import (
+    ACCEPTED,
     BLOCK,
     CAPACITY,
     COLUMNS,
     DOUBLES,
+    ENDS,
     FIRST_KEYS,
     FLAGS,
     FREE,
@@ -35,12 +37,15 @@ from kvcache.core.columns import (
     KEPT,
     KEYS,
     LAST,
+    LAST_END,
     NODE,
     NUM_CHANGES,
+    NUM_ENCODER,
     NUM_IDS,
     NUM_NOTES,
     NUM_ORDERED,
     OTHER_KEYS,
+    OWN_END,
     OWNER,
     PARENT,
     REF,
@@ -53,8 +58,9 @@ from kvcache.core.columns import (
     logs_of,
     search_of,
 )
-from kvcache.core.kinds.registry import next_skip, num_skipped
-from kvcache.core.kinds.rule import FULL, KIND, LENGTH, NEVER, SIZE
+from kvcache.core.kinds.mamba import column_of
+from kvcache.core.kinds.registry import next_skip, num_columns, num_skipped
+from kvcache.core.kinds.rule import COLUMN, EXTRA, FULL, KIND, LENGTH, NEVER, SIZE, STATE
 from kvcache.core.machine import (
     BOOK,
     BYTE_ROWS,
@@ -89,8 +95,8 @@ def note_limits(book: Any, r: int) -> None:
     c = columns_of(book)
     capacity = skip = np.int64(NEVER)
     for g in range(len(c.group)):
-        columns = np.int64(c.row[r, COLUMNS + 2 * g])
-        capacity = min(capacity, columns * np.int64(c.group[g, SIZE]))
+        columns = np.int64(c.row[r, COLUMNS + 2 * g]) - c.group[g, EXTRA]
+        capacity = min(capacity, max(np.int64(0), columns * np.int64(c.group[g, COLUMN])))
         skip = min(skip, next_skip(c.group[g], np.int64(c.row[r, KEPT + 2 * g])))
     if c.row[r, FLAGS] & IS_SHARING:
         capacity = np.int64(0)  # it must be looked at before every write
@@ -114,12 +120,70 @@ def note_change(book: Any, slot: int, g: int, line: int, first: int, count: int)
 
 
 @routine
-def lacking(book: Any, g: int, held: int, computed: int, slot_tokens: int) -> int:
-    """Return how many blocks a table of `held` columns needs for so many tokens; columns that
-    nobody reads after `computed` need none."""
+def next_spare(book: Any, r: int, g: int, i: int) -> int:
+    """Return the first column from `i` on with a state that the forward passes by and nobody else
+    has or can hit, so that its block may go on to where one is written; -1: there is none."""
     c = columns_of(book)
-    total = (slot_tokens + c.group[g, SIZE] - 1) // c.group[g, SIZE]
-    return max(np.int64(0), total - max(held, min(num_skipped(c.group[g], computed), total)))
+    s = search_of(book)
+    rule, line = c.group[g], r * len(c.group) + g
+    last = column_of(rule, s.forward[r, LAST_END])
+    written = column_of(rule, s.forward[r, OWN_END])
+    if s.forward[r, LAST_END] < 0 or written <= last + 1:
+        return np.int64(-1)
+    start = max(np.int64(i), np.int64(c.row[r, KEPT + 2 * g]))
+    for k in range(start, min(written, np.int64(c.row[r, COLUMNS + 2 * g]))):
+        b = np.int64(c.table[line, k])
+        if b and k != last + s.forward[r, ACCEPTED] and c.block[b, REF] == 1:
+            if c.block[b, NODE] == 0:
+                return np.int64(k)
+    return np.int64(-1)
+
+
+@routine
+def table_end(book: Any, r: int, g: int, slot_tokens: int) -> int:
+    """Return how many columns a row's table must have for so many tokens and its forward."""
+    s = search_of(book)
+    return num_columns(
+        columns_of(book).group[g], slot_tokens, np.int64(s.forward[r, OWN_END]),
+        np.int64(s.forward[r, NUM_ENCODER]),
+    )  # fmt: skip
+
+
+@routine
+def first_kept(book: Any, r: int, g: int, held: int, computed: int, total: int) -> int:
+    """Return the column from which on new ones of a table of `held` columns get blocks; those
+    before are not read after `computed` tokens, or no forward leaves its state there."""
+    rule = columns_of(book).group[g]
+    if rule[KIND] == STATE:
+        return max(held, column_of(rule, search_of(book).forward[r, OWN_END]))
+    return max(held, min(num_skipped(rule, computed), total))
+
+
+@routine
+def read_apart(book: Any, r: int, g: int, held: int, computed: int) -> int:
+    """Return the new column before `first_kept` that gets a block, because the state that the
+    forward reads comes there from elsewhere, with external tokens; -1: there is none."""
+    rule = columns_of(book).group[g]
+    if rule[KIND] != STATE:
+        return np.int64(-1)
+    read, written = column_of(rule, computed), column_of(rule, search_of(book).forward[r, OWN_END])
+    return read if held <= read < written else np.int64(-1)
+
+
+@routine
+def lacking(book: Any, r: int, g: int, held: int, computed: int, slot_tokens: int) -> int:
+    """Return how many blocks a row's table of `held` columns needs for so many tokens."""
+    total = table_end(book, r, g, slot_tokens)
+    if total <= held:
+        return np.int64(0)
+    needed = total - first_kept(book, r, g, held, computed, total)
+    if columns_of(book).group[g, KIND] == STATE:
+        needed += read_apart(book, r, g, held, computed) >= 0
+        i = next_spare(book, r, g, 0)
+        while needed > 0 and i >= 0:
+            needed -= 1
+            i = next_spare(book, r, g, i + 1)
+    return needed
 
 
 @routine
@@ -128,7 +192,7 @@ def growth(book: Any, r: int, computed: int, slot_tokens: int) -> int:
     c = columns_of(book)
     needed = np.int64(0)
     for g in range(len(c.group)):
-        needed += lacking(book, g, np.int64(c.row[r, COLUMNS + 2 * g]), computed, slot_tokens)
+        needed += lacking(book, r, g, np.int64(c.row[r, COLUMNS + 2 * g]), computed, slot_tokens)
     return needed
 
 
@@ -137,17 +201,74 @@ def grow(book: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
     """Extend a row's tables for so many tokens, null where nobody reads; there is room."""
     c = columns_of(book)
     for g in range(len(c.group)):
-        size, line = np.int64(c.group[g, SIZE]), r * len(c.group) + g
-        held = np.int64(c.row[r, COLUMNS + 2 * g])
-        total = (slot_tokens + size - 1) // size
+        line, held = r * len(c.group) + g, np.int64(c.row[r, COLUMNS + 2 * g])
+        total = table_end(book, r, g, slot_tokens)
         if total > held:
-            first = max(held, min(num_skipped(c.group[g], computed), total))
+            first = first_kept(book, r, g, held, computed, total)
             for i in range(held, first):
                 c.table[line, i] = 0
-            take(book, line, first, total - first)
+            to = first
+            if c.group[g, KIND] == STATE:
+                to = _move_states(book, r, g, held, computed, first, total)
+            take(book, line, to, total - to)
             c.row[r, COLUMNS + 2 * g] = total
             note_change(book, slot, g, line, held, total - held)
+            if c.group[g, KIND] == STATE:
+                for i in range(held, total):
+                    c.table[line, i] = abs(c.table[line, i])
     note_limits(book, r)
+
+
+@routine
+def _move_states(
+    book: Any, r: int, g: int, held: int, computed: int, first: int, total: int
+) -> int:
+    """Let spare states go on to the new columns of a table that get blocks, negative until that is
+    noted; return from which on they still lack theirs, up to `total`."""
+    c = columns_of(book)
+    line, apart, to = r * len(c.group) + g, read_apart(book, r, g, held, computed), first
+    if apart >= 0:
+        to = apart
+    i = next_spare(book, r, g, 0)
+    while to < total and i >= 0:
+        c.table[line, to] = -c.table[line, i]
+        c.table[line, i] = 0
+        to = to + 1 if to >= first else first
+        i = next_spare(book, r, g, i + 1)
+    if to < first:
+        take(book, line, to, np.int64(1))
+        to = first
+    return to
+
+
+@routine
+def note_end(book: Any, r: int, computed: int) -> None:
+    """Note where the own tokens of a row's forward end, which begins after `computed` ones unless
+    one was before. Ends beyond its begin were those of forwards that failed. A first one without
+    own tokens stands for others elsewhere, whose state comes with external tokens."""
+    c = columns_of(book)
+    s = search_of(book)
+    unit, end, start = c.tokens.shape[1], np.int64(s.forward[r, OWN_END]), np.int64(computed)
+    is_first = s.forward[r, LAST_END] < 0
+    if not is_first:
+        start = np.int64(s.forward[r, LAST_END]) + s.forward[r, ACCEPTED]
+    if s.forward.shape[1] > ENDS and (end > start or (is_first and end == start)):
+        _forget_ends(book, r, start // unit)
+        if end % unit == 0:
+            s.forward[r, ENDS + end // unit - 1] = 1
+
+
+@routine
+def _forget_ends(book: Any, r: int, num_units: int) -> None:
+    """Forget that forwards of a row ended behind more than so many units."""
+    c = columns_of(book)
+    s = search_of(book)
+    last = np.int64(0)
+    for g in range(len(c.group)):
+        if c.group[g, KIND] == STATE:
+            last = max(last, np.int64(c.row[r, COLUMNS + 2 * g]) * c.group[g, LENGTH])
+    for u in range(num_units, min(last, s.forward.shape[1] - ENDS)):
+        s.forward[r, ENDS + u] = 0
 
 
 @routine
@@ -214,9 +335,9 @@ def publish(book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, dige
             of_block = c.group[g, LENGTH]
             if of_block > 1 and (u + 1) % of_block:
                 continue
-            column = (u + 1) // of_block - 1
-            mine = np.int64(0)
-            if column < c.row[r, COLUMNS + 2 * g]:
+            column, mine = (u + 1) // of_block - 1, np.int64(0)
+            is_there = c.group[g, KIND] != STATE or s.forward[r, ENDS + u] != 0
+            if is_there and column < c.row[r, COLUMNS + 2 * g]:
                 mine = np.int64(c.table[r * num_groups + g, column])
             cached = np.int64(c.node[n, BLOCK + 2 * g])
             if mine == 0 or mine == cached:
@@ -273,7 +394,7 @@ def open_row(
     num_groups, needed, unheld = len(c.group), np.int64(0), np.int64(0)
     for g in range(num_groups):
         num_hit = hit_tokens // c.group[g, SIZE]
-        needed += lacking(book, g, num_hit, computed, slot_tokens)
+        needed += lacking(book, r, g, num_hit, computed, slot_tokens)
         for i in range(min(num_skipped(c.group[g], computed), num_hit), num_hit):
             b = np.int64(s.found[g, i])
             unheld += b != 0 and c.block[b, REF] == 0
@@ -304,6 +425,8 @@ def admit(
     """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
     is only opened. Returns what `open_row` does."""
     needed = open_row(book, r, root, depth, hit_tokens, computed, slot_tokens, spare)
+    if needed >= 0:
+        note_end(book, r, computed)
     if needed >= 0 and end >= 0:
         grow(book, r, 0, computed, slot_tokens)
         if end > depth:
@@ -319,6 +442,7 @@ def tend(book: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
     needed = growth(book, r, computed, slot_tokens)
     if what == GROW:
         grow(book, r, np.int64(0), computed, slot_tokens)
+        note_end(book, r, computed)
     return needed
 
 
@@ -332,8 +456,9 @@ def publish_row(
 
 @kernel(NOTHING, BOOK, INT, INT)
 def rewind_row(book: Any, r: int, num_units: int) -> None:
-    """Let a row stand behind fewer units."""
+    """Let a row stand behind fewer units: its forwards behind them count no more."""
     rewind(book, r, num_units)
+    _forget_ends(book, r, num_units)
 
 
 @kernel(INT, BOOK, INT, INT, INT)
@@ -347,6 +472,8 @@ def merge_row(book: Any, r: int, first: int, end: int) -> int:
         for g in range(len(c.group)):
             length, column = c.group[g, LENGTH], u // c.group[g, LENGTH] - 1
             if u > end or u % length or column >= c.row[r, COLUMNS + 2 * g]:
+                continue
+            if c.group[g, KIND] == STATE:  # it stands where the row's forwards look for it
                 continue
             line = r * len(c.group) + g
             mine, cached = np.int64(c.table[line, column]), np.int64(c.node[n, BLOCK + 2 * g])
@@ -378,6 +505,7 @@ def free_row(book: Any, r: int) -> None:
     then those of ordered groups, the last tokens' first."""
     c = columns_of(book)
     num_groups, front = len(c.group), np.int64(0)
+    _forget_ends(book, r, np.int64(0))
     for g in range(num_groups):
         if c.group[g, KIND] != FULL:
             line = r * num_groups + g
@@ -501,6 +629,8 @@ def _grow_rows(
                 book, np.int64(rows[i]), np.int64(slots[i]), np.int64(computed[i]),
                 np.int64(slot_tokens[i]),
             )  # fmt: skip
+        if is_reserved[i]:
+            note_end(book, np.int64(rows[i]), np.int64(computed[i]))
     num_single = num_long = np.int64(0)
     for k in range(num_filled):
         i = places[FILLED, k]
@@ -551,6 +681,24 @@ def serve(
     )
 
 
+@kernel(INT, BOOK, INTS, INTS, INTS, INTS)
+def note_forwards(book: Any, rows: Any, own: Any, last: Any, accepted: Any) -> int:
+    """Note where forwards of rows are to end, and where those before did; return how many columns
+    tables of states lack for that."""
+    c = columns_of(book)
+    s = search_of(book)
+    total = np.int64(0)
+    for i in range(len(rows)):
+        r = rows[i]
+        s.forward[r, OWN_END], s.forward[r, LAST_END] = own[i], last[i]
+        s.forward[r, ACCEPTED] = accepted[i]
+        for g in range(len(c.group)):
+            if c.group[g, KIND] == STATE:
+                end = table_end(book, r, g, np.int64(0))
+                total += max(np.int64(0), end - c.row[r, COLUMNS + 2 * g])
+    return total
+
+
 @kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, INTS, BYTE_ROWS)
 def publish_units(
     book: Any, rows: Any, places: Any, tokens: Any, no_keys: Any, no_digests: Any
@@ -563,27 +711,36 @@ def publish_units(
         publish(book, r, u + 1, u, tokens[k], no_keys, no_digests)
 
 
-@kernel(NOTHING, BOOK, INT, INT, INTS, NEW_INTS)
-def share(book: Any, parent: int, child: int, ends: Any, num_units_and_last: Any) -> None:
+@kernel(NOTHING, BOOK, INT, INT, INT, INTS, INTS)
+def share(book: Any, parent: int, child: int, num_units: int, ends: Any, states: Any) -> None:
     """Let row `child` have the first `ends[g]` columns of row `parent`, and hold their blocks; it
-    stands where the parent stands, but behind `num_units_and_last[0]` units at most."""
+    stands where the parent stands, but behind `num_units` units at most. Of a group that keeps
+    states it has one only, that of the parent's column `states[g]`, in its last column."""
     c = columns_of(book)
     num_groups = len(c.group)
     n, u = np.int64(c.row[parent, LAST]), np.int64(c.row[parent, UNITS])
-    while u > num_units_and_last[0]:
+    while u > num_units:
         n = np.int64(c.node[n, PARENT])
         u -= 1
+    s = search_of(book)
+    s.forward[child, NUM_ENCODER] = s.forward[parent, NUM_ENCODER]
     c.row[child, ROOT], c.row[child, LAST] = c.row[parent, ROOT], 0
     c.row[child, DOUBLES] = 0
     for g in range(num_groups):
         source, line = parent * num_groups + g, child * num_groups + g
+        kept = min(np.int64(ends[g]), np.int64(c.row[parent, KEPT + 2 * g]))
+        if c.group[g, KIND] == STATE:
+            kept = max(np.int64(0), np.int64(ends[g]) - 1)
         for i in range(ends[g]):
-            b = np.int64(c.table[source, i])
+            b = np.int64(0)
+            if c.group[g, KIND] != STATE:
+                b = np.int64(c.table[source, i])
+            elif i == kept:
+                b = np.int64(c.table[source, states[g]])
             c.table[line, i] = b
             if b:
                 hold(book, b)
-        c.row[child, COLUMNS + 2 * g] = ends[g]
-        c.row[child, KEPT + 2 * g] = min(np.int64(ends[g]), np.int64(c.row[parent, KEPT + 2 * g]))
+        c.row[child, COLUMNS + 2 * g], c.row[child, KEPT + 2 * g] = ends[g], kept
     stand(book, child, n, u)
     m = n
     while c.row[parent, DOUBLES] and u > 0:

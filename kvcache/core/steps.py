@@ -18,6 +18,7 @@ from kvcache.core.columns import (
     GENERATION,
     NEXT_NODE,
     NUM_STEPS,
+    OPENED,
     OWNER,
     PARENT,
     SEALED_BELOW,
@@ -221,6 +222,8 @@ class StepBook:
         self._current = OpenStep(client, step, self._next_serial)
         self._books.columns.client[self._next_serial & (NUM_STEPS - 1)] = client
         number[SERIAL] = self._next_serial
+        parts = [w.serial for w in self._waiting.get(self._client_id, ()) if w.step == step]
+        number[OPENED] = min(parts, default=self._next_serial)
         self._next_serial += 1
 
     def _keep_current(self) -> None:

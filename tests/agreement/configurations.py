@@ -210,13 +210,6 @@ DENSE = tuple(
 """Every model twice more; what a factor counts is in `Walk.operate` and beside `Walk.allows`."""
 
 
-def serves(configuration: Configuration, core: str) -> bool:
-    """Say whether a core serves a model: the flat one has no states and encoders yet."""
-    return core != "flat" or not (
-        configuration.keeps_states or any(spec.keeps_encoder_tokens for spec in configuration.specs)
-    )
-
-
 def configuration_named(name: str) -> Configuration:
     """Return a configuration by name."""
     return next(c for c in (*CONFIGURATIONS, *DENSE) if c.name == name)

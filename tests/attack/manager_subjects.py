@@ -1037,7 +1037,7 @@ REQUEST_SUBJECTS = (
     request_subject(),
     plain_subject(),
     *[make(core) for make in (manager_subject, empty_subject) for core in CORES],
-    *[encoder_subject(core) for core in ("blocks", "extents")],  # 'flat' has no encoders yet
+    *[encoder_subject(core) for core in CORES],
 )
 CLIENT_SUBJECTS = (client_subject(is_async=False), client_subject(is_async=True))
 POOL_SUBJECTS = (

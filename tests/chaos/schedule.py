@@ -152,7 +152,7 @@ def ray_config(rng: random.Random, seed: int, model: str) -> ClusterConfig:
                 "block_size": 4,
                 "memory_per_rank": "4MiB",
                 "num_blocks": 800 * len(MODELS[model]),
-                "core": rng.choice(("extents", "extents", "blocks")),
+                "core": rng.choice(("extents", "flat", "blocks")),
             },
             "parallel": {"tensor_parallel_size": TENSOR_PARALLEL},
             "scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 32},

@@ -6,23 +6,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvcache.commands import Label
-from kvcache.core import ForkOrigin, NewestState, Reservation, digesting
+from kvcache.core import ForkOrigin, NewestState, Reservation, RowStates, digesting
 from kvcache.core.columns import NUM_STEPS
 from kvcache.core.digesting import BY_PYTHON
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.request import LoRARequest, Request
-from kvcache.specs import KVCacheSpec
+from kvcache.specs import CrossAttentionSpec
 from tests.core.builders import make_flat_core
 from tests.managers.core_builders import (
-    cross,
     full,
     make_request,
     mamba,
+    row_batch,
     run_request,
     window,
 )
@@ -81,10 +83,20 @@ def test_a_library_that_makes_other_digests_is_not_used(monkeypatch: pytest.Monk
     assert labelled == b"".join(expected)
 
 
-@pytest.mark.parametrize("spec", [mamba(), mamba("none"), cross()], ids=["align", "none", "cross"])
-def test_kinds_without_rules_are_refused(spec: KVCacheSpec) -> None:
-    with pytest.raises(ConfigurationError, match="core 'flat' has no rules yet"):
-        make_flat_core(20, full(), spec)
+class OwnSpec(CrossAttentionSpec):
+    """A kind from outside."""
+
+    kind: ClassVar[str] = "own"
+
+    @property
+    def keeps_encoder_tokens(self) -> bool:
+        return False
+
+
+def test_kinds_without_rules_are_refused() -> None:
+    own = OwnSpec(4, num_kv_heads=1, head_size=8, max_encoder_tokens=4)
+    with pytest.raises(ConfigurationError, match="has no rules for KV cache groups of kind 'own'"):
+        make_flat_core(20, full(), own)
 
 
 def test_a_parent_that_published_more_than_its_fork_shares_copies_before_it_writes() -> None:
@@ -153,6 +165,68 @@ def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) 
         assert core.block_ids("second")[0][:count] == before[0]
 
 
+def test_states_alone_keep_the_nodes_before_them_within_bounds() -> None:
+    core = make_flat_core(12, mamba(), has_workers=False)
+    core.books.max_nodes = 300
+    for number in range(60):
+        request = make_request(f"r{number}", [number] * 200)
+        for start in range(0, 200, 40):
+            newest = NewestState(start, 0) if start else None
+            end = start + 40
+            assert core.reserve(request, Reservation(start, end, end, 0, end, newest)) is not None
+        assert len(core.books.columns.node) <= 300
+        core.free(request)
+        core.check()
+        again = make_request("again", [number] * 201)
+        assert core.look_up(again).num_tokens == 200
+
+
+def test_a_state_of_a_forward_that_failed_is_not_taken_for_that_of_another() -> None:
+    core = make_flat_core(20, mamba())
+    request = make_request("r", range(30))
+    core.open_step("engine", 1)
+    core.reserve(request, Reservation(0, 16, 0, 0, 16))  # caching is delayed
+    core.fail_steps("engine", 1)
+    core.open_step("engine", 2)
+    core.reserve(request, Reservation(0, 14, 0, 0, 14))
+    core.reserve(request, Reservation(14, 17, 0, 0, 17, NewestState(14, 0)))
+    core.commit(request, 16)
+    core.close_step()
+    core.complete_steps("engine", 2)
+    core.check()
+    assert core.look_up(make_request("other", range(30))).num_tokens == 0
+
+
+def test_states_of_one_step_are_no_hit_even_if_others_complete_during_it() -> None:
+    core = make_flat_core(40, mamba())
+    core.open_step("engine", 1)
+    run_request(core, make_request("a", [1] * 8))
+    core.complete_steps("other", 1)
+    run_request(core, make_request("b", [2] * 8))
+    for tokens in ([1] * 9, [2] * 9):
+        assert core.look_up(make_request("same", tokens)).num_tokens == 0
+    core.open_step("engine", 2)
+    for tokens in ([1] * 9, [2] * 9):
+        assert core.look_up(make_request("next", tokens)).num_tokens == 8
+
+
+def test_a_chunk_that_passes_many_columns_is_told_whole() -> None:
+    core = make_flat_core(12, mamba(), has_workers=False)
+    requests = [make_request(name, range(i, i + 9)) for i, name in enumerate("abcde")]
+    for request in requests:
+        core.reserve(request, Reservation(0, 8, 8, 0, 8))
+        request.append_output_token_ids(list(range(900)))
+    ends = [np.full(5, end, np.int32) for end in (900, 8, 0)]
+    rows = row_batch(requests, range(5), *[[end] * 5 for end in (8, 900, 900)])
+    reserved = core.reserve_rows(rows._replace(states=RowStates(*ends)))
+    assert reserved.is_reserved.tolist() == [1] * 5
+    assert reserved.patches.counts.tolist() == [223] * 5
+    ids = reserved.patches.block_ids.reshape(5, 223)
+    assert not ids[:, :-1].any()
+    assert ids[:, -1].tolist() == [core.block_ids(name)[0][-1] for name in "abcde"]
+    core.check()
+
+
 def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
     core = make_flat_core(100, full(4), full(6))
     request = make_request("r", range(100, 113))
@@ -200,11 +274,15 @@ def walk_in(environment: dict[str, str], walk: list[str]) -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
-def test_a_walk_without_compiled_code_agrees() -> None:
-    walk_in({"NUMBA_DISABLE_JIT": "1"}, ["full, window", "duplicates_pressure"])
+@pytest.mark.parametrize("model", ["full, window", "full, window, states", "full, encoder"])
+def test_a_walk_without_compiled_code_agrees(model: str) -> None:
+    walk_in({"NUMBA_DISABLE_JIT": "1"}, [model, "duplicates_pressure"])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["full, window", "two full", "chunked", "EAGLE: full, window"])
+@pytest.mark.parametrize(
+    "model",
+    ["full, window", "two full", "chunked", "EAGLE: full, window", "full, window, states"],
+)
 def test_walks_with_checked_indices_agree(model: str) -> None:
     walk_in({"NUMBA_BOUNDSCHECK": "1"}, [model, "all", "--seeds", "2"])

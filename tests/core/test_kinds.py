@@ -9,11 +9,28 @@ import pytest
 
 from kvcache.core.kinds.registry import longest_hit, next_skip, num_skipped, rule_of
 from kvcache.core.kinds.rule import NEVER
-from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec, ceil_div
-from tests.managers.core_builders import chunked, full, window
+from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    ceil_div,
+)
+from tests.managers.core_builders import chunked, cross, full, mamba, window
 
-SPECS = [full(4), window(1), window(6), window(9, 2), window(17), chunked(8), chunked(12, 2)]
-IDS = ["full", "window 1", "window 6", "window 9/2", "window 17", "chunk 8", "chunk 12/2"]
+SPECS = {
+    "full": full(4),
+    "window 1": window(1),
+    "window 6": window(6),
+    "window 9/2": window(9, 2),
+    "window 17": window(17),
+    "chunk 8": chunked(8),
+    "chunk 12/2": chunked(12, 2),
+    "states": mamba(block_size=4),
+    "one state": mamba("none"),
+    "encoder": cross(),
+}
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def first_needed(spec: KVCacheSpec, end: int, extra: int) -> int:
@@ -23,6 +40,8 @@ def first_needed(spec: KVCacheSpec, end: int, extra: int) -> int:
     if isinstance(spec, ChunkedLocalAttentionSpec):
         size, chunk = spec.block_size, spec.attention_chunk_size
         return end * size // chunk * chunk // size
+    if isinstance(spec, MambaSpec):
+        return end - 1
     return 0
 
 
@@ -30,14 +49,14 @@ def longest_of_all(
     spec: KVCacheSpec, there: list[bool], limit: int, step: int, extra: int
 ) -> range:
     """Try every end, the longest first."""
-    for end in range(limit - limit % step, 0, -step):
+    for end in range(limit - limit % step, 0, -step) if not spec.keeps_encoder_tokens else ():
         start = first_needed(spec, end, extra)
         if all(there[start:end]):
             return range(start, end)
     return range(0)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+@each_spec
 def test_the_longest_hit_is_the_first_that_holds_of_all(spec: KVCacheSpec) -> None:
     rng = random.Random(5)
     for _ in range(400):
@@ -55,7 +74,7 @@ def test_a_hit_reaches_no_further_than_the_blocks_that_there_are() -> None:
     assert longest_hit(full(), np.ones(3, np.bool_), 9) == range(3)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+@each_spec
 def test_blocks_are_skipped_as_specs_say_and_when_it_is_foretold(spec: KVCacheSpec) -> None:
     rule = rule_of(spec, spec.block_size)
     kept = 0

@@ -16,12 +16,15 @@ from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.extents.extent_core import ExtentCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
+from tests.core.builders import make_flat_core
 from tests.extents.builders import make_core, run_request
 from tests.extents.test_fork_contents import NUM_TOKENS, TOKENS, hits
 from tests.managers.core_builders import full, make_request, window
 from tests.managers.core_builders import make_core as make_block_core
 
-BOTH_CORES = pytest.mark.parametrize("make", [make_core, make_block_core], ids=["runs", "blocks"])
+EACH_CORE = pytest.mark.parametrize(
+    "make", [make_core, make_block_core, make_flat_core], ids=["runs", "blocks", "flat"]
+)
 
 NUM_BLOCKS = 60
 ALL_HITS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -59,7 +62,7 @@ def leave(core: Core, *requests: Request) -> None:
     assert core.num_free_blocks() == NUM_BLOCKS - 1
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_fork_follows_with_its_parent(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core)
@@ -111,7 +114,7 @@ def test_doubles_of_a_fork_go_back_empty_while_the_other_stays() -> None:
     leave(core, other)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_fork_that_has_cached_some_follows_from_there(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core)
@@ -126,7 +129,7 @@ def test_a_fork_that_has_cached_some_follows_from_there(make: Callable[..., Core
     leave(core, parent, child, other)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_forks_of_forks_follow_all_of_them(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core)
@@ -143,7 +146,7 @@ def test_forks_of_forks_follow_all_of_them(make: Callable[..., Core]) -> None:
     leave(core, parent, grandchild, late, other)
 
 
-@BOTH_CORES
+@EACH_CORE
 @pytest.mark.parametrize("num_shared", [8, 16, 20, 24])
 def test_a_fork_that_shares_less_does_not_stand_in_the_way(
     make: Callable[..., Core], num_shared: int
@@ -161,7 +164,7 @@ def test_a_fork_that_shares_less_does_not_stand_in_the_way(
     assert hits(core) == ALL_HITS
 
 
-@BOTH_CORES
+@EACH_CORE
 @pytest.mark.parametrize("lengths", [(24, 12, 28), (12, 24, 8), (32, 32, 4)])
 def test_forks_that_share_more_and_less_are_taken_along_each_as_far_as_it_goes(
     make: Callable[..., Core], lengths: tuple[int, ...]
@@ -181,7 +184,7 @@ def test_forks_that_share_more_and_less_are_taken_along_each_as_far_as_it_goes(
     leave(core, parent, *forks)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_stranger_with_the_same_tokens_is_not_taken_along(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core)
@@ -196,7 +199,7 @@ def test_a_stranger_with_the_same_tokens_is_not_taken_along(make: Callable[..., 
     assert hits(core) == ALL_HITS
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_forks_blocks_may_be_the_trees_by_the_time_it_follows(make: Callable[..., Core]) -> None:
     """Those of its parent, which followed, have taken the place of what nobody else held."""
     core = make(NUM_BLOCKS, full())
@@ -213,7 +216,7 @@ def test_a_forks_blocks_may_be_the_trees_by_the_time_it_follows(make: Callable[.
     leave(core, child, parent)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_who_follows_only_a_part_of_a_run_ends_in_its_middle(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core, 10)
@@ -231,7 +234,7 @@ def test_who_follows_only_a_part_of_a_run_ends_in_its_middle(make: Callable[...,
     leave(core, other, parent, child)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_fork_offers_what_stood_beside_units_that_it_followed(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full(), window(9))
     parent, child = family(core)
@@ -253,7 +256,7 @@ def test_a_fork_offers_what_stood_beside_units_that_it_followed(make: Callable[.
     leave(core, parent, child, other)
 
 
-@BOTH_CORES
+@EACH_CORE
 @pytest.mark.parametrize("specs", [(full(),), (full(), window(9))], ids=["full", "window"])
 @pytest.mark.parametrize("stays", [True, False])
 def test_who_followed_in_a_step_that_failed_follows_again(
@@ -281,7 +284,7 @@ def test_who_followed_in_a_step_that_failed_follows_again(
     leave(core, parent, child, *([other] if stays else []))
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_what_two_clients_compute_may_be_followed_before_it_is_there(
     make: Callable[..., Core],
 ) -> None:
@@ -310,7 +313,7 @@ def test_what_two_clients_compute_may_be_followed_before_it_is_there(
     leave(core, parent, child)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_who_lost_contents_caches_none_when_its_step_fails_and_runs_again(
     make: Callable[..., Core],
 ) -> None:
@@ -370,7 +373,7 @@ def test_doubles_that_nobody_shares_take_the_place_of_what_waits() -> None:
     leave(core, other, parent)
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_pin_whose_content_was_withdrawn_is_published_around(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent = make_request("parent", TOKENS)
@@ -393,7 +396,7 @@ def test_a_pin_whose_content_was_withdrawn_is_published_around(make: Callable[..
     leave(core, parent)
 
 
-@BOTH_CORES
+@EACH_CORE
 @pytest.mark.parametrize("how", ["commit", "reserve"])
 @pytest.mark.parametrize("column", [0, 2, 4])
 def test_a_fork_does_not_publish_what_was_to_be_found_no_more(
@@ -436,7 +439,7 @@ def test_a_policy_with_a_memory_knows_what_a_fork_offers() -> None:
     assert hits(core) == ALL_HITS
 
 
-@BOTH_CORES
+@EACH_CORE
 @pytest.mark.parametrize("specs", [(full(),), (window(8),), (full(), window(8))])
 def test_a_fork_does_not_cache_what_was_evicted_of_any_kind(
     make: Callable[..., Core], specs: tuple[KVCacheSpec, ...]

@@ -9,11 +9,12 @@ import pytest
 
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
+from tests.core.builders import make_flat_core
 from tests.extents.builders import make_core
 from tests.managers.core_builders import full, make_request, row_batch, window
 from tests.managers.core_builders import make_core as make_block_core
 
-BOTH_CORES = pytest.mark.parametrize("make", [make_core, make_block_core])
+EACH_CORE = pytest.mark.parametrize("make", [make_core, make_block_core, make_flat_core])
 
 NUM_TOKENS = 32
 TOKENS = [number for number in range(1, 9) for _ in range(4)]
@@ -48,7 +49,7 @@ def run_child(core: Core, child: Request, how: str) -> None:
         core.reserve_rows(row_batch([child], [0], [16], [end], [end]))
 
 
-@BOTH_CORES
+@EACH_CORE
 @pytest.mark.parametrize("how", ["commit", "reserve", "rows"])
 def test_a_fork_offers_window_blocks_that_its_parent_has_given_back(
     make: Callable[..., Core], how: str
@@ -62,7 +63,7 @@ def test_a_fork_offers_window_blocks_that_its_parent_has_given_back(
     assert hits(core) == ([1, 2, 3, 4, 5, 6, 7, 8] if how == "commit" else [0, 0, 0, 4, 5, 6, 7, 8])
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_fork_of_a_fork_offers_them_too(make: Callable[..., Core]) -> None:
     core = make(60, full(), window(9))
     _, child = fork_of_unpublished(core)
@@ -75,7 +76,7 @@ def test_a_fork_of_a_fork_offers_them_too(make: Callable[..., Core]) -> None:
     assert hits(core) == [0, 0, 0, 4, 5, 6, 7, 8]
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_what_a_fork_offers_in_pieces_is_hit_in_pieces(make: Callable[..., Core]) -> None:
     core = make(60, full(), window(9))
     _, child = fork_of_unpublished(core)
@@ -86,7 +87,7 @@ def test_what_a_fork_offers_in_pieces_is_hit_in_pieces(make: Callable[..., Core]
     assert hits(core) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_what_was_offered_in_a_step_that_failed_is_offered_again(
     make: Callable[..., Core],
 ) -> None:
@@ -103,7 +104,7 @@ def test_what_was_offered_in_a_step_that_failed_is_offered_again(
     assert hits(core) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_who_leaves_offers_nothing(make: Callable[..., Core]) -> None:
     core = make(60, full(), window(9))
     parent, child = fork_of_unpublished(core)
@@ -138,7 +139,7 @@ def cached_after(make: Callable[..., Core], steps: Sequence[str]) -> list[int]:
     return counts
 
 
-@BOTH_CORES
+@EACH_CORE
 def test_a_fork_that_went_on_caches_what_a_failed_step_withdrew(make: Callable[..., Core]) -> None:
     assert cached_after(make, ["P", "C", "-1", "C"]) == [10, 10, 0, 10]
 

@@ -10,6 +10,8 @@ from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
 from tests.managers.core_model import ModelGroup
 from tests.managers.core_walk import spec_of
 
+DEFAULT_CORE = "extents"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -67,4 +69,5 @@ def make_config(shape: Shape, num_blocks: int) -> KVCacheConfig:
 def make_manager(shape: Shape = FULL, num_blocks: int = 64, **settings: Any) -> KVCacheManager:
     settings.setdefault("max_num_seqs", 8)
     settings.setdefault("has_workers", True)
+    settings.setdefault("core", DEFAULT_CORE)
     return KVCacheManager(make_config(shape, num_blocks), shape.max_model_len, **settings)

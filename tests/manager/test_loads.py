@@ -19,6 +19,8 @@ from tests.manager.managers_under_test import (
     CHUNKED_HYBRID,
     FULL,
     HYBRID,
+    STATES,
+    STATES_HYBRID,
     THREE_KINDS,
     WINDOW,
     Shape,
@@ -26,8 +28,8 @@ from tests.manager.managers_under_test import (
 )
 from tests.manager.steps import Engine, new
 
-SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID)
-CORES = ("blocks", "extents")
+SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID, STATES, STATES_HYBRID)
+CORES = ("blocks", "extents", "flat")
 TOKENS = list(range(100, 149))
 
 
@@ -79,7 +81,7 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
 
     other = make_manager(shape, core=core)
     computed = request_of(tokens)
-    other.allocate_slots(computed, len(tokens))
+    other.allocate_slots(computed, wanted)
     expected = {(group, digest, parent) for _, group, digest, parent in labels(other)}
     assert {(group, digest, parent) for _, group, digest, parent in told} <= expected
 

@@ -14,12 +14,12 @@ from kvcache.core import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Core,
     Reservation,
     RowBatch,
 )
 from kvcache.errors import BlockError, RequestError
 from kvcache.labels import LabelSet, LabelTable
-from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
 from tests.managers.core_builders import (
     NONE_HASH,
@@ -289,8 +289,8 @@ def test_common_prefix_counts_requests_only() -> None:
     assert core.common_prefix_blocks("a", 3) == [0, 0]
 
 
-def labels_of(core: BlockCore, rank: int = 0) -> LabelSet:
-    table = LabelTable(core.pool.num_blocks, 32, 4)
+def labels_of(core: Core, rank: int = 0) -> LabelSet:
+    table = LabelTable(core.statistics().num_blocks + 1, 32, 4)
     for command in core.take_commands():
         if isinstance(command, Label):
             table.validate(command)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
 from kvcache.blocks.pool import BlockPool
-from kvcache.core import NewestState, Reservation, RowStates
+from kvcache.core import Core, NewestState, Reservation, RowStates
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.managers.base import SingleTypeKVCacheManager
-from kvcache.managers.block_core import BlockCore
 from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
 from kvcache.managers.coordinators import KVCacheCoordinatorNoPrefixCache, get_kv_cache_coordinator
 from kvcache.managers.cross_attention import CrossAttentionManager
@@ -20,12 +21,12 @@ from kvcache.managers.mamba import MambaManager
 from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
+from tests.core.builders import make_flat_core
 from tests.managers.core_builders import (
     block_lists,
     chunked,
     cross,
     full,
-    make_core,
     make_request,
     mamba,
     mla,
@@ -34,17 +35,25 @@ from tests.managers.core_builders import (
     run_request,
     window,
 )
+from tests.managers.core_builders import make_core as make_block_core
 from tests.managers.test_block_core import labels_of
 from tests.managers.test_cache_hits import hits_of
 
+MakeCore: TypeAlias = Callable[..., Any]
+"""Makes a core: how many blocks, specs, options."""
 
-def table(core: BlockCore, name: str, group: int = 0) -> list[int]:
+each_core = pytest.mark.parametrize(
+    "make_core", [make_block_core, make_flat_core], ids=["blocks", "flat"]
+)
+
+
+def table(core: Core, name: str, group: int = 0) -> list[int]:
     """Return 1 for blocks of a table and 0 for null ones."""
     return [int(block_id > 0) for block_id in core.block_ids(name)[group]]
 
 
 def forward(  # noqa: PLR0917
-    core: BlockCore, request: Request, start: int, own: int, drafts: int = 0, last: int = 0
+    core: Core, request: Request, start: int, own: int, drafts: int = 0, last: int = 0
 ) -> bool:
     """Schedule the tokens `[start, own)` and some drafts, after a forward that ended at `last`."""
     hit = core.look_up(request) if start == 0 else None
@@ -92,7 +101,8 @@ def test_chunks_before_the_last_count_as_computed(
     assert hits_of(chunked(8), cached, length) == expected
 
 
-def test_full_attention_decides_which_chunk_a_hybrid_hit_ends_in() -> None:
+@each_core
+def test_full_attention_decides_which_chunk_a_hybrid_hit_ends_in(make_core: MakeCore) -> None:
     core = make_core(40, full(), chunked(8))
     run_request(core, make_request("a", range(14)))
     hit = core.look_up(make_request("b", range(30)))
@@ -100,7 +110,8 @@ def test_full_attention_decides_which_chunk_a_hybrid_hit_ends_in() -> None:
     assert [[int(b > 0) for b in ids] for ids in hit.block_ids] == [[1, 1, 1], [0, 0, 1]]
 
 
-def test_a_chunk_is_freed_when_the_next_one_begins() -> None:
+@each_core
+def test_a_chunk_is_freed_when_the_next_one_begins(make_core: MakeCore) -> None:
     core = make_core(20, chunked(8))
     request = make_request("a", range(17))
     core.reserve(request, Reservation(0, 15, 0))
@@ -113,8 +124,11 @@ def test_a_chunk_is_freed_when_the_next_one_begins() -> None:
     core.check()
 
 
+@each_core
 @pytest.mark.parametrize("spec", [chunked(8), mamba()])
-def test_eagle_is_refused_where_no_last_block_can_be_dropped(spec: KVCacheSpec) -> None:
+def test_eagle_is_refused_where_no_last_block_can_be_dropped(
+    make_core: MakeCore, spec: KVCacheSpec
+) -> None:
     with pytest.raises(ConfigurationError) as error:
         make_core(20, full(), spec, use_eagle=True)
     assert str(error.value) == (
@@ -126,7 +140,8 @@ def test_eagle_is_refused_where_no_last_block_can_be_dropped(spec: KVCacheSpec) 
 # --- MLA ---
 
 
-def test_latent_attention_hits_and_evicts_as_full_attention_does() -> None:
+@each_core
+def test_latent_attention_hits_and_evicts_as_full_attention_does(make_core: MakeCore) -> None:
     core = make_core(6, mla())
     run_request(core, make_request("a", range(16)))
     core.free(make_request("a", range(16)))
@@ -139,7 +154,8 @@ def test_latent_attention_hits_and_evicts_as_full_attention_does() -> None:
 # --- states ---
 
 
-def test_one_state_and_those_of_drafts_are_all_a_request_ever_has() -> None:
+@each_core
+def test_one_state_and_those_of_drafts_are_all_a_request_ever_has(make_core: MakeCore) -> None:
     core = make_core(20, mamba("none", num_drafts=2))
     request = make_request("a", range(100))
     assert forward(core, request, 0, 30)
@@ -150,7 +166,8 @@ def test_one_state_and_those_of_drafts_are_all_a_request_ever_has() -> None:
     core.check()
 
 
-def test_columns_that_a_chunk_passes_stay_null() -> None:
+@each_core
+def test_columns_that_a_chunk_passes_stay_null(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(50))
     forward(core, request, 0, 10)
@@ -163,7 +180,8 @@ def test_columns_that_a_chunk_passes_stay_null() -> None:
     core.check()
 
 
-def test_nothing_leaks_of_a_table_with_nulls_in_the_middle() -> None:
+@each_core
+def test_nothing_leaks_of_a_table_with_nulls_in_the_middle(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(50))
     forward(core, request, 0, 10)
@@ -174,7 +192,8 @@ def test_nothing_leaks_of_a_table_with_nulls_in_the_middle() -> None:
     core.check()
 
 
-def test_a_request_never_holds_more_states_than_its_spec_says() -> None:
+@each_core
+def test_a_request_never_holds_more_states_than_its_spec_says(make_core: MakeCore) -> None:
     spec = mamba(num_drafts=2)
     core = make_core(1 + 4, spec)
     assert spec.num_state_blocks == 4
@@ -191,7 +210,8 @@ def test_a_request_never_holds_more_states_than_its_spec_says() -> None:
     core.check()
 
 
-def test_a_hit_is_the_last_column_whose_end_was_the_end_of_a_chunk() -> None:
+@each_core
+def test_a_hit_is_the_last_column_whose_end_was_the_end_of_a_chunk(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(50))
     forward(core, request, 0, 8)
@@ -202,7 +222,8 @@ def test_a_hit_is_the_last_column_whose_end_was_the_end_of_a_chunk() -> None:
     assert [int(b > 0) for b in hit.block_ids[0]] == [0, 1]
 
 
-def test_a_column_that_was_passed_never_becomes_hittable() -> None:
+@each_core
+def test_a_column_that_was_passed_never_becomes_hittable(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(50))
     core.reserve(request, Reservation(0, 3, 0, 0, 3))
@@ -213,7 +234,8 @@ def test_a_column_that_was_passed_never_becomes_hittable() -> None:
     assert core.look_up(make_request("b", range(50))).num_tokens == 0
 
 
-def test_a_delayed_state_hits_after_its_commit() -> None:
+@each_core
+def test_a_delayed_state_hits_after_its_commit(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(50))
     core.reserve(request, Reservation(0, 8, 0, 0, 8))
@@ -222,7 +244,8 @@ def test_a_delayed_state_hits_after_its_commit() -> None:
     assert core.look_up(make_request("b", range(50))).num_tokens == 8
 
 
-def test_an_accepted_draft_at_a_boundary_leaves_no_state_there() -> None:
+@each_core
+def test_an_accepted_draft_at_a_boundary_leaves_no_state_there(make_core: MakeCore) -> None:
     core = make_core(20, mamba(num_drafts=1))
     request = make_request("a", range(50))
     forward(core, request, 0, 7, drafts=1)
@@ -230,7 +253,8 @@ def test_an_accepted_draft_at_a_boundary_leaves_no_state_there() -> None:
     assert core.look_up(make_request("b", range(50))).num_tokens == 0
 
 
-def test_a_state_of_the_same_step_is_no_hit_one_of_an_earlier_step_is() -> None:
+@each_core
+def test_a_state_of_the_same_step_is_no_hit_one_of_an_earlier_step_is(make_core: MakeCore) -> None:
     core = make_core(40, mamba())
     core.open_step("engine", 1)
     forward(core, make_request("a", range(8)), 0, 8)
@@ -243,7 +267,10 @@ def test_a_state_of_the_same_step_is_no_hit_one_of_an_earlier_step_is() -> None:
     assert core.look_up(make_request("b", range(9))).num_tokens == 8
 
 
-def test_a_sealed_copy_is_hit_although_the_open_step_writes_the_same_state() -> None:
+@each_core
+def test_a_sealed_copy_is_hit_although_the_open_step_writes_the_same_state(
+    make_core: MakeCore,
+) -> None:
     core = make_core(40, full(), mamba())
     core.open_step("engine", 1)
     one, two = make_request("a", range(8)), make_request("b", range(8))
@@ -255,7 +282,8 @@ def test_a_sealed_copy_is_hit_although_the_open_step_writes_the_same_state() -> 
     core.check()
 
 
-def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:
+@each_core
+def test_a_state_of_a_failed_step_is_not_made_hittable_again(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(9))
     core.open_step("engine", 1)
@@ -268,14 +296,16 @@ def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:
     assert core.look_up(make_request("b", range(9))).num_tokens == 0
 
 
-def test_the_state_behind_external_tokens_has_its_column() -> None:
+@each_core
+def test_the_state_behind_external_tokens_has_its_column(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     request = make_request("a", range(50))
     core.reserve(request, Reservation(9, 30, 30, 0, 30))
     assert table(core, "a") == [0, 0, 1, 0, 0, 0, 0, 1]
 
 
-def test_a_hit_is_dropped_where_external_tokens_reach_further() -> None:
+@each_core
+def test_a_hit_is_dropped_where_external_tokens_reach_further(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     forward(core, make_request("a", range(8)), 0, 8)
     request = make_request("b", range(50))
@@ -286,7 +316,8 @@ def test_a_hit_is_dropped_where_external_tokens_reach_further() -> None:
     core.check()
 
 
-def test_rows_of_states_jump_beside_rows_that_do_not() -> None:
+@each_core
+def test_rows_of_states_jump_beside_rows_that_do_not(make_core: MakeCore) -> None:
     core = make_core(40, full(), mamba())
     requests = [make_request(name, range(i, i + 40)) for i, name in enumerate("abc")]
     for request in requests:
@@ -304,7 +335,8 @@ def test_rows_of_states_jump_beside_rows_that_do_not() -> None:
     core.check()
 
 
-def test_rows_of_states_must_say_where_they_end() -> None:
+@each_core
+def test_rows_of_states_must_say_where_they_end(make_core: MakeCore) -> None:
     core = make_core(20, mamba())
     forward(core, make_request("a", range(9)), 0, 8)
     with pytest.raises(RequestError) as error:
@@ -315,7 +347,8 @@ def test_rows_of_states_must_say_where_they_end() -> None:
     )
 
 
-def test_states_are_restored_from_labels() -> None:
+@each_core
+def test_states_are_restored_from_labels(make_core: MakeCore) -> None:
     one = make_core(20, full(), mamba())
     one.open_step("engine", 1)
     request = make_request("a", range(20))
@@ -335,7 +368,8 @@ def test_states_are_restored_from_labels() -> None:
 # --- encoders ---
 
 
-def test_encoder_tokens_are_allocated_once_and_do_not_grow() -> None:
+@each_core
+def test_encoder_tokens_are_allocated_once_and_do_not_grow(make_core: MakeCore) -> None:
     core = make_core(20, full(), cross())
     request = make_request("a", range(40))
     core.reserve(request, Reservation(0, 5, 5, num_encoder_tokens=9))
@@ -347,7 +381,8 @@ def test_encoder_tokens_are_allocated_once_and_do_not_grow() -> None:
     core.check()
 
 
-def test_a_request_without_room_for_its_encoder_tokens_gets_nothing() -> None:
+@each_core
+def test_a_request_without_room_for_its_encoder_tokens_gets_nothing(make_core: MakeCore) -> None:
     core = make_core(4, full(), cross())
     request = make_request("a", range(5))
     assert core.reserve(request, Reservation(0, 5, 5, num_encoder_tokens=8)) is None

@@ -58,8 +58,6 @@ def test_a_core_keeps_its_books_under_every_policy(core: str, policy: str) -> No
 def test_a_core_keeps_its_books_under_every_policy_for_long(core: str, policy: str) -> None:
     for seed in (10, 11):
         for configuration in WALKED:
-            if core == "flat" and "states" in configuration:
-                continue  # which it does not keep yet, and says so when it is made
             walk(core, policy, configuration, seed, NUM_LONG_OPERATIONS)
 
 

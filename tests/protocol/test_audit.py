@@ -68,7 +68,7 @@ def figures(cluster: LocalCluster) -> CoordinatorStatistics:
     return cluster.coordinator.statistics()
 
 
-@pytest.mark.parametrize("core", ["extents", "blocks"])
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
 def test_ranks_that_know_what_the_coordinator_does_pass(core: str) -> None:
     with LocalCluster(config("on", core)) as cluster, cluster.client() as client:
         for name in "abc":
@@ -83,7 +83,7 @@ def test_nothing_is_compared_unless_it_is_wanted() -> None:
         assert figures(cluster).num_audits == 0
 
 
-@pytest.mark.parametrize("core", ["extents", "blocks"])
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
 def test_a_label_that_is_lost_is_reported_and_withdrawn_and_service_goes_on(core: str) -> None:
     with LocalCluster(config("on", core)) as cluster, cluster.client() as client:
         compute(client, "a")

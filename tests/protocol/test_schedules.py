@@ -103,7 +103,7 @@ def any_is_red(scenarios: Iterable[Scenario]) -> bool:
     return False
 
 
-CORES = ["blocks", "extents"]
+CORES = ["blocks", "extents", "flat"]
 
 
 def turns_red(

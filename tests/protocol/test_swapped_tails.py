@@ -37,7 +37,7 @@ from tests.manager.managers_under_test import (
 )
 from tests.manager.steps import Engine, new, resume, row
 
-CORES = ("blocks", "extents")
+CORES = ("blocks", "extents", "flat")
 SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID)
 TOKENS = list(range(100, 140))
 ALWAYS = SwapRule(SwapWhen.ALWAYS)

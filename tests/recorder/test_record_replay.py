@@ -26,8 +26,9 @@ from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
 from tests.recorder.segments_at_rest import change, records_of, replay, write
 
 MODELS = ("full", "full, window", "mla, chunk, align", "full, none", "full, cross")
-LIVES = [(core, model, 0) for core in ("blocks", "extents") for model in MODELS]
-LIVES += [(core, "full, window", seed) for core in ("blocks", "extents") for seed in (1, 2)]
+CORES = ("blocks", "extents", "flat")
+LIVES = [(core, model, 0) for core in CORES for model in MODELS]
+LIVES += [(core, "full, window", seed) for core in CORES for seed in (1, 2)]
 
 
 @pytest.mark.parametrize(("core", "model", "seed"), LIVES)

@@ -20,7 +20,7 @@ from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import build_config
 
-CORES = ("blocks", "extents")
+CORES = ("blocks", "extents", "flat")
 SHAPE = ConversationShape(
     num_conversations=6,
     num_turns=3,

@@ -53,7 +53,7 @@ from tests.actors.tier_driver import (
 )
 from tests.recorder.segments_at_rest import change, records_of, write
 
-CORES = ("blocks", "extents")
+CORES = ("blocks", "extents", "flat")
 PROMPTS = range(5)
 """Two fit on the device, less than two into host memory: the others are found in files."""
 

@@ -15,7 +15,7 @@ from tests.protocol.test_tier_schedules import faulty, with_files
 from tests.recorder.recorded_schedule import RecordedCluster, play_recorded, replay_watched
 from tests.recorder.segments_at_rest import records_of
 
-CORES = ("blocks", "extents")
+CORES = ("blocks", "extents", "flat")
 SEEDS_PER_TEST = 3
 NUM_SEEDS = 90
 KINDS = {"swaps": swapping, "disks": faulty, "files": with_files, "all": random_scenario}
@@ -58,7 +58,7 @@ def test_every_schedule_replays_exactly(
     tmp_path: Path, kind: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
-        scenario = replace(KINDS[kind](seed), core=CORES[seed % 2])
+        scenario = replace(KINDS[kind](seed), core=CORES[seed % len(CORES)])
         play_and_replay(scenario, tmp_path / str(seed), monkeypatch)
 
 

@@ -92,7 +92,7 @@ def replay(core: str, losses: dict[int, Loss], num_blocks: int = 600) -> ReplayR
     return report
 
 
-@pytest.mark.parametrize("core", ["extents", "blocks"])
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
 def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes(core: str) -> None:
     losses = dict.fromkeys((9, 25, 26), LocalCluster.restart_coordinator)
     report = replay(core, losses)
@@ -106,7 +106,7 @@ def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes(cor
     assert report.num_resumed_hit_tokens > 0
 
 
-@pytest.mark.parametrize("core", ["extents", "blocks"])
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
 def test_a_worker_is_lost_and_every_request_finishes_with_right_bytes(core: str) -> None:
     report = replay(core, {12: lambda cluster: cluster.restart_worker(1)})
     assert report.num_returns == 1

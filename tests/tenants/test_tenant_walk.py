@@ -169,8 +169,6 @@ def promises_are_kept(holdings: Sequence[Holding]) -> bool:
 @pytest.mark.parametrize("shape", [FULL, HYBRID, STATES_HYBRID], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_every_step_keeps_the_promises(core: str, shape: Shape, policy: str) -> None:
-    if core == "flat" and shape.keeps_states:
-        pytest.skip("the flat core serves no states yet")
     rng = random.Random(f"{core} {shape.name} {policy}")
     manager = make_manager(
         shape, POOL + 1, core=core, tenants=TENANTS, eviction_policy=policy, has_workers=False

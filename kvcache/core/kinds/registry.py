@@ -12,10 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.compiled import array_type
-from kvcache.core.kinds import chunked_local_attention, full_attention, sliding_window
+from kvcache.core.kinds import (
+    chunked_local_attention,
+    cross_attention,
+    full_attention,
+    mamba,
+    sliding_window,
+)
 from kvcache.core.kinds.chunked_local_attention import chunk_tokens
 from kvcache.core.kinds.rule import (
     CHUNK,
+    COLUMN,
+    ENCODER,
+    EXTRA,
     FULL,
     KIND,
     LENGTH,
@@ -23,12 +32,13 @@ from kvcache.core.kinds.rule import (
     NUM_ENTRIES,
     SIZE,
     SPAN,
+    STATE,
     WINDOW,
 )
 from kvcache.core.kinds.sliding_window import window_tokens
 from kvcache.core.machine import INT, INTS, inner, kernel, routine
 from kvcache.errors import ConfigurationError
-from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 
 @routine
@@ -38,6 +48,8 @@ def num_skipped(rule: Any, num_computed: int) -> int:
         return sliding_window.num_skipped(rule, num_computed)
     if rule[KIND] == CHUNK:
         return chunked_local_attention.num_skipped(rule, num_computed)
+    if rule[KIND] == STATE:
+        return mamba.num_skipped(rule, num_computed)
     return full_attention.num_skipped(rule, num_computed)
 
 
@@ -48,6 +60,8 @@ def next_skip(rule: Any, num_kept: int) -> int:
         return sliding_window.next_skip(rule, num_kept)
     if rule[KIND] == CHUNK:
         return chunked_local_attention.next_skip(rule, num_kept)
+    if rule[KIND] == STATE:
+        return mamba.next_skip(rule, num_kept)
     return full_attention.next_skip(rule, num_kept)
 
 
@@ -59,6 +73,10 @@ def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int, extra: 
         return sliding_window.longest(rule, is_there, where, limit, step, extra)
     if rule[KIND] == CHUNK:
         return chunked_local_attention.longest(rule, is_there, where, limit, step)
+    if rule[KIND] == STATE:
+        return mamba.longest(is_there, where, limit, step)
+    if rule[KIND] == ENCODER:
+        return np.int64(0)
     return full_attention.longest(rule, is_there, where, limit, step)
 
 
@@ -69,7 +87,20 @@ def first_read(rule: Any, end: int, extra: int) -> int:
         return sliding_window.first_read(rule, end, extra)
     if rule[KIND] == CHUNK:
         return chunked_local_attention.first_read(rule, end)
+    if rule[KIND] == STATE:
+        return mamba.first_read(end)
     return full_attention.first_read(rule, end)
+
+
+@routine
+def num_columns(rule: Any, num_slots: int, num_own: int, num_encoder: int) -> int:
+    """Return how long a table is with slots for so many tokens, where a forward ends after
+    `num_own`, and with so many encoder tokens."""
+    if rule[KIND] == STATE:
+        return mamba.num_columns(rule, num_own)
+    if rule[KIND] == ENCODER:
+        return cross_attention.num_columns(rule, num_encoder)
+    return (num_slots + rule[SIZE] - 1) // rule[SIZE]
 
 
 @inner
@@ -114,16 +145,24 @@ def longest_hit(
 def rule_of(spec: KVCacheSpec, unit_tokens: int) -> npt.NDArray[np.int32]:
     """Return the rule of a spec; raises ConfigurationError for a kind that has none."""
     rule = np.zeros(NUM_ENTRIES, np.int32)
-    rule[SIZE], rule[LENGTH] = spec.block_size, spec.block_size // unit_tokens
+    rule[SIZE] = rule[COLUMN] = spec.block_size
+    rule[LENGTH] = spec.block_size // unit_tokens
     if spec.reads_whole_prefix:
         rule[KIND] = FULL
     elif isinstance(spec, SlidingWindowSpec):
         rule[KIND], rule[SPAN] = WINDOW, min(window_tokens(spec), NEVER)
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         rule[KIND], rule[SPAN] = CHUNK, min(chunk_tokens(spec), NEVER)
+    elif isinstance(spec, MambaSpec):
+        rule[KIND], rule[EXTRA] = STATE, spec.num_speculative_blocks
+        if spec.mamba_cache_mode == "none":
+            rule[COLUMN] = NEVER
+    elif spec.keeps_encoder_tokens:
+        # However many tokens the request has itself, they want no column: one less than one.
+        rule[KIND], rule[COLUMN], rule[EXTRA] = ENCODER, NEVER, -1
     else:
         raise ConfigurationError(
-            f"core 'flat' has no rules yet for KV cache groups of kind {spec.kind!r}: choose "
-            "core 'extents' or 'blocks'"
+            f"core 'flat' has no rules for KV cache groups of kind {spec.kind!r}: use a spec of a "
+            "kind that it knows"
         )
     return rule

@@ -6,12 +6,11 @@ A rule is an int32 array; the names below are its entries. One stands in each ro
 
 from __future__ import annotations
 
-SIZE, LENGTH, KIND, SPAN = range(4)
-"""Tokens and units of a block, the kind, the tokens of its window or chunk."""
+SIZE, LENGTH, KIND, SPAN, COLUMN, EXTRA, NUM_ENTRIES = range(7)
+"""Tokens and units of a block, the kind, the tokens of its window or chunk. A table has a column
+for every COLUMN tokens, and EXTRA more."""
 
-NUM_ENTRIES = 4
-
-FULL, WINDOW, CHUNK = range(3)
+FULL, WINDOW, CHUNK, STATE, ENCODER = range(5)
 """Kinds of groups."""
 
 NEVER = (1 << 31) - 1
