@@ -51,6 +51,7 @@ from kvcache.core.columns import (
     OWNER,
     PARENT,
     REF,
+    ROOM,
     SEALED_BELOW,
     SKIP_AT,
     STANDING,
@@ -787,6 +788,14 @@ class FlatCore:
             ids = c.ids[first : c.number[NUM_IDS]]
             self.tenants.took(ids[ids > 0], self.tenants.served)
 
+    def _count_room(self, request: Request) -> None:
+        """Count how many blocks a request's tenant may hold besides those that are its own."""
+        if self.tenants is not None and self.order is not None:
+            self.order.tell()
+            account = self.tenants.account(request.namespace)
+            room = self.tenants.room(account, self.num_free_blocks())
+            self.books.columns.number[ROOM] = max(0, room)
+
     def _takes_blindly(self) -> bool:
         """Say whether whatever is at the head of the list may be taken without a look at it."""
         return self.order is None and self.teller.offload is None and not self.forks.copied
@@ -930,8 +939,9 @@ class FlatCore:
         """Give a request without a row one, and its blocks; None, unchanged, without room."""
         books, unit = self.books, self.hash_block_size
         wanted, computed = reservation.num_slot_tokens, reservation.num_computed_tokens
-        most_tokens = max(wanted, request.num_tokens, reservation.num_encoder_tokens)
-        books.reach_units(-(-most_tokens // unit))
+        books.reach_units(
+            -(-max(wanted, request.num_tokens, reservation.num_encoder_tokens) // unit)
+        )
         hit_tokens = depth = 0
         if hit is not None and hit.num_tokens:
             hit_tokens = hit.num_tokens
@@ -974,6 +984,7 @@ class FlatCore:
             tend(books.book, r, computed, wanted, GROW)
             self._count_taken()
             if end > depth:
+                self._count_room(request)
                 publish_row(books.book, r, end, 0, tokens, keys, digests)
         self._drop_changes()
         self._settle()
@@ -1039,6 +1050,7 @@ class FlatCore:
         self.steps.note_row(r, end)
         _, _, keys = self._keys_of(request, end)
         digests = self._known_digests(request, end)
+        self._count_room(request)
         publish_row(books.book, r, end, 0, request.all_token_ids, keys, digests)
 
     def _publish_units(self, rows: RowBatch, lines: Any, places: Any, count: int) -> None:
@@ -1051,10 +1063,16 @@ class FlatCore:
             numbers = lines[chosen]
             generations = c.row[numbers, GENERATION]
             self.steps.note_rows(np.stack((numbers, generations, units, units + 1), axis=1))
-        publish_units(
-            self.books.book, lines, chosen, np.ascontiguousarray(tokens, np.int32), EMPTY_INT32,
-            _NO_DIGESTS,
-        )  # fmt: skip
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        parts: dict[TenantAccount | None, list[int] | slice] = {None: slice(None)}
+        if self.tenants is not None:
+            owners = [self.tenants.account(rows.requests[i].namespace) for i in chosen.tolist()]
+            parts = {owner: [i for i, o in enumerate(owners) if o is owner] for owner in owners}
+        for part in parts.values():
+            self._count_room(rows.requests[chosen[part][0]])
+            publish_units(
+                self.books.book, lines, chosen[part], tokens[part], EMPTY_INT32, _NO_DIGESTS
+            )
 
     def _publish_long(self, rows: RowBatch, lines: Any, places: Any, cached: Int32Array) -> None:
         """Publish rows that fill several units, or have multimodal items, one by one."""

@@ -31,6 +31,7 @@ from kvcache.core.columns import (
     FREE,
     GENERATION,
     HAS_ITEMS,
+    HAS_POLICY,
     IS_FULL,
     IS_MUTE,
     IS_SHARING,
@@ -49,6 +50,7 @@ from kvcache.core.columns import (
     OWNER,
     PARENT,
     REF,
+    ROOM,
     ROOT,
     SERIAL,
     SKIP_AT,
@@ -305,6 +307,23 @@ def stand(book: Any, r: int, n: int, num_units: int) -> None:
 
 
 @routine
+def _has_room(book: Any, r: int, n: int, u: int) -> bool:
+    """Say whether the row's tenant may hold, besides its own blocks of unit `u`, those of node `n`
+    with the same content, and count them."""
+    c = columns_of(book)
+    count = np.int64(0)
+    for g in range(len(c.group)):
+        if c.group[g, KIND] == FULL and (u + 1) % c.group[g, LENGTH] == 0:
+            cached, column = np.int64(c.node[n, BLOCK + 2 * g]), (u + 1) // c.group[g, LENGTH] - 1
+            if cached and cached != c.table[r * len(c.group) + g, column]:
+                count += c.block[cached, REF] == 0
+    if count > c.number[ROOM]:
+        return False
+    c.number[ROOM] -= count
+    return True
+
+
+@routine
 def publish(book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, digests: Any) -> None:
     """Put a row's full units up to `end` into the tree.
 
@@ -325,9 +344,9 @@ def publish(book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, dige
         n = find_child(book, parent, own, tokens, start)
         if n == 0:
             n = add_child(book, parent, own, tokens, start)
-            if n == 0:  # no node is left: the row caches nothing more
-                c.row[r, FLAGS] |= IS_MUTE
-                break
+        if n == 0 or (c.number[HAS_POLICY] == 2 and not _has_room(book, r, n, u)):
+            c.row[r, FLAGS] |= IS_MUTE  # no node is left, or no room: the row caches nothing more
+            break
         if len(digests) and c.node[n, KEYS] & 1 == 0:
             copy(address_of(s.digest, n), address_of(digests, u - base), s.digest.shape[1])
             c.node[n, KEYS] |= 1

@@ -224,7 +224,7 @@ def eviction_order(core: Core) -> list[int]:
         return order[len(order) - core.pool.contents.num_cached :]
     if isinstance(core, FlatCore):
         cached = {b for _, _, b, _ in core.contents()}
-        return [b for b in free_list(core) if b in cached]
+        return [b for b in free_list(core.books) if b in cached]
     entries = core.dump_state()["order"]
     assert isinstance(entries, list)
     return [b for entry in entries for b in (entry if isinstance(entry, list) else [entry])]
