@@ -15,6 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 PROBE_S = 3.0
+"""How long a connection may take to be accepted."""
+
+ANSWER_S = 10.0
+"""How long Ray may take to answer the simplest question, on a machine that has too much to do."""
+
+_DIRECTLY = (("grpc.enable_http_proxy", 0),)
+"""As Ray connects. A proxy that does not know the address would be silent."""
 
 _ANY_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """Whoever has no token is refused before his question is looked at, whatever it is."""
@@ -42,17 +49,17 @@ def find_refusal() -> Refusal | None:
     nobody can tell, as where there is none or there are several."""
     # Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
     named = os.environ.get("RAY_ADDRESS", "")
-    why_not = _why_unanswered(named)
+    why_not = why_unanswered(named)
     if why_not:
         what = f"RAY_ADDRESS is {named}, and nothing answers there ({why_not})"
         return Refusal(what, "start Ray there, correct it, or unset it", is_named=True)
     if named not in ("", "auto"):
-        return token_refusal(named) if ":" in named and "/" not in named else None
+        return refusal_at(named) if ":" in named and "/" not in named else None
     addresses = _local_addresses()
     if addresses:
-        return token_refusal(addresses[0]) if len(addresses) == 1 else None
+        return refusal_at(addresses[0]) if len(addresses) == 1 else None
     last = _remembered_address()
-    why_not = _why_unanswered(last)
+    why_not = why_unanswered(last)
     if why_not:
         what = f"the Ray that was started last, at {last}, does not answer ({why_not})"
         return Refusal(what, "`ray stop` forgets it, `ray start --head` starts one", is_named=False)
@@ -60,14 +67,17 @@ def find_refusal() -> Refusal | None:
 
 
 def refusal_behind(error: ConnectionError) -> Refusal | None:
-    """Say why Ray could not connect, where its words name a place and the token is why."""
+    """Say why Ray could not connect, if the place that its error names says why."""
     match = re.search(r" at (\S+:[0-9]+)$", str(error))
-    return None if match is None else token_refusal(match[1])
+    return None if match is None else refusal_at(match[1])
 
 
-def token_refusal(address: str) -> Refusal | None:
-    """Ask whoever serves at `address` anything, as Ray would; None unless the token is refused."""
+def refusal_at(address: str) -> Refusal | None:
+    """Ask the control service at `address` anything, as Ray would; None unless it refuses the
+    token, hangs, or is gone."""
     is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
+    if why_not := why_unanswered(address):
+        return _broken(address, why_not, is_named)
     try:
         import grpc
         from ray.exceptions import AuthenticationError
@@ -82,12 +92,15 @@ def token_refusal(address: str) -> Refusal | None:
         return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
     except (ImportError, AttributeError, TypeError):  # a Ray of another time
         return None
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, _DIRECTLY) as channel:
         try:
-            channel.unary_unary(_ANY_METHOD)(b"", timeout=PROBE_S, metadata=token)
+            channel.unary_unary(_ANY_METHOD)(b"", timeout=ANSWER_S, metadata=token)
         except grpc.RpcError as error:
-            if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNAUTHENTICATED:
+            code = getattr(error, "code", lambda: None)()
+            if code is grpc.StatusCode.UNAUTHENTICATED:
                 return _refused(address, bool(token), is_named)
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return _broken(address, f"no answer within {ANSWER_S:g} s", is_named)
     return None
 
 
@@ -116,8 +129,14 @@ def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
     return Refusal(what, remedy, is_named)
 
 
-def _why_unanswered(address: str) -> str:
-    """Say why nobody can be reached at host:port; empty if somebody is, or it is no such thing."""
+def _broken(address: str, why: str, is_named: bool) -> Refusal:
+    what = f"the Ray at {address} is broken: its control service (GCS) does not answer ({why})"
+    remedy = "`ray stop --force` ends what is left of it; start Ray again, and launch"
+    return Refusal(what, remedy, is_named)
+
+
+def why_unanswered(address: str) -> str:
+    """Say why no connection to host:port is accepted; empty if one is, or it is no such thing."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return ""

@@ -53,7 +53,7 @@ def test_a_ray_whose_token_is_here_is_not_refused(
     (tmp_path / "home" / ".ray").mkdir(parents=True)
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
     (tmp_path / "home" / ".ray" / "auth_token").write_text(token)
-    script = f"from actors.cli.ray_access import *; print(token_refusal({ray_cluster!r}))"
+    script = f"from actors.cli.ray_access import *; print(refusal_at({ray_cluster!r}))"
     found = process("", tmp_path, settings, [sys.executable, "-c", script])
     assert (found.stdout, found.stderr) == ("None\n", "")
 
