@@ -118,7 +118,8 @@ class CoordinatorActor:
                     f"not every rank obeyed the coordinator within {timeout_s:.0f} s: "
                     f"{self._describe_missing()}"
                 )
-            self._closed.wait(READY_POLL_S)
+            if self._closed.wait(READY_POLL_S):
+                raise StartupError(f"{self._config.name} was stopped")
         caretaker.take_care()
         calm_garbage_collector()
         return self._endpoint_for(self._node)
@@ -216,6 +217,7 @@ class CoordinatorActor:
     def close(self) -> LastWorkers:
         """Replace nobody any more, let sentinels go, close the sockets; return who worked last.
         Repeatable."""
+        was_closed = self._closed.is_set()
         self._closed.set()
         caretaker = self._caretaker
         if caretaker is not None:
@@ -227,7 +229,8 @@ class CoordinatorActor:
             self._transport.close()
         reports = () if caretaker is None else caretaker.workforce.reports
         process_ids = tuple(report.process_id for report in reports)
-        return LastWorkers(process_ids, self._actors() if self._recipe.is_foreign else ())
+        actors = self._actors() if self._recipe.is_foreign else ()
+        return LastWorkers(process_ids, actors, was_closed)
 
     # --- inside
 

@@ -88,6 +88,11 @@ class Launch:
             self._start()
         except BaseException as error:
             take_down(self.parts)
+            if self.parts.was_stopped and isinstance(error, Exception):
+                raise StartupError(
+                    f"{self.config.name} was stopped from elsewhere while it was starting, and "
+                    "nothing of it is left: launch it again"
+                ) from error
             if isinstance(error, RayError):
                 raise StartupError(
                     f"{self.config.name} cannot start: {first_line(error)}"
@@ -273,6 +278,8 @@ def first_line(error: BaseException) -> str:
         return (
             f"{type(error).__name__}: {lines[0]}" if not isinstance(error, RayError) else lines[0]
         )
-    raised = [line for line in lines if ": " in line and line.split(": ")[0].isidentifier()]
+    # What Ray says of a dead actor has lines such as `ip: 192.0.2.2`.
+    named = [line for line in lines if ": " in line and line.split(": ")[0].isidentifier()]
+    raised = [line for line in named if line[0].isupper()]
     exits = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
     return (raised[-1:] or exits[:1] or lines[:1])[0][:300]

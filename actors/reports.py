@@ -61,10 +61,11 @@ class HostStatistics:
 @dataclass(frozen=True)
 class LastWorkers:
     """Who served the ranks when the coordinator was closed: process ids, and the actors of an
-    engine's own."""
+    engine's own. `was_closed`: it had been closed before."""
 
     process_ids: tuple[int, ...]
     foreign_workers: tuple[Any, ...]
+    was_closed: bool
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.keeper import await_no_keepers, end_keepers, find_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
-from actors.placement import remove_placement, wait_until
+from actors.placement import POLL_S, remove_placement, wait_until
 from actors.state import RayStateStore
 from kvcache.config import DeadlinesConfig
 
@@ -30,7 +30,7 @@ from kvcache.config import DeadlinesConfig
 class ClusterParts:
     """What a cluster is made of; filled in as it comes up. `foreign_workers` are the engine's own
     actors: they are closed, never ended. `process_ids` are those of all workers, `num_places` how
-    many of them have names of ours."""
+    many of them have names of ours. `was_stopped`: by somebody else, as `take_down` has found."""
 
     name: str
     deadlines: DeadlinesConfig
@@ -41,6 +41,7 @@ class ClusterParts:
     keepers: list[Any] = field(default_factory=list)
     process_ids: tuple[int, ...] = ()
     num_places: int = 0
+    was_stopped: bool = False
 
     def find_workers(self, num_ranks: int) -> None:
         """Look up the worker actors as they are now, instead of those known; not an engine's."""
@@ -64,16 +65,15 @@ def take_down(parts: ClusterParts) -> None:
     shutdown_s, share_s = parts.deadlines.shutdown_s, parts.deadlines.closing_s
     give_up_s = time.monotonic() + shutdown_s
     coordinators = [] if parts.coordinator is None else [parts.coordinator]
-    closed = [actor.close.remote() for actor in coordinators]
-    _settle(closed, shutdown_s)
-    _look_again(parts, closed)
+    _close(parts, give_up_s)
+    parts.find_workers(parts.num_places)
     closing = [w.kvcache_close.remote() for w in [*parts.workers, *parts.foreign_workers]]
     _settle(closing, share_s)  # their own: the coordinator may have hung
     actors = [*parts.workers, *coordinators]
     ending = [actor.__ray_terminate__.remote() for actor in actors]
     _settle(ending, share_s)
     _kill(actors)
-    _look_again(parts, [])
+    parts.find_workers(parts.num_places)
     _kill(parts.workers)
     _await_gone(parts, give_up_s + shutdown_s)
     end_keepers(find_keepers(parts.name))
@@ -83,15 +83,26 @@ def take_down(parts: ClusterParts) -> None:
     RayStateStore(parts.name).clear()
 
 
-def _look_again(parts: ClusterParts, closed: Sequence[Any]) -> None:
-    """Look who the workers are now. `closed`: the coordinator's answer names an engine's own."""
-    if parts.num_places:
-        parts.find_workers(parts.num_places)
-    for call in closed:
-        with contextlib.suppress(RayError):
-            end = ray.get(call, timeout=0)
+def _close(parts: ClusterParts, give_up_s: float) -> None:
+    """Close the coordinator; note an engine's own workers, which it names, and whether somebody
+    else has closed it, or ended it: Ray makes one again that has died otherwise."""
+    while parts.coordinator is not None:
+        call = parts.coordinator.close.remote()
+        try:
+            end = ray.get(call, timeout=max(0.0, give_up_s - time.monotonic()))
+        except ActorUnavailableError:
+            if time.monotonic() < give_up_s:
+                time.sleep(POLL_S)
+                continue
+        except ActorDiedError as error:
+            parts.was_stopped = not error.actor_init_failed
+        except RayError:
+            pass
+        else:
+            parts.was_stopped = end.was_closed
             parts.foreign_workers += end.foreign_workers
             parts.process_ids = end.process_ids or parts.process_ids
+        return
 
 
 def _kill(actors: Sequence[Any]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 from actors import KVCacheCluster, WorkerActor
 from actors.placement import wait_until
@@ -19,12 +23,14 @@ from kvcache.config import ClusterConfig
 from kvcache.errors import (
     KVCacheError,
     NotEnoughMemoryError,
+    NotRunningError,
     StaleEpochError,
     StartupError,
     WorkerLostError,
 )
 from kvcache.planner import Plan
 from kvcache.step import StepRequest
+from tests.cli.commands import KVCACHE
 
 pytestmark = pytest.mark.ray
 
@@ -85,7 +91,12 @@ class FailingStart:
         FailingStart(
             HangingWorker, StartupError, "rank 1 did not start and report within 7 s", 7.0
         ),
-        FailingStart(DyingWorker, StartupError, "rank 1 died before it could allocate", 120.0),
+        FailingStart(
+            DyingWorker,
+            StartupError,
+            "rank 1 died before it could allocate its blocks: .* its worker process has died",
+            120.0,
+        ),
         FailingStart(
             StrangeWorker, StartupError, "rank 1 has plan another plan, the launcher has", 120.0
         ),
@@ -102,6 +113,84 @@ def test_a_start_up_that_fails_names_rank_and_cause_and_leaves_nothing(
     config = make_config(deadlines={"startup_s": case.startup_s})
     with pytest.raises(case.error, match=case.says):
         KVCacheCluster.launch(config, worker_class=case.worker_class)
+    traces.check(config.name)
+
+
+STOPPED = (
+    "{} was stopped from elsewhere while it was starting, and nothing of it is left: launch it "
+    "again"
+)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", ["reserving", "allocating", "connecting"])
+def test_a_launch_that_is_stopped_from_elsewhere_says_so_and_leaves_nothing(
+    ray_cluster: str, stage: str, make_config: Any, traces: Any
+) -> None:
+    config = make_config()
+
+    def stop_at_stage(line: str) -> None:
+        if line.startswith(stage):
+            KVCacheCluster.connect(config.name).stop()
+
+    with pytest.raises(StartupError) as caught:
+        KVCacheCluster.launch(config, on_progress=stop_at_stage)
+    assert str(caught.value) == STOPPED.format(config.name)
+    traces.check(config.name)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("what", ["room", "ranks"])
+def test_a_launch_that_waits_ends_soon_when_it_is_stopped(
+    ray_cluster: str, what: str, make_config: Any, traces: Any
+) -> None:
+    num_cpus = 50.0 if what == "room" else 1.0
+    config = make_config(workers={"num_cpus_per_rank": num_cpus}, deadlines={"startup_s": 3600.0})
+
+    def is_waiting() -> bool:
+        if what == "room":
+            groups = placement_group_table().values()
+            return any(group["name"] == f"{config.name}/workers" for group in groups)
+        with suppress(NotRunningError):
+            return bool(KVCacheCluster.connect(config.name).workers)
+        return False
+
+    def stop() -> None:
+        if wait_until(is_waiting, 120.0):
+            KVCacheCluster.connect(config.name).stop()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(StartupError) as caught:
+        KVCacheCluster.launch(config, worker_class=SilentWorker)
+    stopping.join()
+    assert str(caught.value) == STOPPED.format(config.name)
+    traces.check(config.name)
+
+
+@pytest.mark.faults
+def test_stop_ends_a_launch_that_another_command_began(
+    ray_cluster: str, make_config: Any, traces: Any, tmp_path: Path
+) -> None:
+    config = make_config()
+    path = tmp_path / "cluster.json"  # which is YAML, too
+    path.write_text(config.model_dump_json(exclude_none=True))
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
+    launch = [*KVCACHE, "launch", "--config", str(path), "--detach"]
+    with subprocess.Popen(launch, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("waiting for 2 worker(s)") for line in process.stderr)
+        stopped = subprocess.run(
+            [*KVCACHE, "stop", "--name", config.name],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=environment,
+        )
+        told = process.stderr.read()
+    assert (stopped.returncode, stopped.stderr) == (0, f"{config.name} has stopped\n")
+    assert (process.returncode, told) == (3, f"kvcache: {STOPPED.format(config.name)}\n")
     traces.check(config.name)
 
 
