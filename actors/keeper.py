@@ -28,6 +28,7 @@ from actors.process_ending import end_process
 from actors.process_identity import ProcessIdentity
 from actors.process_start import started_ticks
 from actors.reports import KeeperReport, KeeperStatus, NodeAddress, WorkerReport
+from actors.worker_making import code_options
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, StartupError
@@ -117,6 +118,7 @@ def make_keepers(
             max_task_retries=0,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            **code_options(),
         )
         address = keeper_address(config.name, node_id)
         keepers.append(actor.remote(address, 2 * num_ranks, most_bytes))

@@ -25,7 +25,7 @@ from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
-from actors.worker_making import WorkerRecipe, make_worker
+from actors.worker_making import WorkerRecipe, code_options, make_worker
 from actors.workforce import Workforce
 from kvcache.config import ClusterConfig
 from kvcache.curve import generate_curve_keys
@@ -135,6 +135,7 @@ class Launch:
                 max_restarts=-1,
                 max_task_retries=0,
                 num_cpus=0,
+                **code_options(),
             ).remote(self.config, generate_curve_keys(), self._recipe)
         except ValueError as error:
             if not is_actor_known(name):

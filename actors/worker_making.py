@@ -7,6 +7,7 @@ launcher, or with the cluster where that is detached. Refuses to place anything 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +37,15 @@ class WorkerRecipe:
         return self.subclass or WorkerActor
 
 
+def code_options() -> dict[str, Any]:
+    """Return the options of an actor that keeps compiled code where this process does. Otherwise it
+    has the environment in which its Ray was started."""
+    directory = os.environ.get("NUMBA_CACHE_DIR")
+    if not directory:
+        return {}
+    return {"runtime_env": {"env_vars": {"NUMBA_CACHE_DIR": os.path.abspath(directory)}}}
+
+
 def make_worker(
     config: ClusterConfig,
     recipe: WorkerRecipe,
@@ -63,6 +73,7 @@ def make_worker(
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=stage
         ),
+        **code_options(),
     ).remote(config, place)
 
 

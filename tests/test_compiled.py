@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -15,6 +18,8 @@ from numba import types
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.compiled import array_type, compiled
+
+ROOT = Path(__file__).resolve().parents[1]
 
 READ = array_type("int32", is_read=True)
 WRITTEN = array_type("int32")
@@ -127,3 +132,37 @@ def test_a_full_disk_and_half_a_file_cost_a_compilation(
         caplog.clear()
         assert make(tmp_path, 2)(10) == 12
         assert not caplog.text  # it is whole again
+
+
+def test_all_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None:
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    source.mkdir()
+    (source / "adding.py").write_text(
+        "from kvcache.compiled import compiled\n"
+        "from kvcache.core.machine import INT, kernel, routine\n"
+        "@compiled(INT(INT))\n"
+        "def add_one(value):\n"
+        "    return value + 1\n"
+        "@routine\n"
+        "def two(value):\n"
+        "    return value + 2\n"
+        "@kernel(INT, INT)\n"
+        "def add_two(value):\n"
+        "    return two(value)\n"
+    )
+    written = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", "import adding; print(adding.add_one(1), adding.add_two(1))"],
+            cwd=source,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert (done.stdout, done.stderr) == ("2 3\n", "")
+        codes = sorted(cache.glob("source_*/*.nbc"))
+        written.append([(code.name.partition("-")[0], code.stat().st_ino) for code in codes])
+    assert [name for name, _ in written[0]] == ["adding.add_one", "adding.add_two"]
+    assert written[1] == written[0]  # the second process has loaded what the first one kept
+    assert not kept(source, "nb?")

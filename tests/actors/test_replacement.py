@@ -28,6 +28,7 @@ from actors import (
     WorkerMethods,
     connect_peer,
 )
+from actors.keeper import find_keepers
 from actors.placement import wait_until
 from actors.reports import WorkerReport
 from kvcache.config import ClusterConfig
@@ -432,3 +433,21 @@ def test_the_command_line_names_what_is_stuck_and_says_so_by_its_exit_code(
     assert exit_code == 1
     stuck = [work for work in json.loads(shown)["pending"] if work["is_stuck"]]
     assert [work["what"] for work in stuck] == ["rank 1 has not been heard of"]
+
+
+def test_actors_keep_compiled_code_where_the_launching_process_does(
+    launch: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # Ray was started without it
+    cluster = launch(make_config(offload={"host_memory_per_rank": "1MiB"}))
+    assert {"worker", "manager"} <= {path.name.rpartition("_")[0] for path in tmp_path.iterdir()}
+    first = cluster.status().ranks[1].process_id
+    kill(cluster, 1)
+    assert wait_until(lambda: cluster.status().ranks[1].process_id != first, SOON_S)
+    assert wait_until(lambda: cluster.status().state == "ready", SOON_S)
+    actors = [cluster._parts.coordinator, *find_keepers(cluster.name), *cluster.workers]
+    told = [
+        ray.get(actor.__ray_call__.remote(lambda self: os.environ.get("NUMBA_CACHE_DIR")))
+        for actor in actors
+    ]
+    assert told == [str(tmp_path)] * 4
