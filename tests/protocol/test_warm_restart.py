@@ -511,10 +511,10 @@ def test_schedules_with_restarts_keep_what_was_cached() -> None:
     assert num_resumed > 5
 
 
-def test_all_cores_are_rebuilt_alike() -> None:
+def test_both_cores_are_rebuilt_alike() -> None:
     for seed in range(6):
         kept = []
-        for core in ("extents", "blocks", "flat"):
+        for core in ("extents", "blocks"):
             # Without tiers, whose copies take their own time and let requests wait, and without
             # clients that leave: when they do depends on the answers.
             bare = replace(
@@ -526,7 +526,7 @@ def test_all_cores_are_rebuilt_alike() -> None:
             )
             scenario = replace(bare, num_restarts=1, core=core, model="full")
             kept.append(simulate(scenario).num_kept_blocks)
-        assert kept[0] == kept[1] == kept[2]
+        assert kept[0] == kept[1]
 
 
 def test_a_report_of_labels_survives_the_wire() -> None:
