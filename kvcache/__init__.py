@@ -7,8 +7,6 @@ blocks, managers by attention kind, and the `KVCacheManager` on top. The cluster
 
 from __future__ import annotations
 
-from kvcache.blocks.block import BlockState, KVCacheBlock
-from kvcache.blocks.pool import BlockPool
 from kvcache.clock import Clock, SystemClock, VirtualClock
 from kvcache.core import (
     AllBlocksCleared,
@@ -26,7 +24,24 @@ from kvcache.core import (
     OffloadHooks,
     ReferenceKind,
 )
+from kvcache.core.block_pool import BlockPool, BlockState, KVCacheBlock
+from kvcache.core.coordinators import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+    get_kv_cache_coordinator,
+)
 from kvcache.core.free_queue import FreeKVCacheBlockQueue
+from kvcache.core.single_type_managers import (
+    ChunkedLocalAttentionManager,
+    CrossAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+    get_manager_for_kv_cache_spec,
+)
 from kvcache.errors import (
     AlreadyRunningError,
     BacklogFullError,
@@ -76,21 +91,6 @@ from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats, PrefixCachingMetrics
 from kvcache.manager.statistics import ManagerStatistics
-from kvcache.managers.base import SingleTypeKVCacheManager
-from kvcache.managers.block_core import BlockCore
-from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
-from kvcache.managers.coordinators import (
-    HybridKVCacheCoordinator,
-    KVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
-    UnitaryKVCacheCoordinator,
-    get_kv_cache_coordinator,
-)
-from kvcache.managers.cross_attention import CrossAttentionManager
-from kvcache.managers.full_attention import FullAttentionManager
-from kvcache.managers.mamba import MambaManager
-from kvcache.managers.registry import get_manager_for_kv_cache_spec
-from kvcache.managers.sliding_window import SlidingWindowManager
 from kvcache.planner import (
     HFChoices,
     Plan,
@@ -160,7 +160,6 @@ __all__ = [
     "AlreadyRunningError",
     "AttentionSpec",
     "BacklogFullError",
-    "BlockCore",
     "BlockError",
     "BlockHash",
     "BlockHashWithGroupId",

@@ -106,6 +106,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("eviction",),
         ("audit", "rebuild", "flat_core"),
         ("block_pool",),
+        ("single_type_managers",),
+        ("coordinators",),
     ),
     "coordinator": (
         (

@@ -8,7 +8,7 @@ that know contents by digest.
       └──────free_blocks───────┘      a cached block that nobody holds waits in the eviction policy
 
 A cached block has a node. In an ordered group (full attention) it continues the node of the block
-before it, which is then never evicted first; in others every node is a root's child. A content has
+before it, which is then never evicted first; in others each stands alone. A content has
 one block: another one that fills up with it stays its holder's own. Refuses to hand out a block
 that somebody holds, and to take back more references than were given.
 """
@@ -37,7 +37,6 @@ from kvcache.arrays import Ids, Int32Array, int32_array
 from kvcache.core.audit import check_list, check_nodes
 from kvcache.core.columns import (
     BLANK,
-    CHILDREN,
     EVICTED,
     FREE,
     KEYS,
@@ -50,7 +49,7 @@ from kvcache.core.columns import (
 from kvcache.core.eviction import PolicyOrder
 from kvcache.core.forgetting import forget
 from kvcache.core.pool import first_free, hold_all, release_all, take_listed, take_loose
-from kvcache.core.prefix_tree import child_made, drop_root, new_root, put_block
+from kvcache.core.prefix_tree import child_made, new_root, put_block
 from kvcache.core.protocol import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -79,8 +78,6 @@ _SPECS = (FullAttentionSpec(1, 1, 1), SlidingWindowSpec(1, 1, 1, sliding_window=
 
 _CONTENT_BYTES = 36
 """What policies know contents by: a digest of up to 32 bytes and its group."""
-
-_APART = (ReferenceKind.PIN, ReferenceKind.FORK, ReferenceKind.TRANSFER)
 
 _Table = tuple[Namespace, int]
 """Namespace and group."""
@@ -156,8 +153,8 @@ class BlockPool:
     """Blocks `1..num_blocks - 1`, and block 0, the null block, which is nobody's.
 
     `names` says what each cached block holds: namespace, group and digest. Invariants: `_contents`
-    is its inverse; exactly the blocks in it have a node; one that is in `quarantined` is held once
-    more than its references say.
+    is its inverse, and exactly its blocks have a node; the columns count as many holders as
+    `_references` does, and one more of a block that is in `quarantined`.
     """
 
     def __init__(
@@ -194,10 +191,10 @@ class BlockPool:
         self._order = PolicyOrder(
             books, None, lambda capacity, book: make(capacity=capacity, book=book)
         )
-        self._roots: dict[_Table, int] = {}
+        self._root = int(new_root(books.book))
         self._contents: dict[tuple[_Table, BlockHash], int] = {}
         self.names: dict[int, tuple[_Table, BlockHash]] = {}
-        self._held: dict[ReferenceKind, Counter[int]] = {kind: Counter() for kind in _APART}
+        self._references: dict[ReferenceKind, dict[int, int]] = {kind: {} for kind in ReferenceKind}
         self.quarantined: set[int] = set()
         self._events: list[CacheEvent] | None = [] if keeps_events else None
 
@@ -224,8 +221,7 @@ class BlockPool:
 
     def num_blocks_in_use(self) -> int:
         """Return how many blocks have a reference of any kind."""
-        held = np.count_nonzero(self._books.columns.block[:, REF])
-        return int(held) - sum(not self.num_references(b) for b in self.quarantined)
+        return len(set().union(*self._references.values()))
 
     def get_usage(self) -> float:
         """Return the share of blocks that cannot be handed out, 0.0 to 1.0."""
@@ -246,12 +242,8 @@ class BlockPool:
         """Return a block's references of one kind, or of all; raises BlockError for no block."""
         block_id = self._one_known(block_id)
         check_kind("kind", kind, (ReferenceKind, type(None)), BlockError)
-        if kind in self._held:
-            return self._held[kind][block_id]
-        total = self._books.columns.block.item(block_id, REF) - (block_id in self.quarantined)
-        if kind is None:
-            return total
-        return total - sum(held[block_id] for held in self._held.values())
+        kinds = ReferenceKind if kind is None else (kind,)
+        return sum(self._references[each].get(block_id, 0) for each in kinds)
 
     def num_unheld(self, block_ids: Ids) -> int:
         """Return how many of these distinct blocks nobody holds, null blocks left out.
@@ -285,6 +277,7 @@ class BlockPool:
             take_loose(self._books.book, taken[num_blank:])
             self._settle()
         block_ids: list[int] = taken.tolist()
+        self._references[ReferenceKind.REQUEST].update(dict.fromkeys(block_ids, 1))
         return block_ids
 
     def touch(self, block_ids: Ids, kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
@@ -293,13 +286,10 @@ class BlockPool:
         Raises:
             BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
         """
-        ids = self._known(block_ids)
-        check_kind("kind", kind, ReferenceKind, BlockError)
+        ids, held = self._holdable(block_ids), self._references_of(kind)
         quarantined = sorted(self.quarantined.intersection(ids.tolist()))
         if quarantined:
             raise BlockError(f"blocks {quarantined[:5]} are quarantined: release them first")
-        if np.count_nonzero(ids) < len(ids):
-            raise BlockError("the null block cannot be held: leave it out")
         block = self._books.columns.block
         empty = ids[(block[ids, REF] == 0) & (block[ids, NODE] == 0)]
         if len(empty):
@@ -307,8 +297,8 @@ class BlockPool:
                 f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
             )
         hold_all(self._books.book, ids)
-        if kind in self._held:
-            self._held[kind].update(ids.tolist())
+        for block_id in ids.tolist():
+            held[block_id] = held.get(block_id, 0) + 1
         self._settle()
 
     def free_blocks(self, block_ids: Ids, kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
@@ -319,18 +309,18 @@ class BlockPool:
         Raises:
             BlockError: unknown, or without a reference of this kind; nothing was changed.
         """
-        check_kind("kind", kind, ReferenceKind, BlockError)
-        ids = self._known(block_ids)
+        ids, held = self._known(block_ids), self._references_of(kind)
         given = Counter(ids.tolist())
         for block_id, count in given.items():
-            held = self.num_references(block_id, kind)
-            if held < count:
+            if held.get(block_id, 0) < count:
                 raise BlockError(
-                    f"block {block_id} is given back {count} times but has {held} "
-                    f"{kind.value} references: free what you hold, once"
+                    f"block {block_id} is given back {count} times but has "
+                    f"{held.get(block_id, 0)} {kind.value} references: free what you hold, once"
                 )
-        if kind in self._held:
-            self._held[kind] -= given
+        for block_id, count in given.items():
+            held[block_id] -= count
+            if not held[block_id]:
+                del held[block_id]
         release_all(self._books.book, ids)
         self._settle()
 
@@ -339,15 +329,12 @@ class BlockPool:
 
         Who holds one keeps it. Raises BlockError, unchanged, for an unknown or the null block.
         """
-        ids = self._known(block_ids)
-        if np.count_nonzero(ids) < len(ids):
-            raise BlockError("the null block cannot be quarantined: leave it out")
+        ids = self._holdable(block_ids)
         self._forget(ids)
-        new = int32_array(sorted(set(ids.tolist()) - self.quarantined))
-        is_held = self._books.columns.block[new, REF] > 0
-        hold_all(self._books.book, new[is_held])
-        take_listed(self._books.book, new[~is_held])
-        self.quarantined.update(new.tolist())
+        for block_id in set(ids.tolist()) - self.quarantined:
+            hold = hold_all if self.num_references(block_id) else take_listed
+            hold(self._books.book, int32_array([block_id]))
+            self.quarantined.add(block_id)
 
     def release_quarantine(self, block_ids: Ids) -> None:
         """Nobody writes to these blocks any more: they may be handed out when nobody holds them.
@@ -402,7 +389,7 @@ class BlockPool:
         end = as_int("num_full_blocks", num_full_blocks, error=RequestError)
         start = as_int("num_cached_blocks", num_cached_blocks, 0, MAX_INT, RequestError)
         block_size = as_int("block_size", block_size, 1, error=RequestError)
-        group_id = as_int("group_id", group_id, error=BlockError)
+        group_id = as_int("group_id", group_id, 0, MAX_INT32, BlockError)
         digests = _digests_of(request, block_size)
         if not start <= end <= min(len(table), len(digests)):
             raise RequestError(
@@ -437,6 +424,9 @@ class BlockPool:
             BlockError: the block is free, quarantined, or has a digest; nothing was changed.
         """
         block_id = self._one_known(block_id)
+        as_bytes("digest", digest, BlockError)
+        if parent is not None:
+            as_bytes("parent", parent, BlockError)
         if self.block(block_id).state is not BlockState.OWNED:
             raise BlockError(
                 f"blocks [{block_id}] cannot be cached: only a held block without a digest can"
@@ -474,7 +464,7 @@ class BlockPool:
         """Raise InvariantError with the first sum that fails. O(blocks)."""
         books, block = self._books, self._books.columns.block
         check_list(books)
-        check_nodes(books, self._roots.values(), ())
+        check_nodes(books, (self._root,), ())
         self._order.check()
         cached = np.flatnonzero(block[:, NODE]).tolist()
         if sorted(self.names) != cached or {b: n for n, b in self._contents.items()} != self.names:
@@ -482,10 +472,13 @@ class BlockPool:
                 f"{len(cached)} blocks have nodes, {len(self.names)} have names, "
                 f"{len(self._contents)} are found"
             )
-        for kind in ReferenceKind:
-            wrong = [b for b in range(self.num_blocks) if self.num_references(b, kind) < 0]
-            if wrong:
-                raise InvariantError(f"blocks {wrong[:5]} have less than no {kind.value} reference")
+        counts = Counter(self.quarantined)
+        for held in self._references.values():
+            counts.update(held)
+        wrong = [b for b, held in enumerate(block[:, REF].tolist()) if held != counts[b]]
+        if wrong:
+            b = wrong[0]
+            raise InvariantError(f"block {b} is held {block[b, REF]} times, not {counts[b]}")
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -495,13 +488,12 @@ class BlockPool:
         """Let a block be found in a table, if its content has no other and can be; say whether."""
         if not self.enable_caching or (table, digest) in self._contents:
             return False
-        is_ordered, above = table[1] in self._ordered_groups, self._root(table)
+        is_ordered, above = table[1] in self._ordered_groups, self._root
         if is_ordered and parent is not None:
             before = self._contents.get((table, parent))
             if before is None:
                 return False
             above = self._books.columns.block.item(before, NODE)
-        self._books.reach_nodes(1)
         n = child_made(self._books.book, above, 0, int32_array([block_id]))
         c, content = self._books.columns, table[1].to_bytes(4, "big") + digest
         c.digest[n] = np.frombuffer(content.ljust(_CONTENT_BYTES)[:_CONTENT_BYTES], np.uint8)
@@ -509,19 +501,6 @@ class BlockPool:
         put_block(self._books.book, n, ORDERED if is_ordered else SINGLE, block_id)
         self._contents[table, digest], self.names[block_id] = block_id, (table, digest)
         return True
-
-    def _root(self, table: _Table) -> int:
-        """Return the root of a table, made if need be; those of empty ones go first."""
-        root = self._roots.get(table)
-        if root is None:
-            node = self._books.columns.node
-            for other, n in list(self._roots.items()):
-                if not node.item(n, CHILDREN):
-                    drop_root(self._books.book, n)
-                    del self._roots[other]
-            self._books.reach_nodes(1)
-            root = self._roots[table] = new_root(self._books.book)
-        return root
 
     def _forget(self, ids: Int32Array) -> list[int]:
         lost = np.zeros(self.num_blocks, np.int32)
@@ -573,11 +552,20 @@ class BlockPool:
                 )
             )
 
+    def _references_of(self, kind: ReferenceKind) -> dict[int, int]:
+        check_kind("kind", kind, ReferenceKind, BlockError)
+        return self._references[kind]
+
+    def _holdable(self, block_ids: Ids) -> Int32Array:
+        """Do `_known`, and refuse the null block."""
+        ids = self._known(block_ids)
+        if np.count_nonzero(ids) < len(ids):
+            raise BlockError("the null block is nobody's: leave it out")
+        return ids
+
     def _one_known(self, block_id: int) -> int:
         """Return an id; raises BlockError if it is none of a block."""
-        if type(block_id) is int and 0 <= block_id < self.num_blocks:
-            return block_id
-        return int(self._known([block_id])[0])
+        return self._known([block_id]).item()
 
     def _known(self, block_ids: Ids) -> Int32Array:
         """Return ids as an array; raises BlockError if one is none of a block."""

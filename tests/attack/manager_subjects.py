@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvcache import (
     HybridKVCacheCoordinator,
     KVCacheBlocks,
     KVCacheConfig,
+    KVCacheCoordinatorNoPrefixCache,
     KVCacheManager,
     LoRARequest,
     MultiModalPosition,
@@ -28,6 +30,7 @@ from kvcache import (
     ResumedRequest,
     RunningRequests,
     RunningRow,
+    SingleTypeKVCacheManager,
     StepRequest,
     UnitaryKVCacheCoordinator,
     VirtualClock,
@@ -37,8 +40,6 @@ from kvcache import (
     get_request_block_hasher,
 )
 from kvcache.arrays import int32_array
-from kvcache.blocks.audit import check_pool, dump_pool
-from kvcache.blocks.run import CachedRun
 from kvcache.config import parse_config
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
@@ -48,12 +49,10 @@ from kvcache.core import (
     ReferenceKind,
     Reservation,
 )
+from kvcache.core.single_type_managers import MANAGERS
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
 from kvcache.manager.core_registry import CORES
-from kvcache.managers.audit import dump_tables
-from kvcache.managers.coordinators import KVCacheCoordinatorNoPrefixCache
-from kvcache.managers.registry import MANAGERS
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
@@ -735,29 +734,21 @@ def _awaited(case: Case) -> Case:
 def make_pool() -> BlockPool:
     pool = BlockPool(16)
     ids = pool.get_new_blocks(6)
-    pool.cache_full_blocks(run_of(pool, ids[:3]))
-    pool.free_blocks(ids[2:3])
+    pool.cache_full_blocks(make_request(), ids, 0, 2, 4)
+    pool.free_blocks(ids[1:2])
     pool.touch(ids[:2], ReferenceKind.TRANSFER)
     pool.quarantine([5])
     return pool
 
 
+def state_of_pool(pool: BlockPool) -> object:
+    blocks = [pool.block(b) for b in range(pool.num_blocks)]
+    references = [[pool.num_references(b.block_id, kind) for kind in ReferenceKind] for b in blocks]
+    return [(b.state, b.block_hash) for b in blocks], references, pool.get_all_free_blocks()
+
+
 def digest(number: int) -> BlockHash:
-    return BlockHash(b"%02d" % number)
-
-
-def run_of(pool: BlockPool, ids: list[int], first: int = 0) -> CachedRun:
-    return CachedRun(
-        table=pool.contents.table(DEFAULT_NAMESPACE, 0),
-        block_ids=ids,
-        digests=[digest(first + i) for i in range(len(ids))],
-        parent=BlockHash(b""),
-        token_ids=np.zeros(2 * len(ids), dtype=np.int32),
-        block_size=2,
-        extra_keys=(),
-        request_id="r",
-        first_index=0,
-    )
+    return make_request().block_hashes[number]
 
 
 REFERENCES = instance_of(ReferenceKind)
@@ -772,33 +763,22 @@ def pool_subject() -> Subject:
             "ordered_groups": frozenset({0}),
             "eviction_policy": "lru",
             "policies": EVICTION_POLICIES,
-            "outbox": None,
-            "offload": None,
-            "zero_new_blocks": False,
             "enable_kv_cache_events": True,
-            "tenants": None,
         },
         num_blocks=POSITIVE,
         enable_caching=BOOL,
         ordered_groups=COUNTS,
         eviction_policy=NAME,
         policies=MAPPING,
-        outbox=OPTIONAL_THING,
-        offload=OPTIONAL_THING,
-        zero_new_blocks=BOOL,
         enable_kv_cache_events=BOOL,
-        tenants=OPTIONAL_THING,
     )
     of.method("get_new_blocks", {"num_blocks": 2}, num_blocks=COUNT)
     of.method("block", {"block_id": 3})
-    of.method("state", {"block_id": 3})
-    of.method("digest", {"block_id": 3})
     of.method(
         "num_references",
         {"block_id": 1, "kind": ReferenceKind.REQUEST},
         kind=REFERENCES.without(None),
     )
-    of.method("blocks_held", {"kind": ReferenceKind.TRANSFER}, kind=REFERENCES)
     of.method(
         "get_cached_block",
         {"block_hash": digest(0), "group_ids": [0], "namespace": DEFAULT_NAMESPACE},
@@ -808,17 +788,32 @@ def pool_subject() -> Subject:
     )
     of.method(
         "cache_full_blocks",
-        lambda world: {"run": run_of(world, [4], 7)},
-        run=instance_of(CachedRun),
+        lambda world: {
+            "request": Request("n", list(range(20, 29)), block_hasher=HASHER),
+            "block_ids": [4, 6],
+            "num_cached_blocks": 0,
+            "num_full_blocks": 2,
+            "block_size": 4,
+            "group_id": 1,
+        },
+        request=REQUEST,
+        num_cached_blocks=COUNT,
+        num_full_blocks=COUNT,
+        block_size=POSITIVE,
+        group_id=COUNT,
+    )
+    of.method(
+        "cache_block",
+        {"block_id": 4, "digest": b"d", "parent": digest(0)},
+        digest=BYTES,
+        parent=BYTES.without(None),
     )
     of.method("touch", {"block_ids": [1, 4], "kind": ReferenceKind.PIN}, kind=REFERENCES)
     of.method("free_blocks", {"block_ids": [4], "kind": ReferenceKind.REQUEST}, kind=REFERENCES)
     of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=IDS)
     of.method("quarantine", {"block_ids": [6]})
     of.method("release_quarantine", {"block_ids": [5]})
-    of.method("begin_transfer", {"block_ids": [4]})
-    of.method("end_transfer", {"block_ids": [1]})
-    return Subject("pool", make_pool, dump_pool, check_pool, tuple(of.cases))
+    return Subject("pool", make_pool, state_of_pool, BlockPool.check, tuple(of.cases))
 
 
 def queue_subject() -> Subject:
@@ -856,24 +851,27 @@ def make_tables(*specs: KVCacheSpec, **options: Any) -> TablesWorld:
     coordinator = get_kv_cache_coordinator(plan(32, *specs), pool, **options)
     request = Request("a", list(range(13)), block_hasher=HASHER)
     coordinator.allocate_new_blocks("a", Reservation(0, 13, 0, num_encoder_tokens=5))
-    coordinator.note_own_end("a", 13)
     return TablesWorld(pool, coordinator, request)
 
 
 def state_of_tables(world: TablesWorld) -> object:
     cached = [manager.num_cached_blocks("a") for manager in world.coordinator.managers]
-    return dump_pool(world.pool), dump_tables(world.coordinator), cached
+    tables = [world.coordinator.get_blocks(name) for name in "ab"]
+    return state_of_pool(world.pool), tables, cached
 
 
-def tables_subject(title: str, spec: KVCacheSpec) -> Subject:
-    cls = get_manager_for_kv_cache_spec(spec)
+def tables_subject(
+    title: str,
+    spec: KVCacheSpec,
+    managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
+) -> Subject:
+    cls = get_manager_for_kv_cache_spec(spec, managers)
     of = Builder(cls, lambda world: world.manager, {"request_id": REQUEST_ID})
     of.made(
-        lambda world: {"spec": spec, "pool": world.pool, "group": 0, "hash_block_size": 4},
+        lambda world: {"spec": spec, "pool": world.pool, "group": 0},
         spec=SPEC,
         pool=instance_of(BlockPool),
         group=COUNT,
-        hash_block_size=POSITIVE,
     )
     of.method(
         "find_longest_cache_hit",
@@ -934,9 +932,12 @@ def tables_subject(title: str, spec: KVCacheSpec) -> Subject:
     )
     of.method("num_skipped_blocks", {"num_computed_tokens": 12}, num_computed_tokens=COUNT)
     of.method("table", {"request_id": "a"})
-    check = {"check": lambda world: check_pool(world.pool)}
     return Subject(
-        title, lambda: make_tables(spec), state_of_tables, cases=tuple(of.cases), **check
+        title,
+        lambda: make_tables(spec, managers=managers),
+        state_of_tables,
+        lambda world: world.pool.check(),
+        tuple(of.cases),
     )
 
 
@@ -1028,7 +1029,7 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
         cls.__name__,
         lambda: make_tables(*specs, **options),
         state_of_tables,
-        lambda world: check_pool(world.pool),
+        lambda world: world.pool.check(),
         (*of.cases, chosen),
     )
 
@@ -1043,6 +1044,7 @@ CLIENT_SUBJECTS = (client_subject(is_async=False), client_subject(is_async=True)
 POOL_SUBJECTS = (
     pool_subject(),
     queue_subject(),
+    tables_subject("any kind", full(), {"full": SingleTypeKVCacheManager}),
     tables_subject("full attention", full()),
     tables_subject("sliding window", window(6)),
     tables_subject("chunked local attention", chunked(8)),

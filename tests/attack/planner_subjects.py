@@ -43,7 +43,7 @@ from kvcache import (
     unify_kv_cache_configs,
 )
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.managers.registry import MANAGERS
+from kvcache.core.single_type_managers import MANAGERS
 from kvcache.planner import (
     RankCoordinates,
     get_kv_cache_groups,

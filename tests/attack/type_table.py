@@ -243,41 +243,18 @@ EXEMPTIONS: dict[str, str] = {
         HandlerRoute OffloadHit TransferResult TransferSpec
     """,
     "do nothing": "NullEventSink NullOffloadHooks",
-    "the core under a manager, which has checked": "BlockCore",
     "figures that are added up, not arguments": """
         PrefixCacheStats.__init__:reset,requests,queries,hits
         PrefixCacheStats.__init__:preempted_requests,preempted_queries,preempted_hits
         Pin.__init__:num_tokens,num_blocks,expires_at_s
     """,
     "arithmetic and a check, on the package's own numbers": "ceil_div require_count",
-    "of a pool, for those who keep its books": """
-        BlockPool.adopt BlockPool.blocks_of BlockPool.cache_runs BlockPool.can_all_be_cached
-        BlockPool.can_be_cached BlockPool.describe BlockPool.find_quarantined
-        BlockPool.forget_copies BlockPool.get_new_blocks_for BlockPool.give_back
-        BlockPool.has_room BlockPool.known BlockPool.num_unheld BlockPool.seal BlockPool.take
-        BlockPool.tenant_numbers BlockPool.weight BlockPool.weights BlockPool.withdraw
-    """,
-    "of a manager of one kind, for its coordinator": """
-        SingleTypeKVCacheManager.capacity_tokens SingleTypeKVCacheManager.columns
-        SingleTypeKVCacheManager.extend_table SingleTypeKVCacheManager.finder
-        SingleTypeKVCacheManager.forget_request SingleTypeKVCacheManager.fork
-        SingleTypeKVCacheManager.group_hashes SingleTypeKVCacheManager.longest_hits
-        SingleTypeKVCacheManager.longest_match SingleTypeKVCacheManager.match_all
-        SingleTypeKVCacheManager.match_groups SingleTypeKVCacheManager.next_full_tokens
-        SingleTypeKVCacheManager.next_skip_tokens SingleTypeKVCacheManager.note_cached
-        SingleTypeKVCacheManager.note_own_end SingleTypeKVCacheManager.num_cached_blocks
-        SingleTypeKVCacheManager.replace_block SingleTypeKVCacheManager.require_cacheable
-        SingleTypeKVCacheManager.rewind SingleTypeKVCacheManager.row_limits
-        SingleTypeKVCacheManager.take_back SingleTypeKVCacheManager.take_back_run
-        SingleTypeKVCacheManager.take_skipped_blocks SingleTypeKVCacheManager.take_uncached_runs
-        SingleTypeKVCacheManager.writes_column
-        MambaManager.boundaries MambaManager.take_back_boundaries
-    """,
-    "of a coordinator, for its core": """
-        KVCacheCoordinator.has_blocks KVCacheCoordinator.holders_of KVCacheCoordinator.longest_hit
-        KVCacheCoordinator.next_skip_tokens KVCacheCoordinator.note_own_end
-        KVCacheCoordinator.row_limits KVCacheCoordinator.tail_first
-        KVCacheCoordinator.take_skipped_blocks
+    "of a pool, for managers": "BlockPool.num_unheld",
+    "of a manager of one kind, for its coordinator or its base": """
+        SingleTypeKVCacheManager.cacheable_columns SingleTypeKVCacheManager.forget_request
+        SingleTypeKVCacheManager.longest_hit SingleTypeKVCacheManager.match
+        SingleTypeKVCacheManager.new_columns SingleTypeKVCacheManager.num_cached_blocks
+        SingleTypeKVCacheManager.require_cacheable
     """,
     "of a request, for the manager that serves it": """
         Request.append_checked_token_ids Request.leading_token_bytes Request.note_next_digest

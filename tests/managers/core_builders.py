@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray
-from kvcache.core import CacheHit, Reservation, RowBatch, RowStates, TableChange
+from kvcache.core import CacheHit, Core, Reservation, RowBatch, RowStates, TableChange
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
@@ -77,7 +77,7 @@ def make_request(name: str, tokens: Sequence[int], block_size: int = 4, **option
 
 
 def run_request(
-    core: BlockCore, request: Request, num_tokens: int | None = None
+    core: Core, request: Request, num_tokens: int | None = None
 ) -> list[TableChange] | None:
     """Look up, then reserve and cache everything up to `num_tokens`."""
     hit = core.look_up(request)
@@ -85,7 +85,7 @@ def run_request(
     return core.reserve(request, Reservation(hit.num_tokens, end, end), hit)
 
 
-def extend(core: BlockCore, request: Request, num_tokens: int) -> list[TableChange] | None:
+def extend(core: Core, request: Request, num_tokens: int) -> list[TableChange] | None:
     """Append tokens and reserve for them; all before is computed."""
     computed = request.num_tokens
     request.append_output_token_ids(list(range(1000, 1000 + num_tokens)))

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
-from kvcache.blocks.pool import BlockPool
 from kvcache.core import Core, NewestState, Reservation, RowStates
 from kvcache.errors import ConfigurationError, RequestError
-from kvcache.managers.base import SingleTypeKVCacheManager
-from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
-from kvcache.managers.coordinators import KVCacheCoordinatorNoPrefixCache, get_kv_cache_coordinator
-from kvcache.managers.cross_attention import CrossAttentionManager
-from kvcache.managers.full_attention import FullAttentionManager
-from kvcache.managers.mamba import MambaManager
-from kvcache.managers.registry import get_manager_for_kv_cache_spec
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import make_flat_core
@@ -30,14 +21,11 @@ from tests.managers.core_builders import (
     make_request,
     mamba,
     mla,
-    plan,
     row_batch,
     run_request,
-    window,
 )
 from tests.managers.core_builders import make_core as make_block_core
 from tests.managers.test_block_core import labels_of
-from tests.managers.test_cache_hits import hits_of
 
 MakeCore: TypeAlias = Callable[..., Any]
 """Makes a core: how many blocks, specs, options."""
@@ -63,42 +51,7 @@ def forward(  # noqa: PLR0917
     return core.reserve(request, wanted, hit) is not None
 
 
-@pytest.mark.parametrize(
-    ("spec", "manager"),
-    [
-        (mla(), FullAttentionManager),
-        (chunked(8), ChunkedLocalAttentionManager),
-        (mamba(), MambaManager),
-        (cross(), CrossAttentionManager),
-    ],
-)
-def test_every_kind_has_its_manager(
-    spec: KVCacheSpec, manager: type[SingleTypeKVCacheManager]
-) -> None:
-    assert get_manager_for_kv_cache_spec(spec) is manager
-
-
 # --- chunked local attention ---
-
-
-@pytest.mark.parametrize(
-    ("cached", "length", "expected"),
-    [
-        ([2], 15, [0, 0, 1]),
-        ([2], 16, [0, 0, 0, 0]),
-        ([], 16, [0, 0, 0, 0]),
-        ([], 15, [0, 0]),
-        ([], 7, []),
-        ([0, 1, 2, 3], 15, [0, 0, 1]),
-        ([0, 1], 7, [1]),
-        ([3], 15, [0, 0]),
-        ([4], 23, [0, 0, 0, 0, 1]),
-    ],
-)
-def test_chunks_before_the_last_count_as_computed(
-    cached: list[int], length: int, expected: list[int]
-) -> None:
-    assert hits_of(chunked(8), cached, length) == expected
 
 
 @each_core
@@ -389,16 +342,3 @@ def test_a_request_without_room_for_its_encoder_tokens_gets_nothing(make_core: M
     assert core.block_ids("a") == ([], [])
     assert core.reserve(request, Reservation(0, 4, 4, num_encoder_tokens=8)) is not None
     core.check()
-
-
-@pytest.mark.parametrize("spec", [cross(), mamba("none")])
-def test_a_kind_that_never_hits_turns_caching_off_with_a_warning(
-    spec: KVCacheSpec, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    coordinator = get_kv_cache_coordinator(plan(20, full(), window(9), spec), BlockPool(20))
-    assert isinstance(coordinator, KVCacheCoordinatorNoPrefixCache)
-    assert caplog.messages == [
-        f"prefix caching is off: KV cache groups of kind {spec.kind} cannot start from cached "
-        "blocks"
-    ]

@@ -1,0 +1,438 @@
+"""Managers by attention kind: the block tables of one KV cache group, and what of them is cached.
+
+For engines that keep the tables of each group themselves, on a `BlockPool` of theirs; a
+`KVCacheManager` needs none of this. A kind's hits follow the rule that the core follows, too
+(`kinds/`). Refuses to decide across groups: whoever allocates has counted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from kvcache.arguments import (
+    as_bool,
+    as_byte_strings,
+    as_int,
+    as_integers,
+    as_text,
+    check_kind,
+)
+from kvcache.arrays import Ids
+from kvcache.core.block_pool import BlockPool
+from kvcache.core.kinds.registry import longest_hit
+from kvcache.core.protocol import ReferenceKind, Reservation
+from kvcache.errors import BlockError, ConfigurationError, RequestError
+from kvcache.hashing import BlockHash
+from kvcache.ids import NULL_BLOCK_ID
+from kvcache.request import Request
+from kvcache.request_content import DEFAULT_NAMESPACE, Namespace
+from kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    ceil_div,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NewColumns:
+    """How a table grows: to `total` columns, with a block in each of `kept`, null in the others.
+
+    Blocks in the columns `spare` are of no use there: they move to where they are.
+    """
+
+    total: int
+    kept: Sequence[int]
+    spare: Sequence[int] = ()
+
+
+class SingleTypeKVCacheManager:
+    """Block tables of one group, by request id.
+
+    A kind from outside overrides `longest_hit`, and what else it does otherwise: `new_columns`,
+    `cacheable_columns`, `get_num_common_prefix_blocks`. Its spec says what is skipped.
+    """
+
+    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group: int) -> None:
+        """Keep the tables of group `group`, with blocks of `pool`."""
+        check_kind("spec", spec, KVCacheSpec, ConfigurationError)
+        check_kind("pool", pool, BlockPool, ConfigurationError)
+        self.spec = spec
+        self.group = as_int("group", group, error=ConfigurationError)
+        self.block_size = spec.block_size
+        self._pool = pool
+        self._tables: dict[str, list[int]] = {}
+        self._num_cached: dict[str, int] = {}
+
+    # --- what a kind answers -------------------------------------------------------------------
+
+    longest_hit = staticmethod(longest_hit)
+    """The longest prefix of a group, of whose blocks it is known which are cached, from which a
+    request can start."""
+
+    def new_columns(self, table: Sequence[int], reservation: Reservation) -> NewColumns:
+        """Say how a table grows; `table` is the request's, or the hit that it adopts."""
+        total = max(len(table), ceil_div(reservation.num_slot_tokens, self.block_size))
+        skipped = self.num_skipped_blocks(reservation.num_computed_tokens)
+        return NewColumns(total, range(max(len(table), min(skipped, total)), total))
+
+    def cacheable_columns(self, request_id: str, start: int, end: int) -> Sequence[int]:
+        """Return those of the full columns `[start, end)` whose blocks can be hit once cached."""
+        return range(start, end)
+
+    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
+        """Return how many leading blocks every running request shares.
+
+        None, where blocks before a window or chunk are skipped, and where a block is one request's.
+        """
+        check_request_id(request_id)
+        as_int("num_running_requests", num_running_requests, error=RequestError)
+        return 0
+
+    # --- look-up -------------------------------------------------------------------------------
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Sequence[BlockHash],
+        max_length: int,
+        group_ids: Sequence[int],
+        pool: BlockPool,
+        spec: KVCacheSpec,
+        use_eagle: bool = False,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> tuple[list[int], ...]:
+        """Return, per group, the block ids of the longest prefix that hits in all of `group_ids`.
+
+        `block_hashes` come one per block of `spec`. At most `max_length` tokens; with `use_eagle`
+        the last matched block is dropped. Null blocks for skipped positions. Changes nothing.
+
+        Raises:
+            RequestError: an argument is of another type.
+        """
+        as_byte_strings("block_hashes", block_hashes, RequestError)
+        max_length = as_int("max_length", max_length, error=RequestError)
+        groups = as_integers("group_ids", group_ids, error=RequestError).tolist()
+        check_kind("pool", pool, BlockPool, RequestError)
+        check_kind("spec", spec, KVCacheSpec, RequestError)
+        num_extra = int(as_bool("use_eagle", use_eagle, RequestError))
+        check_kind("namespace", namespace, Namespace, RequestError)
+        hashes = block_hashes[: max_length // spec.block_size]
+        matches = cls.match(hashes, groups, pool, spec, namespace, num_extra)
+        return tuple([match[: max(0, len(match) - num_extra)] for match in matches])
+
+    @classmethod
+    def match(
+        cls,
+        block_hashes: Sequence[BlockHash],
+        group_ids: Sequence[int],
+        pool: BlockPool,
+        spec: KVCacheSpec,
+        namespace: Namespace,
+        num_extra_blocks: int = 0,
+    ) -> list[list[int]]:
+        """Return, per group, the blocks of the longest hit, null for skipped ones, as `longest_hit`
+        finds it. A digest hits where all groups have it. The arguments are right."""
+        found = [pool.get_cached_block(digest, group_ids, namespace) for digest in block_hashes]
+        is_there = np.array([blocks is not None for blocks in found], np.bool_)
+        hit = cls.longest_hit(spec, is_there, len(found), num_extra_blocks=num_extra_blocks)
+        null = [NULL_BLOCK_ID] * len(group_ids)
+        columns = [null] * hit.start + [found[i] or null for i in hit]
+        return [[column[place] for column in columns] for place in range(len(group_ids))]
+
+    # --- tables --------------------------------------------------------------------------------
+
+    def table(self, request_id: str) -> Sequence[int]:
+        """Return a request's table, empty if unknown. Belongs to the manager: do not change it."""
+        check_request_id(request_id)
+        return self._tables.get(request_id, ())
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Return how many leading blocks nobody reads any more after so many computed tokens."""
+        num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
+        return self.spec.num_skipped_tokens(num_computed_tokens) // self.block_size
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, reservation: Reservation, new_computed_blocks: Ids = ()
+    ) -> int:
+        """Return how many free blocks a reservation takes, hits that are free included.
+
+        Positions that nobody reads after its computed tokens need none. No mutation.
+        """
+        check_request_id(request_id)
+        check_kind("reservation", reservation, Reservation, RequestError)
+        hit = as_integers("block_ids", new_computed_blocks, error=BlockError).tolist()
+        skipped = self.num_skipped_blocks(reservation.num_computed_tokens)
+        columns = self.new_columns(self._tables.get(request_id, hit), reservation)
+        num_new = max(0, len(columns.kept) - len(columns.spare))
+        return num_new + self._pool.num_unheld(hit[skipped:])
+
+    def save_new_computed_blocks(
+        self, request_id: str, block_ids: Ids, num_computed_tokens: int = 0
+    ) -> None:
+        """Adopt a hit as the start of a request's table.
+
+        Where tokens behind the hit come from elsewhere, positions that nobody reads any more after
+        `num_computed_tokens` stay null.
+
+        Raises:
+            RequestError: the request has blocks already; nothing was changed.
+            BlockError: a block is unknown, or free and empty; nothing was changed.
+        """
+        check_request_id(request_id)
+        table = as_integers("block_ids", block_ids, error=BlockError).tolist()
+        skipped = min(self.num_skipped_blocks(num_computed_tokens), len(table))
+        if held := self._tables.get(request_id):
+            raise RequestError(
+                f"request {request_id} holds {len(held)} blocks of group {self.group} already: "
+                "only a request without blocks adopts a hit"
+            )
+        table[:skipped] = [NULL_BLOCK_ID] * skipped
+        self._pool.touch([b for b in table if b])
+        self._tables[request_id], self._num_cached[request_id] = table, len(table)
+
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        """Extend a request's table as reserved; return what entered it, nulls included.
+
+        Raises:
+            OutOfBlocksError: too few are free; nothing was changed.
+        """
+        check_request_id(request_id)
+        check_kind("reservation", reservation, Reservation, RequestError)
+        table = list(self._tables.get(request_id, ()))
+        columns, num_before = self.new_columns(table, reservation), len(table)
+        spare = columns.spare[: len(columns.kept)]
+        new = self._pool.get_new_blocks(len(columns.kept) - len(spare))
+        block_ids = [table[column] for column in spare] + new
+        table += [NULL_BLOCK_ID] * (columns.total - num_before)
+        for column in spare:
+            table[column] = NULL_BLOCK_ID
+        for column, block_id in zip(columns.kept, block_ids, strict=True):
+            table[column] = block_id
+        self._tables[request_id] = table
+        return table[num_before:]
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Free the blocks nobody reads any more, right to left, and put nulls in their place."""
+        check_request_id(request_id)
+        end = self.num_skipped_blocks(num_computed_tokens)
+        table = self._tables.get(request_id, [])[:end]
+        self._pool.free_blocks([b for b in reversed(table) if b])
+        self._tables.get(request_id, [])[:end] = [NULL_BLOCK_ID] * len(table)
+
+    def free(self, request_id: str) -> None:
+        """Give all of a request's blocks back, tail first; an unknown request: no effect."""
+        self._pool.free_blocks([b for b in reversed(self.table(request_id)) if b])
+        self.forget_request(request_id)
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop a request's table. Its blocks have been given back."""
+        self._tables.pop(request_id, None)
+        self._num_cached.pop(request_id, None)
+
+    # --- caching -------------------------------------------------------------------------------
+
+    def num_cached_blocks(self, request_id: str) -> int:
+        """Return up to where the request's blocks need not be made hittable any more."""
+        check_request_id(request_id)
+        return self._num_cached.get(request_id, 0)
+
+    def require_cacheable(self, request: Request, num_tokens: int) -> int:
+        """Return how many blocks `cache_blocks` would have cached.
+
+        Raises:
+            RequestError: it could not do its work.
+        """
+        check_kind("request", request, Request, RequestError)
+        num_tokens = as_int("num_tokens", num_tokens, error=RequestError)
+        end, table = num_tokens // self.block_size, self._tables.get(request.request_id, ())
+        if end > len(table):
+            raise RequestError(
+                f"request {request.request_id} has {len(table)} blocks in group {self.group}, "
+                f"{end} cannot be cached: allocate them first"
+            )
+        if end > request.num_tokens // self.block_size:
+            raise RequestError(
+                f"request {request.request_id} has {request.num_tokens} tokens, blocks up to token "
+                f"{num_tokens} cannot be full: append its tokens first"
+            )
+        return end
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the request's full blocks up to `num_tokens` hittable.
+
+        Null blocks are left out. Where the block before has lost its content, nothing is cached:
+        a content without its prefix could not be found.
+
+        Raises:
+            RequestError: it has fewer tokens or blocks; nothing was changed.
+        """
+        end, name = self.require_cacheable(request, num_tokens), request.request_id
+        start, table = self.num_cached_blocks(name), self._tables.get(name, [])
+        if end > start:
+            wanted = set(self.cacheable_columns(name, start, end))
+            ids = [b if i in wanted else NULL_BLOCK_ID for i, b in enumerate(table[:end])]
+            self._pool.cache_full_blocks(request, ids, start, end, self.block_size, self.group)
+            self._num_cached[name] = end
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Full attention, MLA too. Hits are the blocks from the left until the first miss."""
+
+    def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
+        """Count leading blocks whose request references equal the running requests."""
+        what = "num_running_requests"
+        num_running_requests = as_int(what, num_running_requests, error=RequestError)
+        count = 0
+        for block_id in self.table(request_id):
+            if self._pool.num_references(block_id, ReferenceKind.REQUEST) != num_running_requests:
+                break
+            count += 1
+        return count
+
+
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """Hits are the rightmost run of blocks that covers a window; blocks before it are null."""
+
+
+class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
+    """Hits are the blocks from the start of the last chunk until the first miss.
+
+    Chunks before it count as computed whether or not they are cached.
+    """
+
+
+class MambaManager(SingleTypeKVCacheManager):
+    """States. A hit is the rightmost column that holds a state at its boundary, all before null.
+
+    `kinds/mamba.py` draws the tables. `_boundaries` are the columns, by request, whose last token
+    ended a forward: only these can be hit.
+    """
+
+    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group: int) -> None:
+        """Keep the tables of a state group; raises ConfigurationError for a spec without states."""
+        super().__init__(spec, pool, group)
+        if not isinstance(spec, MambaSpec):
+            raise ConfigurationError(
+                f"a spec of kind {spec.kind!r} has no states: use it with its own manager"
+            )
+        self._is_aligned = spec.mamba_cache_mode == "align"
+        self._num_extra = spec.num_speculative_blocks
+        self._boundaries: dict[str, set[int]] = {}
+
+    def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
+        """Extend a request's table as reserved; return what entered it, nulls included.
+
+        Blocks that a long forward passes by move to the columns it writes: so a request holds no
+        more states than its spec says.
+        """
+        new = super().allocate_new_blocks(request_id, reservation)
+        end = reservation.own_end
+        if self._is_aligned and end and end % self.block_size == 0:
+            self._boundaries.setdefault(request_id, set()).add(self._column(end))
+        return new
+
+    def new_columns(self, table: Sequence[int], reservation: Reservation) -> NewColumns:
+        written, held = self._column(reservation.own_end), len(table)
+        total = written + 1 + self._num_extra
+        if total <= held:
+            return NewColumns(held, ())
+        kept = list(range(max(held, written), total))
+        read = self._column(reservation.num_computed_tokens)
+        if held <= read < written:
+            kept.insert(0, read)  # its state comes from elsewhere, with external tokens
+        newest = reservation.newest_state
+        last = written if newest is None else self._column(newest.num_own_tokens)
+        if newest is None or written <= last + 1:
+            return NewColumns(total, kept)
+        read = last + newest.num_accepted_drafts
+        passed = enumerate(table[:written])
+        return NewColumns(total, kept, [c for c, b in passed if c != read and self._is_scratch(b)])
+
+    def cacheable_columns(self, request_id: str, start: int, end: int) -> Sequence[int]:
+        return sorted(self._boundaries.get(request_id, ()))
+
+    def forget_request(self, request_id: str) -> None:
+        super().forget_request(request_id)
+        self._boundaries.pop(request_id, None)
+
+    def _column(self, num_tokens: int) -> int:
+        """Return the column of the state after so many tokens; -1 for the state before any."""
+        if not self._is_aligned:
+            return 0 if num_tokens else -1
+        return (num_tokens - 1) // self.block_size
+
+    def _is_scratch(self, block_id: int) -> bool:
+        """Say whether a block is held by one request alone and cannot be hit."""
+        block = self._pool.block(block_id)
+        return block.ref_cnt == 1 and block.block_hash is None
+
+
+class CrossAttentionManager(SingleTypeKVCacheManager):
+    """Tables of as many blocks as a request's encoder tokens fill, made when it is admitted.
+
+    They neither grow nor shrink until it is freed, and nothing of them is ever cached.
+    """
+
+    def new_columns(self, table: Sequence[int], reservation: Reservation) -> NewColumns:
+        if table:
+            return NewColumns(len(table), ())
+        total = ceil_div(reservation.num_encoder_tokens, self.block_size)
+        return NewColumns(total, range(total))
+
+    def save_new_computed_blocks(
+        self, request_id: str, block_ids: Ids, num_computed_tokens: int = 0
+    ) -> None:
+        """Adopt nothing: there is no hit."""
+        check_request_id(request_id)
+        self._pool.num_unheld(block_ids)
+        as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
+
+    def require_cacheable(self, request: Request, num_tokens: int) -> int:
+        """Return 0: what an encoder made of one input is of no use for another."""
+        check_kind("request", request, Request, RequestError)
+        as_int("num_tokens", num_tokens, error=RequestError)
+        return 0
+
+
+MANAGERS: Mapping[str, type[SingleTypeKVCacheManager]] = MappingProxyType(
+    {
+        FullAttentionSpec.kind: FullAttentionManager,
+        MLAAttentionSpec.kind: FullAttentionManager,
+        SlidingWindowSpec.kind: SlidingWindowManager,
+        ChunkedLocalAttentionSpec.kind: ChunkedLocalAttentionManager,
+        MambaSpec.kind: MambaManager,
+        CrossAttentionSpec.kind: CrossAttentionManager,
+    }
+)
+"""Manager by kind of spec. Pass an extended copy where kinds of your own are used: managers and
+coordinators serve them. `KVCacheManager` serves a kind of yours that is one of its own by class (a
+subclass of its spec) or by what it reads (the whole prefix), and refuses others when it is made."""
+
+
+def get_manager_for_kv_cache_spec(
+    spec: KVCacheSpec, managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS
+) -> type[SingleTypeKVCacheManager]:
+    """Return the manager class for a spec; raises ConfigurationError if its kind has none."""
+    check_kind("spec", spec, KVCacheSpec, ConfigurationError)
+    check_kind("managers", managers, Mapping, ConfigurationError)
+    manager = managers.get(spec.kind)
+    if manager is None:
+        raise ConfigurationError(
+            f"no manager serves KV cache specs of kind {spec.kind!r}: use one of "
+            f"{', '.join(sorted(managers))}, or register a manager for it"
+        )
+    return manager
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise RequestError unless `request_id` is a text."""
+    as_text("request id", request_id, RequestError, may_be_empty=True)
