@@ -191,6 +191,14 @@ class Request:
         # Those of them that were computed at once, first: joined while they are at hand.
         self._packed_hashes = b""
 
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        """Return what a copy or a pickle is made of: it shares nothing that either may change."""
+        state = {name: getattr(self, name) for name in Request.__slots__}
+        if self._prompt_bytes is None:  # there may be room behind the tokens, with anything in it
+            state["_tokens"] = self._tokens[: self._num_tokens].copy()
+        state["_block_hashes"] = list(self._block_hashes)
+        return None, state
+
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self._num_tokens} tokens, "

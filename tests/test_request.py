@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import re
 from array import array
@@ -168,6 +170,35 @@ def test_appending_and_truncating_behaves_like_a_list(seed):
             del model[length:]
         assert request.all_token_ids.tolist() == model
         assert request.num_tokens == len(model)
+
+
+@pytest.mark.parametrize("number", [0, 1, 20])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda request: pickle.loads(pickle.dumps(request))]
+)
+def test_a_copy_goes_its_own_way(copied, number):
+    hasher = get_request_block_hasher(4, get_hash_fn("sha256"))
+    request = Request("r", list(range(9)), cache_salt="s", block_hasher=hasher)
+    request.append_output_token_ids(list(range(100, 100 + number)))
+    request.num_computed_tokens = 5
+    hashes = list(request.block_hashes)
+    other = copied(request)
+    assert (other.request_id, other.num_computed_tokens, other.cache_salt) == ("r", 5, "s")
+    assert list(other.block_hashes) == hashes
+    request.append_output_token_ids([1, 2, 3, 4])
+    other.append_output_token_ids([5, 6, 7, 8])
+    output = list(range(100, 100 + number))
+    assert request.all_token_ids.tolist() == [*range(9), *output, 1, 2, 3, 4]
+    assert other.all_token_ids.tolist() == [*range(9), *output, 5, 6, 7, 8]
+    assert len(request.block_hashes) == len(other.block_hashes) == (13 + number) // 4
+    assert request.block_hashes[-1] != other.block_hashes[-1]
+
+
+def test_a_pickle_holds_no_memory_beyond_the_tokens():
+    request = Request("r", list(range(9)))
+    request.append_output_token_ids(list(range(100)))
+    request.truncate_tokens(9)
+    assert len(pickle.dumps(request)) < 1000
 
 
 def test_truncating_never_cuts_the_prompt_and_never_grows():

@@ -57,7 +57,11 @@ CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 class EventSink(Protocol):
-    """Where a core says what appears and disappears. Called inside a step: must not block."""
+    """Where a core says what appears and disappears.
+
+    Called while blocks change: `emit` must not block, nor call the manager. What it raises is
+    logged, and the sink has missed that event.
+    """
 
     def emit(self, event: CacheEvent) -> None:
         """Take one event. Batching and numbering happen behind this."""

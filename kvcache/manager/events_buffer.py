@@ -1,11 +1,15 @@
 """Cache events on their way out of a core: passed on, and kept where somebody wants to take them.
 
-Refuses nothing and numbers nothing; what is kept waits until it is taken.
+Numbers nothing; what is kept waits until it is taken. Refuses to let a sink's error into the core,
+which tells of its blocks while it changes them.
 """
 
 from __future__ import annotations
 
 from kvcache.core import CacheEvent, EventSink
+from kvcache.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 class EventBuffer:
@@ -15,13 +19,24 @@ class EventBuffer:
         """Pass events on to `sink`, if there is one, and keep them until taken if told so."""
         self._sink = sink
         self._kept: list[CacheEvent] | None = [] if keeps_events else None
+        self._num_missed = 0
 
     def emit(self, event: CacheEvent) -> None:
-        """Take one event."""
-        if self._sink is not None:
-            self._sink.emit(event)
+        """Take one event. A sink that raises has missed it, and nothing else happens."""
         if self._kept is not None:
             self._kept.append(event)
+        if self._sink is not None:
+            try:
+                self._sink.emit(event)
+            except Exception:
+                self._num_missed += 1
+                if self._num_missed & (self._num_missed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+                    logger.exception(
+                        "the event sink raised and has missed %s, the last of %d events: mend it, "
+                        "and reset the cache or make a new manager to begin again",
+                        type(event).__name__,
+                        self._num_missed,
+                    )
 
     def take(self) -> list[CacheEvent]:
         """Return what was kept since the last time, and keep it no longer."""

@@ -37,6 +37,7 @@ TRACE_ENDS = (".jsonl", ".jsonl.gz")
 _LARGEST_HASH_ID = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
 _LARGEST_TIMESTAMP_MS = 2**53  # whole numbers up to here are exact as floats
+_LONGEST_LINE = 1 << 27  # four million hash ids of any length and more
 _GZIP_MAGIC = b"\x1f\x8b"
 _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
@@ -151,12 +152,15 @@ class MooncakeTrace:
 
     def _read_line(self, file: _Lines, number: int) -> bytes:
         try:
-            return file.readline()
+            text = file.readline(_LONGEST_LINE + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise TraceError(
                 f"{self.path}, line {number}: the compressed file breaks off or is damaged "
                 f"({error}): fetch it again"
             ) from error
+        if len(text) > _LONGEST_LINE:
+            raise self._broken(number, f"has more than {_LONGEST_LINE} bytes")
+        return text
 
     def _parse(self, number: int, text: bytes) -> MooncakeLine:
         fail = partial(self._broken, number)

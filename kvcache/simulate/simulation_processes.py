@@ -22,7 +22,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TypeAlias
 
 from kvcache.clock import Clock, SystemClock
-from kvcache.errors import ConfigurationError, InvariantError, KVCacheError
+from kvcache.errors import ConfigurationError, ExhaustedError, InvariantError, KVCacheError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.simulated_cache import SimulatedCache
 from kvcache.simulate.simulation import SimulationResult, simulate
@@ -94,7 +94,10 @@ class _Dispatch:
         self._results: dict[int, SimulationResult] = {}
 
     def run(self, connections: list[Connection]) -> list[SimulationResult]:
-        """Return all results in order. Raises what a simulation raised."""
+        """Return all results in order.
+
+        Raises what a simulation raised, ExhaustedError where a process was ended from outside.
+        """
         for connection in connections:
             self._give(connection)
         while len(self._results) < len(self._tasks):
@@ -105,17 +108,13 @@ class _Dispatch:
 
     def _give(self, connection: Connection) -> None:
         if self._num_given < len(self._tasks):
-            connection.send((self._num_given, self._tasks[self._num_given]))
+            with _alive():
+                connection.send((self._num_given, self._tasks[self._num_given]))
             self._num_given += 1
 
     def _hear(self, connection: Connection) -> None:
-        try:
+        with _alive():
             index, told = connection.recv()
-        except (EOFError, OSError) as error:
-            raise InvariantError(
-                "a simulating process has died: the machine may be short of memory, so try fewer "
-                "processes"
-            ) from error
         if isinstance(told, int):
             self._on_progress(index, told)
         elif isinstance(told, SimulationResult):
@@ -125,6 +124,18 @@ class _Dispatch:
             raise told
         else:
             raise InvariantError(f"a simulation failed:\n{told}")
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Talk to a process; raises ExhaustedError where it has died, which none does by itself."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise ExhaustedError(
+            "a simulating process has died: the machine may be short of memory, so try fewer "
+            "processes"
+        ) from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,9 +146,22 @@ class FileTier:
         os.close(self._directory)
 
     def _open(self) -> int:
-        """Make the directory if need be, and open it; raises OSError."""
+        """Make the directory if need be, and open it; raises OSError.
+
+        Raises ConfigurationError for another user's directory in which others may write: files that
+        they put there would be read as cache.
+        """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        found = os.fstat(directory)
+        if found.st_uid != os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            os.close(directory)
+            raise ConfigurationError(
+                f"the file tier's directory {self.directory} belongs to user {found.st_uid}, and "
+                "others may write there: remove it, or choose a root in which only the workers' "
+                "user may write"
+            )
+        return directory
 
     def _take(self, directory: int) -> int:
         """Lock a directory and compare what it says; return the lock's descriptor.

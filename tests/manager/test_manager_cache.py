@@ -11,6 +11,7 @@ from kvcache.commands import Reset
 from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
+    CacheEvent,
     NullOffloadHooks,
     OffloadAnswer,
     OffloadHit,
@@ -196,6 +197,32 @@ class SlowTiers(NullOffloadHooks):
 
     def on_request_finished(self, request_id: str) -> None:
         self.finished.append(request_id)
+
+
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+def test_a_sink_that_raises_misses_events_and_changes_nothing(
+    core: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def emit(self, event: object) -> None:
+            raise RuntimeError("no room for events")
+
+    def played(**options: object) -> tuple[KVCacheManager, list[CacheEvent]]:
+        manager = make_manager(
+            FULL, core=core, num_blocks=9, enable_kv_cache_events=True, **options
+        )
+        for i in range(6):
+            cache(manager, f"r{i}", [i] * 24)
+            manager.check()
+        manager.reset_prefix_cache()
+        return manager, manager.take_events()
+
+    (whole, expected), (broken, events) = played(), played(event_sink=Broken())
+    assert broken.dump_state() == whole.dump_state()
+    assert list(map(type, events)) == list(map(type, expected))
+    lines = [record for record in caplog.records if "the event sink raised" in record.message]
+    assert 1 <= len(lines) < len(events)
+    assert lines[0].exc_info is not None
 
 
 def test_requests_wait_for_the_tiers_below_and_leave_no_trace() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache.errors import TraceError
-from kvcache.simulate import MooncakeTrace
+from kvcache.simulate import MooncakeTrace, mooncake
 
 GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [3, 4, 9]}
 
@@ -110,6 +110,20 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}\n")
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 1: is not JSON"):
         list(MooncakeTrace(path))
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_line_without_end_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    good = write(tmp_path / "good.jsonl", GOOD).read_bytes()
+    monkeypatch.setattr(mooncake, "_LONGEST_LINE", len(good))
+    data = good + b" " * len(good) + b"\n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    requests = iter(MooncakeTrace(tmp_path / name))
+    assert next(requests).request_id == "line-1"
+    with pytest.raises(TraceError, match=f"line 2: has more than {len(good)} bytes: repair or"):
+        next(requests)
 
 
 def test_a_damaged_gzip_says_that_it_may_be(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.clock import VirtualClock
-from kvcache.errors import ConfigurationError, OutOfBlocksError
+from kvcache.errors import ConfigurationError, ExhaustedError, OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, window_groups
@@ -155,6 +156,16 @@ def test_an_error_in_a_process_is_raised_here(trace: BlockTrace) -> None:
     tasks = [SimulationTask(0, SimulatedCache("lru", n, groups=groups)) for n in (400, 3)]
     with pytest.raises(OutOfBlocksError, match="does not fit into 3 blocks"):
         run_simulations([trace], tasks, 2)
+
+
+def test_a_process_that_is_killed_is_no_bug_of_ours(trace: BlockTrace) -> None:
+    def kill_all(_: int, __: int) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    tasks = [SimulationTask(0, SimulatedCache("lru", number)) for number in range(400, 410)]
+    with pytest.raises(ExhaustedError, match="short of memory, so try fewer processes"):
+        run_simulations([trace], tasks, 2, kill_all)
 
 
 _LONG_RUN = """

@@ -595,6 +595,20 @@ def test_a_rank_has_a_directory_of_its_own_that_says_what_it_holds(tmp_path: Pat
     ]
 
 
+def test_a_directory_in_which_others_may_write_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FileTier(settings(tmp_path), IDENTITY, "me").close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    FileTier(settings(tmp_path), IDENTITY, "me").close()  # only its owner may write there
+    directory = tmp_path / "cluster" / "layout" / "rank1"
+    for mode in (0o702, 0o720):
+        directory.chmod(mode)
+        with pytest.raises(ConfigurationError, match="others may write there: remove it, or"):
+            FileTier(settings(tmp_path), IDENTITY, "me")
+    assert files_below(directory) == ["about"]
+
+
 def test_what_lies_below_the_root_is_made(tmp_path: Path) -> None:
     tier = FileTier(replace(settings(tmp_path), below=".cache/kvcache"), IDENTITY, "me")
     assert tier.directory == tmp_path / ".cache" / "kvcache" / "cluster" / "layout" / "rank1"
