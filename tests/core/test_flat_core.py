@@ -146,6 +146,24 @@ def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(policy: str) -> None:
+    core = make_flat_core(8, policy_name=policy)
+    parent, child = make_request("parent", [1] * 6), make_request("child", [1] * 6)
+    core.reserve(parent, Reservation(0, 6, 6))
+    core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
+    child.append_output_token_ids([1, 1])
+    core.reserve(child, Reservation(6, 8, 8))  # into a copy, which is cached then
+    core.free(child)
+    core.free(parent)
+    core.take_commands()  # nobody holds the copy any more
+    core.check()
+    for number in range(2, 9):
+        core.reserve(make_request(f"r{number}", [number] * 4), Reservation(0, 4, 0))
+        core.check()
+    assert core.num_free_blocks() == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) -> None:
     for length in range(280, 305, 4):
         core = make_flat_core(12, window(5), has_workers=False, policy_name=policy)
