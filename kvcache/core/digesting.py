@@ -188,6 +188,8 @@ class Digester:
         self._hash_fn = hash_fn
         self._numbers: dict[ExtraKeys, int] = {}
         self._keys: list[ExtraKeys | None] = [None]
+        self._spare_numbers: list[int] = []
+        self._tail_bytes = 0
         self._library: Sha256 | None = None
         self._use_addresses()
 
@@ -205,8 +207,11 @@ class Digester:
             return 0
         number = self._numbers.get(keys)
         if number is None:
-            number = self._numbers[keys] = len(self._keys)
-            self._keys.append(keys)
+            if not self._spare_numbers:
+                self._spare_numbers.append(len(self._keys))
+                self._keys.append(None)
+            number = self._numbers[keys] = self._spare_numbers.pop()
+            self._keys[number] = keys
             self._add_tail(number, canonical_cbor(keys))
         return number
 
@@ -216,19 +221,16 @@ class Digester:
         return len(self._numbers)
 
     def keep_only(self, used: set[int]) -> None:
-        """Forget all extra keys but those whose numbers are used. Numbers stay; the last ones that
-        are not used are given out again."""
-        kept = {keys: n for keys, n in self._numbers.items() if n in used}
-        end = 1 + max(kept.values(), default=0)
-        self._numbers, old = {}, self._keys[:end]
-        self._keys = [None]
-        c = self._books.columns
-        c.tail_at[:] = 0
-        for n, keys in enumerate(old[1:], 1):
-            self._keys.append(keys if n in used else None)
-            if keys is not None and n in used:
-                self._numbers[keys] = n
+        """Forget all extra keys but those whose numbers are used; give out the other numbers
+        again."""
+        self._books.columns.tail_at[:] = self._tail_bytes = 0
+        for keys, n in list(self._numbers.items()):
+            if n in used:
                 self._add_tail(n, canonical_cbor(keys))
+            else:
+                del self._numbers[keys]
+                self._keys[n] = None
+                self._spare_numbers.append(n)
 
     def make(self, nodes: Any) -> None:
         """Make the digests that nodes and their ancestors lack."""
@@ -263,13 +265,13 @@ class Digester:
             tail_at = np.zeros((2 * number + 16, 2), np.int64)
             tail_at[: len(c.tail_at)] = c.tail_at
             self._books.replace(tail_at=tail_at)
-        start = int(c.tail_at.sum(axis=1).max())
-        if start + len(data) > len(c.tail):
-            tail = np.zeros(2 * (start + len(data)), np.uint8)
+        start, self._tail_bytes = self._tail_bytes, self._tail_bytes + len(data)
+        if self._tail_bytes > len(c.tail):
+            tail = np.zeros(2 * self._tail_bytes, np.uint8)
             tail[:start] = c.tail[:start]
             self._books.replace(tail=tail)
         c = self._books.columns
-        c.tail[start : start + len(data)] = np.frombuffer(data, np.uint8)
+        c.tail[start : self._tail_bytes] = np.frombuffer(data, np.uint8)
         c.tail_at[number] = start, len(data)
 
     def _use_addresses(self) -> None:

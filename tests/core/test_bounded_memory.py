@@ -1,19 +1,26 @@
-"""However many requests a core of runs has served, it takes no more memory than after a few."""
+"""However many requests a core has served, it takes no more memory than after a few."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from kvcache.core import flat_core
+from kvcache.core.flat_core import FlatCore
 from kvcache.extents.extent_core import ExtentCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
+from tests.core.builders import make_flat_core
 from tests.extents.builders import make_core, run_request
 from tests.extents.footprint import footprint_bytes
 from tests.managers.core_builders import chunked, full, make_request, mamba, window
 
+MAKERS: Mapping[str, Callable[..., ExtentCore | FlatCore]] = {
+    "extents": make_core,
+    "flat": make_flat_core,
+}
 PLANS = {
     "full": (full(),),
     "window": (window(9),),
@@ -28,10 +35,10 @@ PLANS = {
 class Churn:
     """Small requests of several clients in ever new namespaces; some are looked up only."""
 
-    def __init__(self, specs: Sequence[KVCacheSpec], seed: int) -> None:
+    def __init__(self, core: str, specs: Sequence[KVCacheSpec], seed: int) -> None:
         print(f"seed {seed}")
         self.random = random.Random(seed)
-        self.core: ExtentCore = make_core(40, *specs, has_workers=False, merge_duplicates=True)
+        self.core = MAKERS[core](40, *specs, has_workers=False, merge_duplicates=True)
         self.running: list[Request] = []
         self.num_served = 0
         self.unit_tokens = self.core.hash_block_size
@@ -72,8 +79,14 @@ class Churn:
         return make_request(f"r{number}", tokens, unit, cache_salt=salt, **items)
 
 
-def require_flat(name: str, num_samples: int, requests_per_sample: int) -> None:
-    churn = Churn(PLANS[name], seed=0)
+@pytest.fixture(autouse=True)
+def sweeps_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let extra keys that nothing uses go after a few requests."""
+    monkeypatch.setattr(flat_core, "_FEW_KEYS", 64)
+
+
+def require_bounded(core: str, name: str, num_samples: int, requests_per_sample: int) -> None:
+    churn = Churn(core, PLANS[name], seed=0)
     samples = []
     for _ in range(num_samples):
         churn.serve(requests_per_sample)
@@ -83,12 +96,14 @@ def require_flat(name: str, num_samples: int, requests_per_sample: int) -> None:
     assert max(samples) <= 1.25 * max(few), samples
 
 
+@pytest.mark.parametrize("core", MAKERS)
 @pytest.mark.parametrize("name", ["full and window", "window and chunked"])
-def test_memory_is_as_after_a_few_requests(name: str) -> None:
-    require_flat(name, 9, 70)
+def test_memory_is_as_after_a_few_requests(name: str, core: str) -> None:
+    require_bounded(core, name, 9, 70)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("core", MAKERS)
 @pytest.mark.parametrize("name", sorted(PLANS))
-def test_memory_is_flat_over_many_requests(name: str) -> None:
-    require_flat(name, 20, 1000)
+def test_memory_is_bounded_over_many_requests(name: str, core: str) -> None:
+    require_bounded(core, name, 20, 1000)
