@@ -73,15 +73,16 @@ items."""
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
     NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_ORDERED,
-    HAS_POLICY, TELLS, IS_FULL, OPENED, ROOM, NUM_NUMBERS,
-) = range(24)  # fmt: skip
+    HAS_POLICY, TELLS, IS_FULL, OPENED, ROOM, IS_LOOSE, NUM_NUMBERS,
+) = range(25)  # fmt: skip
 """Entries of `number`: free blocks, and those of them without content; the first node never used,
 the chain of nodes given back and its length; the open step's serial (0: none), and that below which
 all are sealed; blocks evicted; what nobody outside knows of hashes in `index`, and its entries;
 lengths of the logs; tokens of which hits are a multiple; whether hits drop their last block; groups
 that read the whole prefix; whether a policy orders cached blocks (2: one for each tenant); whether
 `gone` is wanted; whether a log was too short; the first serial of the open step; with tenants, how
-many blocks more the one that is served may hold."""
+many blocks more the one that is served may hold; whether somebody may hold a block of an ordered
+group and not those before it."""
 
 INSERTED, REMOVED, DISCARDED, BLANKED = range(4)
 """What a policy is told of a cached block in `moved`: out of use, used again, content forgotten.

@@ -5,6 +5,10 @@ each tenant, orders the cached blocks that nobody holds: what a call of kernels 
 `moved` and told to it after the call, a batch at a time, in the order in which it happened; and
 before blocks are taken it is asked for as many victims as blanks are lacking. A policy sees block
 ids and never the columns. Blocks of ordered groups that cached contents continue are given back.
+
+In the list children go before their parents because requests give theirs back tail first. Where
+somebody may hold a block and not those before it (IS_LOOSE: forks of what was not cached, copies
+that outlive their requests, steps that failed), an `LRUPolicy` takes over until the next reset.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ from kvcache.core.columns import (
     HAS_POLICY,
     INSERTED,
     KEYS,
+    NEXT,
     NODE,
     NUM_MOVED,
     NUM_STEPS,
     OWNER,
     PARENT,
+    PREV,
     REMOVED,
     SEALED_BELOW,
     Books,
@@ -125,6 +131,17 @@ class PolicyOrder:
             one = partial(make, capacity, book)
             self.policy = TenantPolicy(capacity, book, tenants, one, counts_unheld=True)
         self._book.names_contents = self.policy.reads_contents
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Let the policy order the cached blocks that are in the list of free ones."""
+        c = self._books.columns
+        ids, num_blank = np.empty(c.number[FREE], np.int32), int(c.number[BLANK])
+        cached = ids[num_blank : first_free(self._books.book, ids)]
+        if len(cached):
+            last = int(ids[num_blank - 1]) if num_blank else 0
+            c.block[last, NEXT], c.block[0, PREV] = 0, last
+            self.policy.insert(index_array(cached))
 
     def _name(self, digester: Digester, moved: Any) -> None:
         """Make the digests of all contents that come out of use, in one go."""

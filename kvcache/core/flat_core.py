@@ -22,7 +22,6 @@ from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.core.columns import (
     ACCEPTED,
-    BLANK,
     BLOCK,
     CAPACITY,
     CHILDREN,
@@ -34,7 +33,9 @@ from kvcache.core.columns import (
     FREE,
     GENERATION,
     HAS_ITEMS,
+    HAS_POLICY,
     IS_FULL,
+    IS_LOOSE,
     IS_MUTE,
     IS_OPEN,
     KEYS,
@@ -65,7 +66,7 @@ from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
 from kvcache.core.hits import look_up, match
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
-from kvcache.core.pool import first_free, hold_all, release_all
+from kvcache.core.pool import hold_all, release_all
 from kvcache.core.prefix_tree import drop_root, index_again, new_root
 from kvcache.core.protocol import (
     CacheHit,
@@ -213,15 +214,16 @@ class FlatCore:
             default=0,
         )
         self.tenants = tenants
-        self.order: PolicyOrder | None = None
-        if policies[policy_name] is not LRUPolicy or tenants is not None:
-            make = partial(make_eviction_policy, policy_name, policies=policies)
-            self.order = PolicyOrder(
-                books,
-                self.digester,
-                lambda capacity, book: make(capacity=capacity, book=book),
-                tenants,
-            )
+        make = partial(make_eviction_policy, policy_name, policies=policies)
+        self._make_order = partial(
+            PolicyOrder,
+            books,
+            self.digester,
+            lambda capacity, book: make(capacity=capacity, book=book),
+            tenants,
+        )
+        self._lists_cached = policies[policy_name] is LRUPolicy and tenants is None
+        self.order = None if self._lists_cached else self._make_order()
         self.steps = StepBook(books)
         self.forks = RowForks(books, self.teller)
         self.pins: Counter[int] = Counter()
@@ -367,7 +369,7 @@ class FlatCore:
             ends = int32_array(states.num_own_tokens), int32_array(states.num_last_own_tokens)
             accepted = int32_array(states.num_accepted_drafts)
             books.reach_changes(int(note_forwards(books.book, lines, *ends, accepted)))
-        if self._takes_blindly():
+        if self.order is None and self.teller.offload is None:
             num_single, num_long = serve(
                 books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
                 num_late, num_filled, ALL, is_reserved,
@@ -454,6 +456,8 @@ class FlatCore:
         if r == NO_ROW:
             return
         self._last = None
+        if self.forks.copied:
+            self.books.columns.number[IS_LOOSE] = 1
         self.forks.forget(r)
         del self.requests[r]
         slot = self._slot_of_row.pop(r, NO_ROW)
@@ -588,6 +592,9 @@ class FlatCore:
         c.row[:, FLAGS] = (c.row[:, FLAGS] & ~IS_MUTE) | is_mute
         self.steps.clear()
         self._settle()
+        if self._lists_cached:
+            self.order = None
+            c.number[IS_LOOSE] = c.number[HAS_POLICY] = 0
         self.teller.unlabel(sealed)
         self.teller.cleared()
         self.hits_stopped = False
@@ -747,6 +754,8 @@ class FlatCore:
     def _settle(self) -> None:
         """Pass on what kernels wrote down: contents that are gone, then what became hittable."""
         number = self.books.columns.number
+        if self.order is None and number.item(IS_LOOSE):
+            self.order = self._make_order()
         if self.order is not None:
             self.order.tell()
         num_gone, num_notes = number.item(NUM_GONE), number.item(NUM_NOTES)
@@ -796,32 +805,13 @@ class FlatCore:
             room = self.tenants.room(account, self.num_free_blocks())
             self.books.columns.number[ROOM] = max(0, room)
 
-    def _takes_blindly(self) -> bool:
-        """Say whether whatever is at the head of the list may be taken without a look at it."""
-        return self.order is None and self.teller.offload is None and not self.forks.copied
-
     def _make_room(self, num_blocks: int) -> None:
         """Make sure that as many blocks can be taken from the list; so many are free."""
         if self.order is not None:
             self.order.tell()
             self.order.make_room(num_blocks, self.teller.offload)
-            return
-        if self.forks.copied and num_blocks > self.books.columns.number[BLANK]:
-            self._forget_copied(num_blocks)
-        offer_oldest(self.books, self.teller.offload, num_blocks)
-
-    def _forget_copied(self, num_blocks: int) -> None:
-        """Forget what only a copy that waits holds, if something it continues is to be taken."""
-        c, ids = self.books.columns, np.empty(num_blocks, np.int32)
-        going = set(ids[: first_free(self.books.book, ids)].tolist())
-        ordered, lost = [BLOCK + 2 * g for g in self.ordered], []
-        for b in self.forks.copied:
-            n = c.block.item(b, NODE)
-            while n and going.isdisjoint(c.node[n, ordered].tolist()):
-                n = c.node.item(n, PARENT)
-            if n:
-                lost.append(b)
-        self._forget(int32_array(lost))
+        else:
+            offer_oldest(self.books, self.teller.offload, num_blocks)
 
     def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
         """Return cached blocks that nobody holds, the next victims first, without those of the
@@ -961,9 +951,7 @@ class FlatCore:
         self._note_forward(r, reservation)
         tokens, (_, _, keys) = request.all_token_ids, self._keys_of(request, end)
         digests = self._known_digests(request, end)
-        is_simple = self._takes_blindly()
-        if end > depth:
-            self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth, end)])
+        is_simple = self.order is None and self.teller.offload is None
         num_free, spare = self.num_free_blocks(), reservation.num_spare_blocks
         room = num_free - spare
         if self.tenants is not None:
@@ -979,6 +967,8 @@ class FlatCore:
                 self.tenants.refuse(self.tenants.served, -1 - needed, num_free - spare)
             self._close_row(request, r)
             return None
+        if end > depth:
+            self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth, end)])
         if not is_simple:
             self._make_room(needed)
             tend(books.book, r, computed, wanted, GROW)

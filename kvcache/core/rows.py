@@ -33,6 +33,7 @@ from kvcache.core.columns import (
     HAS_ITEMS,
     HAS_POLICY,
     IS_FULL,
+    IS_LOOSE,
     IS_MUTE,
     IS_SHARING,
     KEPT,
@@ -366,8 +367,9 @@ def publish(book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, dige
                     hold(book, cached)
                     c.row[r, DOUBLES] += 1
             elif c.block[mine, NODE] == 0:
-                c.node[n, BLOCK + 2 * g] = mine
-                c.node[n, OWNER + 2 * g] = serial
+                # A fork that has the block may have others before it.
+                c.number[IS_LOOSE] |= c.block[mine, REF] > 1 and c.group[g, KIND] == FULL
+                c.node[n, BLOCK + 2 * g], c.node[n, OWNER + 2 * g] = mine, serial
                 c.block[mine, NODE] = n
                 to = c.number[NUM_NOTES]
                 if to < len(log.note):
@@ -396,6 +398,7 @@ def rewind(book: Any, r: int, num_units: int) -> None:
                     if cached and cached != c.table[r * len(c.group) + g, column]:
                         front = release(book, cached, front)
                         c.row[r, DOUBLES] -= 1
+                        c.number[IS_LOOSE] = 1
         n = np.int64(c.node[n, PARENT])
         u -= 1
     stand(book, r, n, u)

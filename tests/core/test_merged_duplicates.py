@@ -193,3 +193,17 @@ def test_all_cores_merge_the_same_while_everybody_runs(name: str, seed: int) -> 
         for (owner, group, column), block_id in table.items():
             assert core.block_ids(owner)[group][column] == block_id
     assert tables[0]
+
+
+def test_a_step_that_had_no_room_for_a_request_merges_nothing_of_another(make: MakeCore) -> None:
+    core = make(8, merge_duplicates=True)
+    in_step(core, 1, request("a", 1, 2))
+    core.open_step("other", 1)
+    large = request("large", 1, 2, 3, 4, 5, 6)
+    assert core.reserve(large, Reservation(0, 24, 24)) is None
+    core.close_step()
+    in_step(core, 2, request("b", 1, 2))
+    core.complete_steps("engine", 1)
+    core.complete_steps("other", 1)
+    assert core.take_merges() == []
+    core.check()

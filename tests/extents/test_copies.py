@@ -121,3 +121,22 @@ def test_what_was_found_before_the_workers_were_told_can_be_adopted_after(
     core.free(reader)
     core.check()
     assert core.num_free_blocks() == 7
+
+
+@EACH_CORE
+def test_what_only_a_copy_held_goes_before_what_it_continues(make: Callable[..., Core]) -> None:
+    core = make(12)
+    parent, child = forked(core)
+    for request in (child, parent):
+        fill(core, request)
+    core.free(child)
+    core.free(parent)
+    core.take_commands()
+    core.check()
+    for num_blocks in (1, 2, 3):
+        end = 4 * (core.num_free_blocks() - 3 + num_blocks)
+        assert core.reserve(
+            make_request(f"{num_blocks}", range(50, 50 + end)), Reservation(0, end, 0)
+        )
+        core.check()
+        core.free(make_request(f"{num_blocks}", [0]))

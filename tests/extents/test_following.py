@@ -130,6 +130,27 @@ def test_a_fork_that_has_cached_some_follows_from_there(make: Callable[..., Core
 
 
 @EACH_CORE
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(
+    make: Callable[..., Core], stays: bool
+) -> None:
+    core = make(NUM_BLOCKS, full())
+    parent, child = family(core)
+    other = somebody_else(core, 12)
+    core.commit(child, NUM_TOKENS)
+    for one in [child, other] if stays else [child, other, parent]:
+        core.free(one)
+        core.check()
+    for num_left in (2, 1, 0):
+        end = 4 * (core.num_free_blocks() - num_left)
+        taker = make_request("taker", range(100, 100 + end))
+        assert core.reserve(taker, Reservation(0, end, 0)) is not None
+        core.check()
+        core.free(taker)
+    leave(core, parent)
+
+
+@EACH_CORE
 def test_forks_of_forks_follow_all_of_them(make: Callable[..., Core]) -> None:
     core = make(NUM_BLOCKS, full())
     parent, child = family(core)

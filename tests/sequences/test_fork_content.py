@@ -38,13 +38,14 @@ MODELS: dict[str, tuple[list[dict[str, Any]], dict[str, int]]] = {
 
 
 def make_config(
-    layers: list[dict[str, Any]], num_ranks: int, *, merge_duplicates: bool = False
+    layers: list[dict[str, Any]], num_ranks: int, core: str, *, merge_duplicates: bool = False
 ) -> ClusterConfig:
     return parse_config(
         {
             "name": "forks",
             "model": {"name": "small", "max_model_len": 96, "layers": layers},
             "cache": {
+                "core": core,
                 "block_size": 4,
                 "num_blocks": 90,
                 "memory_per_rank": "1MiB",
@@ -57,13 +58,14 @@ def make_config(
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_a_writer_never_changes_another_sequences_bytes(model: str, seed: int) -> None:
     print(f"seed {seed}")
     layers, options = MODELS[model]
     num_ranks = 2 if seed == 0 else 1
-    config = make_config(layers, num_ranks, merge_duplicates=seed == 1)
+    core_name, merges = ("extents", "flat")[seed % 2], seed in (1, 2)
+    config = make_config(layers, num_ranks, core_name, merge_duplicates=merges)
     with LocalCluster(config) as cluster, cluster.client() as client:
         engine = ForkEngine(cluster, client, seed, longest=30, **options)
         engine.walk(45)
@@ -74,7 +76,7 @@ def test_a_writer_never_changes_another_sequences_bytes(model: str, seed: int) -
         assert core.num_free_blocks == core.num_blocks
         assert core.references == {"request": 0, "pin": 0, "fork": 0, "transfer": 0}
         assert engine.num_forks > 10
-        may_merge = seed == 1 and cluster.plan.can_prefix_cache
+        may_merge = merges and cluster.plan.can_prefix_cache
         assert (core.num_merged_blocks > 0) == may_merge
         block_bytes = cluster.plan.configs[0].block_size_bytes
         assert core.merged_bytes == core.num_merged_blocks * block_bytes

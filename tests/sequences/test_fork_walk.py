@@ -72,14 +72,14 @@ class Walk:
         # never has: either nothing is hit, or nobody goes then.
         self.hits = seed % 3 == 0
         self.num_groups = len(shape.groups)
-        # The fast core may hold a block of the tree beside a double of it in a table.
+        # Cores with a tree may hold a block of it beside a double in a table.
         self.counts_exactly = seed % 4 == 1
         self.manager = make_manager(
             shape,
             num_blocks=NUM_BLOCKS,
             max_num_seqs=6,
             zero_new_blocks=seed % 2 == 0,
-            core="blocks" if self.counts_exactly else "extents",
+            core=("flat", "blocks", "extents", "flat")[seed % 4],
         )
         self.audits = Audits(seed, self.manager.check)
         self.worker = Worker(self.num_groups)
