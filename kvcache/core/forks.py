@@ -23,7 +23,7 @@ from kvcache.core.columns import (
     Books,
 )
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
-from kvcache.core.pool import hold_all, release_chains, take_loose
+from kvcache.core.pool import hold_all, release_all, take_loose
 from kvcache.core.protocol import ForkOrigin, Reservation, TableChange
 from kvcache.core.rows import limit_row, replace_block, share
 from kvcache.core.telling import Teller
@@ -138,8 +138,7 @@ class RowForks:
             return False
         held = int32_array(list(self.copied.elements()))
         self.copied.clear()
-        # Requests that held what is cached before a block may have gone in the meantime.
-        release_chains(self._books.book, held)
+        release_all(self._books.book, held)
         return True
 
     def _newest_column(self, g: int, origin: ForkOrigin) -> int:

@@ -26,14 +26,13 @@ from kvcache.core.columns import (
     NEXT,
     NODE,
     NUM_MOVED,
-    PARENT,
     PREV,
     REF,
     REMOVED,
     columns_of,
     logs_of,
 )
-from kvcache.core.kinds.rule import FULL, KIND, LENGTH
+from kvcache.core.kinds.rule import FULL, KIND
 from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
 from kvcache.core.prefix_tree import forget_content
 
@@ -184,41 +183,6 @@ def release_all(book: Any, ids: Any) -> None:
     front = 0
     for i in range(len(ids)):
         front = release(book, np.int64(ids[i]), front)
-
-
-@routine
-def _ordered_group(book: Any, b: int) -> int:
-    """Return the ordered group of which block `b` has a content; -1: it has none."""
-    c = columns_of(book)
-    n = np.int64(c.block[b, NODE])
-    for g in range(len(c.group)):
-        if n and c.group[g, KIND] == FULL and c.node[n, BLOCK + 2 * g] == b:
-            return np.int64(g)
-    return np.int64(-1)
-
-
-@kernel(NOTHING, BOOK, INTS)
-def release_chains(book: Any, ids: Any) -> None:
-    """Give blocks back, in order, that were held without the cached ones before them. Those of
-    ordered groups become as new as what continues them, so that none goes before it."""
-    c = columns_of(book)
-    for is_given_back in range(2):
-        front = np.int64(0)
-        for i in range(len(ids)):
-            b = np.int64(ids[i])
-            if is_given_back:
-                front = release(book, b, front)
-            g, n = _ordered_group(book, b), np.int64(c.block[b, NODE])
-            while g >= 0:
-                for _ in range(c.group[g, LENGTH]):
-                    n = np.int64(c.node[n, PARENT])
-                above = np.int64(c.node[n, BLOCK + 2 * g])
-                if above == 0:
-                    break
-                if is_given_back:
-                    front = release(book, above, front)
-                else:
-                    hold(book, above)
 
 
 @kernel(INT, BOOK, NEW_INTS)
