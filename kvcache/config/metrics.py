@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from kvcache.config.sections import List, Seconds, SecondsOrNever, Section
+from kvcache.config.sections import Seconds, SecondsOrNever, Section
 from kvcache.errors import ConfigurationError
 
 MAX_BOUNDS = 64
@@ -26,9 +26,8 @@ def require_bounds(value: tuple[float, ...]) -> tuple[float, ...]:
 
 
 Bounds = Annotated[
-    tuple[Seconds, ...],
-    Field(min_length=1, max_length=MAX_BOUNDS),
-    List,
+    tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...],
+    Field(min_length=1, max_length=MAX_BOUNDS, strict=False),
     AfterValidator(require_bounds),
 ]
 
