@@ -89,7 +89,7 @@ def compiled(
     return compile_now
 
 
-class _Kept(_NumbaCache):  # type: ignore[misc]
+class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
     """What was made of one function: files of their own for each source, processor and version.
 
     numba numbers the files with code and writes the list of them first. With the list of another

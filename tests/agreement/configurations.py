@@ -211,8 +211,9 @@ DENSE = tuple(
 
 
 def rebuilds(configuration: Configuration, core: str) -> bool:
-    """Say whether a core's rebuild is held to the slow model's: the flat one drops a state whose
-    label stands behind a wrong one, although other groups know its place."""
+    """Say whether a core's rebuild is held to the slow model's: the flat one drops a
+    block of a window or state whose label stands behind a wrong one, although other groups know its
+    place. Seen so far only in walks of models that keep states."""
     return core != "flat" or not configuration.keeps_states
 
 
