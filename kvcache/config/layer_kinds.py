@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from kvcache.config.sections import Count, FewThousand, Section
+from kvcache.config.sections import Count, FewThousand, List, Section
 from kvcache.errors import ConfigurationError, shown
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
@@ -170,10 +170,8 @@ class MambaLayer(Layer):
     """
 
     kind: Literal["mamba"] = "mamba"
-    state_shapes: Annotated[
-        tuple[Annotated[tuple[Count, ...], Field(strict=False)], ...], Field(strict=False)
-    ]
-    state_dtypes: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
+    state_shapes: Annotated[tuple[Annotated[tuple[Count, ...], List], ...], List]
+    state_dtypes: Annotated[tuple[str, ...] | None, List] = None
     cache_mode: Literal["none", "align"] = "none"
     num_speculative_blocks: Annotated[int, Field(ge=0, le=4096)] = 0
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.arguments import check_kind
 from kvcache.config.layer_kinds import Layer
 from kvcache.config.models import ClusterConfig
+from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheSpec
 
 
@@ -22,6 +24,7 @@ def layer_specs(config: ClusterConfig) -> list[dict[str, KVCacheSpec]]:
     ranks divide, and what all of them keep, is a matter of the kind. Raises ConfigurationError for
     sizes that contradict each other.
     """
+    check_kind("config", config, ClusterConfig, ConfigurationError)
     layers = config.model.layers_in_order()
     by_rank: list[dict[str, KVCacheSpec]] = []
     for start, end in _stage_ranges(len(layers), config.parallel.pipeline_parallel_size):

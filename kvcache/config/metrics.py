@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from kvcache.config.sections import Seconds, SecondsOrNever, Section
+from kvcache.config.sections import List, Seconds, SecondsOrNever, Section
 from kvcache.errors import ConfigurationError
 
 MAX_BOUNDS = 64
@@ -26,8 +26,9 @@ def require_bounds(value: tuple[float, ...]) -> tuple[float, ...]:
 
 
 Bounds = Annotated[
-    tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...],
-    Field(min_length=1, max_length=MAX_BOUNDS, strict=False),
+    tuple[Seconds, ...],
+    Field(min_length=1, max_length=MAX_BOUNDS),
+    List,
     AfterValidator(require_bounds),
 ]
 

@@ -23,6 +23,8 @@ from kvcache.config.sections import (
     Count,
     EvictionPolicyName,
     FewThousand,
+    List,
+    Real,
     Seconds,
     Section,
     Share,
@@ -44,7 +46,7 @@ class ModelConfig(Section):
     max_model_len: Annotated[int | Literal["auto"], BeforeValidator(require_model_len)]
     max_position_embeddings: Count = 1 << 20
     dtype: str = "float16"
-    layers: Annotated[tuple[LayerConfig, ...], Field(strict=False)]
+    layers: Annotated[tuple[LayerConfig, ...], List]
 
     @model_validator(mode="after")
     def _says_what_is_kept(self) -> ModelConfig:
@@ -85,7 +87,7 @@ class CacheConfig(Section):
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicyName = "lru"
     core: Literal["blocks", "extents", "flat"] = "extents"
-    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    watermark: Annotated[float, Field(ge=0, lt=1), Real] = 0.0
     max_pin_share: Share = 0.5
     merge_duplicates: bool = False
     use_eagle: bool = False
@@ -115,8 +117,8 @@ class WorkersConfig(Section):
     """What a worker runs on, and what it asks Ray for."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    num_cpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    num_gpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    num_cpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False), Real] = 0.1
+    num_gpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False), Real] = 0.0
 
     @model_validator(mode="after")
     def _cuda_needs_gpus(self) -> WorkersConfig:

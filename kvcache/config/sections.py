@@ -11,11 +11,23 @@ import pwd
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import index
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
+from kvcache.config.problems import refusal
 from kvcache.errors import ConfigurationError, shown
 from kvcache.policies import require_eviction_policy
 
@@ -40,7 +52,8 @@ def parse_bytes(value: object) -> object:
 
 def require_model_len(value: object) -> object:
     """Return `value`; raises ConfigurationError unless it is a number of tokens or "auto"."""
-    if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_COUNT):
+    is_auto = isinstance(value, str) and value == "auto"
+    if not is_auto and (type(value) is not int or not 1 <= value <= MAX_COUNT):
         raise ConfigurationError(
             f"{shown(value)} is no length: write a number of tokens from 1 to {MAX_COUNT}, or auto"
         )
@@ -93,16 +106,62 @@ def require_directory(value: str, runs_anywhere: str) -> None:
         )
 
 
+def plain(value: object) -> object:
+    """Return the Python value that stands for one of numpy; others as is."""
+    if isinstance(value, np.timedelta64):  # an integer to numpy
+        return value
+    if isinstance(value, (np.bool_, np.integer, np.floating, np.str_)):
+        of_python: object = value.item()
+        return of_python
+    is_integer = hasattr(type(value), "__index__") and not isinstance(value, int)
+    return index(value) if is_integer and not hasattr(value, "__len__") else value  # type: ignore[arg-type]
+
+
+def listed(value: object) -> object:
+    """Return the plain values of a list as a tuple; what is no list as is."""
+    return tuple([plain(item) for item in value]) if isinstance(value, (list, tuple)) else value
+
+
+def require_number(value: object) -> object:
+    """Return `value`, unless it only seems to be a number, as arrays and booleans do."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+Real = BeforeValidator(require_number)
+"""For fields of numbers: pydantic alone takes an array for one."""
+List = BeforeValidator(listed)
+"""For fields of tuples, which files write as lists."""
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewThousand = Annotated[int, Field(ge=1, le=4096)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SecondsOrNever = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Real]
+SecondsOrNever = Annotated[float, Field(ge=0, allow_inf_nan=False), Real]
+Share = Annotated[float, Field(ge=0, le=1), Real]
 EvictionPolicyName = Annotated[str, AfterValidator(require_policy)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about types, no unknown keys."""
+    """A part of the configuration: frozen, strict about types, no unknown keys.
+
+    Integers, numbers, booleans and text of numpy become Python's. Made in code, it raises
+    ConfigurationError that names every wrong key, with its value and the remedy.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise refusal(type(self).__name__, type(self), error) from error
+
+    # Sections inside of others, and those of a file, are not made by calling the class.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _have_plain_values(cls, data: Any) -> Any:
+        return {k: plain(value) for k, value in data.items()} if isinstance(data, dict) else data

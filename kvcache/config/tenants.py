@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kvcache.config.sections import MAX_COUNT, Section
+from kvcache.config.sections import MAX_COUNT, Real, Section
 from kvcache.errors import ConfigurationError, shown
 
 TIERS = ("device", "host", "disk")
@@ -84,7 +84,7 @@ class TenantConfig(Section):
     guaranteed: Amounts = 0
     limit: Amounts = 1.0
     max_pinned: Amount = 1.0
-    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), Real] = 1.0
 
     @model_validator(mode="after")
     def _limits_hold_guarantees(self) -> TenantConfig:

@@ -118,7 +118,7 @@ ID = COUNT.also(10**9)
 
 def number_forms(good: Any) -> tuple[object, ...]:
     forms = [np.float64(good)]
-    if np.float32(good) == good:
+    if float(np.float32(good)) == good:
         forms.append(np.float32(good))
     if good == int(good):
         forms += [int(good), np.int32(good)]

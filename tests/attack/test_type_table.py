@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from kvcache.errors import KVCacheError
+from tests.attack.config_subjects import CONFIG_SUBJECTS
 from tests.attack.manager_subjects import (
     CLIENT_SUBJECTS,
     POOL_SUBJECTS,
@@ -74,6 +75,7 @@ CASES = [
         *REQUEST_SUBJECTS,
         *CLIENT_SUBJECTS,
         *POOL_SUBJECTS,
+        *CONFIG_SUBJECTS,
         *PLANNER_SUBJECTS,
         *SEQUENCE_SUBJECTS,
         *TIER_SUBJECTS,

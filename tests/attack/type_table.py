@@ -15,8 +15,11 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel
+
 import actors
 import kvcache
+import kvcache.config
 import kvcache.offload
 import kvcache.planner
 import kvcache.sequences
@@ -156,6 +159,7 @@ def function_case(
 
 MODULES: tuple[ModuleType, ...] = (
     kvcache,
+    kvcache.config,
     kvcache.offload,
     kvcache.planner,
     kvcache.sequences,
@@ -212,7 +216,8 @@ def borders() -> Iterator[Border]:
 
 def _of_class(cls: type[Any]) -> Iterator[Border]:
     yield Border(f"{cls.__name__}.__init__", frozenset(constructor_parameters(cls)), cls)
-    for name in dir(cls):
+    of_pydantic = dir(BaseModel) if issubclass(cls, BaseModel) else []
+    for name in sorted({*dir(cls)} - {*of_pydantic}):
         found = inspect.getattr_static(cls, name)
         if name.startswith("_"):
             continue
@@ -248,7 +253,12 @@ EXEMPTIONS: dict[str, str] = {
         PrefixCacheStats.__init__:preempted_requests,preempted_queries,preempted_hits
         Pin.__init__:num_tokens,num_blocks,expires_at_s
     """,
-    "arithmetic and a check, on the package's own numbers": "ceil_div require_count",
+    "arithmetic and checks, on the package's own numbers and for its own sections": """
+        ceil_div require_count parse_bytes
+    """,
+    "of a layer, for the configuration that it is in": """
+        Layer.indivisible Layer.misaligned Layer.spec HeadsLayer.heads_of_rank
+    """,
     "of a pool, for managers": "BlockPool.num_unheld",
     "of a manager of one kind, for its coordinator or its base": """
         SingleTypeKVCacheManager.cacheable_columns SingleTypeKVCacheManager.forget_request
