@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
+from kvcache.errors import ConfigurationError
 from kvcache.serving_loop import ServingLoop
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -27,6 +28,11 @@ class CurveKeys:
     server_secret: bytes = field(repr=False)
     peer_public: bytes
     peer_secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for name, key in vars(self).items():
+            if not isinstance(key, bytes):  # a secret is not shown
+                raise ConfigurationError(f"{name} is {type(key).__name__}: pass bytes, in Z85")
 
     def for_peers(self) -> CurveKeys:
         """Return a copy without the server's secret, for workers and clients."""
@@ -52,10 +58,18 @@ def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
 
 
 def equip_peer(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-    """Give `socket` the keys to connect with. Call before it connects."""
-    socket.curve_serverkey = keys.server_public
-    socket.curve_publickey = keys.peer_public
-    socket.curve_secretkey = keys.peer_secret
+    """Give `socket` the keys to connect with. Call before it connects.
+
+    Raises ConfigurationError for keys that are none.
+    """
+    try:
+        socket.curve_serverkey = keys.server_public
+        socket.curve_publickey = keys.peer_public
+        socket.curve_secretkey = keys.peer_secret
+    except zmq.ZMQError as error:
+        raise ConfigurationError(
+            "the keys to connect with cannot be read: pass those of the cluster's discovery record"
+        ) from error
 
 
 class CurveGate:

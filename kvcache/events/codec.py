@@ -20,11 +20,18 @@ from typing import Final, Literal, TypeAlias
 
 import msgpack
 
+from kvcache.arguments import as_int, as_number, as_tuple
 from kvcache.core import CacheEvent
 from kvcache.errors import ConfigurationError, shown
 from kvcache.events.integers import IntegerWriter, PackedArray
 from kvcache.events.translation import MEDIA, EventTranslator, group_kinds
-from kvcache.events.wire_events import MAX_RANK, RemovedEvent, StoredEvent, WireEvent
+from kvcache.events.wire_events import (
+    MAX_RANK,
+    ClearedEvent,
+    RemovedEvent,
+    StoredEvent,
+    WireEvent,
+)
 from kvcache.specs import KVCacheGroupSpec
 
 Encoding: TypeAlias = Literal["map", "array"]
@@ -61,6 +68,15 @@ _UINT64: Final = Struct(">BQ")
 _UINT64_CODE: Final = 0xCF
 
 
+def require_encoding(value: object) -> None:
+    """Raise ConfigurationError unless `value` names an encoding."""
+    if not isinstance(value, str) or value not in ("map", "array"):
+        raise ConfigurationError(
+            f"event encoding {shown(value)}: choose 'map', or 'array' for consumers that read "
+            "positions"
+        )
+
+
 class EventCodec:
     """Encodes the events of one data-parallel rank. From payload to payload it remembers nothing
     but how the kinds of events look that were there last."""
@@ -83,20 +99,13 @@ class EventCodec:
         Raises:
             ConfigurationError: a rank that no subscriber reads, or an unknown encoding.
         """
-        if type(data_parallel_rank) is not int or not 0 <= data_parallel_rank <= MAX_RANK:
-            raise ConfigurationError(
-                f"data parallel rank {shown(data_parallel_rank)}: pass an integer from 0 to "
-                f"{MAX_RANK}"
-            )
-        if encoding not in ("map", "array"):
-            raise ConfigurationError(
-                f"event encoding {shown(encoding)}: choose 'map', or 'array' for consumers that "
-                "read positions"
-            )
+        groups = as_tuple("groups", groups, ConfigurationError, KVCacheGroupSpec)
+        rank = as_int("data_parallel_rank", data_parallel_rank, 0, MAX_RANK, ConfigurationError)
+        require_encoding(encoding)
         self._packer = msgpack.Packer()
         self._pack = self._packer.pack
         self._translator = EventTranslator(group_kinds(groups))
-        self._rank = self._pack(data_parallel_rank)
+        self._rank = self._pack(rank)
         self._is_map = encoding == "map"
         self._integers = IntegerWriter()
         words = {"type", *NUM_ALWAYS, *STORED_KEYS, *REMOVED_KEYS, *MEDIA.values(), "LOCAL"}
@@ -114,10 +123,13 @@ class EventCodec:
             InvalidInputError: an event of a group or medium that does not exist, or whose tokens
                 do not fill its blocks.
         """
+        time_s = as_number("time_s", time_s)
         return self.encode_wire(time_s, self._translator.translate(events))
 
     def encode_wire(self, time_s: float, events: Sequence[WireEvent]) -> bytes:
         """Return one payload of translated events; no events make a heartbeat."""
+        time_s = as_number("time_s", time_s)
+        events = as_tuple("events", events, kind=(StoredEvent, RemovedEvent, ClearedEvent))
         self._integers.reset()
         parts: Parts = []
         for event in events:
@@ -127,7 +139,7 @@ class EventCodec:
                 self._put_removed(event, parts)
             else:
                 self._put("AllBlocksCleared", (), (), parts)
-        head = self._packer.pack_array_header(3) + self._pack(float(time_s))
+        head = self._packer.pack_array_header(3) + self._pack(time_s)
         return b"".join([head, self._packer.pack_array_header(len(events)), *parts, self._rank])
 
     def _put_stored(self, event: StoredEvent, parts: Parts) -> None:

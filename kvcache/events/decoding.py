@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
+from kvcache.arguments import as_int, check_kind
 from kvcache.arrays import Int32Array
 from kvcache.errors import MalformedMessageError, shown
 from kvcache.events.codec import NUM_ALWAYS, REMOVED_KEYS, STORED_KEYS
@@ -36,9 +37,12 @@ def decode_batch(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> EventBat
     """Return what a payload says.
 
     Raises:
+        InvalidInputError: a payload that is no bytes, or a limit that is none.
         MalformedMessageError: it is longer than `max_bytes`, no msgpack, or not what the format
             demands.
     """
+    check_kind("payload", payload, bytes)
+    max_bytes = as_int("max_bytes", max_bytes)
     if len(payload) > max_bytes:
         raise MalformedMessageError(
             f"an event payload of {len(payload)} bytes, {max_bytes} are read at most"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from kvcache.arguments import as_int, as_text, as_tuple
 from kvcache.events.shelf import BlockKind, Shelf
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
 
@@ -40,10 +41,13 @@ class CacheMirror:
 
     def contains(self, block_hash: int, medium: str, group_idx: int = 0) -> bool:
         """Say whether a block is in a medium."""
+        block_hash = as_int("block_hash", block_hash, at_most=2**64 - 1)
+        medium, group_idx = as_text("medium", medium), as_int("group_idx", group_idx)
         return any(block_hash in shelf.rows for shelf in self._of(medium, group_idx))
 
     def apply(self, events: Sequence[WireEvent]) -> None:
         """Follow events, in order."""
+        events = as_tuple("events", events, kind=(StoredEvent, RemovedEvent, ClearedEvent))
         for kind, group in groupby(events, _kind_of):
             if isinstance(kind, BlockKind):
                 self._put([event for event in group if isinstance(event, StoredEvent)])

@@ -12,7 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvcache.arguments import as_text, as_tuple, check_hashable, check_kind
 from kvcache.arrays import Int32Array
+from kvcache.errors import RequestError
 from kvcache.events.subscription import Update
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, RouterKey, StoredEvent
 from kvcache.tokens import as_token_ids
@@ -55,11 +57,14 @@ class PrefixIndex:
 
     def num_blocks(self, source: Hashable) -> int:
         """Return how many blocks a source has in all media together, each counted once."""
+        check_hashable("source", source)
         index = self._sources.get(source)
         return 0 if index is None else len(index.media)
 
     def follow(self, source: Hashable, update: Update) -> None:
         """Take what a subscription has passed on, in its order."""
+        check_hashable("source", source)
+        check_kind("update", update, Update)
         index = self._sources.setdefault(source, _SourceIndex())
         for event in update.batch.events:
             if isinstance(event, StoredEvent):
@@ -71,6 +76,7 @@ class PrefixIndex:
 
     def forget(self, source: Hashable) -> None:
         """A source has gone."""
+        check_hashable("source", source)
         self._sources.pop(source, None)
 
     def match(
@@ -91,9 +97,15 @@ class PrefixIndex:
                 prompts of text.
 
         Raises:
-            RequestError: ids that are no tokens.
+            RequestError: ids that are no tokens, names that are no text, items that are no tuples.
         """
         tokens = as_token_ids(token_ids, "prompt")
+        if lora_name is not None:
+            lora_name = as_text("lora_name", lora_name, RequestError)
+        if cache_salt is not None:
+            cache_salt = as_text("cache_salt", cache_salt, RequestError)
+        items = as_tuple("items", items, RequestError, tuple)
+        check_hashable("items", items, RequestError)
         cut: dict[int, list[bytes]] = {}
         found: list[PrefixMatch] = []
         for source, index in self._sources.items():

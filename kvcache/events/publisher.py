@@ -15,9 +15,18 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Final
 
+from kvcache.arguments import (
+    as_bool,
+    as_int,
+    as_number,
+    as_text,
+    as_tuple,
+    check_fields,
+    check_kind,
+)
 from kvcache.core import CacheEvent
 from kvcache.errors import ConfigurationError
-from kvcache.events.codec import Encoding, EventCodec
+from kvcache.events.codec import Encoding, EventCodec, require_encoding
 from kvcache.events.history import BatchHistory
 from kvcache.events.mirror import CacheMirror
 from kvcache.events.translation import (
@@ -26,8 +35,9 @@ from kvcache.events.translation import (
     PublishedGroups,
     drop_void_removals,
     join_removals,
+    require_published_groups,
 )
-from kvcache.events.wire_events import StoredEvent, WireEvent
+from kvcache.events.wire_events import MAX_RANK, StoredEvent, WireEvent
 
 SEQUENCE: Final = Struct(">Q")
 END_MARK: Final = b"\xff" * SEQUENCE.size
@@ -59,9 +69,13 @@ class PublisherSettings:
     history_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_s", "history_batches", "history_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
+        check_fields(self, as_text, "topic", may_be_empty=True)
+        check_fields(self, as_int, "data_parallel_rank", at_most=MAX_RANK)
+        require_encoding(self.encoding)
+        require_published_groups(self.publish_groups)
+        check_fields(self, as_bool, "one_block_per_event")
+        check_fields(self, as_number, "heartbeat_s", above=0)
+        check_fields(self, as_int, "history_batches", "history_bytes", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -90,8 +104,10 @@ class EventPublisher:
         """Publish the events of groups of these `kinds`, by index; `begin` says from which number.
 
         Raises:
-            ConfigurationError: a rank, an encoding or a choice of groups that there is not.
+            ConfigurationError: settings or kinds that are none.
         """
+        check_kind("settings", settings, PublisherSettings, ConfigurationError)
+        kinds = as_tuple("kinds", kinds, ConfigurationError, GroupKind)
         self.settings = settings
         self._translator = EventTranslator(kinds, publish_groups=settings.publish_groups)
         self._codec = EventCodec(
@@ -122,6 +138,8 @@ class EventPublisher:
         Raises:
             InvalidInputError, ConfigurationError: as `publish`; nothing is published.
         """
+        first_seq = as_int("first_seq", first_seq, at_most=2**64 - 1)
+        time_s = as_number("time_s", time_s)
         events = [e for e in self._translator.translate(state) if isinstance(e, StoredEvent)]
         restated = CacheMirror()
         restated.apply(events)
@@ -139,6 +157,7 @@ class EventPublisher:
                 do not fill its blocks; nothing is published.
             ConfigurationError: there is no number left; nothing is published.
         """
+        time_s = as_number("time_s", time_s)
         translated = join_removals(drop_void_removals(self._translator.translate(events)))
         if not translated:
             return []
@@ -148,6 +167,7 @@ class EventPublisher:
 
     def heartbeat(self, time_s: float) -> Frames:
         """Publish a batch without events."""
+        time_s = as_number("time_s", time_s)
         self._num_heartbeats += 1
         return self._send(time_s, ())
 
@@ -157,6 +177,7 @@ class EventPublisher:
         What is held from that number on, or one batch that states everything, and an end mark. A
         request that is none is counted, and not answered.
         """
+        request, time_s = as_tuple("request", request, kind=bytes), as_number("time_s", time_s)
         is_request = len(request) == 2 or (len(request) == 3 and not request[1])
         if not is_request or len(request[-1]) != SEQUENCE.size:
             self._num_malformed += 1

@@ -16,6 +16,7 @@ from typing import Final
 
 import zmq
 
+from kvcache.arguments import as_int, as_number, as_text, check_kind, check_methods
 from kvcache.curve import CurveKeys, equip_peer
 from kvcache.errors import ConfigurationError, DeadlineError
 from kvcache.events.subscription import (
@@ -53,10 +54,13 @@ class _Sockets:
             each.setsockopt(zmq.LINGER, _LINGER_MS)
             each.setsockopt(zmq.RCVHWM, _RECEIVE_BATCHES)
             each.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-            if keys is not None:
-                equip_peer(each, keys)
             try:
+                if keys is not None:
+                    equip_peer(each, keys)
                 each.connect(place)
+            except ConfigurationError:
+                self.close()
+                raise
             except zmq.ZMQError as error:
                 self.close()
                 raise ConfigurationError(
@@ -107,9 +111,16 @@ class KVEventSubscriber:
             keys: of a publisher that only lets their holders in; its discovery record has them.
 
         Raises:
-            ConfigurationError: an address that is none.
+            ConfigurationError: an address that is none, or another argument that cannot be meant.
         """
-        self._settings = settings or SubscriptionSettings()
+        endpoint = as_text("endpoint", endpoint, ConfigurationError)
+        replay_endpoint = as_text("replay_endpoint", replay_endpoint, ConfigurationError)
+        topic = as_text("topic", topic, ConfigurationError, may_be_empty=True)
+        if on_update is not None:
+            check_methods("on_update", on_update, ("__call__",), ConfigurationError)
+        check_kind("keys", keys, (CurveKeys, type(None)), ConfigurationError)
+        self._settings = SubscriptionSettings() if settings is None else settings
+        check_kind("settings", self._settings, SubscriptionSettings, ConfigurationError)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._sockets = _Sockets(
@@ -148,7 +159,7 @@ class KVEventSubscriber:
 
     def poll(self, timeout_s: float = 0.0) -> list[Update]:
         """Return what has become known, waiting `timeout_s` at most for something."""
-        give_up_s = time.monotonic() + timeout_s
+        give_up_s = time.monotonic() + as_number("timeout_s", timeout_s, at_least=0)
         while True:
             self._ask()
             wait_s = min(max(0.0, give_up_s - time.monotonic()), _WAIT_S)
@@ -170,6 +181,7 @@ class KVEventSubscriber:
 
         Raises DeadlineError when it is not within `timeout_s`.
         """
+        seq, timeout_s = as_int("seq", seq), as_number("timeout_s", timeout_s, at_least=0)
         give_up_s = time.monotonic() + timeout_s
         while self.last_seq is None or self.last_seq < seq or not self.is_exact:
             remaining_s = give_up_s - time.monotonic()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvcache.arguments import as_int, as_number, as_text, as_tuple, check_fields, check_kind
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.events.decoding import MAX_PAYLOAD_BYTES, decode_batch
 from kvcache.events.mirror import CacheMirror
@@ -42,9 +43,8 @@ class SubscriptionSettings:
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
 
     def __post_init__(self) -> None:
-        for name in ("reply_s", "silence_s", "max_kept_batches", "max_payload_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
+        check_fields(self, as_number, "reply_s", "silence_s", above=0)
+        check_fields(self, as_int, "max_kept_batches", "max_payload_bytes", at_least=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,9 @@ class Subscription:
 
     def __init__(self, settings: SubscriptionSettings | None = None, now_s: float = 0.0) -> None:
         """Know nothing, and ask for everything at once."""
-        self._settings = settings or SubscriptionSettings()
+        self._settings = SubscriptionSettings() if settings is None else settings
+        check_kind("settings", self._settings, SubscriptionSettings, ConfigurationError)
+        now_s = as_number("now_s", now_s)
         self.mirror = CacheMirror()
         """The state at `last_seq`."""
         self.last_seq: int | None = None
@@ -108,7 +110,8 @@ class Subscription:
 
     def on_live(self, frames: Sequence[bytes], now_s: float) -> list[Update]:
         """Take a message of the live stream, `[topic, number, payload]`."""
-        self._heard_s = now_s
+        frames = as_tuple("frames", frames, kind=bytes)
+        self._heard_s = now_s = as_number("now_s", now_s)
         if len(frames) != 3 or len(frames[1]) != SEQUENCE.size:
             self._on_malformed(f"a live message of {len(frames)} frames")
             return []
@@ -126,7 +129,8 @@ class Subscription:
 
     def on_reply(self, frames: Sequence[bytes], now_s: float) -> list[Update]:
         """Take a message of an answer, `["", topic, number, payload]`, or its end mark."""
-        self._heard_s = now_s
+        frames = as_tuple("frames", frames, kind=bytes)
+        self._heard_s = now_s = as_number("now_s", now_s)
         if len(frames) != 4 or len(frames[2]) != SEQUENCE.size:
             self._on_malformed(f"an answer of {len(frames)} frames")
             return []
@@ -142,6 +146,7 @@ class Subscription:
 
     def start_over(self, problem: str, now_s: float) -> None:
         """Forget everything and ask for it again: a message could not be taken, for `problem`."""
+        problem, now_s = as_text("problem", problem, may_be_empty=True), as_number("now_s", now_s)
         self._on_malformed(problem)
         self._forget()
         self._last_live_seq = None
@@ -152,6 +157,7 @@ class Subscription:
 
         Asks again until an answer has closed the gap, and after long silence.
         """
+        now_s = as_number("now_s", now_s)
         if now_s - self._heard_s >= self._settings.silence_s and self._ask_at_s is None:
             self._ask_at_s = now_s
         if self._ask_at_s is None or now_s < self._ask_at_s:

@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
+from kvcache.arguments import as_tuple
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from kvcache.errors import ConfigurationError, InvalidInputError, shown
 from kvcache.events.hashes import are_distinct, ends_before_repeats, short_hash, short_hashes
@@ -106,6 +107,15 @@ def usable_group(kinds: Sequence[GroupKind]) -> int | None:
     return next((i for i, kind in enumerate(kinds) if kind.kind in _USABLE_KINDS), None)
 
 
+def require_published_groups(value: object) -> None:
+    """Raise ConfigurationError unless `value` is a choice of groups."""
+    if not isinstance(value, str) or value not in ("usable", "all"):
+        raise ConfigurationError(
+            f"publish_groups {shown(value)}: choose 'usable', or 'all' for consumers that tell "
+            "groups apart"
+        )
+
+
 class EventTranslator:
     """Translates the events of one cache. Remembers nothing from event to event."""
 
@@ -120,11 +130,7 @@ class EventTranslator:
         Raises:
             ConfigurationError: an unknown choice of groups.
         """
-        if publish_groups not in ("usable", "all"):
-            raise ConfigurationError(
-                f"publish_groups {shown(publish_groups)}: choose 'usable', or 'all' for consumers "
-                "that tell groups apart"
-            )
+        require_published_groups(publish_groups)
         self._kinds = tuple(kinds)
         self._names = {group: group for group in range(len(kinds))}
         if publish_groups == "usable":
@@ -139,7 +145,7 @@ class EventTranslator:
                 do not fill its blocks.
         """
         found: list[WireEvent] = []
-        for event in events:
+        for event in as_tuple("events", events):
             if isinstance(event, BlocksStored):
                 found += self._stored(event)
             elif isinstance(event, BlocksRemoved):

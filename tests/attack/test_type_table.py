@@ -10,6 +10,7 @@ import pytest
 
 from kvcache.errors import KVCacheError
 from tests.attack.config_subjects import CONFIG_SUBJECTS
+from tests.attack.event_subjects import EVENT_SUBJECTS
 from tests.attack.manager_subjects import (
     CLIENT_SUBJECTS,
     POOL_SUBJECTS,
@@ -76,6 +77,7 @@ CASES = [
         *CLIENT_SUBJECTS,
         *POOL_SUBJECTS,
         *CONFIG_SUBJECTS,
+        *EVENT_SUBJECTS,
         *PLANNER_SUBJECTS,
         *SEQUENCE_SUBJECTS,
         *TIER_SUBJECTS,

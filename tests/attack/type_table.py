@@ -20,6 +20,7 @@ from pydantic import BaseModel
 import actors
 import kvcache
 import kvcache.config
+import kvcache.events
 import kvcache.offload
 import kvcache.planner
 import kvcache.sequences
@@ -160,6 +161,7 @@ def function_case(
 MODULES: tuple[ModuleType, ...] = (
     kvcache,
     kvcache.config,
+    kvcache.events,
     kvcache.offload,
     kvcache.planner,
     kvcache.sequences,
@@ -243,6 +245,10 @@ EXEMPTIONS: dict[str, str] = {
         CacheHit StepResult Refusal TierHits OffloadingEvent PrepareStoreOutput
         Discards FetchJob LoadJob OverdueJob SpillJob StoreJob
         BlocksRemoved BlocksStored KVCacheBlock
+        PrefixMatch PublisherStatistics SubscriptionStatistics
+    """,
+    "made from payloads, which are read as strictly as any message": """
+        EventBatch RemovedEvent StoredEvent Update
     """,
     "answers of what others implement, read by the package": """
         HandlerRoute OffloadHit TransferResult TransferSpec

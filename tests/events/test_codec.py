@@ -260,14 +260,14 @@ def test_an_event_that_cannot_be_meant_is_refused(event: Any, message: str | Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data_parallel_rank": -1}, "data parallel rank -1: pass an integer from 0 to 1048576"),
+        ({"data_parallel_rank": -1}, "data_parallel_rank is -1: pass an integer from 0 to 1048576"),
         (
             {"data_parallel_rank": None},
-            "data parallel rank None: pass an integer from 0 to 1048576",
+            "data_parallel_rank is None: pass an integer from 0 to 1048576",
         ),
         (
             {"data_parallel_rank": 2**20 + 1},
-            "data parallel rank 1048577: pass an integer from 0 to 1048576",
+            "data_parallel_rank is 1048577: pass an integer from 0 to 1048576",
         ),
         (
             {"encoding": "json"},
