@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcache.arrays import EMPTY_INT32, IndexArray, index_array, int32_array
-from kvcache.core.columns import NODE, PARENT, columns_of
+from kvcache.core.columns import NODE, PARENT, STANDING, columns_of
 from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.label_chains import NO_CHAIN, Chains, chains_of, depths_of
@@ -123,6 +123,7 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
         ids = fitting.groups[each.group].block_ids
         for row in each.rows.tolist():
             put_block(core.books.book, int(each.nodes[row]), each.group, int(ids[row]))
+        np.subtract.at(core.books.columns.node[:, STANDING], each.nodes[each.rows], 1)
         if core.tenants is not None:
             namespaces = fitting.groups[each.group].namespaces[each.rows]
             for place in np.unique(namespaces).tolist():
@@ -160,6 +161,8 @@ def _plant_group(
         behind[row] = roots[namespaces[row]]
     keys = _unit_keys(core, fitting, labels.keys, length)
     unknown = (keys < 0).any(axis=1)
+    if not is_ordered:
+        above[(above >= 0) & unknown[np.maximum(above, 0)]] = NO_ROW
     orphans = np.flatnonzero(above == NO_ROW)
     if not is_ordered:
         for row in orphans.tolist():
@@ -192,6 +195,7 @@ def _plant_group(
         for _ in range(length):
             places[root, c.digest[n].tobytes()] = n
             n = int(c.node[n, PARENT])
+    np.add.at(c.node[:, STANDING], nodes[rows], 1)  # nothing else keeps them alive yet
     if len(dropped):
         prune_all(core.books.book, int32_array(nodes[dropped[np.argsort(-depths[dropped])]]))
     above = np.where(behind > 0, FIRST_BLOCK, above)

@@ -119,6 +119,15 @@ def test_a_label_that_cannot_be_right_takes_along_what_continues_it(
 
 
 @each_core
+def test_a_label_with_another_digest_leaves_those_before_it(make_core: Callable[..., Core]) -> None:
+    first, second, third = chain_of(5, 6, 7)
+    wrong = replace(third, digest=type(third.digest)(b"x" * 32))
+    core, num_kept, _ = restored(make_core, [first, second, wrong])
+    assert num_kept >= 2
+    assert core.look_up(prompt(3)).num_tokens >= 8
+
+
+@each_core
 def test_labels_of_blocks_that_are_not_there_are_passed_over(
     make_core: Callable[..., Core],
 ) -> None:
