@@ -101,6 +101,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("columns",),
         ("prefix_tree", "digesting"),
         ("pool", "hits"),
+        ("states",),
         ("rows", "telling"),
         ("forgetting", "steps", "forks"),
         ("eviction",),

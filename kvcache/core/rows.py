@@ -61,7 +61,6 @@ from kvcache.core.columns import (
     logs_of,
     search_of,
 )
-from kvcache.core.kinds.mamba import column_of
 from kvcache.core.kinds.registry import next_skip, num_columns, num_skipped
 from kvcache.core.kinds.rule import COLUMN, EXTRA, FULL, KIND, LENGTH, NEVER, SIZE, STATE
 from kvcache.core.machine import (
@@ -80,6 +79,7 @@ from kvcache.core.machine import (
 )
 from kvcache.core.pool import hold, release, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
+from kvcache.core.states import forget_ends, grow_states, lacking_states, note_end
 
 _types: Any = types
 
@@ -123,26 +123,6 @@ def note_change(book: Any, slot: int, g: int, line: int, first: int, count: int)
 
 
 @routine
-def next_spare(book: Any, r: int, g: int, i: int) -> int:
-    """Return the first column from `i` on with a state that the forward passes by and nobody else
-    has or can hit, so that its block may go on to where one is written; -1: there is none."""
-    c = columns_of(book)
-    s = search_of(book)
-    rule, line = c.group[g], r * len(c.group) + g
-    last = column_of(rule, s.forward[r, LAST_END])
-    written = column_of(rule, s.forward[r, OWN_END])
-    if s.forward[r, LAST_END] < 0 or written <= last + 1:
-        return np.int64(-1)
-    start = max(np.int64(i), np.int64(c.row[r, KEPT + 2 * g]))
-    for k in range(start, min(written, np.int64(c.row[r, COLUMNS + 2 * g]))):
-        b = np.int64(c.table[line, k])
-        if b and k != last + s.forward[r, ACCEPTED] and c.block[b, REF] == 1:
-            if c.block[b, NODE] == 0:
-                return np.int64(k)
-    return np.int64(-1)
-
-
-@routine
 def table_end(book: Any, r: int, g: int, slot_tokens: int) -> int:
     """Return how many columns a row's table must have for so many tokens and its forward."""
     s = search_of(book)
@@ -153,40 +133,15 @@ def table_end(book: Any, r: int, g: int, slot_tokens: int) -> int:
 
 
 @routine
-def first_kept(book: Any, r: int, g: int, held: int, computed: int, total: int) -> int:
-    """Return the column from which on new ones of a table of `held` columns get blocks; those
-    before are not read after `computed` tokens, or no forward leaves its state there."""
-    rule = columns_of(book).group[g]
-    if rule[KIND] == STATE:
-        return max(held, column_of(rule, search_of(book).forward[r, OWN_END]))
-    return max(held, min(num_skipped(rule, computed), total))
-
-
-@routine
-def read_apart(book: Any, r: int, g: int, held: int, computed: int) -> int:
-    """Return the new column before `first_kept` that gets a block, because the state that the
-    forward reads comes there from elsewhere, with external tokens; -1: there is none."""
-    rule = columns_of(book).group[g]
-    if rule[KIND] != STATE:
-        return np.int64(-1)
-    read, written = column_of(rule, computed), column_of(rule, search_of(book).forward[r, OWN_END])
-    return read if held <= read < written else np.int64(-1)
-
-
-@routine
 def lacking(book: Any, r: int, g: int, held: int, computed: int, slot_tokens: int) -> int:
-    """Return how many blocks a row's table of `held` columns needs for so many tokens."""
-    total = table_end(book, r, g, slot_tokens)
+    """Return how many blocks a row's table of `held` columns needs for so many tokens; new columns
+    that nobody reads after `computed` need none."""
+    rule, total = columns_of(book).group[g], table_end(book, r, g, slot_tokens)
     if total <= held:
         return np.int64(0)
-    needed = total - first_kept(book, r, g, held, computed, total)
-    if columns_of(book).group[g, KIND] == STATE:
-        needed += read_apart(book, r, g, held, computed) >= 0
-        i = next_spare(book, r, g, 0)
-        while needed > 0 and i >= 0:
-            needed -= 1
-            i = next_spare(book, r, g, i + 1)
-    return needed
+    if rule[KIND] == STATE:
+        return lacking_states(book, r, g, held, computed, total)
+    return total - max(held, min(num_skipped(rule, computed), total))
 
 
 @routine
@@ -207,71 +162,18 @@ def grow(book: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
         line, held = r * len(c.group) + g, np.int64(c.row[r, COLUMNS + 2 * g])
         total = table_end(book, r, g, slot_tokens)
         if total > held:
-            first = first_kept(book, r, g, held, computed, total)
-            for i in range(held, first):
-                c.table[line, i] = 0
-            to = first
             if c.group[g, KIND] == STATE:
-                to = _move_states(book, r, g, held, computed, first, total)
-            take(book, line, to, total - to)
+                grow_states(book, r, g, held, computed, total)
+            else:
+                first = max(held, min(num_skipped(c.group[g], computed), total))
+                for i in range(held, first):
+                    c.table[line, i] = 0
+                take(book, line, first, total - first)
             c.row[r, COLUMNS + 2 * g] = total
             note_change(book, slot, g, line, held, total - held)
-            if c.group[g, KIND] == STATE:
-                for i in range(held, total):
-                    c.table[line, i] = abs(c.table[line, i])
+            for i in range(held, total if c.group[g, KIND] == STATE else held):
+                c.table[line, i] = abs(c.table[line, i])
     note_limits(book, r)
-
-
-@routine
-def _move_states(
-    book: Any, r: int, g: int, held: int, computed: int, first: int, total: int
-) -> int:
-    """Let spare states go on to the new columns of a table that get blocks, negative until that is
-    noted; return from which on they still lack theirs, up to `total`."""
-    c = columns_of(book)
-    line, apart, to = r * len(c.group) + g, read_apart(book, r, g, held, computed), first
-    if apart >= 0:
-        to = apart
-    i = next_spare(book, r, g, 0)
-    while to < total and i >= 0:
-        c.table[line, to] = -c.table[line, i]
-        c.table[line, i] = 0
-        to = to + 1 if to >= first else first
-        i = next_spare(book, r, g, i + 1)
-    if to < first:
-        take(book, line, to, np.int64(1))
-        to = first
-    return to
-
-
-@routine
-def note_end(book: Any, r: int, computed: int) -> None:
-    """Note where the own tokens of a row's forward end, which begins after `computed` ones unless
-    one was before. Ends beyond its begin were those of forwards that failed. A first one without
-    own tokens stands for others elsewhere, whose state comes with external tokens."""
-    c = columns_of(book)
-    s = search_of(book)
-    unit, end, start = c.tokens.shape[1], np.int64(s.forward[r, OWN_END]), np.int64(computed)
-    is_first = s.forward[r, LAST_END] < 0
-    if not is_first:
-        start = np.int64(s.forward[r, LAST_END]) + s.forward[r, ACCEPTED]
-    if s.forward.shape[1] > ENDS and (end > start or (is_first and end == start)):
-        _forget_ends(book, r, start // unit)
-        if end % unit == 0:
-            s.forward[r, ENDS + end // unit - 1] = 1
-
-
-@routine
-def _forget_ends(book: Any, r: int, num_units: int) -> None:
-    """Forget that forwards of a row ended behind more than so many units."""
-    c = columns_of(book)
-    s = search_of(book)
-    last = np.int64(0)
-    for g in range(len(c.group)):
-        if c.group[g, KIND] == STATE:
-            last = max(last, np.int64(c.row[r, COLUMNS + 2 * g]) * c.group[g, LENGTH])
-    for u in range(num_units, min(last, s.forward.shape[1] - ENDS)):
-        s.forward[r, ENDS + u] = 0
 
 
 @routine
@@ -480,7 +382,7 @@ def publish_row(
 def rewind_row(book: Any, r: int, num_units: int) -> None:
     """Let a row stand behind fewer units: its forwards behind them count no more."""
     rewind(book, r, num_units)
-    _forget_ends(book, r, num_units)
+    forget_ends(book, r, num_units)
 
 
 @kernel(INT, BOOK, INT, INT, INT)
@@ -527,7 +429,7 @@ def free_row(book: Any, r: int) -> None:
     then those of ordered groups, the last tokens' first."""
     c = columns_of(book)
     num_groups, front = len(c.group), np.int64(0)
-    _forget_ends(book, r, np.int64(0))
+    forget_ends(book, r, np.int64(0))
     for g in range(num_groups):
         if c.group[g, KIND] != FULL:
             line = r * num_groups + g
