@@ -24,6 +24,7 @@ from kvcache.core.columns import (
     FLAGS,
     FREE,
     HAS_POLICY,
+    IS_LOOSE,
     IS_MUTE,
     KEPT,
     KEYS,
@@ -222,6 +223,11 @@ def _check_contents(core: FlatCore) -> None:
                 _require(
                     c.node[above, BLOCK + 2 * g],
                     f"block {b} of group {g} is cached, but not the one before it",
+                )
+                is_held = c.block[b, REF] > core.forks.copied[b] and not c.number[IS_LOOSE]
+                _require(
+                    not is_held or c.block[c.node[above, BLOCK + 2 * g], REF],
+                    f"block {b} of group {g} is held, but not the one before it",
                 )
     counted = int(np.count_nonzero(c.block[:, NODE]))
     _require(cached == counted, f"{counted} blocks cache something, nodes have {cached}")

@@ -14,6 +14,7 @@ from kvcache.core.columns import (
     BLOCK,
     COLUMNS,
     DISCARDED,
+    DOUBLES,
     FLAGS,
     HAS_POLICY,
     IS_MUTE,
@@ -63,7 +64,9 @@ def forget_marked(book: Any, is_lost: Any) -> None:
             continue
         n, u, cut = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(-1)
         while u > 0:
-            if s.mark[n]:
+            # With contents twice it stays where it is: what it made hittable itself stands behind
+            # cached blocks that it would hold no longer.
+            if s.mark[n] == GONE or (s.mark[n] and c.row[r, DOUBLES] == 0):
                 cut = u - 1
             n = np.int64(c.node[n, PARENT])
             u -= 1

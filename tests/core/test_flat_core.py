@@ -245,6 +245,26 @@ def test_a_chunk_that_passes_many_columns_is_told_whole() -> None:
     core.check()
 
 
+def test_what_a_fork_holds_is_forgotten_where_what_comes_before_it_is_taken() -> None:
+    core = make_flat_core(16)
+    parent, child = make_request("parent", range(16)), make_request("child", range(16))
+    core.reserve(parent, Reservation(0, 16, 0))
+    core.fork(parent, child, ForkOrigin(16, NewestState(16, 0)))
+    other = make_request("other", [*range(8), 99])
+    run_request(core, other)
+    core.commit(parent, 16)  # the first two blocks are the other's, the child shares those behind
+    core.free(parent)
+    core.free(other)
+    assert core.look_up(make_request("same", range(17))).num_tokens == 16
+    taker = make_request("taker", range(100, 100 + 4 * core.num_free_blocks()))
+    run_request(core, taker)
+    core.check()
+    assert core.look_up(make_request("same", range(17))).num_tokens == 0
+    core.commit(child, 16)
+    core.check()
+    assert core.look_up(make_request("same", range(17))).num_tokens == 16
+
+
 def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
     core = make_flat_core(100, full(4), full(6))
     request = make_request("r", range(100, 113))
