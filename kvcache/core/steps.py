@@ -69,13 +69,14 @@ class OpenStep:
     """A step that made something hittable: what, and which units of which rows.
 
     `rows` are row, generation of the row, first unit and the one behind the last, shape `(n, 4)`
-    each.
+    each. What others made hittable `waits` for it: that may have come, gone and come again.
     """
 
     client: int
     step: int
     serial: int
     notes: list[NodeNotes] = field(default_factory=list)
+    waits: bool = False
     rows: list[Any] = field(default_factory=list)
 
 
@@ -153,7 +154,8 @@ class StepBook:
         while waiting and waiting[0].step <= through_step:
             step = waiting.popleft()
             if step.notes:
-                step.notes = [self.settled(np.concatenate(step.notes), step.serial)]
+                notes = np.concatenate(step.notes)
+                step.notes = [self.settled(_once(notes) if step.waits else notes, step.serial)]
             c.client[step.serial & (NUM_STEPS - 1)] = 0
             completed.append(step)
         self._after(client_id)
@@ -202,7 +204,9 @@ class StepBook:
         if np.count_nonzero(owners):
             for owner in np.unique(owners[owners != 0]).tolist():
                 moved = np.ascontiguousarray(notes[owners == owner])
-                self._step_of(owner).notes.append(moved)
+                step = self._step_of(owner)
+                step.notes.append(moved)
+                step.waits = True
             notes = np.ascontiguousarray(notes[owners == 0])
         return notes
 
@@ -284,3 +288,9 @@ class StepBook:
             c.client[serial] = step.client
         c.number[SEALED_BELOW] = 1
         self._next_serial = len(steps) + 1
+
+
+def _once(notes: NodeNotes) -> NodeNotes:
+    """Return the last note of each node and group, in order."""
+    _, places = np.unique(notes[::-1, :2], axis=0, return_index=True)
+    return np.ascontiguousarray(notes[np.sort(len(notes) - 1 - places)])

@@ -260,9 +260,25 @@ def test_what_a_fork_holds_is_forgotten_where_what_comes_before_it_is_taken() ->
     run_request(core, taker)
     core.check()
     assert core.look_up(make_request("same", range(17))).num_tokens == 0
-    core.commit(child, 16)
-    core.check()
-    assert core.look_up(make_request("same", range(17))).num_tokens == 16
+
+
+def test_what_waits_for_a_step_twice_is_told_once() -> None:
+    core = make_flat_core(20)
+    core.open_step("engine", 1)
+    run_request(core, make_request("first", range(4)))
+    core.close_step()
+    for name in ("second", "third"):  # behind a block that is not sealed, outside any step
+        request = make_request(name, range(8))
+        core.reserve(request, Reservation(0, 8, 8))
+        last = core.block_ids(name)[0][1]
+        core.free(request)
+        if name == "second":
+            core.evict([last])
+    core.complete_steps("engine", 1)
+    (label,) = core.take_commands()
+    assert isinstance(label, Label)
+    assert label.block_ids.tolist() == [1, last]
+    assert core.look_up(make_request("same", range(9))).num_tokens == 8
 
 
 def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
