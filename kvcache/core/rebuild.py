@@ -161,11 +161,8 @@ def _plant_group(
         behind[row] = roots[namespaces[row]]
     keys = _unit_keys(core, fitting, labels.keys, length)
     unknown = (keys < 0).any(axis=1)
-    if not is_ordered:
-        above[(above >= 0) & unknown[np.maximum(above, 0)]] = NO_ROW
-    orphans = np.flatnonzero(above == NO_ROW)
-    if not is_ordered:
-        for row in orphans.tolist():
+    if not is_ordered:  # the label before one may be lost or wrong, where others know the place
+        for row in np.flatnonzero(above != FIRST_BLOCK).tolist():
             name = roots[namespaces[row]], labels.parents[row].tobytes()
             behind[row] = places.get(name, 0)
     behind[unknown] = 0
@@ -198,10 +195,10 @@ def _plant_group(
     np.add.at(c.node[:, STANDING], nodes[rows], 1)  # nothing else keeps them alive yet
     if len(dropped):
         prune_all(core.books.book, int32_array(nodes[dropped[np.argsort(-depths[dropped])]]))
-    above = np.where(behind > 0, FIRST_BLOCK, above)
-    is_kept = np.zeros(count, np.bool_)
+    is_kept = np.zeros(count + 1, np.bool_)
     is_kept[rows] = True
-    depths = np.where(is_kept, depths, NO_ROW)
+    above = np.where(is_kept[np.maximum(above, NO_ROW)], above, FIRST_BLOCK)
+    depths = np.where(is_kept[:count], depths_of(above), NO_ROW)
     return _Kept(g, chains_of(above, depths), nodes, depths)
 
 

@@ -210,13 +210,6 @@ DENSE = tuple(
 """Every model twice more; what a factor counts is in `Walk.operate` and beside `Walk.allows`."""
 
 
-def rebuilds(configuration: Configuration, core: str) -> bool:
-    """Say whether a core's rebuild is held to the slow model's: the flat one drops a
-    block of a window or state whose label stands behind a wrong one, although other groups know its
-    place. Seen so far only in walks of models that keep states."""
-    return core != "flat" or not configuration.keeps_states
-
-
 def configuration_named(name: str) -> Configuration:
     """Return a configuration by name."""
     return next(c for c in (*CONFIGURATIONS, *DENSE) if c.name == name)

@@ -10,7 +10,6 @@ from tests.agreement.configurations import (
     Configuration,
     Family,
     Operation,
-    rebuilds,
 )
 from tests.managers.core_builders import full, mamba, window
 from tests.rebuild.walk import REST, RebuildWalk
@@ -43,10 +42,6 @@ LONG_SEEDS, LONG_OPERATIONS = 3, 6 * REST
 def test_a_rebuild_keeps_what_all_ranks_agree_on(
     configuration: Configuration, family: Family, core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not rebuilds(configuration, core):
-        pytest.skip(
-            "NOT COMPARED: a rebuild of the flat core keeps fewer blocks than the model here"
-        )
     num_kept = 0
     for seed in SEEDS if configuration.can_hit else SEEDS[:1]:
         with monkeypatch.context() as patch:
@@ -64,10 +59,6 @@ def test_a_rebuild_keeps_what_all_ranks_agree_on(
 def test_long_walks_are_rebuilt_again_and_again(
     configuration: Configuration, family: Family, core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not rebuilds(configuration, core):
-        pytest.skip(
-            "NOT COMPARED: a rebuild of the flat core keeps fewer blocks than the model here"
-        )
     for seed in range(100, 100 + LONG_SEEDS):
         print(f"seed {seed}")
         with monkeypatch.context() as patch:

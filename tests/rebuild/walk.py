@@ -19,7 +19,7 @@ from kvcache.labels import BlockLabel
 from kvcache.managers.block_core import BlockCore
 from kvcache.request import Request
 from kvcache.request_content import namespace_name
-from tests.agreement.configurations import Configuration, Family, Operation, rebuilds
+from tests.agreement.configurations import Configuration, Family, Operation
 from tests.agreement.content import Origin
 from tests.agreement.walk import Walk
 from tests.managers.core_builders import NONE_HASH, plan
@@ -46,7 +46,6 @@ class RebuildWalk:
     ) -> None:
         self.rng = random.Random(f"{configuration.name} {family.name} {seed} {core}")
         self.configuration = configuration
-        self.cores = [name for name in CORES if rebuilds(configuration, name)]
         self.walk = Walk(configuration, family, seed, [core])
         self.manager = self.walk.sides[0].manager
         self.model = RebuildModel(configuration.specs, configuration.use_eagle)
@@ -81,7 +80,7 @@ class RebuildWalk:
             damaged = self.ranks.copy()
             damaged.damage(self.rng, num_damaged)
             self.compare_orders(damaged)
-            for core in self.cores:
+            for core in CORES:
                 ranks = damaged.copy()
                 labels = list(ranks.collect()[0])
                 kept = self.restored(core, ranks)
@@ -109,7 +108,7 @@ class RebuildWalk:
     def compare_orders(self, ranks: Ranks) -> None:
         """Cores that keep the same blocks evict them in the same order, heads after tails."""
         orders = []
-        for core in self.cores:
+        for core in CORES:
             some, _ = self.make_core(core)
             some.restore(ranks.collect())
             orders.append(eviction_order(some))
