@@ -115,7 +115,7 @@ def random_config(rng: random.Random, seed: int, model: str, has_other: bool) ->
                 "memory_per_rank": "4MiB",
                 # An engine that finds no room counts on its own requests only to make some.
                 "num_blocks": rng.choice((400, 800) if has_other else (70, 120, 400)) * num_groups,
-                "core": rng.choice(("extents", "extents", "blocks")),
+                "core": rng.choice(("extents", "flat", "blocks")),
                 "hash_algorithm": rng.choice(("sha256", "xxh3_128")),
                 "merge_duplicates": rng.random() < 0.3,
             },

@@ -16,7 +16,9 @@ from kvcache.client_session import ClientSession, SessionState
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.core import Reservation
+from kvcache.core import CacheHit, Reservation, flat_core
+from kvcache.core.columns import OPENED
+from kvcache.core.flat_core import FlatCore
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.extents import row_batch
 from kvcache.extents.look_up import LookUp
@@ -28,6 +30,7 @@ from kvcache.managers.mamba import MambaManager
 from kvcache.managers.state_tables import StateColumns
 from kvcache.messages import Applied, FromClient, StepCommands
 from kvcache.network import NetworkFaults
+from kvcache.request import Request
 from kvcache.step_delivery import StepReceiver
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
@@ -103,8 +106,13 @@ def any_is_red(scenarios: Iterable[Scenario]) -> bool:
     return False
 
 
-CORES = ["blocks", "extents"]
-"""Cores whose rules a test can replace: those of the flat core are compiled into its kernels."""
+CORES = ["blocks", "extents", "flat"]
+
+
+def one_token_later(kernel: Any, *places: int) -> Any:
+    """Return a kernel that gets one token more in these of its arguments: the rules that it asks
+    are compiled into it."""
+    return lambda *args: kernel(*[arg + 1 if i in places else arg for i, arg in enumerate(args)])
 
 
 def turns_red(
@@ -232,6 +240,17 @@ def test_a_state_one_column_off_turns_the_simulation_red(
     def one_off(self: StateColumns, num_tokens: int) -> int:
         return num_tokens // self.tokens_per_column
 
+    def flat_one_off(self: FlatCore, r: int, reservation: Reservation) -> None:
+        newest = reservation.newest_state
+        if newest is not None:
+            newest = replace(newest, num_own_tokens=newest.num_own_tokens + 1)
+        own_end = reservation.own_end + 1
+        note_forward(self, r, replace(reservation, num_own_tokens=own_end, newest_state=newest))
+
+    note_forward = FlatCore._note_forward
+    note_forwards = one_token_later(flat_core.note_forwards, 2, 3)
+    monkeypatch.setattr(FlatCore, "_note_forward", flat_one_off)
+    monkeypatch.setattr(flat_core, "note_forwards", note_forwards)
     monkeypatch.setattr(StateColumns, "_column", one_off)
     assert turns_red(model=model, core=core)
 
@@ -256,6 +275,9 @@ def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
     monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
     monkeypatch.setattr(row_batch, "plan_skips", rows_one_early)
     monkeypatch.setattr(ChunkSkips, "num_skipped", row_one_early)
+    for name, place in (("inspect", 3), ("serve", 3), ("tend", 2)):
+        kernel = one_token_later(getattr(flat_core, name), place)
+        monkeypatch.setattr(flat_core, name, kernel)
     assert turns_red(60, model, core, first_seed=29 if model == "chunk" else 5)
 
 
@@ -269,6 +291,11 @@ def test_an_encoder_block_too_few_turns_the_simulation_red(
         fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
         return allocate(self, request_id, fewer)
 
+    def flat_too_few(self: FlatCore, request: Request, num_encoder_tokens: int = 0) -> int:
+        return open_row(self, request, max(0, num_encoder_tokens - 1))
+
+    open_row = FlatCore._open_row
+    monkeypatch.setattr(FlatCore, "_open_row", flat_too_few)
     monkeypatch.setattr(EncoderColumns, "allocate_new_blocks", too_few)
     assert turns_red(model="full, cross", core=core)
 
@@ -278,6 +305,13 @@ def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
     core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MambaManager, "hits_open_step", True)
+
+    def flat_look_up(self: FlatCore, request: Request) -> CacheHit:
+        self.books.columns.number[OPENED] = 1 << 60
+        return look_up(self, request)
+
+    look_up = FlatCore.look_up
+    monkeypatch.setattr(FlatCore, "look_up", flat_look_up)
     monkeypatch.setattr(LookUp, "_states_of_open_step", lambda self: None)
     assert turns_red(60, model="align", core=core, first_seed=10)
 
