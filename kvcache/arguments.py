@@ -40,6 +40,11 @@ def are_ints(values: Iterable[object]) -> bool:
     return _INTS.issuperset(map(type, values))
 
 
+def are_counts(values: Sequence[object]) -> bool:
+    """Say whether all values are plain integers of at least 0 that 64 bits hold."""
+    return _INTS.issuperset(map(type, values)) and 0 <= min(values) <= max(values) <= MAX_INT  # type: ignore[type-var,operator]  # they are integers
+
+
 def as_int(
     what: str,
     value: object,

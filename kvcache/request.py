@@ -9,6 +9,7 @@ decides nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final, NoReturn, Protocol
 
 import numpy as np
@@ -77,6 +78,23 @@ class BlockHasher(Protocol):
         """
 
 
+def _read_at_once(made: type[Request]) -> type[Request]:
+    """Let properties that only read an attribute do so without a Python call: requests are asked
+    several times in each of the manager's calls."""
+    for name, attribute in (
+        ("num_tokens", "_num_tokens"),
+        ("num_computed_tokens", "_num_computed_tokens"),
+        ("num_preemptions", "_num_preemptions"),
+        ("token_buffer", "_tokens"),
+        ("block_hasher", "_block_hasher"),
+        ("known_block_hashes", "_block_hashes"),
+    ):
+        known: property = vars(made)[name]
+        setattr(made, name, property(attrgetter(attribute), known.fset, doc=known.__doc__))
+    return made
+
+
+@_read_at_once
 class Request:
     """One sequence: prompt tokens, output tokens as they come, and its progress.
 
@@ -108,6 +126,7 @@ class Request:
         "_prompt_bytes",
         "_tokens",
         "cache_salt",
+        "is_plain",
         "lora",
         "mm_hashes",
         "mm_positions",
@@ -165,10 +184,12 @@ class Request:
         self.mm_hashes: Final = hashes
         self.cache_salt: Final = cache_salt
         self.skip_reading_prefix_cache: Final = skip_reading_prefix_cache
-        is_plain = lora is None and cache_salt is None and tenant is None and not model_epoch
+        self.is_plain: Final = lora is None and cache_salt is None and not positions
+        """Whether no block of it has extra keys."""
+        is_default = lora is None and cache_salt is None and tenant is None and not model_epoch
         self.namespace: Final = (
             DEFAULT_NAMESPACE
-            if is_plain
+            if is_default
             else Namespace(model_epoch, lora_label(lora), cache_salt, tenant)
         )
         self.num_prompt_tokens: Final[int] = tokens.size
@@ -242,6 +263,11 @@ class Request:
         view = self._tokens[: self._num_tokens]
         view.flags.writeable = False
         return view
+
+    @property
+    def token_buffer(self) -> NDArray[np.int32]:
+        """An array that begins with all tokens; the rest means nothing. Not to be written to."""
+        return self._tokens
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """Return tokens `[start, end)`, as far as there are any, as the bytes of int32."""
@@ -432,6 +458,29 @@ class RequestView(Request):
             f"request {self.request_id} belongs to the manager: cannot {what} in a view of it: "
             "name the request in a step"
         )
+
+
+def copy_request(
+    request: Request, request_id: str | None = None, *, model_epoch: int | None = None
+) -> Request:
+    """Return a request of the same tokens and content, nothing of it computed: under another id, or
+    of another model epoch."""
+    tokens, num_prompt = request.all_token_ids, request.num_prompt_tokens
+    namespace = request.namespace
+    copy = Request(
+        request_id or request.request_id,
+        tokens[:num_prompt],
+        lora=request.lora,
+        mm_positions=request.mm_positions,
+        mm_hashes=request.mm_hashes,
+        cache_salt=request.cache_salt,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+        block_hasher=request.block_hasher,
+        tenant=namespace.tenant,
+        model_epoch=namespace.model_epoch if model_epoch is None else model_epoch,
+    )
+    copy.append_checked_token_ids(tokens[num_prompt:])
+    return copy
 
 
 def check_request(request: object) -> None:

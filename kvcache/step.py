@@ -14,9 +14,9 @@ manager's question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy as np
@@ -269,6 +269,23 @@ class StepResult:
     error: str = ""
 
 
+_NO_ANSWER = vars(StepResult("", 0, 0, 0))
+
+
+def answer_to(request: StepRequest, **fields: Any) -> StepResult:
+    """Return the result of a step, whose other fields are empty. A constructor that sets each of
+    them takes three times as long, which is a tenth of a step."""
+    result = object.__new__(StepResult)
+    vars(result).update(
+        _NO_ANSWER,
+        client_id=request.client_id,
+        step=request.step,
+        epoch=request.epoch,
+        **fields,
+    )
+    return result
+
+
 # --- types of what an engine sends ----------------------------------------------------------
 
 _STEP_FIELDS = tuple(StepRequest.__dataclass_fields__)
@@ -362,24 +379,19 @@ def _plain_fields(where: str, request: StepRequest) -> dict[str, Any]:
 
 def _plain_items(where: str, request: StepRequest) -> dict[str, Any]:
     """Return the lists of a step whose items had to be changed; raises RequestError."""
-    lists: dict[str, tuple[object, ...]] = {}
+    changes: dict[str, Any] = {}
     for name in _NAMING:
         if names := getattr(request, name):
-            lists[name] = as_texts(f"{where}: {name}", names, RequestError)
-    if request.resumed:
-        resumed = as_tuple(f"{where}: resumed", request.resumed, RequestError, ResumedRequest)
-        lists["resumed"] = tuple([_checked_resumed(where, item) for item in resumed])
-    if request.new:
-        new = as_tuple(f"{where}: new", request.new, RequestError, NewRequest)
-        lists["new"] = tuple([checked_new(where, item) for item in new])
-    if request.forks:
-        forks = as_tuple(f"{where}: forks", request.forks, RequestError, Fork)
-        lists["forks"] = tuple([_checked_fork(where, item) for item in forks])
-    return {
-        name: items
-        for name, items in lists.items()
-        if any(item is not given for item, given in zip(items, getattr(request, name), strict=True))
-    }
+            plain = as_texts(f"{where}: {name}", names, RequestError)
+            if plain is not names:
+                changes[name] = plain
+    for name, kind, check in _ITEMS:
+        if items := getattr(request, name):
+            listed = as_tuple(f"{where}: {name}", items, RequestError, kind)
+            checked = [check(where, item) for item in listed]
+            if any(map(is_not, checked, listed)):
+                changes[name] = tuple(checked)
+    return changes
 
 
 def _checked_resumed(where: str, item: ResumedRequest) -> ResumedRequest:
@@ -397,6 +409,8 @@ def _checked_fork(where: str, item: Fork) -> Fork:
     return item if is_plain else Fork(parent, child)
 
 
+_FIELDS_OF_NEW = attrgetter(*NewRequest.__dataclass_fields__)
+_USUAL_NEW = tuple(map(type, _FIELDS_OF_NEW(NewRequest("", EMPTY_INT32, 0))))
 _NEW_COUNTS = (
     ("max_new_tokens", 1),
     ("num_external_computed_tokens", 0),
@@ -412,6 +426,20 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
     Raises:
         RequestError: one is not. Whether it can be a request is another question.
     """
+    if (
+        tuple(map(type, _FIELDS_OF_NEW(new))) == _USUAL_NEW
+        and new.request_id.isascii()
+        and new.request_id
+        and new.mm_hashes == ()
+        and new.mm_offsets is EMPTY_INT32 is new.mm_lengths
+        and new.token_ids.dtype == _INT32
+        and new.token_ids.ndim == 1
+        and 0 < new.max_new_tokens <= MAX_INT
+        and 0 <= new.num_external_computed_tokens <= MAX_INT
+        and 0 <= new.num_lookahead_tokens <= MAX_INT
+        and 0 <= new.num_encoder_tokens <= MAX_INT
+    ):
+        return new
     request_id = as_text(f"{where}: id of a new request", new.request_id, RequestError)
     changes: dict[str, Any] = {} if request_id is new.request_id else {"request_id": request_id}
     what = f"{where}: request {request_id}"
@@ -445,3 +473,11 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
 
 def _is_column(values: object) -> bool:
     return isinstance(values, np.ndarray) and values.dtype == _INT32 and values.ndim == 1
+
+
+_ITEMS: tuple[tuple[str, type, Callable[[str, Any], object]], ...] = (
+    ("resumed", ResumedRequest, _checked_resumed),
+    ("new", NewRequest, checked_new),
+    ("forks", Fork, _checked_fork),
+)
+"""Lists of a step, what is in them, and what checks that."""

@@ -65,7 +65,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("policy",),
     ),
     "manager": (
-        ("cache_blocks", "prefix_statistics", "row_columns", "pins"),
+        ("cache_blocks", "prefix_statistics", "pins"),
         ("core_registry", "statistics", "events_buffer", "model_limits"),
         ("request_table",),
         ("step_ledger", "admission", "forks"),
@@ -100,7 +100,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kinds", "label_chains"),
         ("columns",),
         ("prefix_tree", "digesting"),
-        ("pool", "hits"),
+        ("pool", "hits", "running"),
         ("states",),
         ("rows", "telling"),
         ("forgetting", "steps", "forks"),

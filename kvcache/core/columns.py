@@ -299,6 +299,10 @@ class Books:
         number[FREE] = number[BLANK] = num_blocks - 1
         ids = np.arange(num_blocks, dtype=int32)
         c.block[:, NEXT], c.block[:, PREV] = np.roll(ids, -1), np.roll(ids, 1)
+        self.cells = number.data
+        """`number` once more: Python reads and writes a cell there in less time."""
+        self.num_reached = len(c.path) - self._extra_columns
+        """Units for which tables and look-ups have room."""
         self.free_rows = list(range(_FEW_ROWS - 1, -1, -1))
         self.book: Any = None
         self._bind()
@@ -308,10 +312,8 @@ class Books:
         self.columns = self.columns._replace(**arrays)
         self._bind()
 
-    def reach_rows(self) -> None:
-        """Make sure that there is a free row."""
-        if self.free_rows:
-            return
+    def more_rows(self) -> int:
+        """Make more free rows, and return the one that is taken next."""
         c = self.columns
         old, new = len(c.row), 2 * len(c.row)
         changes = max(c.change.shape[1], 2 * new * self.num_groups)
@@ -322,6 +324,7 @@ class Books:
             change=np.zeros((4, changes), np.int32),
         )
         self.free_rows = list(range(new - 1, old - 1, -1))
+        return old
 
     def reach_units(self, num_units: int) -> None:
         """Make sure that tables and look-ups have room for so many units."""
@@ -341,6 +344,7 @@ class Books:
         forward = np.zeros((len(c.forward), ENDS + self._has_ends * width), np.int32)
         forward[:, : c.forward.shape[1]] = c.forward
         self.replace(table=table, found=found, path=path, forward=forward)
+        self.num_reached = width - self._extra_columns
         self.reach_changes(width * self.num_groups)
 
     def reach_changes(self, num_columns: int) -> None:
@@ -351,8 +355,7 @@ class Books:
 
     def num_spare_nodes(self) -> int:
         """Return how many nodes could be made now."""
-        number, size = self.columns.number, len(self.columns.node)
-        return int(number[NUM_SPARE] + size - number[NEXT_NODE])
+        return self.cells[NUM_SPARE] + len(self.columns.node) - self.cells[NEXT_NODE]
 
     def reach_nodes(self, num_more: int) -> bool:
         """Make sure that so many nodes can be made; say whether that is possible."""

@@ -17,6 +17,7 @@ from math import gcd, lcm
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
@@ -87,9 +88,12 @@ from kvcache.core.protocol import (
 from kvcache.core.rows import (
     ALL,
     COUNT,
+    DONE,
     GROW,
     LONG,
+    NARROW,
     NUM_PLACES,
+    ODD,
     SINGLE,
     SINGLE_UNIT,
     SKIP,
@@ -102,9 +106,11 @@ from kvcache.core.rows import (
     publish_row,
     publish_units,
     rewind_row,
+    run_rows,
     serve,
     tend,
 )
+from kvcache.core.running import END_OF_OWN, RowTable, RunningRows
 from kvcache.core.steps import StepBook
 from kvcache.core.telling import Teller
 from kvcache.errors import BlockError, InvariantError, RequestError
@@ -115,6 +121,7 @@ from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_pol
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.request import Namespace, Request
+from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.sealed_contents import SealedContents, sorted_contents
 from kvcache.specs import KVCacheConfig, can_cache_prefixes, require_eagle_support
 from kvcache.tenants import TenantAccount, TenantLedger
@@ -164,7 +171,7 @@ class FlatCore:
         if use_eagle:
             require_eagle_support(specs)
         require_eviction_policy(policy_name, policies)
-        sizes = [spec.block_size for spec in specs]
+        self.sizes = sizes = [spec.block_size for spec in specs]
         self.hash_block_size = gcd(*sizes) or 1
         self.books = books = Books(
             kv_cache_config.num_blocks,
@@ -180,6 +187,7 @@ class FlatCore:
         self.digester = Digester(books, hash_fn)
         self.none_hash = none_hash
         self.roots: dict[Namespace, int] = {}
+        self._root = 0  # of the default namespace
         self.namespaces: dict[int, Namespace] = {}
         self._roots_at_most = _FEW_ROOTS
         self._keys_at_most = _FEW_KEYS
@@ -228,7 +236,8 @@ class FlatCore:
         self.forks = RowForks(books, self.teller)
         self.pins: Counter[int] = Counter()
         self._places: Any = np.empty((NUM_PLACES, 0), np.int32)
-        self._last: tuple[CacheHit, Request, int, int] | None = None
+        self._published: Any = np.empty((0, 4), np.int32)
+        self._last: tuple[CacheHit, Request, int] | None = None
         self.no_hit = CacheHit((EMPTY_INT32,) * len(specs), 0)
 
     # --- steps -------------------------------------------------------------------------------
@@ -279,35 +288,31 @@ class FlatCore:
         """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
         if not self.can_hit or self.hits_stopped or request.skip_reading_prefix_cache:
             return self.no_hit
-        num_tokens = request.num_tokens
-        num_units = (num_tokens - 1) // self.hash_block_size
+        limit = request.num_tokens - 1
+        num_units = limit // self.hash_block_size
         if not num_units:
             return self.no_hit
         books = self.books
-        books.reach_units(num_units)
-        first, other, keys = self._keys_of(request, num_units, is_known=True)
+        if num_units > books.num_reached:
+            books.reach_units(num_units)
+        first, other, keys = 0, 0, EMPTY_INT32
+        if not request.is_plain:
+            first, other, keys = self._keys_of(request, num_units, is_known=True)
+        namespace = request.namespace
+        root = self._root if namespace is DEFAULT_NAMESPACE else self.roots.get(namespace, 0)
         length, depth = look_up(
-            books.book,
-            self.roots.get(request.namespace, 0),
-            self.steps.client,
-            first,
-            other,
-            keys,
-            request.all_token_ids,
-            num_tokens - 1,
+            books.book, root, self.steps.client, first, other, keys, request.token_buffer, limit
         )
         if not length:
             return self.no_hit
         length, depth = int(length), int(depth)
-        c = books.columns
-        found = c.found
+        found = books.columns.found
         if books.num_groups == 1:
-            ids: tuple[Int32Array, ...] = (found[0, : length // self.hash_block_size].copy(),)
+            ids: tuple[Int32Array, ...] = (found[0, : length // self.sizes[0]].copy(),)
         else:
-            sizes = c.group[:, SIZE].tolist()
-            ids = tuple([found[g, : length // size].copy() for g, size in enumerate(sizes)])
+            ids = tuple([found[g, : length // size].copy() for g, size in enumerate(self.sizes)])
         hit = CacheHit(ids, length)
-        self._last = hit, request, num_tokens, depth
+        self._last = hit, request, depth
         return hit
 
     def reserve(
@@ -319,13 +324,13 @@ class FlatCore:
             RequestError: it would cache tokens it does not have or has no slots for, or adopts a
                 hit although it has blocks; nothing was changed.
         """
-        r = self.rows.get(request.request_id, NO_ROW)
-        self._require_possible(request, reservation, hit, r)
+        r, cached = self.rows.get(request.request_id, NO_ROW), reservation.num_cached_tokens
+        is_odd = hit is not None and r != NO_ROW
+        if is_odd or cached > reservation.num_slot_tokens or cached > request.num_tokens:
+            self._require_possible(request, reservation, hit, r)
         if r == NO_ROW:
-            changes = self._admit(request, reservation, hit)
-        else:
-            changes = self._extend(r, request, reservation)
-        return changes
+            return self._admit(request, reservation, hit)
+        return self._extend(r, request, reservation)
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Do what `reserve` does for every running row of a step, in one call.
@@ -342,16 +347,20 @@ class FlatCore:
                 "a batch of rows without states, but a KV cache group keeps states: say where each "
                 "row's forwards end"
             )
-        lines = self._rows_of(rows)
-        if lines.size > self._places.shape[1]:
-            self._places = np.empty((NUM_PLACES, 2 * lines.size), np.int32)
-        computed, wanted = int32_array(rows.num_computed_tokens), int32_array(rows.num_slot_tokens)
-        cached, places = int32_array(rows.num_cached_tokens), self._places
-        num_busy, num_late, num_filled, is_sharing, odd = inspect(
-            self.books.book, self._may_publish(), lines, computed, wanted, cached, places
-        )
-        if odd >= 0:
-            raise _unslotted(rows.requests[odd], int(cached[odd]), int(wanted[odd]))
+        slots, computed, wanted = rows.slots, rows.num_computed_tokens, rows.num_slot_tokens
+        cached, lines = rows.num_cached_tokens, np.empty(len(slots), np.int32)
+        if len(slots) > self._places.shape[1]:
+            self._places = np.empty((NUM_PLACES, 2 * len(slots)), np.int32)
+        books, places, odd, publishes = self.books, self._places, 0, self._may_publish()
+        while odd >= 0:
+            num_busy, num_late, num_filled, is_sharing, most, odd = inspect(
+                books.book, publishes, self._row_of_slot, slots, computed, wanted, cached, lines,
+                places,
+            )  # fmt: skip
+            if odd >= 0 and lines[odd] < 0:
+                self._bind_rows(slots, rows.requests)
+            elif odd >= 0:
+                raise _unslotted(rows.requests[odd], int(cached[odd]), int(wanted[odd]))
         if not num_busy:
             return RowsReserved(is_reserved, EMPTY_PATCH)
         if num_filled and not rows.are_tokens_known:
@@ -362,9 +371,8 @@ class FlatCore:
                 rows, lines, places[0, :num_busy].copy(), places[1, :num_late].copy(), is_reserved
             )
             return RowsReserved(is_reserved, patch)
-        books = self.books
-        most = int(wanted[places[0, :num_busy]].max())
-        books.reach_units(-(-most // self.hash_block_size))
+        if most > books.num_reached * self.hash_block_size:
+            books.reach_units(-(-most // self.hash_block_size))
         if (states := rows.states) is not None and books.keeps_states:
             ends = int32_array(states.num_own_tokens), int32_array(states.num_last_own_tokens)
             accepted = int32_array(states.num_accepted_drafts)
@@ -401,6 +409,53 @@ class FlatCore:
             self._publish_units(rows, lines, places, num_single)
         if num_long:
             self._publish_long(rows, lines, places[LONG, :num_long].astype(np.intp), cached)
+        self._settle()
+        return RowsReserved(is_reserved, patch)
+
+    def run_rows(
+        self, table: RowTable, rows: RunningRows, computed: Int32Array, slot_tokens: Int32Array
+    ) -> RowsReserved | None:
+        """Let the rows of a step run on in one piece: append their tokens, reserve their blocks,
+        note how far they come. Blocks may be skipped behind `computed` tokens, and slots are wanted
+        for `slot_tokens`.
+
+        None, unchanged, where that takes more than one piece: `reserve_rows` can do it.
+        """
+        books, slots = self.books, rows.slots
+        is_simple = self.order is None and self.teller.offload is None
+        if not is_simple or books.keeps_states or not books.num_groups:
+            return None
+        count = len(slots)
+        if count > self._places.shape[1]:
+            self._places = np.empty((NUM_PLACES, 2 * count), np.int32)
+            self._published = np.empty((2 * count, 4), np.int32)
+        places, publishes = self._places, self.can_hit and not self.hits_stopped
+        is_reserved, lines = np.empty(count, np.int32), np.empty(count, np.int32)
+        self._last = None
+        while True:
+            code, first, second, _ = run_rows(
+                books.book, publishes, books.num_reached, self._row_of_slot, table.rows, table.ring,
+                slots, rows.offsets, rows.token_ids, rows.figures, computed, slot_tokens, lines,
+                places, is_reserved, self._published,
+            )  # fmt: skip
+            if code == DONE:
+                break
+            if code == ODD and lines[first] < 0:
+                self._bind_rows(slots, table.requests[slots])
+            elif code == NARROW:
+                books.reach_units(-(-first // self.hash_block_size))
+                if not self.reach_nodes(second):
+                    return None
+            else:
+                return None
+        patch = self._take_patch()
+        if first:
+            self.steps.note_rows(self._published[:first].copy())
+        for place in places[LONG, :second].tolist():
+            slot = int(slots[place])
+            table.sync(slot)
+            num_cached = int(rows.figures[END_OF_OWN, place])
+            self._publish(int(lines[place]), table.requests[slot], num_cached)
         self._settle()
         return RowsReserved(is_reserved, patch)
 
@@ -457,12 +512,14 @@ class FlatCore:
             return
         self._last = None
         if self.forks.copied:
-            self.books.columns.number[IS_LOOSE] = 1
-        self.forks.forget(r)
+            self.books.cells[IS_LOOSE] = 1
+        if self.forks.shared:
+            self.forks.forget(r)
         del self.requests[r]
-        slot = self._slot_of_row.pop(r, NO_ROW)
-        if slot >= 0:
-            self._row_of_slot[slot] = NO_ROW
+        if self._slot_of_row:
+            slot = self._slot_of_row.pop(r, NO_ROW)
+            if slot >= 0:
+                self._row_of_slot[slot] = NO_ROW
         free_row(self.books.book, r)
         self.books.free_rows.append(r)
         self._settle()
@@ -616,7 +673,7 @@ class FlatCore:
 
     def num_free_blocks(self) -> int:
         """Return how many blocks could be taken now, cached ones included."""
-        return self.books.columns.number.item(FREE)
+        return self.books.cells[FREE]
 
     def usage(self) -> float:
         """Return the share of blocks that are in use, 0.0 to 1.0."""
@@ -721,6 +778,7 @@ class FlatCore:
             raise InvariantError("no node is left for a namespace")
         n = new_root(self.books.book)
         self.roots[namespace], self.namespaces[n] = n, namespace
+        self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self.digester.set_root(n, self.none_hash)
         return n
 
@@ -737,7 +795,7 @@ class FlatCore:
         What the nodes `spared` have is not forgotten.
         """
         books = self.books
-        num_indexed = books.columns.number.item(NUM_INDEXED) + num_more
+        num_indexed = books.cells[NUM_INDEXED] + num_more
         if 2 * num_indexed > len(books.columns.index):
             books.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
             index_again(books.book)
@@ -753,26 +811,26 @@ class FlatCore:
 
     def _settle(self) -> None:
         """Pass on what kernels wrote down: contents that are gone, then what became hittable."""
-        number = self.books.columns.number
-        if self.order is None and number.item(IS_LOOSE):
+        cells = self.books.cells
+        if self.order is None and cells[IS_LOOSE]:
             self.order = self._make_order()
         if self.order is not None:
             self.order.tell()
-        num_gone, num_notes = number.item(NUM_GONE), number.item(NUM_NOTES)
+        num_gone, num_notes = cells[NUM_GONE], cells[NUM_NOTES]
         if num_gone:
             c = self.books.columns
-            number[NUM_GONE] = 0
+            cells[NUM_GONE] = 0
             gone = c.gone[:num_gone].copy()
             blocks, groups = np.ascontiguousarray(gone[:, 0]), gone[:, 1]
             self.teller.forgotten(blocks, groups, c.gone_digest[:num_gone])
         if num_notes:
-            notes = self.books.columns.note[:num_notes].copy()
-            number[NUM_NOTES] = 0
-            if self.steps.is_open:
-                self.steps.note(notes)
-            else:
+            cells[NUM_NOTES] = 0
+            if self.steps.current is not None:
+                self.steps.note(self.books.columns.note[:num_notes].copy())
+            elif self.teller.tells or self.steps.has_waiting:
+                notes = self.books.columns.note[:num_notes].copy()
                 self.teller.sealed(self.steps.settled(notes))
-        if number.item(IS_FULL):
+        if cells[IS_FULL]:
             raise InvariantError("a log of the columns was too short: what was done is not told")
 
     def _no_blocks(self) -> Int32Array:
@@ -836,6 +894,7 @@ class FlatCore:
             if not c.node.item(n, CHILDREN) and not c.node.item(n, STANDING):
                 drop_root(self.books.book, n)
                 del self.roots[namespace], self.namespaces[n]
+        self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self._roots_at_most = max(_FEW_ROOTS, 2 * len(self.roots))
 
     def _may_publish(self) -> bool:
@@ -882,7 +941,7 @@ class FlatCore:
 
         `is_known`: those that nothing cached has get no number, but -1.
         """
-        if request.lora is None and request.cache_salt is None and not request.mm_positions:
+        if request.is_plain:
             return 0, 0, EMPTY_INT32
         number, unit = self.digester.number_of, self.hash_block_size
         if is_known:
@@ -903,71 +962,71 @@ class FlatCore:
             keys[u] = number(found)
         return (int(keys[0]) if num_units else other), other, keys
 
-    def _open_row(self, request: Request, num_encoder_tokens: int = 0) -> int:
+    def _open_row(self, request: Request) -> int:
         """Give a request a row with its flags and extra keys; the rest is to be filled."""
         books = self.books
-        books.reach_rows()
         self._sweep_keys()
         first, other, _ = self._keys_of(request, 1)
-        r = books.free_rows.pop()
+        r = books.free_rows[-1] if books.free_rows else books.more_rows()
         row = books.columns.row
         row[r, FLAGS] = IS_OPEN | (HAS_ITEMS if request.mm_positions else 0)
         row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
-        books.columns.forward[r, :ENDS] = 0, -1, 0, num_encoder_tokens
-        self.rows[request.request_id], self.requests[r] = r, request.request_id
+        books.columns.forward[r, :ENDS] = 0, -1, 0, 0
+        self._name_row(request, r)
         return r
 
-    def _close_row(self, request: Request, r: int) -> None:
-        """Take back a row that has got nothing."""
-        self.books.columns.row[r, FLAGS] = 0
-        self.books.free_rows.append(r)
-        del self.rows[request.request_id], self.requests[r]
+    def _name_row(self, request: Request, r: int) -> None:
+        """The free row is this request's now."""
+        self.books.free_rows.pop()
+        self.rows[request.request_id], self.requests[r] = r, request.request_id
 
     def _admit(
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
         """Give a request without a row one, and its blocks; None, unchanged, without room."""
-        books, unit = self.books, self.hash_block_size
-        wanted, computed = reservation.num_slot_tokens, reservation.num_computed_tokens
-        books.reach_units(
-            -(-max(wanted, request.num_tokens, reservation.num_encoder_tokens) // unit)
-        )
-        hit_tokens = depth = 0
+        books, unit, num_tokens = self.books, self.hash_block_size, request.num_tokens
+        computed, wanted, cached, spare, own_end, _, num_encoder = reservation
+        num_units = -(-max(wanted, num_tokens, num_encoder) // unit)
+        if num_units > books.num_reached:
+            books.reach_units(num_units)
+        hit_tokens = depth = end = 0
         if hit is not None and hit.num_tokens:
-            hit_tokens = hit.num_tokens
-            last = self._last
+            hit_tokens, last = hit.num_tokens, self._last
             if last is not None and last[0] is hit and last[1] is request:
-                depth = last[3]
+                depth = last[2]
             else:
                 depth = self._match_again(request, hit)
-        end = 0
-        if self._may_publish():
-            end = min(reservation.num_cached_tokens, request.num_tokens) // unit
+        if cached and self.can_hit and not self.hits_stopped:
+            end = min(cached, num_tokens) // unit
         self._last = None
-        root = self.root(request.namespace)
+        is_default = request.namespace is DEFAULT_NAMESPACE and self._root
+        root = self._root if is_default else self.root(request.namespace)
         if end > depth:
             self.reach_nodes(end - depth, books.columns.path[:depth])
-        r = self._open_row(request, reservation.num_encoder_tokens)
-        self._note_forward(r, reservation)
-        tokens, (_, _, keys) = request.all_token_ids, self._keys_of(request, end)
-        digests = self._known_digests(request, end)
-        is_simple = self.order is None and self.teller.offload is None
-        num_free, spare = self.num_free_blocks(), reservation.num_spare_blocks
+        first, other, keys, digests = 0, 0, EMPTY_INT32, _NO_DIGESTS
+        if not request.is_plain:
+            self._sweep_keys()
+            first, other, keys = self._keys_of(request, max(1, end))
+        if end and self.teller.needs_digests:
+            digests = self._known_digests(request, end)
+        num_free = books.cells[FREE]
         room = num_free - spare
         if self.tenants is not None:
-            account = self.tenants.account(request.namespace)
-            self.tenants.serve(account)
-            room = self.tenants.room(account, room)
+            room = self._room_of_tenant(request, room)
+        r = books.free_rows[-1] if books.free_rows else books.more_rows()
+        tokens = request.token_buffer
+        is_simple = self.order is None and self.teller.offload is None
         needed = admit(
-            books.book, r, root, depth, hit_tokens, computed, wanted, num_free - room,
-            end if is_simple else -1, tokens, keys, digests,
+            books.book, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
+            wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
+            wanted, num_free - room, end if is_simple else -1, tokens, keys, digests,
         )  # fmt: skip
         if needed < 0:
             if self.tenants is not None:
                 self.tenants.refuse(self.tenants.served, -1 - needed, num_free - spare)
-            self._close_row(request, r)
             return None
-        if end > depth:
+        self._name_row(request, r)
+        if end > depth and self.steps.current is not None:
             self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth, end)])
         if not is_simple:
             self._make_room(needed)
@@ -978,11 +1037,23 @@ class FlatCore:
                 publish_row(books.book, r, end, 0, tokens, keys, digests)
         self._drop_changes()
         self._settle()
-        changes = []
-        for g in range(books.num_groups):
-            table = self.table(r, g)
-            if len(table):
-                changes.append(TableChange(g, 0, table.copy()))
+        return self._whole_tables(r)
+
+    def _room_of_tenant(self, request: Request, num_free: int) -> int:
+        """Serve a request's tenant from now on; return how many of the free blocks it may have."""
+        if self.tenants is None:
+            return num_free
+        account = self.tenants.account(request.namespace)
+        self.tenants.serve(account)
+        return self.tenants.room(account, num_free)
+
+    def _whole_tables(self, r: int) -> list[TableChange]:
+        """Return all that is in a row's tables."""
+        c, num_groups, changes = self.books.columns, self.books.num_groups, []
+        for g in range(num_groups):
+            count = c.row.item(r, COLUMNS + 2 * g)
+            if count:
+                changes.append(TableChange(g, 0, c.table[r * num_groups + g, :count].copy()))
         return changes
 
     def _extend(
@@ -1045,24 +1116,26 @@ class FlatCore:
 
     def _publish_units(self, rows: RowBatch, lines: Any, places: Any, count: int) -> None:
         """Publish the next unit of each of these rows."""
-        c = self.books.columns
-        chosen, units = places[SINGLE, :count], places[SINGLE_UNIT, :count]
         self.reach_nodes(count)
-        tokens = rows.tokens.newest_units(chosen.astype(np.intp), units.astype(np.intp))
-        if self.steps.is_open:
-            numbers = lines[chosen]
-            generations = c.row[numbers, GENERATION]
-            self.steps.note_rows(np.stack((numbers, generations, units, units + 1), axis=1))
-        tokens = np.ascontiguousarray(tokens, np.int32)
-        parts: dict[TenantAccount | None, list[int] | slice] = {None: slice(None)}
-        if self.tenants is not None:
-            owners = [self.tenants.account(rows.requests[i].namespace) for i in chosen.tolist()]
-            parts = {owner: [i for i, o in enumerate(owners) if o is owner] for owner in owners}
-        for part in parts.values():
-            self._count_room(rows.requests[chosen[part][0]])
+        chosen = places[SINGLE, :count]
+        tokens = rows.tokens.newest_units(chosen, places[SINGLE_UNIT, :count])
+        published = np.empty((count, 4), np.int32)
+        if self.tenants is None:
             publish_units(
-                self.books.book, lines, chosen[part], tokens[part], EMPTY_INT32, _NO_DIGESTS
+                self.books.book, lines, chosen, tokens, EMPTY_INT32, _NO_DIGESTS, published
             )
+            self.steps.note_rows(published)
+            return
+        owners = [self.tenants.account(rows.requests[i].namespace) for i in chosen.tolist()]
+        for owner in dict.fromkeys(owners):
+            part = [i for i, each in enumerate(owners) if each is owner]
+            self._count_room(rows.requests[chosen[part][0]])
+            published = np.empty((len(part), 4), np.int32)
+            publish_units(
+                self.books.book, lines, chosen[part], tokens[part], EMPTY_INT32, _NO_DIGESTS,
+                published,
+            )  # fmt: skip
+            self.steps.note_rows(published)
 
     def _publish_long(self, rows: RowBatch, lines: Any, places: Any, cached: Int32Array) -> None:
         """Publish rows that fill several units, or have multimodal items, one by one."""
@@ -1156,11 +1229,11 @@ class FlatCore:
         return patch
 
     def _drop_changes(self) -> None:
-        c = self.books.columns
-        if self._zeroes and c.number[NUM_IDS]:
+        c, cells = self.books.columns, self.books.cells
+        if self._zeroes and cells[NUM_IDS]:
             ids = c.ids[: c.number[NUM_IDS]]
             self.teller.zero(ids[ids > 0])
-        c.number[NUM_CHANGES] = c.number[NUM_IDS] = 0
+        cells[NUM_CHANGES] = cells[NUM_IDS] = 0
 
     def _grow_by_tenant(
         self, rows: RowBatch, lines: Any, busy: Any, places: Any, tenants: TenantLedger
@@ -1215,46 +1288,44 @@ class FlatCore:
             changes += [(int(rows.slots[i]), change) for change in changed or ()]
         return patch_of(changes)
 
-    def _rows_of(self, batch: RowBatch) -> Int32Array:
-        """Return the rows that a batch names by slots, after binding new ones."""
-        slots = batch.slots
-        if int(slots.min()) < 0:
-            raise self._without_blocks(batch, int(slots.argmin()))
-        if int(slots.max()) >= len(self._row_of_slot):
-            grown = np.full(2 * int(slots.max()) + 2, NO_ROW, np.int32)
+    def _bind_rows(self, slots: Int32Array, requests: npt.NDArray[np.object_]) -> None:
+        """Remember in which slots these requests are.
+
+        Raises:
+            RequestError: one of them has no blocks.
+        """
+        most = int(slots.max())
+        if most >= len(self._row_of_slot):
+            grown = np.full(2 * most + 2, NO_ROW, np.int32)
             grown[: len(self._row_of_slot)] = self._row_of_slot
             self._row_of_slot = grown
-        rows: Int32Array = self._row_of_slot.take(slots)
-        if np.count_nonzero(rows < 0):
-            for place in np.flatnonzero(rows < 0).tolist():
-                r = self.rows.get(batch.requests[place].request_id, NO_ROW)
-                if r == NO_ROW:
-                    raise self._without_blocks(batch, place)
-                before = self._slot_of_row.get(r)
-                if before is not None:
-                    self._row_of_slot[before] = NO_ROW
-                self._slot_of_row[r] = int(slots[place])
-                self._row_of_slot[slots[place]] = rows[place] = r
-        return rows
-
-    def _without_blocks(self, batch: RowBatch, place: int) -> RequestError:
-        return RequestError(
-            f"request {batch.requests[place].request_id} in slot {batch.slots[place]} has no "
-            "blocks: reserve for it before it runs on, and number slots from 0"
-        )
+        for place in np.flatnonzero((slots < 0) | (self._row_of_slot[slots] < 0)).tolist():
+            slot, request_id = int(slots[place]), requests[place].request_id
+            r = self.rows.get(request_id, NO_ROW)
+            if r == NO_ROW or slot < 0:
+                raise RequestError(
+                    f"request {request_id} in slot {slot} has no blocks: reserve for it before it "
+                    "runs on, and number slots from 0"
+                )
+            before = self._slot_of_row.get(r)
+            if before is not None:
+                self._row_of_slot[before] = NO_ROW
+            self._slot_of_row[r] = slot
+            self._row_of_slot[slot] = r
 
     def _slots_of(self, notes: Any) -> Int32Array:
         """Return the slots of the requests that made blocks hittable, -1 for those that have
         gone."""
         generations = self.books.columns.row[:, GENERATION]
-        slots = {
-            (r, generation): self._slots.get(self.requests.get(r, ""), -1)
-            if generations.item(r) == generation and r >= 0
-            else -1
-            for r, generation in set(zip(notes[:, 2].tolist(), notes[:, 3].tolist(), strict=True))
-        }
-        pairs = zip(notes[:, 2].tolist(), notes[:, 3].tolist(), strict=True)
-        return int32_array([slots[pair] for pair in pairs])
+        found: dict[tuple[int, int], int] = {}
+        slots = []
+        for pair in zip(notes[:, 2].tolist(), notes[:, 3].tolist(), strict=True):
+            if pair not in found:
+                r, generation = pair
+                is_here = r >= 0 and generations.item(r) == generation
+                found[pair] = self._slots.get(self.requests.get(r, ""), -1) if is_here else -1
+            slots.append(found[pair])
+        return np.array(slots, np.int32)
 
     def _tail_first(self, hit: CacheHit) -> Int32Array:
         """Return a hit's blocks in the order in which they are given back."""

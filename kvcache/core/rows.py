@@ -40,12 +40,15 @@ from kvcache.core.columns import (
     KEYS,
     LAST,
     LAST_END,
+    NEXT_NODE,
     NODE,
     NUM_CHANGES,
     NUM_ENCODER,
     NUM_IDS,
+    NUM_INDEXED,
     NUM_NOTES,
     NUM_ORDERED,
+    NUM_SPARE,
     OTHER_KEYS,
     OWN_END,
     OWNER,
@@ -79,6 +82,7 @@ from kvcache.core.machine import (
 )
 from kvcache.core.pool import hold, release, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
+from kvcache.core.running import END_OF_OWN, FIRST_IN_RING, TOKENS, append, note_ends
 from kvcache.core.states import forget_ends, grow_states, lacking_states, note_end
 
 _types: Any = types
@@ -341,17 +345,24 @@ def open_row(
     return needed
 
 
-@kernel(INT, BOOK, INT, INT, INT, INT, INT, INT, INT, INT, INTS, INTS, BYTE_ROWS)
+@kernel(INT, BOOK, *[INT] * 13, INTS, INTS, BYTE_ROWS)
 def admit(
-    book: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
-    spare: int, end: int, tokens: Any, keys: Any, digests: Any,
+    book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
+    root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
+    tokens: Any, keys: Any, digests: Any,
 ) -> int:  # fmt: skip
     """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
     is only opened. Returns what `open_row` does."""
+    c = columns_of(book)
+    s = search_of(book)
+    s.forward[r, OWN_END], s.forward[r, LAST_END] = own_end, -1
+    s.forward[r, ACCEPTED], s.forward[r, NUM_ENCODER] = 0, num_encoder
     needed = open_row(book, r, root, depth, hit_tokens, computed, slot_tokens, spare)
-    if needed >= 0:
-        note_end(book, r, computed)
-    if needed >= 0 and end >= 0:
+    if needed < 0:
+        return needed
+    c.row[r, FLAGS], c.row[r, FIRST_KEYS], c.row[r, OTHER_KEYS] = flags, first, other
+    note_end(book, r, computed)
+    if end >= 0:
         grow(book, r, 0, computed, slot_tokens)
         if end > depth:
             publish(book, r, end, 0, tokens, keys, digests)
@@ -482,18 +493,26 @@ def free_row(book: Any, r: int) -> None:
 # --- many rows ---------------------------------------------------------------------------------
 
 
-@kernel(_types.UniTuple(INT, 5), BOOK, INT, INTS, INTS, INTS, INTS, NEW_INT_ROWS)
-def inspect(
-    book: Any, publishes: int, rows: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any
-) -> Any:
-    """Find the rows of a batch for which something is to be done; return how many those are, how
-    many skip, how many fill a unit, whether one shares what it may write, and the place of one that
-    wants to cache tokens for which it wants no slots, or -1. Changes nothing."""
+@routine
+def _inspect(
+    book: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
+    cached: Any, rows: Any, places: Any,
+) -> Any:  # fmt: skip
+    """Find the `rows` in slots, and those of them for which something is to be done; return how
+    many those are, how many skip, how many fill a unit, whether one shares what it may write, the
+    most slots that one wants, and the place of one whose slot has no row, or that wants to cache
+    tokens for which it wants no slots, or -1. Changes nothing."""
     c = columns_of(book)
     unit = c.tokens.shape[1]
-    num_busy = num_late = num_filled = is_sharing = np.int64(0)
-    for i in range(len(rows)):
-        r = rows[i]
+    num_busy = num_late = num_filled = is_sharing = most = np.int64(0)
+    for i in range(len(slots)):
+        slot = slots[i]
+        r = np.int64(-1)
+        if 0 <= slot < len(row_of_slot):
+            r = np.int64(row_of_slot[slot])
+        rows[i] = r
+        if r < 0:
+            return num_busy, num_late, num_filled, is_sharing, most, np.int64(i)
         is_late = computed[i] >= c.row[r, SKIP_AT]
         is_filled = cached[i] >= (np.int64(c.row[r, UNITS]) + 1) * unit
         if is_filled and (publishes == 0 or c.row[r, FLAGS] & IS_MUTE):
@@ -501,9 +520,10 @@ def inspect(
         if not (is_late or is_filled or slot_tokens[i] > c.row[r, CAPACITY]):
             continue
         if cached[i] > slot_tokens[i]:
-            return num_busy, num_late, num_filled, is_sharing, i
+            return num_busy, num_late, num_filled, is_sharing, most, np.int64(i)
         places[BUSY, num_busy] = i
         num_busy += 1
+        most = max(most, np.int64(slot_tokens[i]))
         if is_late:
             places[LATE, num_late] = i
             num_late += 1
@@ -512,7 +532,18 @@ def inspect(
             num_filled += 1
         if c.row[r, FLAGS] & IS_SHARING:
             is_sharing = np.int64(1)
-    return num_busy, num_late, num_filled, is_sharing, np.int64(-1)
+    return num_busy, num_late, num_filled, is_sharing, most, np.int64(-1)
+
+
+@kernel(_types.UniTuple(INT, 6), BOOK, INT, INTS, INTS, INTS, INTS, INTS, NEW_INTS, NEW_INT_ROWS)
+def inspect(
+    book: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
+    cached: Any, rows: Any, places: Any,
+) -> Any:  # fmt: skip
+    """Do `_inspect`."""
+    return _inspect(
+        book, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
+    )
 
 
 @routine
@@ -623,16 +654,83 @@ def note_forwards(book: Any, rows: Any, own: Any, last: Any, accepted: Any) -> i
     return total
 
 
-@kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, INTS, BYTE_ROWS)
+@kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, INTS, BYTE_ROWS, NEW_INT_ROWS)
 def publish_units(
-    book: Any, rows: Any, places: Any, tokens: Any, no_keys: Any, no_digests: Any
+    book: Any, rows: Any, places: Any, tokens: Any, no_keys: Any, no_digests: Any, published: Any
 ) -> None:
-    """Publish the next unit of rows: `tokens[k]` are those of the row at `places[k]`."""
+    """Publish the next unit of rows: `tokens[k]` are those of the row at `places[k]`. Note row,
+    generation, unit and the one behind it in `published[k]`."""
     c = columns_of(book)
     for k in range(len(places)):
         r = np.int64(rows[places[k]])
         u = np.int64(c.row[r, UNITS])
+        published[k, 0], published[k, 1] = r, c.row[r, GENERATION]
+        published[k, 2], published[k, 3] = u, u + 1
         publish(book, r, u + 1, u, tokens[k], no_keys, no_digests)
+
+
+DONE, ODD, NARROW, SHARING = range(4)
+"""What `run_rows` answers: all is done; a slot has no row yet, or wants to cache more than it has
+slots for; there must be room for more units or nodes; rows share what they may write. Nothing is
+changed but where all is done."""
+
+
+@kernel(
+    _types.UniTuple(INT, 4), BOOK, INT, INT, INTS, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
+    INT_ROWS, INTS, INTS, NEW_INTS, NEW_INT_ROWS, NEW_INTS, NEW_INT_ROWS,
+)  # fmt: skip
+def run_rows(
+    book: Any, publishes: int, num_reached: int, row_of_slot: Any, running: Any, ring: Any,
+    slots: Any, offsets: Any, token_ids: Any, figures: Any, computed: Any, slot_tokens: Any,
+    rows: Any, places: Any, is_reserved: Any, published: Any,
+) -> Any:  # fmt: skip
+    """Run the rows of a step on: append their tokens, skip, grow those that can have all their
+    blocks, publish units that they fill, and note how far each is computed. Return `DONE`, how many
+    units were published alone, each with a line in `published`, and how many rows are left to be
+    published one by one (LONG in `places`); or another answer, the most slots that a row wants and
+    how many units are filled."""
+    c = columns_of(book)
+    s = search_of(book)
+    cached, unit, none = figures[END_OF_OWN], c.tokens.shape[1], np.int64(0)
+    num_busy, num_late, num_filled, is_sharing, most, odd = _inspect(
+        book, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
+    )
+    if odd >= 0:
+        return np.int64(ODD), odd, none, none
+    if is_sharing:
+        return np.int64(SHARING), none, none, none
+    num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
+    is_narrow = most > num_reached * unit or num_filled > num_spare
+    if is_narrow or 2 * (c.number[NUM_INDEXED] + num_filled) > len(s.index):
+        return np.int64(NARROW), most, num_filled, none
+    append(running, ring, slots, offsets, token_ids)
+    for i in range(len(slots)):
+        is_reserved[i] = 1
+    num_single = num_long = none
+    if num_busy:
+        _skip_rows(book, rows, computed, places, num_late)
+        _grant_rows(
+            book, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
+        )
+        num_single, num_long = _grow_rows(
+            book, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled,
+            is_reserved,
+        )  # fmt: skip
+    num_published, width, keys = none, ring.shape[1], places[LONG, :0]
+    for k in range(num_single):
+        i = np.int64(places[SINGLE, k])
+        slot, r, u = np.int64(slots[i]), np.int64(rows[i]), np.int64(places[SINGLE_UNIT, k])
+        oldest = max(running[slot, FIRST_IN_RING], running[slot, TOKENS] - width)
+        if u * unit < oldest:
+            places[LONG, num_long] = i
+            num_long += 1
+            continue
+        published[num_published, 0], published[num_published, 1] = r, c.row[r, GENERATION]
+        published[num_published, 2], published[num_published, 3] = u, u + 1
+        num_published += 1
+        publish(book, r, u + 1, u - u % (width // unit), ring[slot], keys, s.digest[:0])
+    note_ends(running, slots, figures, is_reserved)
+    return np.int64(DONE), num_published, num_long, none
 
 
 @kernel(NOTHING, BOOK, INT, INT, INT, INTS, INTS)

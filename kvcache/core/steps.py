@@ -23,6 +23,7 @@ from kvcache.core.columns import (
     PARENT,
     SEALED_BELOW,
     SERIAL,
+    TELLS,
     UNITS,
     Books,
     columns_of,
@@ -64,7 +65,7 @@ def settle_notes(book: Any, notes: Any, serial: int, waiting: Any) -> int:
     return count
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OpenStep:
     """A step that made something hittable: what, and which units of which rows.
 
@@ -86,21 +87,22 @@ class StepBook:
     def __init__(self, books: Books) -> None:
         """Know no step."""
         self._books = books
-        self._current: OpenStep | None = None
+        self.current: OpenStep | None = None
+        """The open step."""
         self._client_id = ""
         self._waiting: dict[str, deque[OpenStep]] = {}
         self._numbers: dict[str, int] = {}
         self._next_serial = 1
 
     @property
-    def is_open(self) -> bool:
-        """Whether a step is open."""
-        return self._current is not None
+    def has_waiting(self) -> bool:
+        """Whether some step waits to be completed, the open one left out."""
+        return bool(self._waiting)
 
     @property
     def client(self) -> int:
         """The number of the open step's client, 0 where none is open."""
-        return 0 if self._current is None else self._current.client
+        return 0 if self.current is None else self.current.client
 
     def open(self, client_id: str, step: int) -> None:
         """Open a step; raises RequestError, unchanged, if a later one of the client waits."""
@@ -111,7 +113,8 @@ class StepBook:
                 f"cannot open step {step} of client {client_id!r}{latest}: a client has a name, "
                 "and its step numbers count up from 0 or more"
             )
-        self.close()
+        if self.current is not None:
+            self.close()
         number = self._numbers.get(client_id)
         if number is None:
             used = set(self._numbers.values())
@@ -122,28 +125,29 @@ class StepBook:
 
     def close(self) -> None:
         """End the open step, if any."""
-        if self._current is None:
+        if self.current is None:
             return
         self._end_current()
-        self._current = None
-        self._books.columns.number[SERIAL] = 0
-        self._forget_if_idle(self._client_id)
+        self.current = None
+        self._books.cells[SERIAL] = 0
+        if self._client_id not in self._waiting:
+            self._numbers.pop(self._client_id, None)
 
     def note_rows(self, rows: Any) -> None:
         """Remember that rows published these units: row, generation, first unit, end."""
-        if self._current is not None:
-            self._current.rows.append(rows)
+        if self.current is not None:
+            self.current.rows.append(rows)
 
     def note_row(self, r: int, end: int) -> None:
         """Remember that a row is about to publish its units up to `end`."""
-        if self._current is not None:
+        if self.current is not None:
             row = self._books.columns.row
-            self._current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS), end)])
+            self.current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS), end)])
 
     def note(self, notes: NodeNotes) -> None:
         """Remember what became hittable. A step is open."""
-        if self._current is not None:
-            self._current.notes.append(notes)
+        if self.current is not None:
+            self.current.notes.append(notes)
 
     def complete(self, client_id: str, through_step: int) -> list[OpenStep]:
         """Seal the client's steps up to `through_step`; return them, with notes of what of them is
@@ -151,9 +155,11 @@ class StepBook:
         self._keep_current()
         waiting, completed = self._waiting.get(client_id), []
         c = self._books.columns
+        # Without others' steps, only those who are told want to know what still stands.
+        settles = self._books.cells[TELLS] or len(self._waiting) > 1
         while waiting and waiting[0].step <= through_step:
             step = waiting.popleft()
-            if step.notes:
+            if step.notes and settles:
                 notes = np.concatenate(step.notes)
                 step.notes = [self.settled(_once(notes) if step.waits else notes, step.serial)]
             c.client[step.serial & (NUM_STEPS - 1)] = 0
@@ -187,7 +193,7 @@ class StepBook:
         """Let nothing wait. Nothing carries a serial any more."""
         self._waiting.clear()
         self._books.columns.client[:] = 0
-        current, self._current = self._current, None
+        current, self.current = self.current, None
         self._numbers = {} if current is None else {self._client_id: current.client}
         self._next_serial = 1
         self._books.columns.number[SEALED_BELOW] = 1
@@ -219,26 +225,27 @@ class StepBook:
 
     def _begin(self, client: int, step: int) -> None:
         """Open a step with the next serial, which it gives back if it makes nothing hittable."""
-        number = self._books.columns.number
-        oldest = int(number[SEALED_BELOW])
-        if self._next_serial - oldest >= NUM_STEPS - 1:
+        cells = self._books.cells
+        if self._next_serial - cells[SEALED_BELOW] >= NUM_STEPS - 1:
             self._renumber()
-        self._current = OpenStep(client, step, self._next_serial)
-        self._books.columns.client[self._next_serial & (NUM_STEPS - 1)] = client
-        number[SERIAL] = self._next_serial
-        parts = [w.serial for w in self._waiting.get(self._client_id, ()) if w.step == step]
-        number[OPENED] = min(parts, default=self._next_serial)
-        self._next_serial += 1
+        serial = self._next_serial
+        self.current = OpenStep(client, step, serial)
+        self._books.columns.client[serial & (NUM_STEPS - 1)] = client
+        cells[SERIAL] = cells[OPENED] = serial
+        waiting = self._waiting.get(self._client_id)
+        if waiting and waiting[-1].step == step:
+            cells[OPENED] = min([part.serial for part in waiting if part.step == step])
+        self._next_serial = serial + 1
 
     def _keep_current(self) -> None:
         """Let the open step wait, if it made anything hittable; it goes on under another serial."""
-        current = self._current
+        current = self.current
         if current is not None:
             self._end_current()
             self._begin(current.client, current.step)
 
     def _end_current(self) -> None:
-        current = self._current
+        current = self.current
         if current is None:
             return
         if current.rows or current.notes:
@@ -252,17 +259,16 @@ class StepBook:
 
     def _after(self, client_id: str) -> None:
         """Note below which serial all steps are sealed."""
-        oldest = min(
-            (step.serial for steps in self._waiting.values() for step in steps),
-            default=self._next_serial if self._current is None else self._current.serial,
-        )
-        self._books.columns.number[SEALED_BELOW] = oldest
         self._forget_if_idle(client_id)
+        oldest = self._next_serial if self.current is None else self.current.serial
+        if self._waiting:
+            oldest = min([steps[0].serial for steps in self._waiting.values()])
+        self._books.cells[SEALED_BELOW] = oldest
 
     def _forget_if_idle(self, client_id: str) -> None:
         if not self._waiting.get(client_id):
             self._waiting.pop(client_id, None)
-            if self._current is None or self._client_id != client_id:
+            if self.current is None or self._client_id != client_id:
                 self._numbers.pop(client_id, None)
 
     def _renumber(self) -> None:

@@ -172,6 +172,9 @@ class Teller:
         if (roots != roots[0]).any():
             found, inverse = np.unique(roots, return_inverse=True)
             used, places = found.tolist(), int32_array(inverse.reshape(-1))
+        extra_keys = {}
+        if keys:
+            extra_keys = {i: extra_keys_bytes(each) for i, each in enumerate(keys) if each}
         return Label(
             block_ids=ids,
             groups=np.full(len(ids), g, np.int32),
@@ -181,8 +184,8 @@ class Teller:
             token_counts=np.full(len(ids), size, np.int32),
             token_ids=tokens.reshape(-1),
             namespaces=places,
-            namespace_names=tuple(namespace_name(self._namespaces[root]) for root in used),
-            extra_keys={i: extra_keys_bytes(each) for i, each in enumerate(keys) if each},
+            namespace_names=tuple([namespace_name(self._namespaces[root]) for root in used]),
+            extra_keys=extra_keys,
         )
 
     def _emit_stored(

@@ -18,8 +18,8 @@ from kvcache.core import CacheHit, Core
 from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
-from kvcache.manager.request_table import KnownRequest, RequestTable
-from kvcache.request import LoRARequest, Request, TokenIds
+from kvcache.manager.request_table import RequestTable
+from kvcache.request import LoRARequest, Request, TokenIds, copy_request
 from kvcache.tenants import TenantLedger
 
 logger = get_logger(__name__)
@@ -58,6 +58,11 @@ class CacheControl:
         self.model_epoch = model_epoch
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something for `refresh` to look after: pins, or a drain."""
+        return self.is_draining or len(self._pins.hits) > 0
 
     @property
     def num_pins(self) -> int:
@@ -165,7 +170,9 @@ class CacheControl:
             self.is_draining = False
             self.model_epoch += 1
             for known in self._table.preempted():
-                known.request = _renewed(known, self.model_epoch)
+                old = known.request
+                known.request = copy_request(old, model_epoch=self.model_epoch)
+                known.request.num_preemptions = old.num_preemptions
         if self._has_workers:
             self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]
         logger.info("the prefix cache is reset: model epoch %d", self.model_epoch)
@@ -187,25 +194,3 @@ def prefix_request(
     )
     request.append_output_token_ids([0])
     return request
-
-
-def _renewed(known: KnownRequest, model_epoch: int) -> Request:
-    """Return a preempted request as one of the new model epoch."""
-    old = known.request
-    tokens = old.all_token_ids
-    new = Request(
-        old.request_id,
-        tokens[: old.num_prompt_tokens],
-        lora=old.lora,
-        mm_positions=old.mm_positions,
-        mm_hashes=old.mm_hashes,
-        cache_salt=old.cache_salt,
-        skip_reading_prefix_cache=old.skip_reading_prefix_cache,
-        block_hasher=old.block_hasher,
-        tenant=old.namespace.tenant,
-        model_epoch=model_epoch,
-    )
-    if old.num_tokens > old.num_prompt_tokens:
-        new.append_output_token_ids(tokens[old.num_prompt_tokens :])
-    new.num_preemptions = old.num_preemptions
-    return new

@@ -10,74 +10,42 @@ shared, and who copies when one of them writes, is the core's. Refuses parents w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 
 from kvcache.core import Core, ForkOrigin, NewestState, TableChange
 from kvcache.errors import RequestError
 from kvcache.manager.request_table import KnownRequest, RequestTable
-from kvcache.request import Request
+from kvcache.request import Request, copy_request
 
 
-class Forked(NamedTuple):
-    """A child in its slot, and its tables."""
+def seat_fork(
+    table: RequestTable, core: Core, parent: KnownRequest, child: Request, num_tokens: int
+) -> tuple[KnownRequest, list[TableChange]] | None:
+    """Let `child` start with the first `num_tokens` tokens of a running parent, in a slot of its
+    own; return it, and its tables. None, unchanged, if no slot is free. Both have been checked.
 
-    known: KnownRequest
-    changes: Sequence[TableChange]
-
-
-class Forks:
-    """Seats children beside their parents."""
-
-    def __init__(self, table: RequestTable, core: Core) -> None:
-        """Seat in `table`; `core` shares the blocks."""
-        self._table = table
-        self._core = core
-
-    def seat(self, parent: KnownRequest, child: Request, num_tokens: int) -> Forked | None:
-        """Let `child` start with the first `num_tokens` tokens of a running parent.
-
-        None, unchanged, if no slot is free. Both have been checked.
-
-        Raises:
-            RequestError: the parent has no blocks for so many tokens; nothing was changed.
-        """
-        if not self._table.num_free:
-            return None
-        num_own = self._table.num_own(parent.slot)
-        newest = NewestState(num_own, num_tokens - num_own)
-        changes = self._core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
-        known = self._table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens)
-        child.num_computed_tokens = num_tokens
-        return Forked(known, changes)
-
-    def seat_copy(self, parent: KnownRequest, child_id: str) -> Forked | None:
-        """Do `seat` with a child that has the parent's tokens, up to what is computed of them."""
-        self._table.sync(parent.slot)
-        request, num_computed = parent.request, self._table.num_computed(parent.slot)
-        child = copied(request, child_id)
-        return self.seat(parent, child, min(num_computed, request.num_tokens))
+    Raises:
+        RequestError: the parent has no blocks for so many tokens; nothing was changed.
+    """
+    if not table.free_slots:
+        return None
+    num_own = table.num_own(parent.slot)
+    newest = NewestState(num_own, num_tokens - num_own)
+    changes = core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
+    known = table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens)
+    child.num_computed_tokens = num_tokens
+    return known, changes
 
 
-def copied(request: Request, request_id: str) -> Request:
-    """Return a request with the tokens and all else of another one, nothing of it computed."""
-    tokens = request.all_token_ids
-    copy = Request(
-        request_id,
-        tokens[: request.num_prompt_tokens],
-        lora=request.lora,
-        mm_positions=request.mm_positions,
-        mm_hashes=request.mm_hashes,
-        cache_salt=request.cache_salt,
-        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        block_hasher=request.block_hasher,
-        tenant=request.namespace.tenant,
-        model_epoch=request.namespace.model_epoch,
-    )
-    copy.append_output_token_ids(tokens[request.num_prompt_tokens :])
-    return copy
+def seat_copy(
+    table: RequestTable, core: Core, parent: KnownRequest, child_id: str
+) -> tuple[KnownRequest, list[TableChange]] | None:
+    """Do `seat_fork` with a child that has the parent's tokens, up to what is computed of them."""
+    table.sync(parent.slot)
+    request = parent.request
+    child = copy_request(request, child_id)
+    num_tokens = min(table.num_computed(parent.slot), request.num_tokens)
+    return seat_fork(table, core, parent, child, num_tokens)
 
 
 def require_continuation(parent: Request, child: Request, max_model_len: int) -> None:

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvcache.arguments import (
-    MAX_INT,
-    are_ints,
+    are_counts,
     as_bool,
     as_int,
     as_integers,
@@ -50,7 +49,7 @@ from kvcache.labels import LabelSet
 from kvcache.manager.cache_blocks import Found, KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import prefix_request
 from kvcache.manager.core_registry import CORES, CoreFactory
-from kvcache.manager.forks import require_continuation
+from kvcache.manager.forks import require_continuation, seat_fork
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.parts import ManagerParts, ManagerSettings
 from kvcache.manager.pins import Pin
@@ -166,7 +165,7 @@ class KVCacheManager:
         self._admission, self._control = parts.admission, parts.control
         self.holds, self.tiers, self.view = parts.holds, parts.tiers, parts.view
         self._planner, self._executor = parts.planner, parts.executor
-        self._limits, self._forks = parts.limits, parts.forks
+        self._limits = parts.limits
         self._has_workers = settings.has_workers
         self._block_sizes = settings.block_sizes
         # First column per group that the workers do not know, by slot, until a patch is taken.
@@ -231,25 +230,27 @@ class KVCacheManager:
         Raises:
             RequestError: counts that contradict each other, the request, or its tenant's limit.
         """
-        counts = num_new, num_adopted, num_drafts, num_ahead, num_external, num_encoder = (
-            checked_counts(
-                request,
-                num_new_tokens,
-                num_new_computed_tokens,
-                num_draft_tokens,
-                num_lookahead_tokens,
-                num_external_computed_tokens,
-                num_encoder_tokens,
-            )
+        counts: tuple[int, ...] = (
+            num_new_tokens,
+            num_new_computed_tokens,
+            num_draft_tokens,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            num_encoder_tokens,
         )
+        if type(request) is not Request or not are_counts(counts):
+            counts = checked_counts(request, *counts)
+        num_new, num_adopted, num_drafts, num_ahead, num_external, num_encoder = counts
         if new_computed_blocks is not None:
             check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
-        delays_caching = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
-        table, core, control, limits = self._table, self._core, self._control, self._limits
-        start = request.num_computed_tokens + num_adopted + num_external
-        own_end = start + num_new - num_drafts
-        num_tokens = request.num_tokens
-        is_odd = num_drafts or num_encoder or start + num_new == request.num_computed_tokens
+        if delay_cache_blocks is not False:
+            delay_cache_blocks = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
+        table, control, limits = self._table, self._control, self._limits
+        num_computed, num_tokens = request.num_computed_tokens, request.num_tokens
+        start = num_computed + num_adopted + num_external
+        end = start + num_new
+        own_end = end - num_drafts
+        is_odd = num_drafts or num_encoder or end == num_computed
         if is_odd or own_end > num_tokens or own_end > limits.max_model_len:
             _check_counts(request, counts, limits)
         known = table.known.get(request.request_id)
@@ -261,15 +262,15 @@ class KVCacheManager:
         hit = None
         if num_adopted or new_computed_blocks:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
-        control.changed()
+        control.state_number += 1
         num_spare = 0
         if known is None:
-            if not table.num_free:
+            if not table.free_slots:
                 return None
             num_spare = self._admission.num_spare_blocks
-        end = min(start + num_new + num_ahead, limits.max_model_len)
-        num_cached = 0 if delays_caching else min(own_end, num_tokens)
-        changes = core.reserve(
+        end = min(end + num_ahead, limits.max_model_len)
+        num_cached = 0 if delay_cache_blocks else min(own_end, num_tokens)
+        changes = self._core.reserve(
             request,
             Reservation(start, end, num_cached, num_spare, own_end, newest, num_encoder),
             hit,
@@ -284,7 +285,8 @@ class KVCacheManager:
         known.num_draft_tokens = num_drafts
         if not changes:
             return blocks_of(self._nothing, self._nothing)
-        self._note_changed(known.slot, changes)
+        if self._has_workers:
+            self._note_changed(known.slot, changes)
         return self._new_blocks(changes, num_cached, hit)
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
@@ -316,12 +318,13 @@ class KVCacheManager:
         self._newest_state(known, 0, 0)
         child_request.attach_block_hasher(self._hasher)
         self._control.refresh()
-        self._control.changed()
+        self._control.state_number += 1
         num_computed = parent_request.num_computed_tokens
-        seated = self._forks.seat(known, child_request, num_computed)
+        seated = seat_fork(self._table, self._core, known, child_request, num_computed)
         if seated is None:
             return None
-        self._note_changed(seated.known.slot, seated.changes)
+        if self._has_workers:
+            self._note_changed(seated[0].slot, seated[1])
         return KVCacheBlocks(self._core.block_ids(child_request.request_id))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -342,7 +345,7 @@ class KVCacheManager:
                 f"request {request.request_id}: cannot cache {num_computed_tokens} tokens, it has "
                 f"{request.num_tokens}: pass 0 to that number"
             )
-        self._control.changed()
+        self._control.state_number += 1
         self._core.commit(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:
@@ -355,10 +358,11 @@ class KVCacheManager:
         known = self._table.owned_by_caller(request)
         if known is None:
             return
-        self._control.changed()
+        self._control.state_number += 1
         self._changed_columns.pop(known.slot, None)
         self._executor.forget(known)
-        self._control.refresh()
+        if self._control.waits:
+            self._control.refresh()
 
     def free_block_hashes(self, request: Request) -> None:
         """Make no further block of the request hittable; those that are stay so."""
@@ -411,10 +415,12 @@ class KVCacheManager:
         client = self._ledger.look_up(request.client_id)
         plan = self._planner.plan(request, client, self._control.model_epoch)
         self._ledger.keep(client, has_failed=plan.rollback is not None)
-        self._control.changed()
-        self._control.refresh()
+        self._control.state_number += 1
+        if self._control.waits:
+            self._control.refresh()
         result = self._executor.execute(plan)
-        self._control.refresh()
+        if self._control.waits:
+            self._control.refresh()
         return result
 
     def release_client(self, client_id: str) -> tuple[str, ...]:
@@ -426,12 +432,13 @@ class KVCacheManager:
         client = self._ledger.forget(as_text("client id", client_id, RequestError))
         if client is None:
             return ()
-        self._control.changed()
+        self._control.state_number += 1
         self._core.fail_steps(client_id, client.completed_step + 1)
         gone = self._table.of_client(client.index)
         for known in gone:
             self._executor.forget(known)
-        self._control.refresh()
+        if self._control.waits:
+            self._control.refresh()
         return tuple(known.request.request_id for known in gone)
 
     def get_request(self, request_id: str) -> Request | None:
@@ -546,7 +553,7 @@ class KVCacheManager:
         return ManagerStatistics(
             self._core.statistics(),
             *self._table.counts(),
-            num_free_slots=self._table.num_free,
+            num_free_slots=len(self._table.free_slots),
             num_pins=self._control.num_pins,
             num_clients=len(self._ledger),
             num_unfinished_steps=self._ledger.num_unfinished_steps,
@@ -594,7 +601,7 @@ class KVCacheManager:
                 f"cannot restore: {num_running} requests run and {num_preempted} are preempted: "
                 "restore a new manager"
             )
-        self._control.changed()
+        self._control.state_number += 1
         return self._core.restore(sets)
 
     # Inside the calls of requests.
@@ -608,8 +615,10 @@ class KVCacheManager:
                 f"epoch {self._control.model_epoch}: create it with "
                 "model_epoch=manager.model_epoch"
             )
-        request.attach_block_hasher(self._hasher)
-        self._control.refresh()
+        if request.block_hasher is not self._hasher:
+            request.attach_block_hasher(self._hasher)
+        if self._control.waits:
+            self._control.refresh()
 
     def _newest_state(
         self, known: KnownRequest, num_external: int, num_encoder: int
@@ -678,8 +687,6 @@ class KVCacheManager:
 
     def _note_changed(self, slot: int, changes: Sequence[TableChange]) -> None:
         """Remember from which columns on a table has changed, for workers."""
-        if not self._has_workers:
-            return
         columns = self._changed_columns.get(slot)
         if columns is None:
             columns = self._changed_columns[slot] = [None] * len(self._block_sizes)
@@ -706,28 +713,28 @@ class KVCacheManager:
         self, changes: Sequence[TableChange], num_cached: int, hit: CacheHit | None
     ) -> KVCacheBlocks:
         """The blocks that entered the tables, without those that the request adopted."""
-        new = [EMPTY_INT32] * len(self._block_sizes)
-        unhashed = [EMPTY_INT32] * len(self._block_sizes)
+        new, unhashed = list(self._nothing), list(self._nothing)
         for change in changes:
             group, first, entered = change.group, change.first_index, change.block_ids
             if hit is not None and len(hit.block_ids[group]) > first:
                 num_adopted = len(hit.block_ids[group])
                 entered, first = entered[num_adopted - first :], num_adopted
-            without = self._unhashed(num_cached, group, first, entered)
+            if group in self._limits.state_groups:
+                without = self._unhashed_states(num_cached, group, first, entered)
+            else:
+                without = entered[max(0, num_cached // self._block_sizes[group] - first) :]
             new[group] = np.concatenate((new[group], entered)) if len(new[group]) else entered
             unhashed[group] = (
                 np.concatenate((unhashed[group], without)) if len(unhashed[group]) else without
             )
         return blocks_of(tuple(new), tuple(unhashed))
 
-    def _unhashed(
+    def _unhashed_states(
         self, num_cached: int, group: int, first_index: int, block_ids: Int32Array
     ) -> Int32Array:
-        """Those of the blocks from column `first_index` on whose content has no hash."""
+        """Those of the states from column `first_index` on whose content has no hash."""
         size = self._block_sizes[group]
         num_full = num_cached // size
-        if group not in self._limits.state_groups:
-            return block_ids[max(0, num_full - first_index) :]
         has_none = block_ids != NULL_BLOCK_ID
         # Only a state at the very end of what is cached has a hash.
         hashed = num_full - 1 - first_index
@@ -745,7 +752,7 @@ def checked_counts(request: Request, *counts: int) -> tuple[int, ...]:
             change.
     """
     check_request(request)
-    if are_ints(counts) and min(counts) >= 0 and max(counts) <= MAX_INT:
+    if are_counts(counts):
         return counts
     return tuple(
         [

@@ -28,7 +28,7 @@ from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.request_table import RequestTable
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
-from kvcache.request import BlockHasher, Request
+from kvcache.request import BlockHasher, Request, copy_request
 from kvcache.specs import ceil_div
 
 
@@ -144,7 +144,7 @@ class PrefixLoads:
         if hit.num_tokens >= num_tokens:
             return None
         load_id = next(self._numbers)
-        stand_in = _stand_in(request, load_id)
+        stand_in = copy_request(request, f"\x00load {load_id}")  # as no engine's request is called
         spare = num_spare_blocks if self._table.num_taken else 0
         num_hit_tokens = max(0, num_tokens - self._num_dropped_tokens)
         wanted = Reservation(num_hit_tokens, num_tokens, 0, spare, num_tokens)
@@ -274,22 +274,3 @@ class PrefixLoads:
                 f"{list(self._block_sizes)}, {num_tokens} of them cannot be loaded: load whole "
                 "blocks of every group"
             )
-
-
-def _stand_in(request: Request, load_id: int) -> Request:
-    """Return another request of the same content, under a name that no engine's request has."""
-    tokens = request.all_token_ids
-    stand_in = Request(
-        f"\x00load {load_id}",
-        tokens[: request.num_prompt_tokens],
-        lora=request.lora,
-        mm_positions=request.mm_positions,
-        mm_hashes=request.mm_hashes,
-        cache_salt=request.cache_salt,
-        block_hasher=request.block_hasher,
-        tenant=request.namespace.tenant,
-        model_epoch=request.namespace.model_epoch,
-    )
-    if request.num_tokens > request.num_prompt_tokens:
-        stand_in.append_output_token_ids(tokens[request.num_prompt_tokens :])
-    return stand_in

@@ -30,7 +30,6 @@ from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.cache_view import CacheView
 from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
 from kvcache.manager.events_buffer import EventBuffer
-from kvcache.manager.forks import Forks
 from kvcache.manager.holds import PrefixHolds
 from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
@@ -173,7 +172,6 @@ class ManagerParts:
             tenants=self.tenants,
         )
         self.tiers = self._tier_link(settings, hooks)
-        self.forks = Forks(self.table, self.core)
         self.holds = PrefixHolds(self.core, self.control, self.hasher)
         self.view = CacheView(self.core, self.table, self.control)
         self.planner = StepPlanner(self.table, limits, MAX_UNFINISHED_STEPS, self.hasher)

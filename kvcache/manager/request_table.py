@@ -1,7 +1,7 @@
 """The requests of a manager: running ones in their slots, preempted ones that wait without blocks.
 
 Shared by per-request calls and steps, so that both seat, preempt and forget a request in the same
-way. What every step changes of a row lives in columns (row_columns.py) and a ring of its newest
+way. What every step changes of a row lives in columns (core/running.py) and a ring of its newest
 tokens; a request object is brought up to date when somebody looks at it. Knows no blocks: callers
 have the core give them back. Refuses to decide which request runs.
 
@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arguments import MAX_INT32
-from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.errors import InvariantError, RequestError
-from kvcache.manager.row_columns import (
+from kvcache.arrays import IndexArray, Int32Array, int32_array
+from kvcache.core.running import (
     CLIENT,
     COMPUTED,
     FIRST_IN_RING,
@@ -34,9 +33,11 @@ from kvcache.manager.row_columns import (
     OWN,
     SYNCED,
     TOKENS,
+    RunningRows,
     append_tokens,
     read_units,
 )
+from kvcache.errors import InvariantError, RequestError
 from kvcache.request import Request
 from kvcache.step import NO_SLOT
 
@@ -98,26 +99,22 @@ class RequestTable:
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         """Who sits in each slot; not brought up to date."""
         self._cells = self.rows.reshape(-1).data  # one number is written quicker there
-        self._free = list(range(num_slots))
+        self.free_slots = list(range(num_slots))
+        """A heap."""
         self._newest_generation = -1
         self._stamp = 0
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
         self._unit_tokens = unit_tokens
         self.width = max(2, most // unit_tokens) * unit_tokens
         # Pages that no row has reached are not touched, and so take no memory.
-        self._ring: npt.NDArray[np.int32] = np.zeros((num_slots, self.width), dtype=np.int32)
+        self.ring: npt.NDArray[np.int32] = np.zeros((num_slots, self.width), dtype=np.int32)
 
     # --- who is known --------------------------------------------------------------------------
 
     @property
-    def num_free(self) -> int:
-        """Slots that can be taken."""
-        return len(self._free)
-
-    @property
     def num_taken(self) -> int:
         """Slots in which a request sits."""
-        return self.num_slots - len(self._free)
+        return self.num_slots - len(self.free_slots)
 
     def up_to_date(self, request_id: str) -> Request | None:
         """Return the request with all its tokens, or None if it is not known."""
@@ -150,7 +147,7 @@ class RequestTable:
 
         `num_computed` of its positions are computed or scheduled, drafts left out.
         """
-        request_id, slot = request.request_id, heapq.heappop(self._free)
+        request_id, slot = request.request_id, heapq.heappop(self.free_slots)
         known = self.known.get(request_id)
         if known is None:
             known = self.known[request_id] = KnownRequest(request, client_index)
@@ -226,23 +223,28 @@ class RequestTable:
             self._stamp = 1
         return self._stamp
 
-    def append(
-        self, slots: Int32Array, offsets: Int32Array, token_ids: Int32Array, *, is_crowded: bool
-    ) -> None:
-        """Append the tokens `[offsets[i], offsets[i + 1])` to the row in slot `slots[i]`.
-
-        `is_crowded`: the ring may lack room for some.
-        """
-        if is_crowded:
-            counts = offsets[1:] - offsets[:-1]
-            if int(counts.max()) > self.width:
-                self._append_long_rows(slots, offsets, token_ids)
-                return
-            # All that wait half a ring: in hundreds of steps there is room for everybody.
-            num_waiting = self.rows[slots, TOKENS] + counts - self.rows[slots, SYNCED]
-            for slot in slots[num_waiting > self.width // 2].tolist():
+    def append(self, rows: RunningRows) -> None:
+        """Append their tokens to running rows; `make_room` was called before."""
+        slots, offsets = rows.slots, rows.offsets
+        if rows.is_crowded and int((offsets[1:] - offsets[:-1]).max()) > self.width:
+            ends = offsets.tolist()
+            for slot, start, end in zip(slots.tolist(), ends, ends[1:], strict=False):
                 self.sync(slot)
-        append_tokens(self.rows, self._ring, slots, offsets, token_ids)
+                self.requests[slot].append_output_token_ids(rows.token_ids[start:end])
+                self._adopt(slot, self.num_computed(slot))
+        else:
+            append_tokens(self.rows, self.ring, slots, offsets, rows.token_ids)
+
+    def make_room(self, rows: RunningRows) -> bool:
+        """Make room in the ring for the tokens of these rows; say whether there is enough.
+
+        Requests get all that fills half a ring: for hundreds of steps there is room then.
+        """
+        counts = rows.offsets[1:] - rows.offsets[:-1]
+        num_waiting = self.rows[rows.slots, TOKENS] + counts - self.rows[rows.slots, SYNCED]
+        for slot in rows.slots[num_waiting > self.width // 2].tolist():
+            self.sync(slot)
+        return int(counts.max()) <= self.width
 
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and how many are computed."""
@@ -254,20 +256,20 @@ class RequestTable:
         if num_tokens > num_synced:
             start, end = num_synced % self.width, num_tokens - num_synced
             end += start
-            request.append_checked_token_ids(self._ring[slot, start:end])
+            request.append_checked_token_ids(self.ring[slot, start:end])
             if end > self.width:
-                request.append_checked_token_ids(self._ring[slot, : end - self.width])
+                request.append_checked_token_ids(self.ring[slot, : end - self.width])
             cells[at + SYNCED] = num_tokens
         request.num_computed_tokens = min(cells[at + COMPUTED], num_tokens)
 
-    def newest_units(self, slots: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
+    def newest_units(self, slots: Int32Array, units: Int32Array) -> npt.NDArray[np.int32]:
         """Return the tokens of unit `units[i]` of the row in slot `slots[i]`, `(k, unit_tokens)`.
 
         Of units that the ring does not hold (any more) they are read from the requests.
         """
         tokens = np.empty((len(slots), self._unit_tokens), dtype=np.int32)
-        missing = np.empty(len(slots), dtype=np.intp)
-        num_missing = read_units(self.rows, self._ring, slots, units, tokens, missing)
+        missing = np.empty(len(slots), dtype=np.int32)
+        num_missing = read_units(self.rows, self.ring, slots, units, tokens, missing)
         for row in missing[:num_missing].tolist():
             slot, start = int(slots[row]), int(units[row]) * self._unit_tokens
             self.sync(slot)
@@ -293,9 +295,10 @@ class RequestTable:
     def check(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
         """Raise `InvariantError` if requests, slots and blocks do not agree."""
         free = np.flatnonzero(self.generation == FREE).tolist()
-        if sorted(self._free) != free or self.rows[:, CLIENT].tolist().count(FREE) != len(free):
+        known_free = sorted(self.free_slots)
+        if known_free != free or np.count_nonzero(self.rows[:, CLIENT] == FREE) != len(free):
             raise InvariantError(
-                f"free slots {sorted(self._free)[:8]} are not those without an occupant {free[:8]}"
+                f"free slots {known_free[:8]} are not those without an occupant {free[:8]}"
             )
         seats = {known.slot: known for known in self.known.values() if known.is_running}
         num_running = sum(known.is_running for known in self.known.values())
@@ -358,7 +361,7 @@ class RequestTable:
         self.requests[slot] = None
         self.generation[slot] = FREE
         self._cells[slot * NUM_COLUMNS + CLIENT] = FREE
-        heapq.heappush(self._free, slot)
+        heapq.heappush(self.free_slots, slot)
         del self.slot_by_request[known.request.request_id]
         known.slot = NO_SLOT
 
@@ -372,16 +375,8 @@ class RequestTable:
         cells[at + COMPUTED], cells[at + FIRST_IN_RING] = num_computed, first
         if num_begun:
             column = first % self.width
-            self._ring[slot, column : column + num_begun] = request.all_token_ids[first:]
-
-    def _append_long_rows(
-        self, slots: Int32Array, offsets: Int32Array, token_ids: Int32Array
-    ) -> None:
-        ends = offsets.tolist()
-        for slot, start, end in zip(slots.tolist(), ends, ends[1:], strict=False):
-            self.sync(slot)
-            self.requests[slot].append_output_token_ids(token_ids[start:end])
-            self._adopt(slot, self.num_computed(slot))
+            tokens = request.token_buffer[first:num_tokens]
+            self.ring[slot, column : column + num_begun] = tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,4 +398,4 @@ class BatchTokens:
 
     def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
         """Return the tokens of full units, `(k, unit_tokens)`; see `RequestTable.newest_units`."""
-        return self.table.newest_units(index_array(self.slots[rows]), index_array(units))
+        return self.table.newest_units(self.slots[rows], int32_array(units))

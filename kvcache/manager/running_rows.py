@@ -13,10 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.errors import InvariantError, RequestError
-from kvcache.manager.model_limits import ModelLimits, draft_remedy
-from kvcache.manager.request_table import KnownRequest, RequestTable
-from kvcache.manager.row_columns import (
+from kvcache.core.running import (
     CLIENT,
     COMPUTED,
     FREE,
@@ -28,6 +25,9 @@ from kvcache.manager.row_columns import (
     RunningRows,
     check_rows,
 )
+from kvcache.errors import InvariantError, RequestError
+from kvcache.manager.model_limits import ModelLimits, draft_remedy
+from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.step import EMPTY_RUNNING, RunningRequests, check_columns
 

@@ -10,6 +10,7 @@ what finds no room is said in the result. Refuses to look at time, clients' epoc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,42 +27,39 @@ from kvcache.core import (
     TableChange,
     patch_of,
 )
+from kvcache.core.running import END, END_OF_OWN, OWN, SETTLED, RunningRows, note_forwards
 from kvcache.manager.admission import Admission
-from kvcache.manager.forks import Forks
+from kvcache.manager.forks import seat_copy
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_table import BatchTokens, KnownRequest, RequestTable
-from kvcache.manager.row_columns import END, OWN, OWN_END, SETTLED, RunningRows, note_forwards
 from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
-from kvcache.step import NO_SLOT, Refusal, StepResult
+from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult, answer_to
+
+NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
+"""Why a request is not admitted: fields of a `StepResult`."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """The parts of a `StepResult`, as they come up."""
+    """The parts of a `StepResult`, as they come up. `admitted`: slot, hit tokens, tokens that are
+    computed. `named`: requests that are not served, by why that is."""
 
-    slots: list[int] = field(default_factory=list)
-    num_hit: list[int] = field(default_factory=list)
-    num_scheduled: list[int] = field(default_factory=list)
-    no_room: list[str] = field(default_factory=list)
-    waiting_for_load: list[str] = field(default_factory=list)
-    retry_later: list[str] = field(default_factory=list)
+    admitted: list[tuple[int, int, int]] = field(default_factory=list)
+    named: dict[str, list[str]] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
     forked_slots: list[int] = field(default_factory=list)
     changes: list[tuple[int, TableChange]] = field(default_factory=list)
 
-    def refuse(self, request_id: str, reasons: list[str]) -> None:
-        """Say that a request was not admitted, and why."""
-        reasons.append(request_id)
-        self.slots.append(NO_SLOT)
-        self.num_hit.append(0)
-        self.num_scheduled.append(0)
+    def name(self, request_id: str, reason: str) -> None:
+        """Say that a request is not served, and why."""
+        self.named.setdefault(reason, []).append(request_id)
 
 
 class StepExecutor:
-    """Carries out plans on one book and one core."""
+    """Carries out plans on one table and one core."""
 
     def __init__(
         self,
@@ -75,48 +73,62 @@ class StepExecutor:
         self._table = table
         self._core = core
         self._admission = admission
-        self._has_tenants = admission.has_tenants
         self._tiers = tiers
-        self._forks = Forks(table, core)
         self._max_model_len = limits.max_model_len
         self._keeps_states = limits.keeps_states
+        self._run_at_once = getattr(core, "run_rows", lambda *rows: None)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do what the plan says and return what came of it. `seq` of the result is 0."""
-        step, client = plan.request, plan.client
+        step, client, core = plan.request, plan.client, self._core
         if plan.rollback is not None:
-            self._core.fail_steps(client.client_id, plan.rollback.from_step)
+            core.fail_steps(client.client_id, plan.rollback.from_step)
             client.fail(plan.rollback.from_step, self._take_back(plan.rollback))
         if step.completed_step > client.completed_step:
-            self._core.complete_steps(client.client_id, step.completed_step)
+            core.complete_steps(client.client_id, step.completed_step)
             client.complete(step.completed_step)
         client.last_step = step.step
 
         record, answer = StepRecord(step.step), _Answer()
-        self._core.open_step(client.client_id, step.step)
-        if plan.finished or plan.preempted:
-            self._let_go(plan, record)
-        for request_id, change in self._core.take_merges():
-            known = self._table.known.get(request_id)
-            if known is not None and known.is_running:
-                answer.changes.append((known.slot, change))
-        if plan.forks:
-            self._fork_all(plan, record, answer)
+        core.open_step(client.client_id, step.step)
+        for known in plan.finished:
+            self.forget(known)
+        if plan.preempted:
+            self._preempt(plan, record)
+        for request_id, change in core.take_merges():
+            holder = self._table.known.get(request_id)
+            if holder is not None and holder.is_running:
+                answer.changes.append((holder.slot, change))
+        for parent, child_id in plan.forks:
+            self._fork(parent, child_id, record, answer)
         is_reserved, patch = EMPTY_INT32, EMPTY_PATCH
         if len(plan.rows.slots):
             is_reserved, patch = self._run_rows(plan, record)
-            if self._has_tenants:
+            if self._admission.has_tenants:
                 self._refuse_rows(plan.rows, is_reserved, answer)
-        if not plan.names_nobody:
-            self._admit_all(plan, record, answer)
-        self._core.close_step()
+        ahead = step.num_lookahead_tokens
+        for known, max_new in plan.resumed:
+            wish = NewRequest(
+                known.request.request_id,
+                EMPTY_INT32,
+                max_new,
+                num_lookahead_tokens=ahead,
+                num_encoder_tokens=known.num_encoder_tokens,
+            )
+            self._admit(known.request, wish, client.index, answer, record.resumed)
+        for request, wish in plan.new:
+            self._admit(request, wish, client.index, answer, record.new)
+        core.close_step()
         if not record.is_empty:
             client.records.append(record)
-        return self._result(plan, answer, is_reserved, patch)
+        if answer.changes:
+            patch = patch_of(answer.changes, patch)
+        fields = self._fields(plan, answer)
+        return answer_to(step, running_scheduled=is_reserved, patches=patch, **fields)
 
     def forget(self, known: KnownRequest) -> None:
         """Give a request's blocks back, know it no more, and tell the tiers below."""
-        if known.is_running:
+        if known.slot != NO_SLOT:
             self._core.free(known.request)
         self._table.forget(known)
         self._tiers.on_request_finished(known.request.request_id)
@@ -141,11 +153,7 @@ class StepExecutor:
             _take_back_tokens(row.known.request, row.num_tokens)
         return preempted
 
-    def _let_go(self, plan: StepPlan, record: StepRecord) -> None:
-        for known in plan.finished:
-            self.forget(known)
-        if not plan.preempted:
-            return
+    def _preempt(self, plan: StepPlan, record: StepRecord) -> None:
         swapped = set(plan.request.preempted_swap)
         for known in plan.preempted:
             if known.request.request_id in swapped:
@@ -172,18 +180,19 @@ class StepExecutor:
             ids = self._core.block_ids(request.request_id)
             swap.on_swap_out(request, num_tokens, num_cached, ids)
 
-    def _fork_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
-        """Seat the children of forks; if this step fails, they go as requests that were new."""
-        for parent, child_id in plan.forks:
-            seated = self._forks.seat_copy(parent, child_id)
-            if seated is None:
-                answer.no_room.append(child_id)
-                answer.forked_slots.append(NO_SLOT)
-                continue
-            known = seated.known
-            answer.forked_slots.append(known.slot)
-            answer.changes.extend((known.slot, change) for change in seated.changes)
-            record.new.append(Seating(known, known.generation, known.request.num_tokens))
+    def _fork(
+        self, parent: KnownRequest, child_id: str, record: StepRecord, answer: _Answer
+    ) -> None:
+        """Seat the child of a fork; if this step fails, it goes as a request that was new."""
+        seated = seat_copy(self._table, self._core, parent, child_id)
+        if seated is None:
+            answer.name(child_id, NO_ROOM)
+            answer.forked_slots.append(NO_SLOT)
+            return
+        known, changes = seated
+        answer.forked_slots.append(known.slot)
+        answer.changes += [(known.slot, change) for change in changes]
+        record.new.append(Seating(known, known.generation, known.request.num_tokens))
 
     def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
         """Settle the rows and reserve their blocks; say which rows got them."""
@@ -191,26 +200,33 @@ class StepExecutor:
         record.rows = rows
         slots, figures = rows.slots, rows.figures
         confirmed = plan.client.confirmed_tokens(rows, table)
-        table.append(slots, rows.offsets, rows.token_ids, is_crowded=rows.is_crowded)
-        reserved = self._core.reserve_rows(
-            RowBatch(
-                table.requests[slots],
-                slots,
-                confirmed,
-                self._slot_tokens(figures, plan.request.num_lookahead_tokens),
-                figures[OWN_END],
-                BatchTokens(table, slots),
-                self._row_states(rows) if self._keeps_states else None,
-                are_tokens_known=True,
+        wanted = self._slot_tokens(figures, plan.request.num_lookahead_tokens)
+        fits = not rows.is_crowded or table.make_room(rows)
+        reserved = self._run_at_once(table, rows, confirmed, wanted) if fits else None
+        if reserved is None:
+            table.append(rows)
+            reserved = self._core.reserve_rows(
+                RowBatch(
+                    table.requests[slots],
+                    slots,
+                    confirmed,
+                    wanted,
+                    figures[END_OF_OWN],
+                    BatchTokens(table, slots),
+                    self._row_states(rows) if self._keeps_states else None,
+                    are_tokens_known=True,
+                )
             )
-        )
-        note_forwards(table.rows, slots, figures, reserved.is_reserved)
+            note_forwards(table.rows, slots, figures, reserved.is_reserved)
         return reserved.is_reserved, reserved.patches
 
     def _refuse_rows(self, rows: RunningRows, is_reserved: Int32Array, answer: _Answer) -> None:
         """Say which rows without room have outgrown what their tenant may have."""
         for i in np.flatnonzero(is_reserved == 0).tolist():
-            request, num_tokens = self._table.requests[rows.slots[i]], int(rows.figures[OWN_END, i])
+            request, num_tokens = (
+                self._table.requests[rows.slots[i]],
+                int(rows.figures[END_OF_OWN, i]),
+            )
             refusal = self._admission.refusal(request, num_tokens, is_counted=True)
             if refusal is not None:
                 answer.refused.append(refusal)
@@ -218,166 +234,107 @@ class StepExecutor:
     def _row_states(self, rows: RunningRows) -> RowStates:
         """Say where each row's forward ends, if it has one, and where its last one did."""
         figures, last = rows.figures, self._table.rows[rows.slots, OWN]
-        ends = np.where(figures[END] > figures[SETTLED], figures[OWN_END], last)
+        ends = np.where(figures[END] > figures[SETTLED], figures[END_OF_OWN], last)
         return RowStates(ends, last, figures[SETTLED] - last)
 
-    def _slot_tokens(self, figures: npt.NDArray[np.int32], num_lookahead_tokens: int) -> Int32Array:
+    def _slot_tokens(self, figures: npt.NDArray[np.int32], num_ahead: int) -> Int32Array:
         """Up to where each row needs slots; a row that only settles needs none ahead."""
         ends: Int32Array = figures[END]
-        if not num_lookahead_tokens:
+        if not num_ahead:
             return ends
-        ahead = np.int64(min(num_lookahead_tokens, self._max_model_len))
-        wanted = ends + ahead * (ends > figures[SETTLED])
+        wanted = ends + np.int64(min(num_ahead, self._max_model_len)) * (ends > figures[SETTLED])
         return int32_array(np.minimum(wanted, self._max_model_len))
-
-    def _admit_all(self, plan: StepPlan, record: StepRecord, answer: _Answer) -> None:
-        step, index = plan.request, plan.client.index
-        ahead = step.num_lookahead_tokens
-        for known, max_new in plan.resumed:
-            seating = self._admit(
-                known.request,
-                index,
-                answer,
-                max_new=max_new,
-                num_ahead=ahead,
-                num_encoder=known.num_encoder_tokens,
-            )
-            if seating is not None:
-                record.resumed.append(seating)
-        for request, new in plan.new:
-            seating = self._admit(
-                request,
-                index,
-                answer,
-                max_new=new.max_new_tokens,
-                num_ahead=new.num_lookahead_tokens,
-                num_encoder=new.num_encoder_tokens,
-                num_external=new.num_external_computed_tokens,
-                delays_caching=new.delay_cache_blocks,
-            )
-            if seating is not None:
-                record.new.append(seating)
 
     def _admit(
         self,
         request: Request,
-        index: int,
+        wish: NewRequest,
+        client_index: int,
         answer: _Answer,
-        *,
-        max_new: int,
-        num_ahead: int,
-        num_encoder: int,
-        num_external: int = 0,
-        delays_caching: bool = False,
-    ) -> Seating | None:
-        """Let a request in, new or resumed, if there is room; otherwise the answer says why not.
-
-        It computes at most `max_new` tokens and gets slots for `num_ahead` more.
-        """
-        if self._has_tenants:
-            refusal = self._admission.refusal(request, request.num_tokens)
+        seatings: list[Seating],
+    ) -> None:
+        """Let a request in, new or resumed, if there is room; otherwise the answer says why not."""
+        admission, loads = self._admission, self._tiers.loads
+        if admission.has_tenants:
+            refusal = admission.refusal(request, request.num_tokens)
             if refusal is not None:
                 answer.refused.append(refusal)
-                answer.refuse(request.request_id, answer.no_room)
-                return None
+                self._leave_out(request, answer, NO_ROOM)
+                return
         hit = self._core.look_up(request)
-        if self._tiers.hooks is not None and not self._is_ready(request, hit, answer):
-            return None
-        num_tokens, num_hit, loads = request.num_tokens, hit.num_tokens, self._tiers.loads
+        if self._tiers.hooks is not None and (reason := self._why_to_wait(request, hit)):
+            self._leave_out(request, answer, reason)
+            return
+        num_tokens, num_hit = request.num_tokens, hit.num_tokens
         held = loads.held_for(request, num_hit) if len(loads) else None
         if held is not None:
             num_hit = held.num_tokens
-        start = min(num_hit + num_external, num_tokens - 1)
-        num_scheduled = min(max_new, num_tokens - start)
+        start = min(num_hit + wish.num_external_computed_tokens, num_tokens - 1)
+        num_scheduled = min(wish.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
         changes = None
-        if self._table.num_free:
+        if self._table.free_slots:
             wanted = Reservation(
                 start,
-                min(end + num_ahead, self._max_model_len),
-                0 if delays_caching else end,
-                self._admission.num_spare_blocks,
+                min(end + wish.num_lookahead_tokens, self._max_model_len),
+                0 if wish.delay_cache_blocks else end,
+                admission.num_spare_blocks,
                 end,
                 None,
-                num_encoder,
+                wish.num_encoder_tokens,
             )
             if held is None:
                 changes = self._core.reserve(request, wanted, hit)
             else:
                 changes = loads.hand_over(held.load_id, request, wanted)
         if changes is None:
-            answer.refuse(request.request_id, answer.no_room)
-            return None
-        if self._admission.counts:
-            self._admission.record(request, num_hit)
-        known = self._table.admit(request, index, end, num_encoder)
-        slot = known.slot
-        answer.slots.append(slot)
-        answer.num_hit.append(num_hit)
-        answer.num_scheduled.append(num_scheduled)
+            self._leave_out(request, answer, NO_ROOM)
+            return
+        if admission.counts:
+            admission.record(request, num_hit)
+        known = self._table.admit(request, client_index, end, wish.num_encoder_tokens)
+        answer.admitted.append((known.slot, num_hit, num_scheduled))
         for change in changes:
-            answer.changes.append((slot, change))
-        return Seating(known, known.generation, num_tokens)
+            answer.changes.append((known.slot, change))
+        seatings.append(Seating(known, known.generation, num_tokens))
 
-    def _is_ready(self, request: Request, hit: CacheHit, answer: _Answer) -> bool:
+    def _leave_out(self, request: Request, answer: _Answer, reason: str) -> None:
+        """Say that a request is not admitted, and why."""
+        answer.admitted.append((NO_SLOT, 0, 0))
+        answer.name(request.request_id, reason)
+
+    def _why_to_wait(self, request: Request, hit: CacheHit) -> str | None:
         """Ask the tiers below. What they could load is computed unless they are loading it."""
         hooks = self._tiers.hooks
         if hooks is None or request.skip_reading_prefix_cache:
-            return True
+            return None
         below = hooks.look_up(request, hit.num_tokens).answer
         if below is OffloadAnswer.RETRY:
-            answer.refuse(request.request_id, answer.retry_later)
-        elif below is OffloadAnswer.HIT_PENDING:
-            answer.refuse(request.request_id, answer.waiting_for_load)
-        else:
-            return True
-        return False
+            return LATER
+        return WAITING if below is OffloadAnswer.HIT_PENDING else None
 
-    def _result(
-        self, plan: StepPlan, answer: _Answer, is_reserved: Int32Array, patch: BlockTablePatch
-    ) -> StepResult:
-        step = plan.request
-        if plan.names_nobody and not answer.refused and not answer.changes:
-            return StepResult(
-                step.client_id,
-                step.step,
-                step.epoch,
-                seq=0,
-                running_scheduled=is_reserved,
-                patches=patch,
+    def _fields(self, plan: StepPlan, answer: _Answer) -> dict[str, Any]:
+        """Return what few steps have in their result."""
+        fields: dict[str, Any] = {reason: tuple(ids) for reason, ids in answer.named.items()}
+        if answer.admitted:
+            slots, num_hit, num_scheduled = zip(*answer.admitted, strict=True)
+            fields["admitted_slots"] = np.array(slots, np.int32)
+            fields["num_hit_tokens"] = np.array(num_hit, np.int32)
+            fields["num_scheduled_tokens"] = np.array(num_scheduled, np.int32)
+        if answer.refused:
+            fields["refused"] = tuple(answer.refused)
+        if answer.forked_slots:
+            fields["forked_slots"] = int32_array(answer.forked_slots)
+        if (rollback := plan.rollback) is not None:
+            lost = (row.known for row in (*rollback.preempted_again, *rollback.overwritten))
+            fields["withdrawn"] = tuple(
+                [known.request.request_id for known in (*rollback.forgotten, *lost)]
             )
-        rolled_back = () if plan.rollback is None else plan.rollback.rows
-        withdrawn: tuple[str, ...] = ()
-        if plan.rollback is not None:
-            lost = (*plan.rollback.preempted_again, *plan.rollback.overwritten)
-            again = (row.known for row in lost)
-            withdrawn = tuple(
-                known.request.request_id for known in (*plan.rollback.forgotten, *again)
-            )
-        return StepResult(
-            step.client_id,
-            step.step,
-            step.epoch,
-            seq=0,
-            admitted_slots=_column(answer.slots),
-            num_hit_tokens=_column(answer.num_hit),
-            num_scheduled_tokens=_column(answer.num_scheduled),
-            running_scheduled=is_reserved,
-            no_room=tuple(answer.no_room),
-            waiting_for_load=tuple(answer.waiting_for_load),
-            retry_later=tuple(answer.retry_later),
-            refused=tuple(answer.refused),
-            withdrawn=withdrawn,
-            rolled_back_slots=_column([row.slot for row in rolled_back]),
-            rolled_back_computed=_column([row.num_computed for row in rolled_back]),
-            rolled_back_tokens=_column([row.num_tokens for row in rolled_back]),
-            forked_slots=_column(answer.forked_slots),
-            patches=patch_of(answer.changes, patch),
-        )
-
-
-def _column(values: list[int]) -> Int32Array:
-    return int32_array(values) if values else EMPTY_INT32
+            before = [(row.slot, row.num_computed, row.num_tokens) for row in rollback.rows]
+            columns = np.array(before, np.int32).reshape(-1, 3).T
+            names = ("rolled_back_slots", "rolled_back_computed", "rolled_back_tokens")
+            fields |= {n: c.copy() for n, c in zip(names, columns, strict=True)}
+        return fields
 
 
 def _take_back_tokens(request: Request, num_tokens: int) -> None:

@@ -18,8 +18,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from kvcache.arrays import Int32Array
-from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
-from kvcache.manager.row_columns import (
+from kvcache.core.running import (
     BEFORE_COMPUTED,
     BEFORE_TOKENS,
     CONFIRMED,
@@ -28,6 +27,7 @@ from kvcache.manager.row_columns import (
     RunningRows,
     confine,
 )
+from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
 
 
 class Seating(NamedTuple):

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvcache.core.running import RunningRows
 from kvcache.errors import BacklogFullError, RequestError, shown
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_table import KnownRequest, RequestTable
-from kvcache.manager.row_columns import RunningRows
 from kvcache.manager.running_rows import plan_rows
 from kvcache.manager.step_ledger import ClientSteps, Rollback
 from kvcache.request import BlockHasher, LoRARequest, Request

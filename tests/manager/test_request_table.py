@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from kvcache.arrays import EMPTY_INT32, index_array, int32_array
+from kvcache.core.running import NO_ROWS, SYNCED, TOKENS
 from kvcache.manager.request_table import CALLER, BatchTokens, RequestTable
-from kvcache.manager.row_columns import SYNCED, TOKENS
 from kvcache.request import Request
 
 CLIENT = 1
@@ -23,14 +23,16 @@ def seated(table: RequestTable, name: str, num_tokens: int, num_computed: int = 
 
 def append(table: RequestTable, tokens: dict[int, list[int]]) -> None:
     counts = [len(ids) for ids in tokens.values()]
-    slots, offsets = int32_array(list(tokens)), int32_array([0, *np.cumsum(counts)])
     num_waiting = [table.rows[slot, TOKENS] - table.rows[slot, SYNCED] for slot in tokens]
-    table.append(
-        slots,
-        offsets,
-        int32_array([token for ids in tokens.values() for token in ids]),
+    rows = NO_ROWS._replace(
+        slots=int32_array(list(tokens)),
+        offsets=int32_array([0, *np.cumsum(counts)]),
+        token_ids=int32_array([token for ids in tokens.values() for token in ids]),
         is_crowded=any(np.add(num_waiting, counts) > table.width),
     )
+    if rows.is_crowded:
+        table.make_room(rows)
+    table.append(rows)
 
 
 def no_blocks(request_id: str) -> tuple[list[int], ...]:
@@ -123,7 +125,7 @@ def test_callers_append_behind_the_back_of_the_table() -> None:
     assert table.request_in(slot) is request
     table.check(no_blocks)
     table.forget(table.known["a"])
-    assert table.num_free == 2
+    assert len(table.free_slots) == 2
     table.check(no_blocks)
 
 
@@ -148,7 +150,7 @@ class SlotWalk:
         self.num_names = 0
 
     def take(self) -> None:
-        if not self.table.num_free:
+        if not self.table.free_slots:
             return
         self.num_names += 1
         tokens = [self.token() for _ in range(self.random.randint(1, 3 * self.unit))]
@@ -222,6 +224,6 @@ def test_rows_have_the_tokens_that_were_appended(seed: int) -> None:
 
 def test_no_units_of_no_rows_are_an_empty_matrix() -> None:
     table = RequestTable(2, unit_tokens=4)
-    nothing: npt.NDArray[np.int32] = table.newest_units(index_array([]), index_array([]))
+    nothing: npt.NDArray[np.int32] = table.newest_units(EMPTY_INT32, EMPTY_INT32)
     assert nothing.shape == (0, 4)
-    table.append(EMPTY_INT32, int32_array([0]), EMPTY_INT32, is_crowded=False)
+    table.append(NO_ROWS._replace(offsets=int32_array([0])))

@@ -1,7 +1,7 @@
 """The columns of running rows, and what a step does to all of its rows at once, as machine code.
 
-Under request_table.py, which owns the columns, and running_rows.py, which says what is wrong with
-rows that `check_rows` refuses. Refuses nothing else: callers have checked before.
+The manager owns these columns, by slot, beside those of the core, by row; a step reads and writes
+both in one go (rows.py). Refuses rows by `check_rows`; the manager says what is wrong with them.
 
     slot           0     1     2     3
     TOKENS       [ 33 | 120 |   0 | 17 ]      tokens of the row, those its request lacks included
@@ -16,21 +16,30 @@ may be the end of a block, is never torn apart there:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, Int32Array
-from kvcache.compiled import array_type, compiled
+from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.compiled import array_type
+from kvcache.core.machine import (
+    INT,
+    INT_ROWS,
+    INTS,
+    NEW_INT_ROWS,
+    NEW_INTS,
+    NOTHING,
+    kernel,
+    routine,
+)
 
 TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, CONFIRMED, MARK, NUM_COLUMNS = range(9)
 """Of a row. OWN is where its last forward ended, drafts left out; its request holds SYNCED of its
 tokens, and those from FIRST_IN_RING on are in the ring; CONFIRMED is scratch, and MARK the stamp of
 the check that saw the row last."""
 
-BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, OWN_END, END, CONFIRMED_END, NUM_FIGURES = range(7)
+BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, END_OF_OWN, END, CONFIRMED_END, NUM_FIGURES = range(7)
 """Of a row of a step, in `figures`: how far it had come before; COMPUTED once rejected drafts are
 taken back; where its forward ends with its own tokens, and with its drafts; how many of its tokens
 were computed before this step and are its own."""
@@ -57,6 +66,25 @@ class RunningRows(NamedTuple):
     is_crowded: bool
 
 
+class RowTable(Protocol):
+    """Who owns the columns of running rows, their ring of tokens, and their requests, by slot."""
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """The columns. Shape `(slots, NUM_COLUMNS)`."""
+
+    @property
+    def ring(self) -> npt.NDArray[np.int32]:
+        """The newest tokens. Shape `(slots, width)`."""
+
+    @property
+    def requests(self) -> npt.NDArray[np.object_]:
+        """Requests, which may lack their newest tokens. Shape `(slots,)`."""
+
+    def sync(self, slot: int) -> None:
+        """Bring the request in a slot up to date with all its tokens."""
+
+
 NO_ROWS = RunningRows(
     EMPTY_INT32,
     np.empty(0, np.int64),
@@ -66,36 +94,16 @@ NO_ROWS = RunningRows(
     False,
 )
 
-_READ = array_type("int32", is_read=True)
-_READ_ROWS = array_type("int32", 2, is_read=True)
-_READ_LONG = array_type("int64", is_read=True)
-_ROWS = array_type("int32", 2)
-_INT = types.intp
-_types: Any = types
+LONGS = array_type("int64", is_read=True)
+NEW_LONGS = array_type("int64")
 
 
-@compiled(
-    _INT(_ROWS, _READ_LONG, *[_READ] * 8, _ROWS, array_type("int64"), _INT, _INT, _INT, _INT, _INT)
-)
-def check_rows(  # noqa: PLR0917 - the columns of a step
-    rows: Int32Array,
-    generation: Any,
-    slots: Int32Array,
-    num_new: Int32Array,
-    num_draft: Int32Array,
-    num_rejected: Int32Array,
-    offsets: Int32Array,
-    token_ids: Int32Array,
-    draft_token_ids: Int32Array,
-    leaving: Int32Array,
-    figures: Int32Array,
-    generations: Any,
-    stamp: int,
-    client: int,
-    max_model_len: int,
-    most_drafts: int,
-    width: int,
-) -> int:
+@kernel(INT, NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5)
+def check_rows(
+    rows: Any, generation: Any, slots: Any, num_new: Any, num_draft: Any, num_rejected: Any,
+    offsets: Any, token_ids: Any, draft_token_ids: Any, leaving: Any, figures: Any,
+    generations: Any, stamp: int, client: int, max_model_len: int, most_drafts: int, width: int,
+) -> int:  # fmt: skip
     """Check the rows of a step, and note their `figures` and `generations`; see `IS_WRONG`.
 
     Rows in the slots `leaving` must not be among them. No row is marked with `stamp` before.
@@ -146,7 +154,7 @@ def check_rows(  # noqa: PLR0917 - the columns of a step
         if after - rows[slot, SYNCED] > width:
             result = np.int64(IS_CROWDED)
         figures[BEFORE_COMPUTED, i], figures[BEFORE_TOKENS, i] = before_computed, before
-        figures[SETTLED, i], figures[OWN_END, i] = settled, own_end
+        figures[SETTLED, i], figures[END_OF_OWN, i] = settled, own_end
         figures[END, i], figures[CONFIRMED_END, i] = settled + new, min(settled, before)
         generations[i] = generation[slot]
     if len(draft_token_ids) and len(draft_token_ids) != num_drafts:
@@ -154,14 +162,8 @@ def check_rows(  # noqa: PLR0917 - the columns of a step
     return int(result)
 
 
-@compiled(_types.void(_ROWS, _ROWS, _READ, _READ, _READ))
-def append_tokens(
-    rows: Int32Array,
-    ring: Int32Array,
-    slots: Int32Array,
-    offsets: Int32Array,
-    token_ids: Int32Array,
-) -> None:
+@routine
+def append(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any) -> None:
     """Append the tokens `[offsets[i], offsets[i + 1])` to row `i`; the ring has room for them."""
     width = ring.shape[1]
     for i in range(len(slots)):
@@ -172,25 +174,33 @@ def append_tokens(
         rows[slot, TOKENS] = count
 
 
-@compiled(_types.void(_ROWS, _READ, _READ_ROWS, _READ))
-def note_forwards(
-    rows: Int32Array, slots: Int32Array, figures: Int32Array, has_run: Int32Array
-) -> None:
+@kernel(NOTHING, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS)
+def append_tokens(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any) -> None:
+    """Do `append`."""
+    append(rows, ring, slots, offsets, token_ids)
+
+
+@routine
+def note_ends(rows: Any, slots: Any, figures: Any, has_run: Any) -> None:
     """Note how far each row is computed: to its end where it got its blocks."""
     for i in range(len(slots)):
         slot = slots[i]
         if has_run[i]:
             rows[slot, COMPUTED] = figures[END, i]
             if figures[END, i] > figures[SETTLED, i]:
-                rows[slot, OWN] = figures[OWN_END, i]
+                rows[slot, OWN] = figures[END_OF_OWN, i]
         else:
             rows[slot, COMPUTED] = figures[SETTLED, i]
 
 
-@compiled(_types.void(_ROWS, _READ_LONG, _READ, _READ_LONG, _READ_ROWS))
-def confine(
-    rows: Int32Array, generation: Any, slots: Int32Array, generations: Any, figures: Int32Array
-) -> None:
+@kernel(NOTHING, NEW_INT_ROWS, INTS, INT_ROWS, INTS)
+def note_forwards(rows: Any, slots: Any, figures: Any, has_run: Any) -> None:
+    """Do `note_ends`."""
+    note_ends(rows, slots, figures, has_run)
+
+
+@kernel(NOTHING, NEW_INT_ROWS, LONGS, INTS, LONGS, INT_ROWS)
+def confine(rows: Any, generation: Any, slots: Any, generations: Any, figures: Any) -> None:
     """Note as CONFIRMED what rows had before a step, where the same request is in the slot."""
     for i in range(len(slots)):
         slot = slots[i]
@@ -198,24 +208,8 @@ def confine(
             rows[slot, CONFIRMED] = min(figures[BEFORE_COMPUTED, i], figures[BEFORE_TOKENS, i])
 
 
-@compiled(
-    _INT(
-        _READ_ROWS,
-        _READ_ROWS,
-        array_type("intp", is_read=True),
-        array_type("intp", is_read=True),
-        _ROWS,
-        array_type("intp"),
-    )
-)
-def read_units(  # noqa: PLR0917 - what a ring holds, and where it goes
-    rows: Int32Array,
-    ring: Int32Array,
-    slots: IndexArray,
-    units: IndexArray,
-    tokens: Int32Array,
-    missing: IndexArray,
-) -> int:
+@kernel(INT, INT_ROWS, INT_ROWS, INTS, INTS, NEW_INT_ROWS, NEW_INTS)
+def read_units(rows: Any, ring: Any, slots: Any, units: Any, tokens: Any, missing: Any) -> int:
     """Copy the tokens of row `i`'s unit `units[i]` into `tokens[i]`; return how many units are
     `missing` in the ring, whose indices these become."""
     width, unit_tokens = ring.shape[1], tokens.shape[1]
