@@ -275,7 +275,7 @@ def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
     monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
     monkeypatch.setattr(row_batch, "plan_skips", rows_one_early)
     monkeypatch.setattr(ChunkSkips, "num_skipped", row_one_early)
-    for name, place in (("inspect", 3), ("serve", 3), ("tend", 2)):
+    for name, place in (("inspect", 4), ("run_rows", 10), ("serve", 3), ("tend", 2)):
         kernel = one_token_later(getattr(flat_core, name), place)
         monkeypatch.setattr(flat_core, name, kernel)
     assert turns_red(60, model, core, first_seed=29 if model == "chunk" else 5)
@@ -291,11 +291,12 @@ def test_an_encoder_block_too_few_turns_the_simulation_red(
         fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
         return allocate(self, request_id, fewer)
 
-    def flat_too_few(self: FlatCore, request: Request, num_encoder_tokens: int = 0) -> int:
-        return open_row(self, request, max(0, num_encoder_tokens - 1))
+    def flat_too_few(self: FlatCore, request: Request, wanted: Reservation, hit: Any) -> Any:
+        fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
+        return admit(self, request, fewer, hit)
 
-    open_row = FlatCore._open_row
-    monkeypatch.setattr(FlatCore, "_open_row", flat_too_few)
+    admit = FlatCore._admit
+    monkeypatch.setattr(FlatCore, "_admit", flat_too_few)
     monkeypatch.setattr(EncoderColumns, "allocate_new_blocks", too_few)
     assert turns_red(model="full, cross", core=core)
 
