@@ -4,7 +4,7 @@ kv_cache_manager.py   the face; requests by call      parts.py           how it 
 request_table.py      who is known, and in which slot cache_blocks.py    blocks as calls return them
 step_plan.py          a step, checked                 running_rows.py    its running rows, checked
 step_execution.py     a step, carried out             step_ledger.py     what a failed step undoes
-admission.py          who may be let in               cache_control.py   pins, eviction, reset, drain
+admission.py          who may be let in               cache_control.py   pins, evictions, resets
 """
 
 from kvcache.manager.kv_cache_manager import KVCacheManager
