@@ -502,7 +502,7 @@ def test_held_blocks_come_free_when_the_first_step_is_refused() -> None:
 
 def test_schedules_with_restarts_keep_what_was_cached() -> None:
     num_kept = num_resumed = 0
-    for seed in range(5):
+    for seed in range(8):
         scenario = replace(random_scenario(seed), num_restarts=2, num_worker_losses=0)
         cluster = simulate(scenario)
         num_kept += cluster.num_kept_blocks
