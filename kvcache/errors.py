@@ -34,11 +34,16 @@ the values, and the remedy.
 
 from __future__ import annotations
 
+import re
 import reprlib
 
 
 class KVCacheError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose. Its message is `legible`."""
+
+    def __init__(self, message: str = "") -> None:
+        """Say what happened, with the values, and the remedy."""
+        super().__init__(legible(message))
 
 
 class InvalidInputError(KVCacheError, ValueError):
@@ -145,12 +150,53 @@ class InvariantError(KVCacheError):
     """The books do not add up: a bug of this package, found by `check()`."""
 
 
+_LONGEST_WORD = 400
+"""Characters of a word in a message that stay as they are: a path is rarely longer."""
+
+_LONGEST_MESSAGE = 10_000
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+
+
+def legible(message: str) -> str:
+    """Return a message as people may see it, whatever ids and names from outside are in it.
+
+    What cannot be printed is escaped, so that it neither steers a terminal nor passes for another
+    line: a line break stays only where the next line is indented by two spaces. Of a word of
+    more than 400 characters, and of a message of more than 10,000, both ends are shown.
+    """
+    if len(message) <= _LONGEST_WORD and message.isprintable():
+        return message
+    text = _cut(_with_words_cut(message), _LONGEST_MESSAGE)
+    if not text.isprintable():
+        text = "".join(
+            c if c.isprintable() or (c == "\n" and text.startswith("  ", i + 1)) else _escaped(c)
+            for i, c in enumerate(text)
+        )
+    return _with_words_cut(text)
+
+
 def shown(value: object) -> str:
     """Return `value` for a message: its `repr`, cut short, whatever the caller handed in."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python refuses to write out integers of thousands of digits
         return f"an {type(value).__name__} too long to show"
+
+
+def _cut(text: str, longest: int) -> str:
+    """Return both ends of a text that is too long."""
+    if len(text) <= longest:
+        return text
+    end = longest // 4  # so that the result is not cut again
+    return f"{text[:end]} [{len(text) - 2 * end:,} characters] {text[-end:]}"
+
+
+def _with_words_cut(text: str) -> str:
+    return _LONG_WORD.sub(lambda word: _cut(word[0], _LONGEST_WORD), text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def _short_repr() -> reprlib.Repr:

@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from kvcache.errors import legible
+
 MAX_LINES = 20
 """Lines that one place in the code may write in a period."""
 
@@ -20,6 +22,7 @@ PERIOD_S = 10.0
 class LineLimit(logging.Filter):
     """Passes `max_lines` records per place (file and line) and period; counts the others.
 
+    What passes is made `legible`: ids that peers chose are in it, whatever handlers there are.
     Periods are taken from the records' own times. Safe to use from several threads.
     """
 
@@ -33,6 +36,14 @@ class LineLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Say whether this record is written; append the number of those left out before it."""
+        if not self._passes(record):
+            return False
+        told = record.getMessage()
+        if (line := legible(told)) is not told:
+            record.msg, record.args = line, None
+        return True
+
+    def _passes(self, record: logging.LogRecord) -> bool:
         place = (record.pathname, record.lineno)
         with self._lock:
             period = self._places.get(place)

@@ -1,4 +1,4 @@
-"""Loggers that cannot be flooded."""
+"""Loggers that cannot be flooded, and lines and errors that ids from outside cannot forge."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from kvcache.errors import ConfigurationError, RequestError, WrongBytesError, legible
 from kvcache.logs import LineLimit, get_logger, log_to_stderr
 
 
@@ -53,3 +54,32 @@ def test_lines_of_our_own_processes_say_when_and_where_and_cannot_be_forged(
     (line, forged) = capsys.readouterr().err.splitlines()
     assert line.endswith(" INFO kvcache-of-a-test.below: client a")
     assert forged == "    2026-01-01 ERROR forged"
+
+
+def test_ids_in_errors_are_escaped_and_shortened() -> None:
+    forged = "a\nkvcache: all is well\0\x1b[2J\u202e"
+    assert str(RequestError(f"request {forged}: unknown")) == (
+        r"request a\nkvcache: all is well\x00\x1b[2J\u202e: unknown"
+    )
+    long = str(RequestError(f"request {'r' * 100_000} has 3 tokens: pass 4"))
+    assert long == f"request {'r' * 100} [99,800 characters] {'r' * 100} has 3 tokens: pass 4"
+    spaced = str(RequestError(f"request {'r ' * 50_000} has 3 tokens: pass 4"))
+    assert len(spaced) < 10_000 and spaced.endswith("has 3 tokens: pass 4")
+
+
+def test_what_is_legible_stays_as_it_is() -> None:
+    for text in (
+        "request \u00e4 \u8a71 \U0001f600",
+        "/very/long" * 30,
+        "several:\n  one\n  another",
+    ):
+        assert legible(text) is text or legible(text) == text
+        assert str(ConfigurationError(text)) == text
+    once = legible("\0" * 500 + "x" * 30_000 + "\n")
+    assert legible(once) == once
+    assert WrongBytesError().args == ("",)
+
+
+def test_ids_in_log_lines_are_escaped_and_shortened(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("kvcache.tests.logs").warning("client %s has gone", "a\rb\n" + "c" * 1000)
+    assert caplog.messages == [rf"client a\rb\n{'c' * 100} [800 characters] {'c' * 100} has gone"]

@@ -85,7 +85,7 @@ class Auditor:
             self.counts.last_finding = finding
             logger.error(
                 "an audit found %d blocks of which ranks know something else: they are withdrawn\n"
-                "%s",
+                "  %s",
                 len(wrong),
                 finding,
             )

@@ -159,7 +159,7 @@ class ReplayEngine:
             self._tally.history = history
             raise WrongBytesError(
                 f"{self._workload.name}: wrong bytes in {len(progress.failures)} blocks, the "
-                f"replay has ended; what happened to them:\n{history}"
+                f"replay has ended; what happened to them:\n  " + history.replace("\n", "\n  ")
             )
         self._finished_step = progress.finished_step
         self._undo_log.drop_finished(progress.finished_step)

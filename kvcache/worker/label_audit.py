@@ -44,7 +44,7 @@ def audit_labels(audit: Audit, labels: LabelTable, history: BlockHistory) -> Job
         for place in wrong.tolist()
     ]
     block_ids = tuple((wrong + audit.first_block).tolist())
-    return JobReport(audit.job_id, ok=False, detail="\n".join(details), block_ids=block_ids)
+    return JobReport(audit.job_id, ok=False, detail="\n  ".join(details), block_ids=block_ids)
 
 
 def _say(who: str, group: int, digest: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:

@@ -309,7 +309,7 @@ def test_a_wrong_byte_is_exit_code_1_with_the_report_and_the_blocks_history(
     assert "wrong bytes" in shown and "in 1 blocks" in shown
     assert error == (
         "kvcache: trace.jsonl: wrong bytes in 1 blocks, the replay has ended; what happened to "
-        "them:\nstep 2, rank 1: block 7, layer 0: written by step 1, read by step 2\n"
+        "them:\n  step 2, rank 1: block 7, layer 0: written by step 1, read by step 2\n"
     )
 
 

@@ -371,7 +371,8 @@ def test_a_wrong_byte_ends_the_replay_with_the_blocks_history() -> None:
         engine.run()
     history = "step 3, rank 1: block 7 holds 0x00 at byte 12: written by step 2"
     assert str(caught.value) == (
-        "a list: wrong bytes in 1 blocks, the replay has ended; what happened to them:\n" + history
+        "a list: wrong bytes in 1 blocks, the replay has ended; what happened to them:\n  "
+        + history
     )
     report = engine.report()
     assert (report.num_wrong_blocks, report.bytes_checked) == (1, 640)
