@@ -30,7 +30,6 @@ def clear(name: str | None, *, drain: bool, yes: bool, timeout_s: float, as_json
     """
     with open_cluster(name) as cluster:
         manager = _manager(cluster)
-        num_used = manager.core.num_blocks - manager.core.num_free_blocks
         if not yes:
             confirm(cluster.name, manager, drain=drain)
         with cluster.client(ADMIN_CLIENT) as client:
@@ -38,9 +37,8 @@ def clear(name: str | None, *, drain: bool, yes: bool, timeout_s: float, as_json
                 pass
             elif not drain:
                 raise ExhaustedError(
-                    f"{cluster.name} is not cleared: {num_used:,} blocks are in use by "
-                    f"{manager.num_running_requests:,} requests and {manager.num_pins:,} pins: let "
-                    "them finish and unpin, or pass --drain, which waits for them"
+                    f"{cluster.name} is not cleared: {_manager(cluster).users()}: let them end, or "
+                    "pass --drain, which waits for them and ends pins"
                 )
             else:
                 _await_drained(cluster, manager.model_epoch, timeout_s)
@@ -85,8 +83,7 @@ def _await_drained(cluster: KVCacheCluster, epoch_before: int, timeout_s: float)
     while (manager := _manager(cluster)).is_draining or manager.model_epoch == epoch_before:
         if time.monotonic() > give_up_s:
             raise DeadlineError(
-                f"{cluster.name} still drains after {timeout_s:g} s, "
-                f"{manager.num_running_requests:,} requests run: it goes on by itself, look with "
-                "`kvcache status`"
+                f"{cluster.name} still drains after {timeout_s:g} s, {manager.users()}: it goes on "
+                "by itself, look with `kvcache status`"
             )
         time.sleep(POLL_S)

@@ -155,14 +155,6 @@ class CacheControl:
         num_used = self._core.reset()
         if num_used:
             self.num_blocks_refusing_reset = num_used
-            if not self.is_draining:
-                logger.warning(
-                    "the prefix cache is not reset: %d blocks are in use by %d running requests "
-                    "and %d pins: finish and unpin them, or reset with drain=True",
-                    num_used,
-                    self._table.counts()[0],
-                    len(self._pins),
-                )
             return False
         self.changed()
         self._admission.record_reset()

@@ -46,6 +46,7 @@ from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.labels import LabelSet
+from kvcache.logs import get_logger
 from kvcache.manager.cache_blocks import Found, KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import prefix_request
 from kvcache.manager.core_registry import CORES, CoreFactory
@@ -60,6 +61,8 @@ from kvcache.request import LoRARequest, Request, RequestView, TokenIds, check_r
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
 from kvcache.step import StepRequest, StepResult, checked_step
+
+logger = get_logger(__name__)
 
 COUNTS = (
     "num_new_tokens",
@@ -482,12 +485,18 @@ class KVCacheManager:
     def reset_prefix_cache(self, drain: bool = False) -> bool:
         """Forget everything cached; return whether that is done.
 
-        Refused while blocks are in use: False, the number is logged and in the statistics. With
+        Refused while blocks are in use: False, by whom is logged and in the statistics. With
         `drain` hits stop at once, pins are dropped, running requests finish without being cached;
         the cache is emptied and the model epoch advanced when the last block has come free, now
         or in a later call. Asking again tells whether it has.
         """
-        return self._control.reset(drain=as_bool("drain", drain, RequestError))
+        is_done = self._control.reset(drain=as_bool("drain", drain, RequestError))
+        if not is_done and not self.is_draining:
+            logger.warning(
+                "the prefix cache is not reset: %s: let them end, or reset with drain=True",
+                self.statistics().users(),
+            )
+        return is_done
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of cached blocks that continue them. Requests
@@ -566,6 +575,8 @@ class KVCacheManager:
             num_asked_tokens=self._admission.num_asked_tokens,
             num_hit_tokens=self._admission.num_hit_tokens,
             tenants=self._admission.tenant_statistics(),
+            num_loads=len(self.tiers.loads),
+            num_holds=len(self.holds),
         )
 
     def check(self) -> None:

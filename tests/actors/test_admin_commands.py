@@ -118,10 +118,10 @@ def test_top_shows_one_look(engine: Engine) -> None:
 
 def test_what_is_in_use_is_cleared_by_a_drain_only(cluster: KVCacheCluster, engine: Engine) -> None:
     assert "no terminal to ask on: pass --yes" in run("clear", exit_code=2)
-    assert "6 blocks are in use by 2 requests" in run("clear", "--yes", exit_code=2)
+    assert "6 blocks are in use by running requests (2)" in run("clear", "--yes", exit_code=2)
     epoch = cluster.coordinator_statistics().manager.model_epoch  # type: ignore[union-attr]
     late = run("clear", "--yes", "--drain", "--timeout", "0.5", exit_code=3)
-    assert "still drains after 0.5 s, 2 requests run" in late
+    assert "still drains after 0.5 s, 6 blocks are in use by running requests (2)" in late
     engine.step(finished=("a", "b"))
     engine.step()
     after = cluster.coordinator_statistics().manager  # type: ignore[union-attr]

@@ -108,8 +108,8 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         assert manager.reset_prefix_cache() is False
     assert caplog.messages == [
-        "the prefix cache is not reset: 3 blocks are in use by 1 running requests and 0 pins: "
-        "finish and unpin them, or reset with drain=True"
+        "the prefix cache is not reset: 3 blocks are in use by running requests (1): let them end, "
+        "or reset with drain=True"
     ]
     assert manager.statistics().num_blocks_refusing_reset == 3
     assert hit(manager, [1] * 8) == 8
@@ -121,6 +121,33 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
     stats = manager.make_prefix_cache_stats()
     assert stats is not None and stats.reset
     assert Reset(0) in manager.take_commands()
+
+
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+def test_a_refused_reset_names_pins_holds_loads_and_copies_that_wait(
+    core: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(has_workers=True, core=core)
+    parent = Request("parent", list(range(6)))
+    manager.allocate_slots(parent, 6)
+    parent.num_computed_tokens = 6
+    child = Request("child", [*range(6), 7])
+    manager.take_commands()
+    manager.fork(parent, child)
+    manager.allocate_slots(child, 1)  # copies the last block, and both go before that is done
+    manager.free(parent)
+    manager.free(child)
+    assert not manager.reset_prefix_cache()
+    manager.pin_prefix([*range(4)], 5.0)
+    manager.holds.hold("client", [new("back", [*range(5)])])
+    manager.tiers.loads.begin(Request("waiting", [9] * 9), 8)
+    assert not manager.reset_prefix_cache()
+    copies = "copies for forks that wait for the next step (2)"
+    assert [message.split(" by ")[1] for message in caplog.messages] == [
+        f"{copies}: let them end, or reset with drain=True",
+        "pins (1), loads from tiers (1), prefixes held for clients that come back (1), "
+        f"{copies}: let them end, or reset with drain=True",
+    ]
 
 
 def test_a_drain_ends_hits_at_once_and_the_epoch_when_the_last_block_is_free() -> None:
