@@ -60,6 +60,8 @@ COLLECT = "collect"
 COORDINATOR_CONCURRENCY_GROUPS = {CONTROL: 2, MAIL: 1, COLLECT: 8}
 """Threads for calls: start-up and status; messages and long waits of the fallback transport."""
 
+_REMEDY = "stop the cluster and launch it again"
+
 CALL_TIMEOUT_S = 10.0
 READY_POLL_S = 0.002
 
@@ -316,7 +318,7 @@ class CoordinatorActor:
                 logger.exception("recovery failed")
             self._is_hopeless |= self._clock.now() + pause_s > give_up_s
             if self._is_hopeless:
-                self._problem += ": stop the cluster and launch it again"
+                self._problem += f": {_REMEDY}"
                 logger.error("%s: %s", self._config.name, self._problem)
                 return
             self._closed.wait(pause_s)
@@ -356,7 +358,8 @@ class CoordinatorActor:
         problem = self._problem or "; ".join(filter(None, (lost, figures.problem)))
         state = "ready" if self._is_running() and not problem else "degraded"
         if self._loop.failure is not None:
-            state, problem = "failed", f"the coordinator has ended: {self._loop.failure!r}"
+            state = "failed"
+            problem = f"the coordinator has ended: {self._loop.failure!r}: {_REMEDY}"
         elif self._is_hopeless:
             state = "failed"
         elif self._coordinator is None:

@@ -137,7 +137,12 @@ def describe_death(error: Exception) -> str:
     """Return the first telling line of what Ray says about a dead actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (causes or lines or [type(error).__name__])[0][:300]
+    return known_part((causes or lines or [type(error).__name__])[0])
+
+
+def known_part(line: str) -> str:
+    """Return what Ray knows of a death, without the causes that it guesses at."""
+    return line.split(" Some common causes include", maxsplit=1)[0][:300]
 
 
 class SilenceWatch:

@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 
 from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
 from actors.embedded_record import refuse_if_embedded
+from actors.health import known_part
 from actors.keeper import make_keepers
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
@@ -283,4 +284,4 @@ def first_line(error: BaseException) -> str:
     named = [line for line in lines if ": " in line and line.split(": ")[0].isidentifier()]
     raised = [line for line in named if line[0].isupper()]
     exits = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (raised[-1:] or exits[:1] or lines[:1])[0][:300]
+    return known_part((raised[-1:] or exits[:1] or lines[:1])[0])

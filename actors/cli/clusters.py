@@ -15,16 +15,17 @@ from actors.cli.sessions import ray_session
 from actors.cluster import KVCacheCluster
 from actors.embedded_site import EmbeddedSite, find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
+from actors.reports import ClusterStatus
 from actors.state import recorded_clusters
 from kvcache.errors import NotRunningError
 
 
 @contextmanager
-def open_cluster(name: str | None) -> Iterator[KVCacheCluster]:
+def open_cluster(name: str | None, *, must_serve: bool = True) -> Iterator[KVCacheCluster]:
     """Yield a running cluster whose coordinator can be asked; connected to Ray meanwhile.
 
     Raises NotRunningError where no Ray runs, or no such cluster, or where its coordinator is in a
-    process of its engine: that alone can ask it.
+    process of its engine: that alone can ask it. Unless told otherwise, also as `require_plan`.
     """
     with ray_session(may_start=False):
         cluster = named_cluster(name)
@@ -33,7 +34,23 @@ def open_cluster(name: str | None) -> Iterator[KVCacheCluster]:
                 f"the coordinator of {cluster.name} is in a process of its engine, which alone can "
                 "ask it: call the same from there, or `kvcache status`"
             )
+        if must_serve:
+            require_plan(cluster.status())
         yield cluster
+
+
+def require_plan(status: ClusterStatus) -> ClusterStatus:
+    """Return the status of a cluster that can serve; raises NotRunningError for one that has
+    failed, or whose coordinator does not know its workers yet."""
+    if status.state == "failed":
+        raise NotRunningError(f"{status.name} has failed: {status.problem}")
+    if not status.ranks:
+        problem = f" ({status.problem})" if status.problem else ""
+        raise NotRunningError(
+            f"the coordinator of {status.name} does not know its workers yet{problem}: wait until "
+            "`kvcache status` says ready"
+        )
+    return status
 
 
 def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:

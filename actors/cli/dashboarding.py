@@ -35,7 +35,7 @@ def serve_dashboard(
         ) from error
     from actors.dashboard.observer import Observer
 
-    with open_cluster(name) as cluster, Observer(cluster) as observer:
+    with open_cluster(name, must_serve=False) as cluster, Observer(cluster) as observer:
 
         def tell(address: str) -> None:
             line = f"{cluster.name}: {address}   (Ctrl-C ends it)"

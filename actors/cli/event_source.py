@@ -66,7 +66,7 @@ def open_source(choice: SourceChoice) -> Iterator[EventSource]:
 
 @contextmanager
 def _cluster(name: str | None) -> Iterator[EventSource]:
-    from actors.cli.clusters import named_cluster
+    from actors.cli.clusters import named_cluster, require_plan
     from actors.cli.sessions import ray_session
     from actors.cluster import KVCacheCluster
     from actors.cluster_events import cluster_endpoints, publisher_host
@@ -78,6 +78,7 @@ def _cluster(name: str | None) -> Iterator[EventSource]:
                 f"the coordinator of {cluster.name} is in a process of its engine, which alone "
                 "knows its figures: pass --endpoint and --replay-endpoint"
             )
+        require_plan(cluster.status())
         yield EventSource(
             cluster.name,
             cluster_endpoints(cluster),

@@ -85,9 +85,7 @@ def _watch(launched: KVCacheCluster | KVCacheReplicas) -> str:
             except DeadlineError:
                 continue
             if status.state == "failed":
-                raise NotRunningError(
-                    f"{cluster.name} has failed: {status.problem}: launch it again"
-                )
+                raise NotRunningError(f"{cluster.name} has failed: {status.problem}")
 
 
 def show_status(name: str | None, as_json: bool) -> None:

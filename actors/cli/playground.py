@@ -243,9 +243,10 @@ def _running_cluster(name: str) -> Iterator[Playground]:
 
 @contextmanager
 def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
+    from actors.cli.clusters import require_plan
     from actors.cli.launching import say
 
-    limits = _limits(cluster.config, cluster.status().max_model_len)
+    limits = _limits(cluster.config, require_plan(cluster.status()).max_model_len)
     with cluster.client("replay") as client:
 
         def look() -> tuple[CoordinatorStatistics | None, Sequence[WorkerStatistics | None]]:

@@ -60,7 +60,7 @@ class RecordingSummary:
 
 def record_trace(choices: RecordingChoices) -> None:
     """Record until a limit or a signal, and print what there is then."""
-    from actors.cli.clusters import only_cluster
+    from actors.cli.clusters import only_cluster, require_plan
     from actors.cli.sessions import ray_session
     from actors.cluster import KVCacheCluster
     from actors.embedded_site import find_cluster
@@ -74,6 +74,7 @@ def record_trace(choices: RecordingChoices) -> None:
                 f"the coordinator of {cluster.name} is in a process of its engine, which cannot be "
                 "asked: record a cluster whose coordinator is an actor"
             )
+        require_plan(cluster.status())
         listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
 
         def take(is_last: bool) -> RecordedBatch:

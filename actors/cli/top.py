@@ -60,7 +60,10 @@ def show_top(
 
     Raises NotRunningError if there is no cluster.
     """
-    with open_cluster(name) as cluster, _shower(cluster.name, once, as_json) as show:
+    with (
+        open_cluster(name, must_serve=False) as cluster,
+        _shower(cluster.name, once, as_json) as show,
+    ):
         begun_s = time.monotonic()
 
         def look() -> Look:

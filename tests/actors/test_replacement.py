@@ -19,6 +19,7 @@ import psutil
 import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
+from typer.testing import CliRunner
 
 from actors import (
     WORKER_CONCURRENCY_GROUPS,
@@ -28,6 +29,7 @@ from actors import (
     WorkerMethods,
     connect_peer,
 )
+from actors.cli import app
 from actors.keeper import find_keepers
 from actors.placement import wait_until
 from actors.reports import WorkerReport
@@ -47,6 +49,7 @@ from tests.cli.commands import KVCACHE
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
 EMPTY = StepRequest("", 0, 0)
+ANY_PORT = "tcp://127.0.0.1:0"
 SOON_S = 90.0
 """How long a machine that has too much to do may take to start a process or two."""
 
@@ -206,9 +209,11 @@ def test_workers_that_hang_while_the_coordinator_restarts_are_replaced(
 
 
 def test_a_coordinator_that_finds_nobody_says_that_the_cluster_is_over(
-    launch: Any, make_config: Any, traces: Any
+    launch: Any, make_config: Any, traces: Any, tmp_path: Path
 ) -> None:
-    cluster = launch(make_config())
+    cluster = launch(
+        make_config(events={"enabled": True, "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT})
+    )
     before = cluster.status()
     for process_id in (before.coordinator_process_id, *(r.process_id for r in before.ranks)):
         os.kill(process_id, signal.SIGKILL)
@@ -216,8 +221,30 @@ def test_a_coordinator_that_finds_nobody_says_that_the_cluster_is_over(
     problem = cluster.status().problem
     assert problem.startswith("the restarted coordinator finds no worker: rank 0: ")
     assert problem.endswith(": stop the cluster and launch it again")
+    assert "common causes" not in problem
+    assert_that_commands_say_so(cluster.name, problem, tmp_path)
     cluster.stop()
     traces.check(cluster.name)
+
+
+def assert_that_commands_say_so(name: str, problem: str, directory: Path) -> None:
+    """A cluster that has failed cannot be played on, recorded, followed, looked into or changed."""
+    path = directory / "recorded.jsonl"
+    for command in (
+        ("replay", "--limit", "1", "--no-progress"),
+        ("record", str(path), "--seconds", "0.1"),
+        ("watch", name, "--for", "1"),
+        ("events", "dump", name, "--limit", "1"),
+        ("usage",),
+        ("prefixes",),
+        ("pins",),
+        ("pin", "--tokens", "7,8,9"),
+        ("clear", "--yes"),
+    ):
+        result = CliRunner().invoke(app, command if name in command else [*command, "--name", name])
+        told = (result.exit_code, result.stderr)
+        assert told == (3, f"kvcache: {name} has failed: {problem}\n"), command
+    assert not path.exists()
 
 
 def answered(cluster: KVCacheCluster, state: str) -> bool:
