@@ -213,7 +213,8 @@ class ClientConnection:
         self._num_disconnections = self.transport.statistics().disconnections
 
     def is_attached(self) -> bool:
-        """Whether steps can be submitted."""
+        """Whether steps can be submitted. Raises NotRunningError when that is over for good."""
+        self.session.require_open()
         return self.session.state is SessionState.ATTACHED
 
     # --- the end

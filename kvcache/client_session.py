@@ -22,6 +22,7 @@ from kvcache.errors import (
     ConfigurationError,
     DeadlineError,
     MalformedMessageError,
+    NotRunningError,
     RequestError,
     StaleEpochError,
 )
@@ -180,8 +181,10 @@ class ClientSession:
     # --- verbs
 
     def attach(self) -> list[FromClient]:
-        """Begin to attach. What was scheduled before is void. Repeated by `on_tick`."""
-        if self._state in (SessionState.ATTACHED, SessionState.DETACHING, SessionState.CLOSED):
+        """Begin to attach. What was scheduled before is void. Repeated by `on_tick`. Raises
+        NotRunningError when closed: the coordinator may have given this client up."""
+        self.require_open()
+        if self._state in (SessionState.ATTACHED, SessionState.DETACHING):
             raise RequestError(f"client {self.client_id} is {self._state.value}: it cannot attach")
         self._void()
         self._state = SessionState.ATTACHING
@@ -283,6 +286,12 @@ class ClientSession:
             RequestError: never submitted.
         """
         return self._has_reached(step, self._progress.finished_step)
+
+    def require_open(self) -> None:
+        """Raise NotRunningError when this client is closed."""
+        if self._state is SessionState.CLOSED:
+            reason = f" ({self.reason})" if self.reason else ""
+            raise NotRunningError(f"client {self.client_id} is closed{reason}: make a new one")
 
     def require_attaching(self) -> None:
         """Raise `not_attached` when attaching takes longer than `step_s`."""
@@ -392,6 +401,8 @@ class ClientSession:
         coordinator that begins anew because all was lost: ask, and believe what is said again."""
         if self._state is SessionState.ATTACHING:
             self.reason = message.reason
+            if message.is_final:
+                self.give_up()
             return []
         if self._state is not SessionState.ATTACHED:
             return []

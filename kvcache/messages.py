@@ -375,11 +375,15 @@ class MissingSteps:
 
 @dataclass(frozen=True)
 class Unattached:
-    """The client is not attached in the present epoch. What it scheduled before is void."""
+    """The client is not attached in the present epoch. What it scheduled before is void.
+
+    `is_final`: nor will it be under this id, which has gone.
+    """
 
     client_id: str
     epoch: int
     reason: str
+    is_final: bool = False
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ class Clients:
         """Return the ledger of a client, leaving ones included, or None."""
         return self._ledgers.get(client_id)
 
+    def has_gone(self, client_id: str) -> bool:
+        """Say whether a client was detached or given up: its id is not used again."""
+        ledger = self._ledgers.get(client_id)
+        return client_id in self._gone or (ledger is not None and ledger.is_leaving)
+
     def attached(self) -> list[ClientLedger]:
         """Return the ledgers of the clients that are served."""
         return [ledger for ledger in self._ledgers.values() if not ledger.is_leaving]
@@ -66,7 +71,7 @@ class Clients:
         if not 0 < len(client_id) <= MAX_CLIENT_ID_CHARS or not 0 < next_step <= MAX_STEP:
             return f"client id or step {next_step} cannot be meant"
         ledger = self._ledgers.get(client_id)
-        if client_id in self._gone or (ledger is not None and ledger.is_leaving):
+        if self.has_gone(client_id):
             return f"client {client_id} was detached or given up: use a new client id"
         if ledger is None:
             if len(self._ledgers) >= self._settings.max_clients:

@@ -187,7 +187,7 @@ class Reign:
             logger.warning(
                 "epoch %d: client %s is not attached: %s", self._epoch, client_id[:256], reason
             )
-            return Unattached(client_id, self._epoch, reason)
+            return Unattached(client_id, self._epoch, reason, self._clients.has_gone(client_id))
         if is_new:
             logger.info(
                 "epoch %d: client %s is attached, its next step is %d; %d clients",

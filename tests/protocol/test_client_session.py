@@ -10,6 +10,7 @@ from kvcache.errors import (
     BacklogFullError,
     DeadlineError,
     MalformedMessageError,
+    NotRunningError,
     RequestError,
     StaleEpochError,
 )
@@ -67,6 +68,18 @@ def test_attaching_is_repeated_and_ends_with_what_was_heard() -> None:
     bench.clock.advance(10.0)
     with pytest.raises(DeadlineError, match=r"not attached after 11.0 s: waiting for ranks \[1\]"):
         bench.session.require_attaching()
+
+
+def test_a_client_whose_id_has_gone_is_closed_and_says_why() -> None:
+    bench = Bench(is_attached=False)
+    bench.session.attach()
+    bench.session.on_message(Unattached("c", 3, "it was given up", is_final=True))
+    for attempt in (bench.session.require_open, bench.session.attach):
+        with pytest.raises(NotRunningError) as raised:
+            attempt()
+        assert str(raised.value) == "client c is closed (it was given up): make a new one"
+    bench.clock.advance(1.0)
+    assert bench.session.on_tick() == [] == bench.session.detach()
 
 
 def test_steps_carry_client_number_and_epoch() -> None:
@@ -292,7 +305,7 @@ def test_a_detached_client_is_gone_for_good() -> None:
         bench.session.result(1)
     assert bench.session.on_tick() == []
     bench.session.on_message(Detached("c", 1))
-    with pytest.raises(RequestError, match="client c is closed: it cannot attach"):
+    with pytest.raises(NotRunningError, match="is closed"):
         bench.session.attach()
     bench.clock.advance(10.0)
     assert bench.session.on_tick() == []

@@ -478,7 +478,13 @@ def test_a_client_that_leaves_is_fenced_before_its_blocks_are_freed() -> None:
         bench.applied(rank, 3)
     assert manager.statistics().num_running_requests == 0
     assert manager.statistics().core.num_free_blocks == 23
-    assert "use a new client id" in only(bench.attach(), Unattached)[0].reason
+    assert_gone(bench.attach())
+
+
+def assert_gone(out: Any) -> None:
+    """The client is told that its id is not let in any more."""
+    (answer,) = only(out, Unattached)
+    assert answer.is_final and "use a new client id" in answer.reason
 
 
 def test_detaching_is_confirmed_as_often_as_it_is_asked_for() -> None:
@@ -498,7 +504,7 @@ def test_an_introduction_that_arrives_after_the_farewell_attaches_nobody() -> No
     bench = Bench().run()
     out = bench.coordinator.on_client_message(Detach("late", 0))
     assert [item.message for item in out] == [Detached("late", 1)]
-    assert "use a new client id" in only(bench.attach("late"), Unattached)[0].reason
+    assert_gone(bench.attach("late"))
     assert bench.coordinator.statistics().num_clients == 1
 
 
@@ -511,7 +517,7 @@ def test_a_farewell_counts_in_whatever_epoch_it_was_said() -> None:
     assert only(out, Detached) == [Detached("c", 2)]
     for rank in (0, 1):
         bench.granted(rank)
-    assert "use a new client id" in only(bench.attach(), Unattached)[0].reason
+    assert_gone(bench.attach())
 
 
 LOST: dict[str, Any] = {"heartbeat_s": 2.0, "reattach_s": 3.0, "worker_silence_s": 1000.0}
@@ -542,7 +548,7 @@ def test_a_client_whose_connection_has_ended_is_given_up_soon() -> None:
     (fenced,) = [sent for sent in only(bench.coordinator.on_tick(), StepCommands) if sent.commands]
     assert fenced.commands == (Fence("c"),)
     assert running(bench) == 1
-    assert "use a new client id" in only(bench.attach(), Unattached)[0].reason
+    assert_gone(bench.attach())
 
 
 @pytest.mark.parametrize("is_silence_shorter", [False, True])
