@@ -76,6 +76,25 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+class Faults:
+    """Errors of an object that a caller handed in. All are counted, and so few are logged, with
+    their tracebacks, that it may fail every time: the 1st, 2nd, 4th, 8th and so on."""
+
+    def __init__(self, logger: logging.Logger, whose: str) -> None:
+        """Count none yet of `whose`, such as "the event sink"."""
+        self._logger = logger
+        self._whose = whose
+        self.count = 0
+
+    def note(self, consequence: str) -> None:
+        """Take the error that is handled now, and say what becomes of the call."""
+        self.count += 1
+        if self.count & (self.count - 1) == 0:
+            self._logger.exception(
+                "%s raised, error %d of it: %s", self._whose, self.count, consequence
+            )
+
+
 class _LineFormatter(logging.Formatter):
     """Lines with time, level and place. What follows a line break is indented, so that text which a
     peer has sent cannot pass for a line of its own."""

@@ -55,7 +55,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "guard"),
         ("policy", "cohorts", "look_ahead"),
         ("lru", "history_policy", "use_history"),
-        ("arc", "fifo", "hazard", "lfu", "lru2", "s3fifo", "slru", "twoq"),
+        ("arc", "fifo", "hazard", "lfu", "lru2", "outside_policy", "s3fifo", "slru", "twoq"),
         ("registry",),
     ),
     "tenants": (

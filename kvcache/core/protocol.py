@@ -86,7 +86,10 @@ class OffloadHit:
 
 
 class OffloadHooks(Protocol):
-    """The tiers below the device, as seen from a step. Never blocks."""
+    """The tiers below the device, as seen from a step. Never blocks, nor calls the manager.
+
+    Of hooks that `KVCacheManager` is given, what they raise is logged: a look-up is a miss then.
+    """
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Say what the tiers hold behind the first `num_device_tokens` tokens. Changes nothing."""

@@ -7,7 +7,7 @@ which tells of its blocks while it changes them.
 from __future__ import annotations
 
 from kvcache.core import CacheEvent, EventSink
-from kvcache.logs import get_logger
+from kvcache.logs import Faults, get_logger
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ class EventBuffer:
         """Pass events on to `sink`, if there is one, and keep them until taken if told so."""
         self._sink = sink
         self._kept: list[CacheEvent] | None = [] if keeps_events else None
-        self._num_missed = 0
+        self._faults = Faults(logger, "the event sink")
 
     def emit(self, event: CacheEvent) -> None:
         """Take one event. A sink that raises has missed it, and nothing else happens."""
@@ -29,14 +29,10 @@ class EventBuffer:
             try:
                 self._sink.emit(event)
             except Exception:
-                self._num_missed += 1
-                if self._num_missed & (self._num_missed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
-                    logger.exception(
-                        "the event sink raised and has missed %s, the last of %d events: mend it, "
-                        "and reset the cache or make a new manager to begin again",
-                        type(event).__name__,
-                        self._num_missed,
-                    )
+                self._faults.note(
+                    f"it has missed {type(event).__name__}: mend it, and reset the cache or make "
+                    "a new manager to begin again"
+                )
 
     def take(self) -> list[CacheEvent]:
         """Return what was kept since the last time, and keep it no longer."""

@@ -22,7 +22,7 @@ from kvcache.arguments import (
 )
 from kvcache.clock import Clock
 from kvcache.config.tenants import TenantsConfig
-from kvcache.core import EventSink, NullEventSink, OffloadHooks
+from kvcache.core import EventSink, NullEventSink, NullOffloadHooks, OffloadHooks
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager.admission import Admission, AdmissionLimits
@@ -37,7 +37,7 @@ from kvcache.manager.request_table import RequestTable
 from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
-from kvcache.manager.tiers import TierLink
+from kvcache.manager.tiers import GuardedHooks, TierLink
 from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger, TierShares
 from kvcache.tenants.shares import DEVICE_TIER
@@ -136,6 +136,7 @@ class ManagerParts:
         """Make the parts of a manager with an empty cache; raises `ConfigurationError`."""
         check_methods("clock", clock, ("now",), ConfigurationError)
         check_methods("offload_hooks", hooks, _HOOKS, ConfigurationError)
+        hooks = hooks if type(hooks) is NullOffloadHooks else GuardedHooks(hooks)
         if event_sink is not None:
             check_methods("event_sink", event_sink, ("emit",), ConfigurationError)
         check_kind("core_factories", core_factories, Mapping, ConfigurationError)

@@ -6,13 +6,26 @@ Without tiers nobody is asked. Refuses to know what a tier is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from kvcache.core import CacheEvent, EventSink, NullOffloadHooks, OffloadHooks
+from kvcache.arguments import check_kind
+from kvcache.arrays import Int32Array
+from kvcache.core import (
+    CacheEvent,
+    EventSink,
+    NullOffloadHooks,
+    OffloadAnswer,
+    OffloadHit,
+    OffloadHooks,
+)
 from kvcache.errors import RequestError
 from kvcache.hash_algorithms import BlockHash
+from kvcache.logs import Faults, get_logger
 from kvcache.manager.loads import PrefixLoads
 from kvcache.request import Request
+
+logger = get_logger(__name__)
 
 
 class SwapHooks(Protocol):
@@ -28,6 +41,48 @@ class SwapHooks(Protocol):
         """The engine preempts a request and asks to keep its content: it is about to lose its
         tables, which are `block_ids`, one per group. The bytes of its first `num_tokens` tokens
         are complete on every rank; the first `num_cached_tokens` are found by their content."""
+
+
+class GuardedHooks:
+    """Hooks that a caller handed in, which cannot harm the call that asks or tells them.
+
+    What they raise is logged. A look-up that raises, or answers anything but an `OffloadHit`, is a
+    miss: the prompt is computed.
+    """
+
+    def __init__(self, hooks: OffloadHooks) -> None:
+        """Ask and tell `hooks`."""
+        self._hooks = hooks
+        self._faults = Faults(logger, "offload_hooks")
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """See `OffloadHooks`."""
+        try:
+            hit = self._hooks.look_up(request, num_device_tokens)
+            check_kind("what look_up returned", hit, OffloadHit)
+            check_kind("its answer", hit.answer, OffloadAnswer)
+        except Exception:
+            self._faults.note("the look-up is a miss: mend look_up")
+            return OffloadHit(OffloadAnswer.MISS)
+        return hit
+
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        """See `OffloadHooks`."""
+        self._tell(self._hooks.on_eviction_candidates, group, block_ids)
+
+    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
+        """See `OffloadHooks`."""
+        self._tell(self._hooks.on_sealed, group, block_ids)
+
+    def on_request_finished(self, request_id: str) -> None:
+        """See `OffloadHooks`."""
+        self._tell(self._hooks.on_request_finished, request_id)
+
+    def _tell(self, hook: Callable[..., None], *arguments: object) -> None:
+        try:
+            hook(*arguments)
+        except Exception:
+            self._faults.note(f"it was not told by {hook.__name__}: mend that")
 
 
 class TierLink:

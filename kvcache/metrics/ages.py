@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -64,6 +65,7 @@ class AgeMeter:
         return make_metered
 
     def _watched(self, factory: PolicyFactory) -> PolicyFactory:
+        @wraps(factory, updated=())
         def watched(capacity: int, book: EntryBook) -> EvictionPolicy:
             notes = self._notes
             if notes is None or notes.book is not book:

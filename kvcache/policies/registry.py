@@ -17,6 +17,7 @@ from kvcache.policies.hazard import HazardPolicy
 from kvcache.policies.lfu import AgeingLFUPolicy, LFUPolicy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.lru2 import LRU2Policy
+from kvcache.policies.outside_policy import OutsidePolicy
 from kvcache.policies.policy import EntryBook, EvictionPolicy
 from kvcache.policies.s3fifo import S3FIFOPolicy
 from kvcache.policies.slru import SLRUPolicy
@@ -59,5 +60,12 @@ def make_eviction_policy(
     book: EntryBook,
     policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
 ) -> EvictionPolicy:
-    """Return a new, empty policy; raises ConfigurationError for a name that nobody has."""
-    return policies[require_eviction_policy(name, policies)](capacity, book)
+    """Return a new, empty policy; raises ConfigurationError for a name that nobody has.
+
+    One that does not come with the package is asked with care. What wraps another factory says
+    which in its `__wrapped__`.
+    """
+    make = policies[require_eviction_policy(name, policies)]
+    policy = make(capacity, book)
+    is_ours = getattr(make, "__wrapped__", make) in EVICTION_POLICIES.values()
+    return policy if is_ours else OutsidePolicy(name, policy, capacity, book)

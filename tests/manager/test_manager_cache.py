@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -250,6 +251,52 @@ def test_a_sink_that_raises_misses_events_and_changes_nothing(
     lines = [record for record in caplog.records if "the event sink raised" in record.message]
     assert 1 <= len(lines) < len(events)
     assert lines[0].exc_info is not None
+
+
+class BrokenTiers:
+    """Tiers of which every hook raises; or that answer what is no answer."""
+
+    def __init__(self, answer: object = None) -> None:
+        self.answer = answer
+
+    def look_up(self, request: Request, num_device_tokens: int) -> Any:
+        if self.answer is None:
+            raise RuntimeError("no look-ups")
+        return self.answer
+
+    def on_eviction_candidates(self, group: int, block_ids: object) -> None:
+        raise RuntimeError("no evictions")
+
+    def on_sealed(self, group: int, block_ids: object) -> None:
+        raise RuntimeError("no seals")
+
+    def on_request_finished(self, request_id: str) -> None:
+        raise RuntimeError("no ends")
+
+
+@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("answer", [None, "a hit", OffloadHit("hit")], ids=repr)  # type: ignore[arg-type]
+def test_hooks_that_raise_or_answer_nonsense_change_nothing(
+    core: str, answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    def played(hooks: Any) -> KVCacheManager:
+        manager = make_manager(FULL, core=core, num_blocks=9, offload_hooks=hooks)
+        engine = Engine(manager)
+        for i in range(6):
+            assert len(engine.step(new=(new(f"r{i}", [i] * 24),)).admitted_slots) == 1
+            engine.step(finished=(f"r{i}",), completed_step=2 * i)
+            manager.check()
+        return manager
+
+    assert played(BrokenTiers(answer)).dump_state() == played(None).dump_state()
+    told = " ".join(caplog.messages)
+    for words in (
+        "look-up is a miss",
+        "on_request_finished",
+        "offload_hooks raised, error 1 of it",
+    ):
+        assert words in told
+    assert len(caplog.records) < 12
 
 
 def test_requests_wait_for_the_tiers_below_and_leave_no_trace() -> None:

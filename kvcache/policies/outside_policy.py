@@ -1,0 +1,120 @@
+"""An eviction policy from outside, which cannot harm the pool that asks it.
+
+Stands between a pool and a policy that does not come with the package. The least recently used
+order is kept beside it: when the policy raises, or chooses what it cannot have, that is logged as
+an error, and this order decides from then on. Refuses to guess what the policy meant.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.arguments import as_int, as_integers, check_kind
+from kvcache.arrays import IndexArray, index_array
+from kvcache.errors import InvalidInputError
+from kvcache.logs import get_logger
+from kvcache.policies.entry_queue import Entries
+from kvcache.policies.lru import LRUPolicy
+from kvcache.policies.policy import EntryBook, EvictionPolicy, Victims
+
+logger = get_logger(__name__)
+
+
+class OutsidePolicy:
+    """An `EvictionPolicy` that asks another one as long as that keeps to the protocol."""
+
+    def __init__(self, name: str, policy: EvictionPolicy, capacity: int, book: EntryBook) -> None:
+        """Ask an empty `policy`, made for the same `capacity` and `book`."""
+        self._name = name
+        self._policy: EvictionPolicy | None = policy
+        self._capacity = capacity
+        self._book = book
+        self._order = LRUPolicy(capacity, book)
+        self.reads_contents = bool(policy.reads_contents)
+        """What the policy says of itself when it is new."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._order
+
+    def insert(self, entries: Entries) -> None:
+        self._order.insert(entries)
+        self._tell("insert", entries)
+
+    def remove(self, entries: Entries) -> None:
+        self._order.remove(entries)
+        self._tell("remove", entries)
+
+    def discard(self, entries: Entries) -> None:
+        self._order.discard(entries)
+        self._tell("discard", entries)
+
+    def put_back(self, entries: Entries) -> None:
+        self._order.put_back(entries)
+        self._tell("put_back", entries)
+
+    def choose(self, num_blocks: int) -> Victims:
+        if self._policy is not None:
+            try:
+                victims = self._checked(self._policy.choose(num_blocks), num_blocks)
+            except Exception:
+                self._give_up("choose")
+            else:
+                self._order.remove(victims.entries)
+                return victims
+        return self._order.choose(num_blocks)
+
+    def order(self) -> list[int]:
+        known = self._order.order()
+        if self._policy is not None:
+            try:
+                order: list[int] = self._integers(self._policy.order()).tolist()
+                if sorted(order) != sorted(known):
+                    raise InvalidInputError(f"{len(order)} entries are not the {len(known)} here")
+            except Exception:
+                self._give_up("order")
+            else:
+                return order
+        return known
+
+    def _tell(self, method: str, entries: Entries) -> None:
+        if self._policy is not None:
+            try:
+                getattr(self._policy, method)(index_array(entries).copy())  # it may keep them
+            except Exception:
+                self._give_up(method)
+
+    def _checked(self, victims: Victims, num_blocks: int) -> Victims:
+        """Return victims that are here, once each, and free what was asked for; raises else."""
+        check_kind("what was chosen", victims, Victims)
+        entries = self._integers(victims.entries)
+        is_here = [entry in self._order for entry in entries.tolist()]
+        if not all(is_here) or len(np.unique(entries)) < len(entries):
+            raise InvalidInputError(f"of {len(entries)} entries {sum(is_here)} can be evicted once")
+        if not len(entries):
+            weights = entries
+        else:
+            weights = (
+                np.ones_like(entries) if self._book.is_uniform else self._book.weights(entries)
+            )
+            weights = weights.copy()
+            weights[-1] = as_int("num_blocks_of_last", victims.num_blocks_of_last, 1, weights[-1])
+        freed = int(weights.sum())
+        if freed != num_blocks and not (freed < num_blocks and len(entries) == len(self._order)):
+            raise InvalidInputError(f"{len(entries)} entries free {freed} of {num_blocks} blocks")
+        return Victims(entries, victims.num_blocks_of_last)
+
+    def _integers(self, entries: Entries) -> IndexArray:
+        return index_array(as_integers("entries", entries, 0, self._capacity - 1))
+
+    def _give_up(self, method: str) -> None:
+        """The policy has failed, and may be in any state: ask it no more."""
+        self._policy = None
+        logger.exception(
+            "the eviction policy %s failed in %s: what was used least recently goes first from now "
+            "on: mend the policy, and make the cache again",
+            self._name,
+            method,
+        )

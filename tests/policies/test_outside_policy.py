@@ -1,0 +1,123 @@
+"""Policies from outside that fail: the books stay right, and the cache goes on as LRU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcache.clock import VirtualClock
+from kvcache.core import Core
+from kvcache.manager import KVCacheManager
+from kvcache.manager.core_registry import CORES, CoreSettings
+from kvcache.metrics.ages import AgeMeter
+from kvcache.policies import EVICTION_POLICIES, LRUPolicy, Victims, make_eviction_policy
+from kvcache.request import Request
+from tests.manager.managers_under_test import FULL, make_manager
+from tests.policies.books import WrittenBook
+
+METHODS = ("insert", "remove", "discard", "choose", "put_back", "order")
+
+
+class Sound(LRUPolicy):
+    """From outside, and keeps to the protocol."""
+
+
+class Raising(LRUPolicy):
+    """Does half of what it should, and raises."""
+
+    method = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name != type(self).method:
+            return found
+
+        def broken(argument: Any = None) -> None:
+            if name in ("insert", "remove"):
+                found(argument[: len(argument) // 2])
+            raise RuntimeError(f"no {name}")
+
+        return broken
+
+
+ANSWERS: dict[str, Callable[[Victims], object]] = {
+    "nothing": lambda victims: Victims([]),
+    "None": lambda victims: None,
+    "text": lambda victims: Victims("12"),  # type: ignore[arg-type]
+    "negative": lambda victims: Victims([-1]),
+    "beyond": lambda victims: Victims([10**9]),
+    "twice": lambda victims: Victims([*victims.entries, *victims.entries]),
+    "in use": lambda victims: Victims([0]),
+    "too long a tail": lambda victims: victims._replace(num_blocks_of_last=10**6),
+    "no tail": lambda victims: victims._replace(num_blocks_of_last=0),
+}
+
+
+class Lying(LRUPolicy):
+    """Chooses what it cannot have."""
+
+    answer = ""
+
+    def choose(self, num_blocks: int) -> Any:
+        return ANSWERS[type(self).answer](super().choose(num_blocks))
+
+
+def play(core: str, policy: Any) -> KVCacheManager:
+    """Serve and reset requests on a small pool whose `lru` is `policy`; all books are checked."""
+
+    def make(settings: CoreSettings) -> Core:
+        return CORES[core](replace(settings, policies={"lru": policy}))
+
+    manager = make_manager(FULL, core=core, num_blocks=13, core_factories={core: make})
+    for i in range(24):
+        request = Request(f"r{i}", [i % 5] * 8 + [i % 3] * 12 + [i])
+        found, num_hit = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, request.num_tokens - num_hit, num_hit, found)
+        manager.check()
+        manager.free(request)
+        manager.check()
+        if i == 12:
+            manager.evict_blocks([1, 2, 3])
+            manager.check()
+        if i == 18:
+            assert manager.reset_prefix_cache()
+            manager.check()
+    return manager
+
+
+@pytest.mark.parametrize("core", sorted(CORES))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_policy_that_raises_is_replaced_by_lru(
+    core: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = type("Broken", (Raising,), {"method": method})
+    assert play(core, policy).dump_state() == play(core, Sound).dump_state()
+    for line in caplog.messages:
+        assert line.startswith(f"the eviction policy lru failed in {method}: ")
+    assert len(caplog.messages) <= 1
+
+
+@pytest.mark.parametrize("core", sorted(CORES))
+@pytest.mark.parametrize("answer", sorted(ANSWERS))
+def test_a_policy_that_chooses_nonsense_is_replaced_by_lru(
+    core: str, answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = type("Lying", (Lying,), {"answer": answer})
+    assert play(core, policy).dump_state() == play(core, Sound).dump_state()
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "the eviction policy lru failed in choose"
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+def test_policies_of_the_package_are_asked_directly_watched_or_not(name: str) -> None:
+    made = make_eviction_policy(name, 8, WrittenBook())
+    assert type(made) is EVICTION_POLICIES[name]
+    watched = AgeMeter((1.0,), now=VirtualClock().now)._watched(EVICTION_POLICIES[name])
+    assert (
+        "Outside"
+        not in type(make_eviction_policy(name, 8, WrittenBook(), {name: watched})).__name__
+    )
