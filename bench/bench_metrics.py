@@ -165,8 +165,8 @@ def measure_churn(is_smoke: bool, progress: Progress, *, is_full: bool) -> Row:
     task = progress.add_task(f"o1 {what}", total=repetitions)
     ages = AgeMeter(MetricsConfig().age_bounds_s)
     sides = {
-        PEER: Churn(lambda s: OurManager(s, "extents"), setup),
-        FAST: Churn(lambda s: OurManager(s, "extents", ages.cores()), setup),
+        PEER: Churn(lambda s: OurManager(s, FAST), setup),
+        FAST: Churn(lambda s: OurManager(s, FAST, ages.cores()), setup),
     }
     calls = {name: lambda side=side: side.serve(num_turns) for name, side in sides.items()}
     figures = alternate(calls, repetitions, lambda: progress.advance(task))  # type: ignore[arg-type]

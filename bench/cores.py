@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcache.manager.core_registry import CORES
 
-FAST = "extents"
+FAST = "flat"
 """The core that runs where only one does."""
 REFERENCE = "blocks"
 PEER = "peer"

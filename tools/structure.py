@@ -36,7 +36,7 @@ from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "actors")
-DECISION_PATH = ("manager", "managers", "blocks", "extents", "core")
+DECISION_PATH = ("manager", "managers", "blocks", "core")
 """Parts of `kvcache/` in which it is decided who gets which block."""
 SMALL_LINES = 60
 
@@ -48,7 +48,7 @@ NUM_ROWS = 16
 NUM_REPETITIONS = 3
 NUM_STEPS = NUM_REPETITIONS * BLOCK_SIZE + 1
 """Of rows that begin with full blocks: in the last of them, each needs a block again."""
-DEFAULT_CORE = "extents"
+DEFAULT_CORE = "flat"
 
 HASHER = get_request_block_hasher(BLOCK_SIZE, get_hash_fn("sha256"))
 T = TypeVar("T")

@@ -86,7 +86,7 @@ class CacheConfig(Section):
     hash_seed: Annotated[str, Field(min_length=1)] = "vllm-none-hash"
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicyName = "lru"
-    core: Literal["blocks", "extents", "flat"] = "extents"
+    core: Literal["blocks", "flat"] = "flat"
     watermark: Annotated[float, Field(ge=0, lt=1), Real] = 0.0
     max_pin_share: Share = 0.5
     merge_duplicates: bool = False

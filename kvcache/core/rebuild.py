@@ -165,15 +165,15 @@ def _plant_group(
         for row in np.flatnonzero(above != FIRST_BLOCK).tolist():
             name = roots[namespaces[row]], labels.parents[row].tobytes()
             behind[row] = places.get(name, 0)
-    behind[unknown] = 0
-    depths = depths_of(np.where(behind > 0, FIRST_BLOCK, above))
-    depths[unknown] = NO_ROW
-    order = np.argsort(depths, kind="stable")
-    order = order[depths[order] != NO_ROW]
-    core.reach_nodes(count * length)
     nodes = np.zeros(count, np.int32)
+    for row in np.flatnonzero(unknown).tolist():  # where others know what ends there
+        name = roots[namespaces[row]], labels.digests[row].tobytes()
+        nodes[row] = _node_of_block(core, places.get(name, 0), labels.tokens[row])
+    depths = depths_of(np.where(behind > 0, FIRST_BLOCK, above))
+    order = np.argsort(depths, kind="stable")
+    order = order[(depths[order] != NO_ROW) & ~unknown[order]]
+    core.reach_nodes(count * length)
     above_32 = int32_array(np.where(behind > 0, NO_ROW, above))
-    above_32[unknown] = NO_ROW
     tokens = np.ascontiguousarray(labels.tokens, np.int32)
     plant(
         core.books.book, int32_array(order), above_32, behind, tokens,
@@ -187,7 +187,7 @@ def _plant_group(
     if is_ordered:
         rows = _unbroken(rows, above, depths)
     dropped = np.setdiff1d(np.flatnonzero(nodes), rows)
-    for row in rows.tolist():
+    for row in rows[~unknown[rows]].tolist():
         n, root = int(nodes[row]), roots[namespaces[row]]
         for _ in range(length):
             places[root, c.digest[n].tobytes()] = n
@@ -200,6 +200,16 @@ def _plant_group(
     above = np.where(is_kept[np.maximum(above, NO_ROW)], above, FIRST_BLOCK)
     depths = np.where(is_kept[:count], depths_of(above), NO_ROW)
     return _Kept(g, chains_of(above, depths), nodes, depths)
+
+
+def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
+    """Return node `n` if a block with these tokens ends there, else 0."""
+    c, end = core.books.columns, n
+    for own in reversed(tokens.reshape(-1, c.tokens.shape[1])):
+        if not end or not np.array_equal(c.tokens[end], own):
+            return 0
+        end = int(c.node[end, PARENT])
+    return n
 
 
 def _unbroken(rows: IndexArray, above: IndexArray, depths: IndexArray) -> IndexArray:

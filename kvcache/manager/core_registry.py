@@ -75,28 +75,6 @@ def _make_block_core(settings: CoreSettings) -> Core:
     return core
 
 
-def _make_extent_core(settings: CoreSettings) -> Core:
-    from kvcache.extents.extent_core import ExtentCore
-
-    return ExtentCore(
-        settings.kv_cache_config,
-        none_hash=settings.none_hash,
-        hash_fn=settings.hash_fn,
-        enable_caching=settings.enable_caching,
-        use_eagle=settings.use_eagle,
-        policy_name=settings.eviction_policy,
-        policies=settings.policies,
-        events=settings.events,
-        offload=settings.offload,
-        zero_new_blocks=settings.zero_new_blocks,
-        has_workers=settings.has_workers,
-        slots=settings.slots,
-        merge_duplicates=settings.merge_duplicates,
-        publish_all_groups=settings.publish_all_groups,
-        tenants=settings.tenants,
-    )
-
-
 def _make_flat_core(settings: CoreSettings) -> Core:
     from kvcache.core.flat_core import FlatCore
 
@@ -120,7 +98,7 @@ def _make_flat_core(settings: CoreSettings) -> Core:
 
 
 CORES: Mapping[str, CoreFactory] = MappingProxyType(
-    {"blocks": _make_block_core, "extents": _make_extent_core, "flat": _make_flat_core}
+    {"blocks": _make_block_core, "flat": _make_flat_core}
 )
 """The cores of this package. Each is imported when it is first made."""
 

@@ -38,7 +38,7 @@ class ManagerRecipe:
     enable_kv_cache_events: bool = False
     watermark: float = 0.0
     eviction_policy: str = "lru"
-    core: str = "extents"
+    core: str = "flat"
     max_num_seqs: int = 256
     max_pin_share: float = 0.5
     hash_seed: str = DEFAULT_HASH_SEED

@@ -63,7 +63,7 @@ class CountingOptions:
     block_size: int | None = None
     eviction_policy: str = "lru"
     hash_algorithm: str = "sha256"
-    core: str = "extents"
+    core: str = "flat"
     groups: tuple[KVCacheGroupSpec, ...] = ()
 
 

@@ -25,7 +25,7 @@ WIDE_WINDOW = layer("sliding_window", num_kv_heads=4, window_tokens=40)
 """Its blocks hold half as many tokens as those of the others."""
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize(
     ("layers", "block_tokens", "memory"),
     [

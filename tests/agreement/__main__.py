@@ -1,8 +1,8 @@
 """Replay walks from the command line.
 
     python -m tests.agreement "full, window" exact_pressure 7
-    python -m tests.agreement "full, window" exact 0 --seeds 50 --operations 300 --second extents
-    python -m tests.agreement full all --second extents --without FORKS EVICTIONS
+    python -m tests.agreement "full, window" exact 0 --seeds 50 --operations 300 --second flat
+    python -m tests.agreement full all --second flat --without FORKS EVICTIONS
     python -m tests.agreement dense all --seeds 20
     python -m tests.agreement latent duplicates 3 --audit-one-in 1
 

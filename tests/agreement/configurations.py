@@ -81,7 +81,7 @@ class Configuration:
     specs: tuple[KVCacheSpec, ...]
     operations: frozenset[Operation] = EVERYTHING
     families: tuple[Family, ...] = EVERY_FAMILY
-    second_core: str = "extents"
+    second_core: str = "flat"
     use_eagle: bool = False
     enable_caching: bool = True
     max_model_len: int = 72

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.agreement.configurations import (
@@ -52,25 +50,6 @@ def test_two_cores_agree(configuration: Configuration, family: Family) -> None:
 )
 def test_two_cores_agree_where_forks_and_losses_are_frequent(name: str, family: Family) -> None:
     replay(configuration_named(name), family, 0, DENSE_OPERATIONS)
-
-
-@pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
-def test_the_flat_core_agrees_with_the_reference_core(
-    configuration: Configuration, family: Family
-) -> None:
-    num_seeds, num_operations = SHORT[family]
-    for seed in range(num_seeds):
-        replay(replace(configuration, second_core="flat"), family, seed, num_operations)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("configuration", DENSE, ids=lambda c: c.name)
-def test_the_flat_core_agrees_where_forks_and_losses_are_frequent_for_long(
-    configuration: Configuration,
-) -> None:
-    for family in configuration.families:
-        for seed in range(DENSE_SEEDS):
-            replay(replace(configuration, second_core="flat"), family, seed, DENSE_OPERATIONS)
 
 
 @pytest.mark.long

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
-from kvcache.errors import InvariantError
-from kvcache.extents.evictor import Evictor
-from kvcache.extents.run import Run
-from kvcache.extents.settlement import Settlement
-from kvcache.extents.tree import RunTree
 from tests.agreement.allowances import differences
 from tests.agreement.configurations import Family, configuration_named
 from tests.agreement.mistakes import (
@@ -59,38 +53,9 @@ def test_a_core_that_walks_alone_is_caught_by_the_truth(planted: Planted) -> Non
     assert re.search("tokens demand|labelled", found), found
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "family"),
-    [
-        (RunTree, "hold", Family.DUPLICATES),
-        (RunTree, "walk", Family.DUPLICATES_PRESSURE),
-        (Run, "split", Family.EXACT_PRESSURE),
-        (Evictor, "_evict_tail", Family.DUPLICATES_PRESSURE),
-        (Settlement, "_is_orphan", Family.EXACT_PRESSURE),
-    ],
-)
-def test_units_that_wait_and_are_forgotten_by_somebody_are_found(
-    owner: type[Any], method: str, family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An audit gathers them: this is found only since walks leave most operations unaudited."""
-    right = getattr(owner, method)
-
-    def wrong(self: Any, *args: Any, **more: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "gather", lambda run: None)
-            return right(self, *args, **more)
-
-    monkeypatch.setattr(owner, method, wrong)
-    with pytest.raises((AssertionError, InvariantError, IndexError, ValueError)):
-        for seed in range(MOST_SEEDS):
-            Walk(configuration_named("full"), family, seed, ("blocks", "extents")).go()
-
-
 def test_how_often_a_walk_audits_does_not_change_what_it_does() -> None:
     walks = [
-        Walk(
-            configuration_named("full, window"), Family.DUPLICATES, 5, ("extents",), audit_one_in=n
-        )
+        Walk(configuration_named("full, window"), Family.DUPLICATES, 5, ("flat",), audit_one_in=n)
         for n in (1, 8)
     ]
     for walk in walks:

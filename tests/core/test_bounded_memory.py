@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvcache.core import flat_core
-from kvcache.core.flat_core import FlatCore
-from kvcache.extents.extent_core import ExtentCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core, run_request
-from tests.extents.footprint import footprint_bytes
+from tests.core.builders import make_flat_core, run_request
+from tests.core.footprint import footprint_bytes
 from tests.managers.core_builders import chunked, full, make_request, mamba, window
 
-MAKERS: Mapping[str, Callable[..., ExtentCore | FlatCore]] = {
-    "extents": make_core,
-    "flat": make_flat_core,
-}
 PLANS = {
     "full": (full(),),
     "window": (window(9),),
@@ -35,10 +28,10 @@ PLANS = {
 class Churn:
     """Small requests of several clients in ever new namespaces; some are looked up only."""
 
-    def __init__(self, core: str, specs: Sequence[KVCacheSpec], seed: int) -> None:
+    def __init__(self, specs: Sequence[KVCacheSpec], seed: int) -> None:
         print(f"seed {seed}")
         self.random = random.Random(seed)
-        self.core = MAKERS[core](40, *specs, has_workers=False, merge_duplicates=True)
+        self.core = make_flat_core(40, *specs, has_workers=False, merge_duplicates=True)
         self.running: list[Request] = []
         self.num_served = 0
         self.unit_tokens = self.core.hash_block_size
@@ -85,8 +78,8 @@ def sweeps_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_core, "_FEW_KEYS", 64)
 
 
-def require_bounded(core: str, name: str, num_samples: int, requests_per_sample: int) -> None:
-    churn = Churn(core, PLANS[name], seed=0)
+def require_bounded(name: str, num_samples: int, requests_per_sample: int) -> None:
+    churn = Churn(PLANS[name], seed=0)
     samples = []
     for _ in range(num_samples):
         churn.serve(requests_per_sample)
@@ -96,14 +89,12 @@ def require_bounded(core: str, name: str, num_samples: int, requests_per_sample:
     assert max(samples) <= 1.25 * max(few), samples
 
 
-@pytest.mark.parametrize("core", MAKERS)
 @pytest.mark.parametrize("name", ["full and window", "window and chunked"])
-def test_memory_is_as_after_a_few_requests(name: str, core: str) -> None:
-    require_bounded(core, name, 9, 70)
+def test_memory_is_as_after_a_few_requests(name: str) -> None:
+    require_bounded(name, 9, 70)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("core", MAKERS)
 @pytest.mark.parametrize("name", sorted(PLANS))
-def test_memory_is_bounded_over_many_requests(name: str, core: str) -> None:
-    require_bounded(core, name, 20, 1000)
+def test_memory_is_bounded_over_many_requests(name: str) -> None:
+    require_bounded(name, 20, 1000)

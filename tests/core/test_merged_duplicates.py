@@ -12,14 +12,12 @@ from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.audits import Audits
 from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core as make_extent_core
 from tests.managers.core_builders import chunked, full, make_core, make_request, mamba, window
 
 MakeCore = Callable[..., Core]
 
 MAKERS: dict[str, MakeCore] = {
     "blocks": make_core,
-    "extents": make_extent_core,
     "flat": make_flat_core,
 }
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
@@ -78,9 +76,8 @@ def test_tables_change_to_the_blocks_that_were_first(make: MakeCore) -> None:
     assert (core.statistics().num_merged_blocks, core.num_free_blocks()) == (3, 35)
 
 
-@pytest.mark.parametrize("make", [make_extent_core, make_flat_core], ids=["extents", "flat"])
-def test_successive_columns_are_one_change(make: MakeCore) -> None:
-    core = make(40, merge_duplicates=True)
+def test_successive_columns_are_one_change() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
     in_step(core, 1, request("a", 1, 2, 3), request("b", 1, 5), request("c", 1, 2, 3))
     core.complete_steps("engine", 1)
     changes: list[tuple[str, TableChange]] = core.take_merges()

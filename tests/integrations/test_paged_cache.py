@@ -92,7 +92,7 @@ class Walk:
         self.own.crop(-num_tokens)
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_operations_give_what_the_own_cache_gives(

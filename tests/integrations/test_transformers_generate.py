@@ -63,7 +63,7 @@ def require_nothing_held(store: PagedCacheStore) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "core"),
-    [*((mode, "flat") for mode in MODES), ("beams", "blocks"), ("beams", "extents")],
+    [*((mode, "flat") for mode in MODES), ("beams", "blocks")],
 )
 def test_output_is_that_of_the_own_cache_with_and_without_hits(
     model: Any, mode: str, core: str
@@ -197,9 +197,7 @@ def test_a_later_turn_finds_what_an_earlier_one_computed(model: Any) -> None:
         require_nothing_held(store)
 
 
-@pytest.mark.parametrize(
-    ("core", "policy"), [("extents", "lru"), ("flat", "lru"), ("blocks", "arc")]
-)
+@pytest.mark.parametrize(("core", "policy"), [("flat", "lru"), ("blocks", "arc")])
 def test_output_is_the_same_after_evictions(model: Any, core: str, policy: str) -> None:
     with make_store(model, num_blocks=40, core=core, eviction_policy=policy) as store:
         for seed in (1, 2, 3, 4, 1):

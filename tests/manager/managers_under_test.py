@@ -10,7 +10,7 @@ from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
 from tests.managers.core_model import ModelGroup
 from tests.managers.core_walk import spec_of
 
-DEFAULT_CORE = "extents"
+DEFAULT_CORE = "flat"
 
 
 @dataclass(frozen=True)

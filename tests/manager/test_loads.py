@@ -29,7 +29,7 @@ from tests.manager.managers_under_test import (
 from tests.manager.steps import Engine, new
 
 SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID, STATES, STATES_HYBRID)
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 TOKENS = list(range(100, 149))
 
 

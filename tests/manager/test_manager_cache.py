@@ -227,7 +227,7 @@ class SlowTiers(NullOffloadHooks):
         self.finished.append(request_id)
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_a_sink_that_raises_misses_events_and_changes_nothing(
     core: str, caplog: pytest.LogCaptureFixture
 ) -> None:

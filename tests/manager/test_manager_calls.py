@@ -297,7 +297,7 @@ def test_a_request_with_another_hasher_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"core": "rocks"}, "core 'rocks' is not known: choose one of blocks, extents, flat"),
+        ({"core": "rocks"}, "core 'rocks' is not known: choose one of blocks, flat"),
         ({"watermark": 1.0}, "watermark is 1.0: pass a share from 0.0 to below 1.0"),
         ({"max_pin_share": 1.5}, "max_pin_share is 1.5: pass a number of at least 0 and at most 1"),
         (

@@ -100,7 +100,7 @@ def test_rows_that_change_places_take_their_tokens_along() -> None:
     assert tokens_of(manager, "b") == [2] * 5 + [4] * 6
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
 def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape, core: str) -> None:
     """Nobody looks at the books in between: what rows have filled waits to be put together."""

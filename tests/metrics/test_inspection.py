@@ -13,7 +13,7 @@ from kvcache.metrics.inspection import inspect_cache
 from tests.metrics.test_ages import BLOCK, Cache, prompt
 
 
-@pytest.fixture(params=["blocks", "extents", "flat"])
+@pytest.fixture(params=["blocks", "flat"])
 def cache(request: Any) -> Cache:
     return Cache(request.param, 32)
 

@@ -31,7 +31,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6)
 
 
 def hits_by_request(
-    workload: Workload, num_blocks: int, policy: str, core: str = "extents"
+    workload: Workload, num_blocks: int, policy: str, core: str = "flat"
 ) -> npt.NDArray[np.int64]:
     """Return hit blocks and block references so far after each request. Shape `(requests, 2)`."""
     options = CountingOptions(
@@ -47,7 +47,7 @@ def hits_by_request(
     return np.array(counted)
 
 
-def hit_rate(workload: Workload, num_blocks: int, policy: str, core: str = "extents") -> float:
+def hit_rate(workload: Workload, num_blocks: int, policy: str, core: str = "flat") -> float:
     num_hits, num_references = hits_by_request(workload, num_blocks, policy, core)[-1]
     return float(num_hits / num_references)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvcache.policies import EVICTION_POLICIES, EntryInfo
-from tests.extents.footprint import footprint_bytes
+from tests.core.footprint import footprint_bytes
 from tests.policies.books import evict, make_policy, name_of, use
 
 NAMES = sorted(EVICTION_POLICIES)

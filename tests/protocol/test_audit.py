@@ -25,7 +25,7 @@ from tests.protocol.test_coordinator import Bench, only
 from tests.worker.worker_support import Harness, label
 
 
-def config(mode: str, core: str = "extents") -> ClusterConfig:
+def config(mode: str, core: str = "flat") -> ClusterConfig:
     return parse_config(
         {
             "name": "audit",
@@ -68,7 +68,7 @@ def figures(cluster: LocalCluster) -> CoordinatorStatistics:
     return cluster.coordinator.statistics()
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_ranks_that_know_what_the_coordinator_does_pass(core: str) -> None:
     with LocalCluster(config("on", core)) as cluster, cluster.client() as client:
         for name in "abc":
@@ -83,7 +83,7 @@ def test_nothing_is_compared_unless_it_is_wanted() -> None:
         assert figures(cluster).num_audits == 0
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_a_label_that_is_lost_is_reported_and_withdrawn_and_service_goes_on(core: str) -> None:
     with LocalCluster(config("on", core)) as cluster, cluster.client() as client:
         compute(client, "a")

@@ -20,10 +20,6 @@ from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import FlatCore
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
-from kvcache.extents import row_batch
-from kvcache.extents.look_up import LookUp
-from kvcache.extents.row_columns import COMPUTED, plan_skips
-from kvcache.extents.skips import ChunkSkips
 from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
 from kvcache.managers.encoder_tables import EncoderColumns
 from kvcache.managers.mamba import MambaManager
@@ -106,7 +102,7 @@ def any_is_red(scenarios: Iterable[Scenario]) -> bool:
     return False
 
 
-CORES = ["blocks", "extents", "flat"]
+CORES = ["blocks", "flat"]
 
 
 def one_token_later(kernel: Any, *places: int) -> Any:
@@ -263,18 +259,7 @@ def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
     def one_early(self: ChunkedLocalAttentionManager, num_computed_tokens: int) -> int:
         return self.spec.num_skipped_tokens(num_computed_tokens + 1) // self.block_size
 
-    def rows_one_early(figures: Any, rules: Any, found: Any, *others: Any) -> int:
-        early = found.copy()
-        early[COMPUTED] += 1
-        return plan_skips(figures, rules, early, *others)
-
-    def row_one_early(self: ChunkSkips, num_computed_tokens: int) -> int:
-        return num_skipped(self, num_computed_tokens + 1)
-
-    num_skipped = ChunkSkips.num_skipped
     monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
-    monkeypatch.setattr(row_batch, "plan_skips", rows_one_early)
-    monkeypatch.setattr(ChunkSkips, "num_skipped", row_one_early)
     for name, place in (("inspect", 4), ("run_rows", 10), ("serve", 3), ("tend", 2)):
         kernel = one_token_later(getattr(flat_core, name), place)
         monkeypatch.setattr(flat_core, name, kernel)
@@ -313,7 +298,6 @@ def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
 
     look_up = FlatCore.look_up
     monkeypatch.setattr(FlatCore, "look_up", flat_look_up)
-    monkeypatch.setattr(LookUp, "_states_of_open_step", lambda self: None)
     assert turns_red(60, model="align", core=core, first_seed=10)
 
 

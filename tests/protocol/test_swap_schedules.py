@@ -43,7 +43,7 @@ def scenario_of(number: int, model: str = "full", core: str = "") -> Scenario:
     )
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("model", sorted(MODELS_BY_CONTENT))
 def test_of_every_model_requests_come_back_where_they_were(model: str, core: str) -> None:
     num_swapped_in = 0

@@ -37,7 +37,7 @@ from tests.manager.managers_under_test import (
 )
 from tests.manager.steps import Engine, new, resume, row
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID)
 TOKENS = list(range(100, 140))
 ALWAYS = SwapRule(SwapWhen.ALWAYS)
@@ -52,7 +52,7 @@ class Bench:
     def __init__(
         self,
         shape: Shape = FULL,
-        core: str = "extents",
+        core: str = "flat",
         *,
         rule: SwapRule = ALWAYS,
         num_blocks: int = 64,

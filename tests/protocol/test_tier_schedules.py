@@ -50,7 +50,7 @@ def num_loaded(clusters: list[Cluster]) -> int:
     return sum(cluster.num_loaded_tokens for cluster in clusters)
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("model", sorted(MODELS_IN_TIERS))
 def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str, core: str) -> None:
     clusters: list[Cluster] = []

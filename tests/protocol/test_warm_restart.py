@@ -514,7 +514,7 @@ def test_schedules_with_restarts_keep_what_was_cached() -> None:
 def test_all_cores_are_rebuilt_alike() -> None:
     for seed in (5, 6, 8, 10):
         kept = []
-        for core in ("extents", "blocks", "flat"):
+        for core in ("blocks", "flat"):
             # Without tiers, whose copies take their own time and let requests wait, without clients
             # that leave, as when they do depends on the answers, and with room for all: what is
             # evicted depends on how often a core keeps what was computed twice.

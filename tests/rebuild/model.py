@@ -80,7 +80,7 @@ class RebuildModel:
         labels: dict[Name, BlockLabel] = {}
         for label in agreed(label_sets):
             labels.setdefault((label.group, label.namespace, label.digest), label)
-        rules = {"blocks": self._in_tables, "extents": self._in_tree, "flat": self._in_nodes}
+        rules = {"blocks": self._in_tables, "flat": self._in_nodes}
         chosen = rules[core](labels)
         return {name: labels[name].block_id for name in chosen}
 
@@ -101,7 +101,8 @@ class RebuildModel:
 
     def _in_nodes(self, labels: dict[Name, BlockLabel]) -> set[Name]:
         """What stands behind the block before it, or, where that may be missing, behind a place
-        that groups before it in the order know; each with the digest that its tokens demand."""
+        that groups before it in the order know; each with the digest that its tokens demand, or,
+        where images hide what they demand, one that groups before it know."""
         chosen: set[Name] = set()
         known: set[Unit] = set()
         sizes = [(not group.is_ordered, group.block_size) for group in self.groups]
@@ -112,7 +113,7 @@ class RebuildModel:
                 grown = False
                 for name, label in own.items():
                     above, units = label.parent_digest, self._all_units(name[1], label)
-                    if name in chosen or name[1:] not in units:
+                    if name in chosen or name[1:] not in (units or before):
                         continue
                     if (
                         above == NONE_HASH
@@ -131,50 +132,6 @@ class RebuildModel:
         keys = parse_extra_keys(label.extra_keys) or ()
         parent = BlockHash(label.parent_digest)
         return {(name, hash_block_tokens(HASH_FN, parent, label.token_ids, keys)): parent}
-
-    def _in_tree(self, labels: dict[Name, BlockLabel]) -> set[Name]:
-        """Only what stands at units that are whole, and whole before."""
-        parents = self._units(labels)
-        ordered = [i for i, group in enumerate(self.groups) if group.is_ordered]
-        depths: dict[Unit, int] = {}
-        grown = True
-        while grown:
-            grown = False
-            for unit, parent in parents.items():
-                name, digest = unit
-                if unit in depths or not (parent == NONE_HASH or (name, parent) in depths):
-                    continue
-                depth = depths.get((name, parent), 0) + 1
-                ends = [g for g in ordered if depth * self.unit % self.groups[g].block_size == 0]
-                if all((g, name, digest) in labels for g in ends):
-                    depths[unit] = depth
-                    grown = True
-        chosen = {name for name in labels if name[1:] in depths}
-        if not ordered:
-            return chosen
-        useful: set[Unit] = set()
-        for number, *last in chosen:
-            unit = last[0], last[1]
-            if number not in ordered:
-                continue
-            while unit[1] != NONE_HASH:
-                useful.add(unit)
-                unit = unit[0], parents[unit]
-        return {name for name in chosen if name[1:] in useful}
-
-    def _units(self, labels: dict[Name, BlockLabel]) -> dict[Unit, bytes]:
-        """Return the digest before every unit that can be known from labels."""
-        ordered = [group for group in self.groups if group.is_ordered]
-        has_short = any(group.block_size == self.unit for group in ordered)
-        units: dict[Unit, bytes] = {}
-        for (number, name, digest), label in labels.items():
-            group = self.groups[number]
-            is_short = group.block_size == self.unit
-            if is_short and (group.is_ordered or not has_short):
-                units[name, digest] = label.parent_digest
-            elif not is_short and not has_short and (group.is_ordered or not ordered):
-                units.update(self._cut(name, label))
-        return units
 
     def _cut(self, name: bytes, label: BlockLabel) -> dict[Unit, bytes]:
         """Return the units of a long block; those that images overlap cannot be told."""

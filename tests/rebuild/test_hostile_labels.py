@@ -17,7 +17,6 @@ from kvcache.request import LoRARequest, Request
 from kvcache.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core as make_extent_core
 from tests.managers.core_builders import NONE_HASH, full, make_request, window
 from tests.managers.core_builders import make_core as make_block_core
 from tests.rebuild.ranks import packed
@@ -25,7 +24,6 @@ from tests.rebuild.ranks import packed
 HASH_FN = get_hash_fn("sha256")
 CORES: dict[str, Callable[..., Core]] = {
     "blocks": make_block_core,
-    "extents": make_extent_core,
     "flat": make_flat_core,
 }
 
@@ -201,7 +199,7 @@ def test_a_block_beside_a_unit_that_says_otherwise_is_none_of_it(
     labels = chain_of(1, 2, 3)
     beside = [replace(one, block_id=one.block_id + 10, group=1) for one in labels]
     core, num_kept, withdrawn = restored(
-        make_extent_core, [*labels, beside[0], spoil(beside[1]), beside[2]], full(), window(5)
+        make_flat_core, [*labels, beside[0], spoil(beside[1]), beside[2]], full(), window(5)
     )
     assert (num_kept, withdrawn) == (5, [12])
     assert [ids.tolist() for ids in core.look_up(prompt(3)).block_ids] == [[1, 2, 3], [0, 0, 13]]

@@ -13,8 +13,8 @@ from kvcache.blocks.label_digests import wrong_digests
 from kvcache.hashing import get_hash_fn
 from kvcache.labels import BlockLabel
 from kvcache.request import LoRARequest
-from tests.extents.builders import make_core, run_request
-from tests.extents.labels import label_table
+from tests.core.builders import make_flat_core, run_request
+from tests.core.labels import label_table
 from tests.managers.core_builders import full, make_request, window
 from tests.rebuild.ranks import packed
 
@@ -29,7 +29,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
 
 def labels_of(**options: Any) -> list[BlockLabel]:
     """Return the labels of a prompt in blocks of 4 and of 8 tokens, of 4 first."""
-    core = make_core(20, full(), window(40, 8))
+    core = make_flat_core(20, full(), window(40, 8))
     run_request(core, make_request("a", range(24), **options))
     return list(label_table(core, 20, 8).collect(0, 1, 1, "layout"))
 

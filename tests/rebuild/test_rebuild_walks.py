@@ -29,7 +29,7 @@ COARSE = (
 FAMILIES = (Family.EXACT, Family.DUPLICATES_PRESSURE)
 EVERY_WALK = [(c, family) for c in (*CONFIGURATIONS, *COARSE) for family in FAMILIES]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
-CORES = ["blocks", "extents", "flat"]
+CORES = ["blocks", "flat"]
 
 SEEDS = (6, 7, 8)
 """Another one is tried where a walk had forgotten everything whenever it was rebuilt."""

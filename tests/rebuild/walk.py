@@ -13,7 +13,6 @@ from kvcache.commands import Command
 from kvcache.core import AllBlocksCleared, BlocksStored, Core, Reservation
 from kvcache.core.audit import free_list
 from kvcache.core.flat_core import FlatCore
-from kvcache.extents.extent_core import ExtentCore
 from kvcache.hashing import get_request_block_hasher
 from kvcache.labels import BlockLabel
 from kvcache.managers.block_core import BlockCore
@@ -26,7 +25,7 @@ from tests.managers.core_builders import NONE_HASH, plan
 from tests.rebuild.model import HASH_FN, Name, RebuildModel
 from tests.rebuild.ranks import Ranks
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 NUM_RANKS = 3
 
 REST = 18
@@ -84,7 +83,7 @@ class RebuildWalk:
                 ranks = damaged.copy()
                 labels = list(ranks.collect()[0])
                 kept = self.restored(core, ranks)
-                if self.walk.sides[0].core == core == "extents" and not num_damaged:
+                if self.walk.sides[0].core == core == "flat" and not num_damaged:
                     self.require_all(labels, kept)
 
     def require_all(self, labels: Sequence[BlockLabel], kept: dict[Name, int]) -> None:
@@ -124,7 +123,7 @@ class RebuildWalk:
         again, log = self.make_core(core)
         num_sealed = some.statistics().num_sealed_blocks
         kept_again = self.compare(again, core, log, ranks)
-        if core == "extents" and self.is_complete:
+        if core == "flat" and self.is_complete:
             assert len(kept_again) == num_sealed
         return kept
 
@@ -198,8 +197,7 @@ class RebuildWalk:
         }
         if core == "blocks":
             return BlockCore(config, **options), log
-        kind = ExtentCore if core == "extents" else FlatCore
-        return kind(config, hash_fn=HASH_FN, **options), log
+        return FlatCore(config, hash_fn=HASH_FN, **options), log
 
     def requests(self) -> Sequence[Request]:
         """Return requests for some of the sequences seen, cut anywhere."""
@@ -222,9 +220,6 @@ def eviction_order(core: Core) -> list[int]:
     if isinstance(core, BlockCore):
         order = core.pool.get_all_free_blocks()
         return order[len(order) - core.pool.contents.num_cached :]
-    if isinstance(core, FlatCore):
-        cached = {b for _, _, b, _ in core.contents()}
-        return [b for b in free_list(core.books) if b in cached]
-    entries = core.dump_state()["order"]
-    assert isinstance(entries, list)
-    return [b for entry in entries for b in (entry if isinstance(entry, list) else [entry])]
+    assert isinstance(core, FlatCore)
+    cached = {b for _, _, b, _ in core.contents()}
+    return [b for b in free_list(core.books) if b in cached]

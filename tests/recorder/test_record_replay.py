@@ -26,7 +26,7 @@ from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
 from tests.recorder.segments_at_rest import change, records_of, replay, write
 
 MODELS = ("full", "full, window", "mla, chunk, align", "full, none", "full, cross")
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 LIVES = [(core, model, 0) for core in CORES for model in MODELS]
 LIVES += [(core, "full, window", seed) for core in CORES for seed in (1, 2)]
 

@@ -20,7 +20,7 @@ from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import build_config
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 SHAPE = ConversationShape(
     num_conversations=6,
     num_turns=3,
@@ -154,7 +154,7 @@ def test_nothing_is_recorded_unless_a_directory_is_configured(tmp_path: Path) ->
 
 def test_a_directory_that_cannot_be_written_is_said_and_service_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    config = configured(tmp_path / "file", "extents")
+    config = configured(tmp_path / "file", "flat")
     with LocalCluster(config) as cluster, cluster.client() as client:
         client.wait_finished(client.step(StepRequest(new=(prompt("a", 40),))).step)
         statistics = cluster.coordinator.statistics().recorder

@@ -53,7 +53,7 @@ from tests.actors.tier_driver import (
 )
 from tests.recorder.segments_at_rest import change, records_of, write
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 PROMPTS = range(5)
 """Two fit on the device, less than two into host memory: the others are found in files."""
 
@@ -295,7 +295,7 @@ def test_tenants_in_tiers_are_replayed(tmp_path: Path, core: str) -> None:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one recording, in which prompts came up from tiers."""
     directory = tmp_path_factory.mktemp("recorded")
-    with LocalCluster(configured(directory, "extents")) as cluster, cluster.client() as client:
+    with LocalCluster(configured(directory, "flat")) as cluster, cluster.client() as client:
         assert play(cluster, client, (0, 1, 2, 3)) == [0] * 4
         assert play(cluster, client, (0, 1)) == [FOUND] * 2
     return directory

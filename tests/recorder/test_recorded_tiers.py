@@ -15,7 +15,7 @@ from tests.protocol.test_tier_schedules import faulty, with_files
 from tests.recorder.recorded_schedule import RecordedCluster, play_recorded, replay_watched
 from tests.recorder.segments_at_rest import records_of
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 SEEDS_PER_TEST = 3
 NUM_SEEDS = 90
 KINDS = {"swaps": swapping, "disks": faulty, "files": with_files, "all": random_scenario}

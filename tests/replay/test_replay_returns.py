@@ -92,7 +92,7 @@ def replay(core: str, losses: dict[int, Loss], num_blocks: int = 600) -> ReplayR
     return report
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes(core: str) -> None:
     losses = dict.fromkeys((9, 25, 26), LocalCluster.restart_coordinator)
     report = replay(core, losses)
@@ -106,7 +106,7 @@ def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes(cor
     assert report.num_resumed_hit_tokens > 0
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_a_worker_is_lost_and_every_request_finishes_with_right_bytes(core: str) -> None:
     report = replay(core, {12: lambda cluster: cluster.restart_worker(1)})
     assert report.num_returns == 1
@@ -118,6 +118,6 @@ def test_a_worker_is_lost_and_every_request_finishes_with_right_bytes(core: str)
 
 def test_requests_that_fill_the_pool_come_back_to_what_they_had() -> None:
     losses = dict.fromkeys(range(10, 60, 7), LocalCluster.restart_coordinator)
-    report = replay("extents", losses, num_blocks=120)
+    report = replay("flat", losses, num_blocks=120)
     assert report.num_returns == len(range(10, 60, 7))
     assert report.num_wrong_blocks == 0

@@ -13,7 +13,7 @@ from tests.managers.core_walk import spec_of
 
 TOKENS = range(10)
 
-CORES = pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+CORES = pytest.mark.parametrize("core", ["blocks", "flat"])
 
 
 def two_that_computed_the_same(manager: KVCacheManager, engine: Engine) -> None:

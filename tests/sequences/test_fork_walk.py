@@ -79,7 +79,7 @@ class Walk:
             num_blocks=NUM_BLOCKS,
             max_num_seqs=6,
             zero_new_blocks=seed % 2 == 0,
-            core=("flat", "blocks", "extents", "flat")[seed % 4],
+            core=("flat", "blocks", "flat", "flat")[seed % 4],
         )
         self.audits = Audits(seed, self.manager.check)
         self.worker = Worker(self.num_groups)

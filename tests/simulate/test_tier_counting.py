@@ -23,7 +23,7 @@ LRU_RATE_OF_30000_BLOCKS = 0.3305
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_room_below_everything_ever_seen_is_a_hit(
     tmp_path: Path, seed: int, core: str

@@ -14,7 +14,7 @@ from kvcache.offload.keys import make_offload_keys
 from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 SALTS = TenantsConfig(
     by="salt", named={"alice's salt": TenantConfig(guaranteed=0.25), "bob's salt": TenantConfig()}
 )
@@ -97,7 +97,7 @@ def test_tiers_find_nothing_of_another_tenant() -> None:
     requests = [
         Request(salt, TOKENS[0], cache_salt=salt) for salt in ("alice's salt", "bob's salt")
     ]
-    manager = make("extents", FULL)
+    manager = make("flat", FULL)
     keys = []
     for request in requests:
         manager.get_computed_blocks(request)
@@ -120,7 +120,7 @@ def test_tiers_find_nothing_of_another_tenant() -> None:
 
 
 def test_statistics_do_not_tell_salts() -> None:
-    manager = make("extents", FULL)
+    manager = make("flat", FULL)
     answers(manager, "alice's salt", other="a secret")
     assert "alice's" not in str(manager.statistics())
     assert "secret" not in str(manager.statistics())

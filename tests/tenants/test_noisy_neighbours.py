@@ -15,7 +15,7 @@ from kvcache.simulate.tenant_traffic import TenantTraffic, count_tenants
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 GUARANTEED = 24
 
 

@@ -22,7 +22,7 @@ from kvcache.step import (
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 SIZE = 4
 
 
@@ -137,7 +137,7 @@ def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless(core: str) -> No
 
 
 def test_a_tenant_by_salt_is_named_as_in_statistics() -> None:
-    manager = make("extents", by="salt", secret=TenantConfig(limit=2))
+    manager = make("flat", by="salt", secret=TenantConfig(limit=2))
     result = step(manager, 1, new=(new("huge", 16, cache_salt="secret"),))
     (refusal,) = result.refused
     assert refusal.tenant.startswith("salt-")

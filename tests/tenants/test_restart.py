@@ -12,7 +12,7 @@ from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.rebuild.ranks import Ranks
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 NAMES = ("alice", "bob", "carol", None)
 TENANTS = TenantsConfig(
     named={"alice": TenantConfig(guaranteed=0.3), "bob": TenantConfig(limit=0.5, weight=2.0)}

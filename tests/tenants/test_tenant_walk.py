@@ -17,7 +17,7 @@ from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, STATES_HYBRID, Shape, make_manager
 from tests.tenants.share_model import Holding, after_taking, has_room, holdings_of
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 NAMES = ("alice", "bob", "carol", "", "dave")
 TENANTS = TenantsConfig(
     named={

@@ -27,7 +27,7 @@ from kvcache.request import Request
 from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
 
-CORES = ("blocks", "extents", "flat")
+CORES = ("blocks", "flat")
 SIZE = 4
 SALTS = TenantsConfig(
     by="salt", named={name: TenantConfig(guaranteed=0.4, limit=0.4) for name in ("alice", "bob")}

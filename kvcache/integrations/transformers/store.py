@@ -69,7 +69,7 @@ class PagedCacheStore:
         max_model_len: int | None = None,
         max_rows: int = 64,
         eviction_policy: str = "lru",
-        core: str = "extents",
+        core: str = "flat",
     ) -> None:
         """Allocate blocks on the model's device, in its dtype, and listen to its forward.
 

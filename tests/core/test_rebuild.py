@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 
 from kvcache.blocks.outbox import EventLog
-from kvcache.commands import Unlabel
-from kvcache.core import AllBlocksCleared, BlocksStored, Core, Reservation
+from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import BlockError
-from kvcache.extents.extent_core import ExtentCore
 from kvcache.labels import LabelSet
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.extents.builders import make_core, run_request
-from tests.extents.labels import label_table, without
+from tests.core.builders import make_flat_core, run_request
+from tests.core.labels import label_table
 from tests.managers.core_builders import full, make_request, mamba, window
-from tests.managers.core_builders import make_core as make_block_core
 
 NUM_BLOCKS = 60
 
@@ -42,9 +40,9 @@ def some_request(choose: random.Random, name: str) -> Request:
     return make_request(name, tokens, cache_salt=choose.choice([None, "s"]), **items)
 
 
-def churned(choose: random.Random, specs: Sequence[KVCacheSpec]) -> ExtentCore:
+def churned(choose: random.Random, specs: Sequence[KVCacheSpec]) -> FlatCore:
     """Return a core that has served some requests; the first steps are complete."""
-    core = make_core(NUM_BLOCKS, *specs)
+    core = make_flat_core(NUM_BLOCKS, *specs)
     running: list[Request] = []
     for step in range(40):
         core.open_step("engine", step)
@@ -58,44 +56,6 @@ def churned(choose: random.Random, specs: Sequence[KVCacheSpec]) -> ExtentCore:
     return core
 
 
-def compare(one: Core, other: Core, choose: random.Random) -> None:
-    for number in range(60):
-        request = some_request(choose, f"probe {number}")
-        first, second = one.look_up(request), other.look_up(request)
-        assert first.num_tokens == second.num_tokens
-        for ids, others in zip(first.block_ids, second.block_ids, strict=True):
-            assert (ids != 0).tolist() == (others != 0).tolist()
-
-
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("seed", range(2))
-def test_both_cores_rebuild_the_same_from_what_ranks_agree_on(name: str, seed: int) -> None:
-    print(f"seed {seed}")
-    choose, specs = random.Random(seed), PLANS[name]
-    longest = max(spec.block_size for spec in specs)
-    table = label_table(churned(choose, specs), NUM_BLOCKS, longest)
-    whole = table.collect(0, 1, 1, "layout")
-    labelled = whole.labels.block_ids.tolist()
-    assert labelled
-    for lost in ([], choose.sample(labelled, 1), choose.sample(labelled, len(labelled) // 4)):
-        ranks = [whole, without(table, NUM_BLOCKS, lost)]
-        extents = make_core(NUM_BLOCKS, *specs)
-        blocks = make_block_core(NUM_BLOCKS, *specs)
-        num_kept = extents.restore(ranks)
-        assert num_kept <= blocks.restore(ranks)
-        if len(specs) == 1:
-            assert num_kept == blocks.statistics().num_cached_blocks
-        extents.check()
-        assert extents.num_free_blocks() == NUM_BLOCKS - 1
-        assert extents.statistics().num_sealed_blocks == num_kept
-        compare(extents, blocks, choose)
-        withdrawn = [
-            b for c in extents.take_commands() if isinstance(c, Unlabel) for b in c.block_ids
-        ]
-        assert len(withdrawn) == len(labelled) - num_kept
-        assert set(lost) <= set(withdrawn)
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_what_was_sealed_comes_back_into_the_same_blocks(name: str) -> None:
     choose, specs = random.Random(5), PLANS[name]
@@ -103,7 +63,7 @@ def test_what_was_sealed_comes_back_into_the_same_blocks(name: str) -> None:
     core.fail_steps("engine", 0)
     longest = max(spec.block_size for spec in specs)
     labels = label_table(core, NUM_BLOCKS, longest).collect(0, 1, 1, "layout")
-    rebuilt = make_core(NUM_BLOCKS, *specs)
+    rebuilt = make_flat_core(NUM_BLOCKS, *specs)
     assert rebuilt.restore([labels, labels]) == core.statistics().num_sealed_blocks
     for number in range(60):
         request = some_request(choose, f"probe {number}")
@@ -111,14 +71,14 @@ def test_what_was_sealed_comes_back_into_the_same_blocks(name: str) -> None:
 
 
 def sealed_labels() -> LabelSet:
-    core = make_core(20)
+    core = make_flat_core(20)
     run_request(core, make_request("a", [1] * 4 + [2] * 4 + [3] * 4))
     return label_table(core, 20).collect(0, 1, 1, "layout")
 
 
 def test_a_rebuilt_core_tells_listeners_everything_after_a_clear() -> None:
     log = EventLog()
-    core = make_core(20, events=log)
+    core = make_flat_core(20, events=log)
     assert core.restore([sealed_labels()]) == 3
     cleared, *stored = log.take()
     assert cleared == AllBlocksCleared()
@@ -126,7 +86,7 @@ def test_a_rebuilt_core_tells_listeners_everything_after_a_clear() -> None:
 
 
 def test_tails_are_evicted_before_their_heads_after_a_rebuild() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     core.restore([sealed_labels()])
     core.reserve(*filler(17))
     assert core.look_up(make_request("probe", [1] * 4 + [2] * 4 + [3] * 5)).num_tokens == 8
@@ -150,13 +110,13 @@ def test_two_digests_for_one_place_become_one_block() -> None:
         parent_digests=parents.tobytes(),
         token_ids=tokens.ravel(),
     )
-    core = make_core(20)
+    core = make_flat_core(20)
     assert core.restore([replace(labels, labels=broken)]) == 1
     core.check()
 
 
 def test_a_core_in_use_is_not_restored() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     run_request(core, make_request("a", [1] * 8))
     with pytest.raises(BlockError) as error:
         core.restore([sealed_labels()])
@@ -170,7 +130,7 @@ def test_labels_with_negative_tokens_are_not_mistaken_for_images() -> None:
     labels = sealed_labels()
     tokens = labels.labels.token_ids.copy()
     tokens[0] = -1
-    core = make_core(20)
+    core = make_flat_core(20)
     assert core.restore([replace(labels, labels=replace(labels.labels, token_ids=tokens))]) == 0
     seen = make_request("a", [1] * 5, mm_positions=[(0, 3)], mm_hashes=["cat"])
     assert core.look_up(seen).num_tokens == 0

@@ -7,24 +7,15 @@ own, before what is new is published for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from kvcache.commands import Label, Unlabel
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
-from kvcache.extents.extent_core import ExtentCore
+from kvcache.core.flat_core import FlatCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core, run_request
-from tests.extents.test_fork_contents import NUM_TOKENS, TOKENS, hits
+from tests.core.builders import make_flat_core, run_request
+from tests.core.test_fork_contents import NUM_TOKENS, TOKENS, hits
 from tests.managers.core_builders import full, make_request, window
-from tests.managers.core_builders import make_core as make_block_core
-
-EACH_CORE = pytest.mark.parametrize(
-    "make", [make_core, make_block_core, make_flat_core], ids=["runs", "blocks", "flat"]
-)
 
 NUM_BLOCKS = 60
 ALL_HITS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -62,9 +53,8 @@ def leave(core: Core, *requests: Request) -> None:
     assert core.num_free_blocks() == NUM_BLOCKS - 1
 
 
-@EACH_CORE
-def test_a_fork_follows_with_its_parent(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_a_fork_follows_with_its_parent() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     other = somebody_else(core, 16)
     tables = [core.block_ids(request.request_id)[0] for request in (parent, child)]
@@ -85,7 +75,7 @@ def test_a_fork_follows_with_its_parent(make: Callable[..., Core]) -> None:
 
 
 def test_doubles_of_a_fork_take_the_place_of_what_nobody_else_holds() -> None:
-    core = make_core(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     other = somebody_else(core, 16)
     core.commit(parent, NUM_TOKENS)
@@ -101,7 +91,7 @@ def test_doubles_of_a_fork_take_the_place_of_what_nobody_else_holds() -> None:
 
 
 def test_doubles_of_a_fork_go_back_empty_while_the_other_stays() -> None:
-    core = make_core(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     other = somebody_else(core, 16)
     core.commit(parent, NUM_TOKENS)
@@ -114,9 +104,8 @@ def test_doubles_of_a_fork_go_back_empty_while_the_other_stays() -> None:
     leave(core, other)
 
 
-@EACH_CORE
-def test_a_fork_that_has_cached_some_follows_from_there(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_a_fork_that_has_cached_some_follows_from_there() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     core.commit(child, 8)
     core.check()
@@ -129,12 +118,9 @@ def test_a_fork_that_has_cached_some_follows_from_there(make: Callable[..., Core
     leave(core, parent, child, other)
 
 
-@EACH_CORE
 @pytest.mark.parametrize("stays", [True, False])
-def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(
-    make: Callable[..., Core], stays: bool
-) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(stays: bool) -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     other = somebody_else(core, 12)
     core.commit(child, NUM_TOKENS)
@@ -150,9 +136,8 @@ def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(
     leave(core, parent)
 
 
-@EACH_CORE
-def test_forks_of_forks_follow_all_of_them(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_forks_of_forks_follow_all_of_them() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     grandchild = fork(core, child, "grandchild")
     other = somebody_else(core, 12)
@@ -167,13 +152,10 @@ def test_forks_of_forks_follow_all_of_them(make: Callable[..., Core]) -> None:
     leave(core, parent, grandchild, late, other)
 
 
-@EACH_CORE
 @pytest.mark.parametrize("num_shared", [8, 16, 20, 24])
-def test_a_fork_that_shares_less_does_not_stand_in_the_way(
-    make: Callable[..., Core], num_shared: int
-) -> None:
+def test_a_fork_that_shares_less_does_not_stand_in_the_way(num_shared: int) -> None:
     """It shares less than the other has published, as much, and more."""
-    core = make(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core, num_shared)
     other = somebody_else(core, 16)
     core.commit(parent, NUM_TOKENS)
@@ -185,12 +167,11 @@ def test_a_fork_that_shares_less_does_not_stand_in_the_way(
     assert hits(core) == ALL_HITS
 
 
-@EACH_CORE
 @pytest.mark.parametrize("lengths", [(24, 12, 28), (12, 24, 8), (32, 32, 4)])
 def test_forks_that_share_more_and_less_are_taken_along_each_as_far_as_it_goes(
-    make: Callable[..., Core], lengths: tuple[int, ...]
+    lengths: tuple[int, ...],
 ) -> None:
-    core = make(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent = make_request("parent", TOKENS)
     core.reserve(parent, Reservation(0, NUM_TOKENS, 0))
     forks = [fork(core, parent, f"fork-{i}", length) for i, length in enumerate(lengths)]
@@ -205,9 +186,8 @@ def test_forks_that_share_more_and_less_are_taken_along_each_as_far_as_it_goes(
     leave(core, parent, *forks)
 
 
-@EACH_CORE
-def test_a_stranger_with_the_same_tokens_is_not_taken_along(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_a_stranger_with_the_same_tokens_is_not_taken_along() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     stranger = make_request("stranger", TOKENS)
     core.reserve(stranger, Reservation(0, NUM_TOKENS, 0))
@@ -220,10 +200,9 @@ def test_a_stranger_with_the_same_tokens_is_not_taken_along(make: Callable[..., 
     assert hits(core) == ALL_HITS
 
 
-@EACH_CORE
-def test_a_forks_blocks_may_be_the_trees_by_the_time_it_follows(make: Callable[..., Core]) -> None:
+def test_a_forks_blocks_may_be_the_trees_by_the_time_it_follows() -> None:
     """Those of its parent, which followed, have taken the place of what nobody else held."""
-    core = make(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     core.free(somebody_else(core, 16))
     core.commit(parent, 16)
@@ -237,9 +216,8 @@ def test_a_forks_blocks_may_be_the_trees_by_the_time_it_follows(make: Callable[.
     leave(core, child, parent)
 
 
-@EACH_CORE
-def test_who_follows_only_a_part_of_a_run_ends_in_its_middle(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_who_follows_only_a_part_of_a_run_ends_in_its_middle() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core, 10)
     other = somebody_else(core, NUM_TOKENS)
     core.commit(child, 10)
@@ -255,9 +233,8 @@ def test_who_follows_only_a_part_of_a_run_ends_in_its_middle(make: Callable[...,
     leave(core, other, parent, child)
 
 
-@EACH_CORE
-def test_a_fork_offers_what_stood_beside_units_that_it_followed(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full(), window(9))
+def test_a_fork_offers_what_stood_beside_units_that_it_followed() -> None:
+    core = make_flat_core(NUM_BLOCKS, full(), window(9))
     parent, child = family(core)
     other = somebody_else(core, 16)
     core.evict(core.block_ids("other")[1][:4])
@@ -277,13 +254,12 @@ def test_a_fork_offers_what_stood_beside_units_that_it_followed(make: Callable[.
     leave(core, parent, child, other)
 
 
-@EACH_CORE
 @pytest.mark.parametrize("specs", [(full(),), (full(), window(9))], ids=["full", "window"])
 @pytest.mark.parametrize("stays", [True, False])
 def test_who_followed_in_a_step_that_failed_follows_again(
-    make: Callable[..., Core], specs: tuple[KVCacheSpec, ...], stays: bool
+    specs: tuple[KVCacheSpec, ...], stays: bool
 ) -> None:
-    core = make(NUM_BLOCKS, *specs)
+    core = make_flat_core(NUM_BLOCKS, *specs)
     parent, child = family(core)
     other = somebody_else(core, 16)
     if not stays:
@@ -305,12 +281,9 @@ def test_who_followed_in_a_step_that_failed_follows_again(
     leave(core, parent, child, *([other] if stays else []))
 
 
-@EACH_CORE
-def test_what_two_clients_compute_may_be_followed_before_it_is_there(
-    make: Callable[..., Core],
-) -> None:
+def test_what_two_clients_compute_may_be_followed_before_it_is_there() -> None:
     """Parent and fork follow blocks whose step is not complete; when it fails, theirs are used."""
-    core = make(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core)
     core.open_step("another", 1)
     other = somebody_else(core, 16)
@@ -334,11 +307,8 @@ def test_what_two_clients_compute_may_be_followed_before_it_is_there(
     leave(core, parent, child)
 
 
-@EACH_CORE
-def test_who_lost_contents_caches_none_when_its_step_fails_and_runs_again(
-    make: Callable[..., Core],
-) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_who_lost_contents_caches_none_when_its_step_fails_and_runs_again() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent = make_request("parent", TOKENS)
     core.reserve(parent, Reservation(0, 8, 8))
     core.open_step("engine", 1)
@@ -358,7 +328,7 @@ def test_who_lost_contents_caches_none_when_its_step_fails_and_runs_again(
 def test_nothing_takes_the_place_of_what_waits_before_what_it_continues(ends: list[int]) -> None:
     """The parent shares its first two blocks with a fork, which may still cache them; the third is
     its own. Were it alone in the tree's place, it would be told of before its parents."""
-    core = make_core(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent = make_request("parent", TOKENS)
     core.reserve(parent, Reservation(0, 8, 0))
     child = fork(core, parent, "child", 8)
@@ -379,24 +349,8 @@ def test_nothing_takes_the_place_of_what_waits_before_what_it_continues(ends: li
     leave(core, parent, child, other)
 
 
-def test_doubles_that_nobody_shares_take_the_place_of_what_waits() -> None:
-    core = make_core(NUM_BLOCKS, full())
-    core.open_step("another", 1)
-    other = somebody_else(core, 12)
-    core.close_step()
-    parent = make_request("parent", TOKENS)
-    core.reserve(parent, Reservation(0, 12, 12))
-    core.check()
-    assert core.statistics().num_sealed_blocks == 3
-    assert hits(core) == [1, 2, 3, 3, 3, 3, 3, 3]
-    core.fail_steps("another", 1)
-    core.check()
-    leave(core, other, parent)
-
-
-@EACH_CORE
-def test_a_pin_whose_content_was_withdrawn_is_published_around(make: Callable[..., Core]) -> None:
-    core = make(NUM_BLOCKS, full())
+def test_a_pin_whose_content_was_withdrawn_is_published_around() -> None:
+    core = make_flat_core(NUM_BLOCKS, full())
     parent = make_request("parent", TOKENS)
     core.open_step("engine", 1)
     core.reserve(parent, Reservation(0, NUM_TOKENS, NUM_TOKENS))
@@ -417,14 +371,11 @@ def test_a_pin_whose_content_was_withdrawn_is_published_around(make: Callable[..
     leave(core, parent)
 
 
-@EACH_CORE
 @pytest.mark.parametrize("how", ["commit", "reserve"])
 @pytest.mark.parametrize("column", [0, 2, 4])
-def test_a_fork_does_not_publish_what_was_to_be_found_no_more(
-    make: Callable[..., Core], how: str, column: int
-) -> None:
+def test_a_fork_does_not_publish_what_was_to_be_found_no_more(how: str, column: int) -> None:
     """It shares four of the blocks that its parent has cached, and has cached none itself."""
-    core = make(NUM_BLOCKS, full())
+    core = make_flat_core(NUM_BLOCKS, full())
     parent, child = family(core, 16)
     core.commit(parent, NUM_TOKENS)
     core.evict([core.block_ids("parent")[0][column]])
@@ -447,7 +398,7 @@ def test_a_fork_does_not_publish_what_was_to_be_found_no_more(
 
 
 def test_a_policy_with_a_memory_knows_what_a_fork_offers() -> None:
-    core = make_core(NUM_BLOCKS, full(), window(9), policy_name="hazard")
+    core = make_flat_core(NUM_BLOCKS, full(), window(9), policy_name="hazard")
     parent, child = family(core)
     other = somebody_else(core, 16)
     core.evict(core.block_ids("other")[1][:4])
@@ -460,12 +411,9 @@ def test_a_policy_with_a_memory_knows_what_a_fork_offers() -> None:
     assert hits(core) == ALL_HITS
 
 
-@EACH_CORE
 @pytest.mark.parametrize("specs", [(full(),), (window(8),), (full(), window(8))])
-def test_a_fork_does_not_cache_what_was_evicted_of_any_kind(
-    make: Callable[..., Core], specs: tuple[KVCacheSpec, ...]
-) -> None:
-    core = make(NUM_BLOCKS, *specs)
+def test_a_fork_does_not_cache_what_was_evicted_of_any_kind(specs: tuple[KVCacheSpec, ...]) -> None:
+    core = make_flat_core(NUM_BLOCKS, *specs)
     parent, child = family(core)
     core.commit(parent, NUM_TOKENS)
     last = core.block_ids(parent.request_id)[-1][-1]
@@ -479,7 +427,7 @@ def test_a_fork_does_not_cache_what_was_evicted_of_any_kind(
 ANSWER_UNITS = 6
 
 
-def answer_again(core: ExtentCore, first_step: int = 1) -> Request:
+def answer_again(core: FlatCore, first_step: int = 1) -> Request:
     """Let a request decode what another one, which has gone, has cached; a unit in each step."""
     tokens = [number for number in range(1, 3 + ANSWER_UNITS) for _ in range(4)]
     first = make_request("first", tokens)
@@ -502,51 +450,8 @@ def answer_again(core: ExtentCore, first_step: int = 1) -> Request:
     return again
 
 
-def test_an_answer_that_is_cached_already_is_followed_in_one_run() -> None:
-    core = make_core(NUM_BLOCKS)
-    again = answer_again(core)
-    # Two units that were hit, what was followed, and nothing behind it.
-    assert core.tree.num_runs <= 3
-    assert core.tables.by_id["again"].run.end == 2 + ANSWER_UNITS
-    leave(core, again)
-    assert core.tree.num_runs == 1
-    assert core.look_up(make_request("later", [*again.all_token_ids.tolist(), 7])).num_tokens == 32
-
-
-def test_blocks_of_an_answer_computed_again_take_the_place_of_those_that_nobody_holds() -> None:
-    core = make_core(NUM_BLOCKS)
-    again = answer_again(core)
-    num_free = core.num_free_blocks()
-    core.take_commands()
-    core.complete_steps("engine", 100)
-    core.check()
-    assert core.num_free_blocks() == num_free + ANSWER_UNITS
-    hit = core.look_up(make_request("later", [*again.all_token_ids.tolist(), 7]))
-    assert [ids.tolist() for ids in hit.block_ids] == list(core.block_ids("again"))
-    commands = core.take_commands()
-    (unlabel,) = [each for each in commands if isinstance(each, Unlabel)]
-    (label,) = [each for each in commands if isinstance(each, Label)]
-    assert set(unlabel.block_ids.tolist()).isdisjoint(label.block_ids.tolist())
-    assert label.block_ids.tolist() == core.block_ids("again")[0][2:]
-    leave(core, again)
-
-
-def test_an_answer_whose_steps_failed_is_cached_as_it_was() -> None:
-    core = make_core(NUM_BLOCKS)
-    again = answer_again(core)
-    core.fail_steps("engine", 4)
-    core.check()
-    core.complete_steps("engine", 100)
-    core.check()
-    hit = core.look_up(make_request("later", [*again.all_token_ids.tolist(), 7]))
-    assert hit.num_tokens == 32
-    assert hit.block_ids[0].tolist()[:3] == core.block_ids("again")[0][:3]
-    assert set(hit.block_ids[0].tolist()[3:]).isdisjoint(core.block_ids("again")[0])
-    leave(core, again)
-
-
 def test_of_two_that_follow_one_answer_neither_takes_the_place_of_what_the_other_holds() -> None:
-    core = make_core(NUM_BLOCKS)
+    core = make_flat_core(NUM_BLOCKS)
     again = answer_again(core)
     hit = core.look_up(make_request("other", [*again.all_token_ids.tolist(), 7]))
     other = make_request("other", [*again.all_token_ids.tolist(), 7])

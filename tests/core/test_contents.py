@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from kvcache.core import CacheHit, Core, NewestState, Reservation
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import BlockError, RequestError
-from kvcache.extents.extent_core import ExtentCore
-from kvcache.extents.published import MAX_CLIENTS
 from kvcache.hashing import BlockHash
 from kvcache.request import Namespace, Request
 from tests.audits import Audits
-from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core, run_request
+from tests.core.builders import make_flat_core, run_request
 from tests.managers.core_builders import block_lists, chunked, full, make_request, mamba, window
-from tests.managers.core_builders import make_core as make_block_core
 
-EACH_CORE = pytest.mark.parametrize(
-    "make", [make_core, make_block_core, make_flat_core], ids=["runs", "blocks", "flat"]
-)
 NAMESPACE = Namespace(0, None, None, None)
 
 
@@ -38,7 +31,7 @@ def probe(core: Core, *numbers: int) -> CacheHit:
     return core.look_up(request("probe", *numbers, 99))
 
 
-def fill_pool(core: ExtentCore, name: str = "filler") -> int:
+def fill_pool(core: FlatCore, name: str = "filler") -> int:
     """Take every free block, without contents; return how many requests hold them."""
     number = 0
     while core.reserve(request(f"{name} {number}", 7), Reservation(0, 4, 0)) is not None:
@@ -50,7 +43,7 @@ def fill_pool(core: ExtentCore, name: str = "filler") -> int:
 
 
 def test_what_is_pinned_outlives_every_eviction() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     served = request("a", 1, 2, 3, 4)
     run_request(core, served)
     hit = probe(core, 1, 2)
@@ -68,7 +61,7 @@ def test_what_is_pinned_outlives_every_eviction() -> None:
 
 
 def test_a_pin_is_given_back_once_for_each_time_it_was_made() -> None:
-    core = make_core(20, full(), window(9))
+    core = make_flat_core(20, full(), window(9))
     run_request(core, request("a", 1, 2, 3))
     hit = probe(core, 1, 2, 3)
     core.pin(hit)
@@ -84,29 +77,14 @@ def test_a_pin_is_given_back_once_for_each_time_it_was_made() -> None:
     with pytest.raises(BlockError) as error:
         core.unpin(hit)
     assert str(error.value) == (
-        "a prefix of 12 tokens is unpinned, but no pin holds it: unpin what was pinned, once"
+        "a prefix of 12 tokens is unpinned, but no pin holds blocks [6, 5, 3, 2, 1]: unpin what "
+        "was pinned, once"
     )
     core.check()
 
 
-def test_a_hit_that_has_gone_is_not_pinned() -> None:
-    core = make_core(20)
-    served = request("a", 1, 2, 3)
-    run_request(core, served)
-    hit = probe(core, 1, 2, 3)
-    core.free(served)
-    fill_pool(core)
-    before = core.dump_state()
-    with pytest.raises(BlockError) as error:
-        core.pin(hit)
-    assert str(error.value) == (
-        "the blocks of a hit of 12 tokens do not hold it any more: look it up again"
-    )
-    assert core.dump_state() == before
-
-
 def test_a_pin_that_loses_its_content_keeps_its_blocks() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     served = request("a", 1, 2, 3)
     run_request(core, served)
     hit = probe(core, 1, 2, 3)
@@ -124,11 +102,8 @@ def test_a_pin_that_loses_its_content_keeps_its_blocks() -> None:
 # --- evict -------------------------------------------------------------------------------------
 
 
-@EACH_CORE
-def test_blocks_that_are_forgotten_take_what_continues_them_along(
-    make: Callable[..., Core],
-) -> None:
-    core = make(40)
+def test_blocks_that_are_forgotten_take_what_continues_them_along() -> None:
+    core = make_flat_core(40)
     for name, numbers in (("a", (1, 2, 3)), ("b", (1, 2, 4)), ("c", (1, 5))):
         run_request(core, request(name, *numbers))
     second = block_lists(probe(core, 1, 2))[0][1]
@@ -141,11 +116,8 @@ def test_blocks_that_are_forgotten_take_what_continues_them_along(
     assert core.num_free_blocks() == 39
 
 
-@EACH_CORE
-def test_of_a_window_only_the_named_blocks_and_their_followers_are_forgotten(
-    make: Callable[..., Core],
-) -> None:
-    core = make(40, full(), window(5))
+def test_of_a_window_only_the_named_blocks_and_their_followers_are_forgotten() -> None:
+    core = make_flat_core(40, full(), window(5))
     run_request(core, request("a", 1, 2, 3, 4))
     core.free(request("a", 1))
     of_full, _ = block_lists(probe(core, 1, 2, 3, 4))
@@ -159,9 +131,8 @@ def test_of_a_window_only_the_named_blocks_and_their_followers_are_forgotten(
     assert [probe(core, *range(1, n + 1)).num_tokens for n in range(1, 5)] == [4, 4, 4, 4]
 
 
-@EACH_CORE
-def test_blocks_that_do_not_exist_are_not_forgotten(make: Callable[..., Core]) -> None:
-    core = make(20)
+def test_blocks_that_do_not_exist_are_not_forgotten() -> None:
+    core = make_flat_core(20)
     run_request(core, request("a", 1, 2))
     before = core.dump_state()
     with pytest.raises(BlockError) as error:
@@ -174,7 +145,7 @@ def test_blocks_that_do_not_exist_are_not_forgotten(make: Callable[..., Core]) -
 
 
 def test_a_failed_step_withdraws_what_it_made_hittable_and_no_more() -> None:
-    core = make_core(40)
+    core = make_flat_core(40)
     core.open_step("engine", 1)
     served = request("a", 1, 2)
     run_request(core, served)
@@ -195,7 +166,7 @@ def test_a_failed_step_withdraws_what_it_made_hittable_and_no_more() -> None:
 
 @pytest.mark.parametrize("specs", [(full(),), (full(), full(8)), (full(8), window(9))])
 def test_a_failed_step_cuts_off_the_end_of_what_nobody_holds(specs: tuple[object, ...]) -> None:
-    core = make_core(40, *specs)
+    core = make_flat_core(40, *specs)
     served = request("a", 1, 2, 3)
     for step, end in ((1, 8), (2, 12)):
         core.open_step("engine", step)
@@ -213,7 +184,7 @@ def test_a_failed_step_cuts_off_the_end_of_what_nobody_holds(specs: tuple[object
 
 
 def test_what_failed_is_found_where_runs_were_split_evicted_and_joined_meanwhile() -> None:
-    core = make_core(12)
+    core = make_flat_core(12)
     core.open_step("engine", 1)
     first = request("a", 1, 2, 3, 4)
     run_request(core, first)
@@ -236,7 +207,7 @@ def test_what_failed_is_found_where_runs_were_split_evicted_and_joined_meanwhile
 
 
 def test_whoever_adopted_what_is_withdrawn_keeps_it_without_content() -> None:
-    core = make_core(40)
+    core = make_flat_core(40)
     core.open_step("engine", 1)
     run_request(core, request("a", 1, 2, 3))
     run_request(core, request("b", 1, 2, 3, 4))
@@ -271,7 +242,7 @@ def test_whoever_adopted_what_is_withdrawn_keeps_it_without_content() -> None:
 def test_books_add_up_whatever_fails(specs: tuple[object, ...], seed: int) -> None:
     print(f"seed {seed}")
     choose = random.Random(seed)
-    core = make_core(60, *specs, merge_duplicates=True)
+    core = make_flat_core(60, *specs, merge_duplicates=True)
     audits = Audits(seed, core.check)
     served: list[Request] = []
     failed = 0
@@ -301,30 +272,11 @@ def test_books_add_up_whatever_fails(specs: tuple[object, ...], seed: int) -> No
     assert core.num_free_blocks() == 59
 
 
-def test_no_more_clients_wait_than_blocks_can_tell_apart() -> None:
-    core = make_core(4)
-    run_request(core, request("a", 1))
-    for number in range(MAX_CLIENTS):
-        core.open_step(f"client {number}", 1)
-        core.ledger.number()
-    before = core.dump_state()
-    with pytest.raises(RequestError) as error:
-        core.open_step("one more", 1)
-    assert str(error.value) == (
-        "cannot open step 1 of client 'one more': steps of 32766 clients wait already: complete or "
-        "fail those of clients that have gone"
-    )
-    assert core.dump_state() == before
-    core.fail_steps("client 7", 0)
-    core.open_step("one more", 1)
-
-
 # --- by digest ---------------------------------------------------------------------------------
 
 
-@EACH_CORE
-def test_a_digest_leads_to_the_block_that_holds_it(make: Callable[..., Core]) -> None:
-    core = make(40, full(), window(9, 8))
+def test_a_digest_leads_to_the_block_that_holds_it() -> None:
+    core = make_flat_core(40, full(), window(9, 8))
     served = request("a", 1, 2, 3, 4)
     run_request(core, served)
     of_full, of_window = core.block_ids("a")
@@ -338,11 +290,8 @@ def test_a_digest_leads_to_the_block_that_holds_it(make: Callable[..., Core]) ->
     assert core.find_block(digests[1], NAMESPACE, 0) == of_full[1]
 
 
-@EACH_CORE
-def test_a_digest_is_found_in_its_namespace_and_when_it_is_sealed(
-    make: Callable[..., Core],
-) -> None:
-    core = make(40)
+def test_a_digest_is_found_in_its_namespace_and_when_it_is_sealed() -> None:
+    core = make_flat_core(40)
     core.open_step("engine", 1)
     salted = make_request("a", units(1, 2), cache_salt="s")
     run_request(core, salted)
@@ -355,16 +304,15 @@ def test_a_digest_is_found_in_its_namespace_and_when_it_is_sealed(
     assert core.find_block(BlockHash(bytes(32)), salted.namespace, 0) is None
 
 
-@EACH_CORE
-def test_a_group_that_does_not_exist_holds_nothing(make: Callable[..., Core]) -> None:
-    core = make(40)
+def test_a_group_that_does_not_exist_holds_nothing() -> None:
+    core = make_flat_core(40)
     with pytest.raises(BlockError) as error:
         core.find_block(BlockHash(bytes(32)), NAMESPACE, 1)
     assert str(error.value) == "KV cache group 1 does not exist: the plan has 1"
 
 
 def test_a_digest_across_two_others_is_not_found() -> None:
-    core = make_core(40)
+    core = make_flat_core(40)
     served = request("a", 1, 2)
     run_request(core, served)
     packed = b"".join(served.block_hashes)
@@ -372,11 +320,8 @@ def test_a_digest_across_two_others_is_not_found() -> None:
         assert core.find_block(BlockHash(packed[at : at + 32]), NAMESPACE, 0) is None
 
 
-@EACH_CORE
-def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them(
-    make: Callable[..., Core],
-) -> None:
-    core = make(40, full(8), full(12))
+def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them() -> None:
+    core = make_flat_core(40, full(8), full(12))
     served = make_request("a", range(3))
     assert core.reserve(served, Reservation(0, 5, 5)) is not None
     core.check()
@@ -387,11 +332,8 @@ def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them(
     assert core.look_up(make_request("b", range(30))).num_tokens == 24
 
 
-@pytest.mark.parametrize("make", [make_core, make_block_core], ids=["runs", "blocks"])
-def test_a_state_is_found_though_its_forward_ended_with_caching_delayed(
-    make: Callable[..., Core],
-) -> None:
-    core = make(40, full(), mamba())
+def test_a_state_is_found_though_its_forward_ended_with_caching_delayed() -> None:
+    core = make_flat_core(40, full(), mamba())
     served = make_request("a", range(9))
     for computed, end, cached in ((0, 6, 6), (6, 7, 7), (7, 8, 0)):
         newest = NewestState(computed, 0) if computed else None
@@ -403,7 +345,7 @@ def test_a_state_is_found_though_its_forward_ended_with_caching_delayed(
 
 
 def test_a_hit_of_another_plan_is_not_adopted() -> None:
-    core = make_core(40)
+    core = make_flat_core(40)
     run_request(core, request("a", 1, 2, 3))
     before = core.dump_state()
     with pytest.raises(RequestError) as error:
@@ -415,7 +357,7 @@ def test_a_hit_of_another_plan_is_not_adopted() -> None:
 
 
 def test_a_failed_step_takes_back_a_unit_in_which_no_block_ends() -> None:
-    core = make_core(40, full(8), window(9))
+    core = make_flat_core(40, full(8), window(9))
     one = make_request("a", range(8))
     for step, (start, end) in enumerate([(0, 8), (8, 12)], 1):
         if step == 2:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Sequence
 
 import pytest
 
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
 from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core
 from tests.managers.core_builders import full, make_request, row_batch, window
-from tests.managers.core_builders import make_core as make_block_core
-
-EACH_CORE = pytest.mark.parametrize("make", [make_core, make_block_core, make_flat_core])
 
 NUM_TOKENS = 32
 TOKENS = [number for number in range(1, 9) for _ in range(4)]
@@ -49,12 +44,9 @@ def run_child(core: Core, child: Request, how: str) -> None:
         core.reserve_rows(row_batch([child], [0], [16], [end], [end]))
 
 
-@EACH_CORE
 @pytest.mark.parametrize("how", ["commit", "reserve", "rows"])
-def test_a_fork_offers_window_blocks_that_its_parent_has_given_back(
-    make: Callable[..., Core], how: str
-) -> None:
-    core = make(60, full(), window(9))
+def test_a_fork_offers_window_blocks_that_its_parent_has_given_back(how: str) -> None:
+    core = make_flat_core(60, full(), window(9))
     _, child = fork_of_unpublished(core)
     core.check()
     assert hits(core) == [0, 0, 0, 0, 0, 0, 0, 8]
@@ -63,9 +55,8 @@ def test_a_fork_offers_window_blocks_that_its_parent_has_given_back(
     assert hits(core) == ([1, 2, 3, 4, 5, 6, 7, 8] if how == "commit" else [0, 0, 0, 4, 5, 6, 7, 8])
 
 
-@EACH_CORE
-def test_a_fork_of_a_fork_offers_them_too(make: Callable[..., Core]) -> None:
-    core = make(60, full(), window(9))
+def test_a_fork_of_a_fork_offers_them_too() -> None:
+    core = make_flat_core(60, full(), window(9))
     _, child = fork_of_unpublished(core)
     grandchild = make_request("grandchild", TOKENS)
     core.fork(child, grandchild, ForkOrigin(NUM_TOKENS, NewestState(NUM_TOKENS, 0)))
@@ -76,9 +67,8 @@ def test_a_fork_of_a_fork_offers_them_too(make: Callable[..., Core]) -> None:
     assert hits(core) == [0, 0, 0, 4, 5, 6, 7, 8]
 
 
-@EACH_CORE
-def test_what_a_fork_offers_in_pieces_is_hit_in_pieces(make: Callable[..., Core]) -> None:
-    core = make(60, full(), window(9))
+def test_what_a_fork_offers_in_pieces_is_hit_in_pieces() -> None:
+    core = make_flat_core(60, full(), window(9))
     _, child = fork_of_unpublished(core)
     core.commit(child, 20)
     assert hits(core) == [1, 2, 3, 4, 5, 5, 5, 8]
@@ -87,11 +77,8 @@ def test_what_a_fork_offers_in_pieces_is_hit_in_pieces(make: Callable[..., Core]
     assert hits(core) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@EACH_CORE
-def test_what_was_offered_in_a_step_that_failed_is_offered_again(
-    make: Callable[..., Core],
-) -> None:
-    core = make(60, full(), window(9))
+def test_what_was_offered_in_a_step_that_failed_is_offered_again() -> None:
+    core = make_flat_core(60, full(), window(9))
     _, child = fork_of_unpublished(core)
     core.open_step("engine", 1)
     core.commit(child, NUM_TOKENS)
@@ -104,9 +91,8 @@ def test_what_was_offered_in_a_step_that_failed_is_offered_again(
     assert hits(core) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@EACH_CORE
-def test_who_leaves_offers_nothing(make: Callable[..., Core]) -> None:
-    core = make(60, full(), window(9))
+def test_who_leaves_offers_nothing() -> None:
+    core = make_flat_core(60, full(), window(9))
     parent, child = fork_of_unpublished(core)
     core.free(child)
     core.free(parent)
@@ -118,9 +104,9 @@ def test_who_leaves_offers_nothing(make: Callable[..., Core]) -> None:
     core.check()
 
 
-def cached_after(make: Callable[..., Core], steps: Sequence[str]) -> list[int]:
+def cached_after(steps: Sequence[str]) -> list[int]:
     """Return the cached blocks after each step; in `PC` parent and child run, `-1` fails step 1."""
-    core = make(60, full(), window(9))
+    core = make_flat_core(60, full(), window(9))
     requests = {"P": make_request("parent", TOKENS), "C": make_request("child", TOKENS)}
     core.reserve(requests["P"], Reservation(0, NUM_TOKENS, 0))
     origin = ForkOrigin(NUM_TOKENS, NewestState(NUM_TOKENS, 0))
@@ -139,13 +125,5 @@ def cached_after(make: Callable[..., Core], steps: Sequence[str]) -> list[int]:
     return counts
 
 
-@EACH_CORE
-def test_a_fork_that_went_on_caches_what_a_failed_step_withdrew(make: Callable[..., Core]) -> None:
-    assert cached_after(make, ["P", "C", "-1", "C"]) == [10, 10, 0, 10]
-
-
-def test_both_cores_withdraw_alike_what_forks_share() -> None:
-    who = ["P", "C", "PC", "CP"]
-    for first, second, failed, last in product(who, who, ["-1", "-2"], who):
-        steps = [first, second, failed, last]
-        assert cached_after(make_core, steps) == cached_after(make_block_core, steps), steps
+def test_a_fork_that_went_on_caches_what_a_failed_step_withdrew() -> None:
+    assert cached_after(["P", "C", "-1", "C"]) == [10, 10, 0, 10]

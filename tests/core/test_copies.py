@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvcache.commands import Copy
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
 from tests.core.builders import make_flat_core
-from tests.extents.builders import make_core
 from tests.managers.core_builders import full, make_request, window
-from tests.managers.core_builders import make_core as make_block_core
 
-EACH_CORE = pytest.mark.parametrize(
-    "make", [make_block_core, make_core, make_flat_core], ids=["blocks", "runs", "flat"]
-)
 PLANS = pytest.mark.parametrize("specs", [(full(),), (full(), window(9))], ids=["full", "window"])
 
 
@@ -41,12 +34,11 @@ def take_all_there_is(core: Core, name: str = "taker") -> None:
     assert core.reserve(taker, Reservation(0, end, 0)) is not None
 
 
-@EACH_CORE
 @PLANS
 def test_a_full_copy_and_what_it_was_copied_from_wait_for_the_workers(
-    make: Callable[..., Core], specs: tuple[object, ...]
+    specs: tuple[object, ...],
 ) -> None:
-    core = make(12, *specs)
+    core = make_flat_core(12, *specs)
     parent, child = forked(core)
     fill(core, child)
     fill(core, parent)
@@ -65,7 +57,7 @@ def test_a_full_copy_and_what_it_was_copied_from_wait_for_the_workers(
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_copy_whose_content_is_withdrawn_still_waits_for_the_workers(is_told: bool) -> None:
-    core = make_core(6)
+    core = make_flat_core(6)
     parent, child = forked(core)
     core.open_step("engine", 1)
     fill(core, child)
@@ -84,9 +76,8 @@ def test_a_copy_whose_content_is_withdrawn_still_waits_for_the_workers(is_told: 
     assert core.num_free_blocks() == 5
 
 
-@EACH_CORE
-def test_a_copy_that_others_have_adopted_is_theirs_afterwards(make: Callable[..., Core]) -> None:
-    core = make(8)
+def test_a_copy_that_others_have_adopted_is_theirs_afterwards() -> None:
+    core = make_flat_core(8)
     parent, child = forked(core)
     fill(core, child)
     reader = make_request("reader", [*range(6), 9, 9, 1])
@@ -103,11 +94,8 @@ def test_a_copy_that_others_have_adopted_is_theirs_afterwards(make: Callable[...
     core.check()
 
 
-@EACH_CORE
-def test_what_was_found_before_the_workers_were_told_can_be_adopted_after(
-    make: Callable[..., Core],
-) -> None:
-    core = make(8)
+def test_what_was_found_before_the_workers_were_told_can_be_adopted_after() -> None:
+    core = make_flat_core(8)
     parent, child = forked(core)
     fill(core, child)
     core.free(child)
@@ -123,9 +111,8 @@ def test_what_was_found_before_the_workers_were_told_can_be_adopted_after(
     assert core.num_free_blocks() == 7
 
 
-@EACH_CORE
-def test_what_only_a_copy_held_goes_before_what_it_continues(make: Callable[..., Core]) -> None:
-    core = make(12)
+def test_what_only_a_copy_held_goes_before_what_it_continues() -> None:
+    core = make_flat_core(12)
     parent, child = forked(core)
     for request in (child, parent):
         fill(core, request)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
-from kvcache.commands import Label, Unlabel
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.audits import Audits
-from tests.extents.builders import make_core
+from tests.core.builders import make_flat_core
 from tests.managers.core_builders import chunked, full, make_request, mamba, window
-from tests.managers.core_builders import make_core as make_block_core
 
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (full(),),
@@ -46,7 +43,7 @@ def in_step(core: Core, step: int, *requests: Request) -> None:
 
 
 def test_what_forks_share_behind_doubles_is_published_by_the_first_that_runs() -> None:
-    core = make_core(40)
+    core = make_flat_core(40)
     parent, child = request("b", 1, 2, 3), request("c", 1, 2, 3)
     in_step(core, 1, request("a", 1, 2))
     assert core.reserve(parent, Reservation(0, 12, 0)) is not None
@@ -61,51 +58,11 @@ def test_what_forks_share_behind_doubles_is_published_by_the_first_that_runs() -
     assert core.num_free_blocks() == 39
 
 
-def test_the_doubles_of_many_requests_are_labelled_by_one_command() -> None:
-    core = make_core(40, has_workers=True)
-    for name, number in (("a", 1), ("b", 2), ("c", 3)):
-        compute(core, first := request(name, number))
-        core.free(first)
-    core.take_commands()
-    doubles = [request(name, number) for name, number in (("d", 1), ("e", 2), ("f", 3))]
-    in_step(core, 1, *doubles)
-    core.complete_steps("engine", 1)
-    core.check()
-    unlabel, label = core.take_commands()
-    assert isinstance(unlabel, Unlabel)
-    assert isinstance(label, Label)
-    own = [core.block_ids(one.request_id)[0][0] for one in doubles]
-    assert label.block_ids.tolist() == own
-    assert len(set(unlabel.block_ids.tolist()) - set(own)) == 3
-
-
-@pytest.mark.parametrize("make", [make_block_core, make_core], ids=["blocks", "runs"])
-def test_a_lone_request_whose_step_failed_does_not_hold_each_content_twice(
-    make: Callable[..., Core],
-) -> None:
-    core = make(9)
-    one, other = request("a", 1, 2, 3, 4), request("b", 1, 2, 3, 4)
-    in_step(core, 1, one)
-    core.complete_steps("engine", 1)
-    in_step(core, 2, other)
-    core.free(one)
-    core.fail_steps("engine", 2)
-    core.check()
-    in_step(core, 3, other)
-    core.check()
-    core.complete_steps("engine", 3)
-    core.check()
-    assert core.num_free_blocks() == 4
-    other.append_output_token_ids([5] * 16)
-    assert core.reserve(other, Reservation(16, 32, 32)) is not None
-    core.check()
-
-
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("seed", range(3))
 def test_books_add_up_when_steps_that_computed_doubles_fail(name: str, seed: int) -> None:
     print(f"seed {seed}")
-    choose, core = random.Random(seed), make_core(60, *PLANS[name])
+    choose, core = random.Random(seed), make_flat_core(60, *PLANS[name])
     audits = Audits(seed, core.check)
     running: list[Request] = []
     num_complete = 0
@@ -132,24 +89,3 @@ def test_books_add_up_when_steps_that_computed_doubles_fail(name: str, seed: int
         core.free(one)
     core.check()
     assert core.num_free_blocks() == 59
-
-
-def test_of_requests_with_one_content_the_last_one_keeps_each_block_once() -> None:
-    core = make_core(200)
-    together = [request(name, 1, 2) for name in "abcdef"]
-    for step in range(1, 9):
-        in_step(core, step, *together)
-        core.complete_steps("engine", step)
-        core.check()
-        for one in together:
-            one.append_output_token_ids([step] * 4)
-    free = []
-    while len(together) > 1:
-        core.free(together.pop(0))
-        core.check()
-        free.append(core.num_free_blocks())
-    # The tree's nine blocks, and nine of each request; the last one's are the tree's.
-    assert free == [199 - 9 * 6, 199 - 9 * 5, 199 - 9 * 4, 199 - 9 * 3, 199 - 9]
-    core.free(together[0])
-    core.check()
-    assert core.num_free_blocks() == 199
