@@ -124,7 +124,7 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
     assert Reset(0) in manager.take_commands()
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_a_refused_reset_names_pins_holds_loads_and_copies_that_wait(
     core: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,7 +274,7 @@ class BrokenTiers:
         raise RuntimeError("no ends")
 
 
-@pytest.mark.parametrize("core", ["blocks", "extents", "flat"])
+@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("answer", [None, "a hit", OffloadHit("hit")], ids=repr)  # type: ignore[arg-type]
 def test_hooks_that_raise_or_answer_nonsense_change_nothing(
     core: str, answer: object, caplog: pytest.LogCaptureFixture

