@@ -323,6 +323,14 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
             "name: 'two words': use letters, digits, '.', '_' and '-', a letter or digit first",
         ),
         (
+            {"name": "n" * 129},
+            f"name: '{'n' * 27}...{'n' * 28}': write at most 128 characters",
+        ),
+        (
+            {"name": "chat\n"},
+            "name: 'chat\\n': use letters, digits, '.', '_' and '-', a letter or digit first",
+        ),
+        (
             {"recorder": {"directory": "records"}},
             "recorder: directory 'records' is relative, and the coordinator may run anywhere: "
             "write it from / on, or from ~/ on for one in the home directory",

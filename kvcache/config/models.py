@@ -35,6 +35,9 @@ from kvcache.config.tenants import TenantsConfig
 from kvcache.errors import ConfigurationError
 from kvcache.specs import Layout, dtype_size_bytes
 
+MAX_NAME_CHARACTERS = 128
+"""Of a cluster: with a replica's number behind it, it names actors and directories."""
+
 
 class ModelConfig(Section):
     """What the model keeps per token. `layers` in the order of the model.
@@ -211,7 +214,9 @@ class RecorderConfig(Section):
 class ClusterConfig(Section):
     """Everything about one cluster. `name` finds it again; two of a name cannot run at once."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "kvcache"
+    name: Annotated[
+        str, Field(max_length=MAX_NAME_CHARACTERS, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    ] = "kvcache"
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     parallel: ParallelConfig = ParallelConfig()

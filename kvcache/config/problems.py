@@ -67,6 +67,8 @@ def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
         words = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
         name = next(name for name in words if name in context)
         return f"must be {words[name]} {context[name]}"
+    if kind == "string_too_long":
+        return f"write at most {context['max_length']} characters"
     remedies = {
         "int_type": "write a whole number",
         "int_from_float": "write a whole number",
