@@ -15,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from actors.dashboard.observer import Observer
 from kvcache.errors import ClusterError
+from kvcache.logs import get_logger
 
 PAGE = Path(__file__).parent / "page"
 MAX_STREAMS = 16
@@ -34,11 +36,24 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+logger = get_logger(__name__)
+logger.addFilter(lambda record: not (record.exc_info and _is_malformed(record.exc_info[1])))
+
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def _is_malformed(error: BaseException | None) -> bool:
+    """Whether what was sent is no request: it is answered with 400, and nobody's traceback."""
+    return isinstance(error, HttpProcessingError)
+
+
 class DashboardServer:
-    """The page of one observer. `serve` runs until it is cancelled."""
+    """The page of one observer. `serve` runs until it is cancelled.
+
+    A stream that takes nothing for `stalled_s` is ended, so that others have its place.
+    """
+
+    stalled_s = 15.0
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:
         """Listen nowhere yet; port 0 lets the system choose."""
@@ -57,7 +72,7 @@ class DashboardServer:
             app.router.add_get(path, self._file)
         app.router.add_get("/state.json", self._state)
         app.router.add_get("/stream", self._stream)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, logger=logger, shutdown_timeout=1.0)
         await runner.setup()
         try:
             site = web.TCPSite(runner, self._host, self._port)
@@ -106,8 +121,13 @@ class DashboardServer:
                 )
                 line = f"data: {text}\n\n" if newer > number else ": still here\n\n"
                 number = newer
-                await response.write(line.encode())
-        except ConnectionResetError:  # the page was closed: no error of anybody's
+                await asyncio.wait_for(response.write(line.encode()), self.stalled_s)
+        except (
+            ConnectionResetError,
+            asyncio.TimeoutError,
+        ):  # the page was closed, or reads nothing
+            if request.transport is not None:
+                request.transport.abort()
             return response
         finally:
             self._num_streams -= 1
