@@ -7,6 +7,7 @@ Everything that decides is in `kvcache.coordinator`; this class carries bytes an
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -60,6 +61,9 @@ COLLECT = "collect"
 COORDINATOR_CONCURRENCY_GROUPS = {CONTROL: 2, MAIL: 1, COLLECT: 8}
 """Threads for calls: start-up and status; messages and long waits of the fallback transport."""
 
+LAUNCH_GRACE_S = 20.0
+"""Longer than a launch lasts beyond `deadlines.startup_s`: then nobody launches any more."""
+
 _REMEDY = "stop the cluster and launch it again"
 
 CALL_TIMEOUT_S = 10.0
@@ -98,7 +102,10 @@ class CoordinatorActor:
             on_failure=end_this_process,  # Ray makes it again, and it takes over again
         )
         self._loop.start()
+        self._launch_s = config.deadlines.startup_s + LAUNCH_GRACE_S
+        self._launched_by_s = self._clock.now() + self._launch_s
         if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._launched_by_s = math.inf
             threading.Thread(target=self._recover, name="kvcache-recovery", daemon=True).start()
 
     # --- start-up
@@ -362,6 +369,9 @@ class CoordinatorActor:
             problem = f"the coordinator has ended: {self._loop.failure!r}: {_REMEDY}"
         elif self._is_hopeless:
             state = "failed"
+        elif self._coordinator is None and self._clock.now() > self._launched_by_s:
+            state = "failed"
+            problem = f"its launch has not ended within {self._launch_s:g} s: {_REMEDY}"
         elif self._coordinator is None:
             state = "degraded" if problem else "starting"
         own = with_faults(self._loop.statistics(), self._service.statistics())

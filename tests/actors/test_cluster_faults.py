@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from actors import KVCacheCluster, WorkerActor
+from actors.launch import Launch, LaunchOptions
 from actors.placement import wait_until
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
@@ -191,6 +192,22 @@ def test_stop_ends_a_launch_that_another_command_began(
         told = process.stderr.read()
     assert (stopped.returncode, stopped.stderr) == (0, f"{config.name} has stopped\n")
     assert (process.returncode, told) == (3, f"kvcache: {STOPPED.format(config.name)}\n")
+    traces.check(config.name)
+
+
+@pytest.mark.faults
+def test_a_cluster_whose_launcher_has_died_says_that_it_failed(
+    ray_cluster: str, make_config: Any, traces: Any
+) -> None:
+    config = make_config(deadlines={"startup_s": 1.0})
+    launch = Launch(config, LaunchOptions(is_detached=True, on_progress=print))
+    launch._create_coordinator()  # and the launcher dies here
+    cluster = KVCacheCluster.connect(config.name)
+    assert wait_until(lambda: cluster.status().state == "failed", 120.0)
+    assert cluster.status().problem == (
+        "its launch has not ended within 21 s: stop the cluster and launch it again"
+    )
+    cluster.stop()
     traces.check(config.name)
 
 
