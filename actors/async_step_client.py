@@ -121,6 +121,8 @@ class AsyncStepClient(SessionView):
 
         It goes on when the caller is cancelled: the client is detached all the same.
         """
+        if self._connection.is_inherited:
+            return
         if self._closing is None:
             self._is_closed = True
             self._ticker.cancel()
@@ -176,6 +178,7 @@ class AsyncStepClient(SessionView):
 
     async def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Return when `is_done()`; ask it again after whatever arrives and at every tick."""
+        self._connection.require_own_process()
         give_up_s = self._connection.clock.now() + timeout_s
         while True:
             if self._is_closed:

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from actors.cluster_access import ClusterAccess, ask, connect_to_ray
+from actors.connect import require_ray
 from actors.dialing import Dialer
 from actors.embedded_record import load_record
 from actors.launch import Launch, LaunchOptions, OnProgress
@@ -108,17 +109,16 @@ class KVCacheCluster(ClusterAccess):
     @property
     def workers(self) -> tuple[Any, ...]:
         """The worker actors in rank order."""
-        coordinator = self._parts.coordinator
-        return tuple(ask(coordinator.workers.remote(), "the coordinator"))
+        return tuple(ask(self._coordinator.workers.remote(), "the coordinator"))
 
     def status(self) -> ClusterStatus:
         """Return what the cluster is and how it does. Raises NotRunningError, DeadlineError."""
-        status: ClusterStatus = ask(self._parts.coordinator.status.remote(), "the coordinator")
+        status: ClusterStatus = ask(self._coordinator.status.remote(), "the coordinator")
         return status
 
     def pending(self) -> tuple[PendingWork, ...]:
         """Return everything the coordinator waits for, with its age. Raises as `status` does."""
-        pending = ask(self._parts.coordinator.pending.remote(), "the coordinator")
+        pending = ask(self._coordinator.pending.remote(), "the coordinator")
         return tuple(pending)
 
     def record_requests(
@@ -129,36 +129,43 @@ class KVCacheCluster(ClusterAccess):
 
         Raises AlreadyRunningError while another listener records, and as `status` does.
         """
-        asked = self._parts.coordinator.record_requests.remote(listener, salt, is_last)
+        asked = self._coordinator.record_requests.remote(listener, salt, is_last)
         batch: RecordedBatch = ask(asked, "the coordinator")
         return batch
 
     def inspect(self) -> CacheInspection:
         """Return what the cache is like now: pins, and who uses which block. Reads all tables.
         Raises NotRunningError, DeadlineError."""
-        found: CacheInspection = ask(self._parts.coordinator.inspect.remote(), "the coordinator")
+        found: CacheInspection = ask(self._coordinator.inspect.remote(), "the coordinator")
         return found
 
     def event_keys(self) -> CurveKeys | None:
         """Return what followers of the events prove themselves with, None where they need not."""
-        keys: CurveKeys | None = ask(self._parts.coordinator.event_keys.remote(), "the coordinator")
+        keys: CurveKeys | None = ask(self._coordinator.event_keys.remote(), "the coordinator")
         return keys
 
     def stop(self) -> None:
         """End the cluster in order; nothing of it is left when this returns. Repeatable."""
         if not self._is_stopped:
+            require_ray()
             self._is_stopped = True
             take_down(self._parts)
 
+    @property
+    def _coordinator(self) -> Any:
+        """The coordinator's actor. Raises NotRunningError after `ray.shutdown`."""
+        require_ray()
+        return self._parts.coordinator
+
     def _begin_to_replace(self, rank: int, actor: Any) -> None:
-        ask(self._parts.coordinator.replace_worker.remote(rank, actor), "the coordinator")
+        ask(self._coordinator.replace_worker.remote(rank, actor), "the coordinator")
 
     def _dialer(self) -> Dialer:
-        return Dialer(self._parts.coordinator, self.config)
+        return Dialer(self._coordinator, self.config)
 
     def _service_statistics(self) -> tuple[CoordinatorStatistics | None, ServiceStatistics]:
         answer: tuple[CoordinatorStatistics | None, ServiceStatistics] = ask(
-            self._parts.coordinator.statistics.remote(), "the coordinator"
+            self._coordinator.statistics.remote(), "the coordinator"
         )
         return answer
 

@@ -26,12 +26,14 @@ from actors.placement import wait_until
 from actors.replacement import FAILED
 from actors.reports import ClusterStatus, HostStatistics
 from actors.service import ServiceStatistics
+from kvcache.arguments import as_int
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import (
     DeadlineError,
     KVCacheError,
     NotRunningError,
+    RequestError,
     StartupError,
     WorkerLostError,
 )
@@ -129,13 +131,16 @@ class ClusterAccess(ABC):
         return self._service_statistics()[1]
 
     def collect_labels(self, rank: int) -> LabelSet:
-        """Return what a rank knows of each of its blocks."""
-        labels: LabelSet = ask(self.workers[rank].kvcache_labels.remote(), f"rank {rank}")
+        """Return what a rank knows of each of its blocks. Raises RequestError for no such rank."""
+        labels: LabelSet = ask(self._worker(rank).kvcache_labels.remote(), f"rank {rank}")
         return labels
 
     def read_block(self, rank: int, layer_name: str, block_id: int) -> bytes:
-        """Return the bytes of one layer's page of one block. For tests and inspection."""
-        call = self.workers[rank].kvcache_read.remote(layer_name, block_id)
+        """Return the bytes of one layer's page of one block. For tests and inspection.
+
+        Raises RequestError where the rank, its layer or the block does not exist.
+        """
+        call = self._worker(rank).kvcache_read.remote(layer_name, block_id)
         page: bytes = ask(call, f"rank {rank}")
         return page
 
@@ -154,7 +159,7 @@ class ClusterAccess(ABC):
             StartupError: the actor cannot serve the rank; says why. It is not ended.
             DeadlineError: not within `timeout_s`; it may still come to be.
         """
-        self._begin_to_replace(rank, actor)
+        self._begin_to_replace(self._checked_rank(rank), actor)
         attempt_s = self.config.deadlines.startup_s + GRACE_S
         limit_s = attempt_s if timeout_s is None else timeout_s
 
@@ -180,6 +185,17 @@ class ClusterAccess(ABC):
     ) -> None:
         if self.is_own:
             self.stop()
+
+    def _checked_rank(self, rank: int) -> int:
+        return as_int("rank", rank, 0, self.config.parallel.num_ranks - 1, RequestError)
+
+    def _worker(self, rank: int) -> Any:
+        """Return the actor of a rank. Raises RequestError for no such rank, NotRunningError while
+        the coordinator does not know it."""
+        place, workers = self._checked_rank(rank), self.workers
+        if place >= len(workers):
+            raise NotRunningError(f"{self.name} does not know its workers now: look at its status")
+        return workers[place]
 
     @abstractmethod
     def _begin_to_replace(self, rank: int, actor: Any) -> None:

@@ -19,15 +19,18 @@ from kvcache.errors import NotRunningError
 from kvcache.messages import WorkerAddress
 
 
-def this_node() -> NodeAddress:
-    """Return where this process runs.
-
-    Raises NotRunningError after `ray.shutdown`: a call of Ray would start another cluster.
-    """
+def require_ray() -> None:
+    """Raise NotRunningError after `ray.shutdown`: a call of Ray would start another cluster, or
+    fail inside Ray."""
     if not ray.is_initialized():
         raise NotRunningError(
             "this process is not connected to Ray: close clients and clusters before ray.shutdown()"
         )
+
+
+def this_node() -> NodeAddress:
+    """Return where this process runs. Raises as `require_ray` does."""
+    require_ray()
     node_id = ray.get_runtime_context().get_node_id()
     get_host: Any = ray.util.get_node_ip_address
     return NodeAddress(str(node_id), str(get_host()))

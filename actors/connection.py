@@ -8,17 +8,25 @@ steps that an epoch's end made void. Owned by one thread at a time.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Protocol, get_args
 
 from actors.transport import Endpoint, Peer, PeerTransport, client_peer
 from kvcache import errors
-from kvcache.arguments import as_number
+from kvcache.arguments import as_number, as_text
 from kvcache.client_session import ClientSession, SessionSettings, SessionState, Submitted
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
-from kvcache.errors import KVCacheError, ProtocolError, WorkerLostError
+from kvcache.errors import (
+    ConfigurationError,
+    KVCacheError,
+    NotRunningError,
+    ProtocolError,
+    WorkerLostError,
+    shown,
+)
 from kvcache.logs import get_logger
 from kvcache.messages import CallResult, FromClient, ToClient
 from kvcache.serving_loop import Faults
@@ -28,6 +36,9 @@ from kvcache.wire import decode, encode
 logger = get_logger(__name__)
 
 TO_CLIENT = get_args(ToClient)
+
+MAX_NAME_BYTES = 200
+"""Of a client's name: its id is some characters longer, and travels with every message."""
 
 DETACH_LINGER_S = 0.2
 """How long the last words of a client may take to leave it."""
@@ -90,7 +101,8 @@ class ClientConnection:
             step_s=config.deadlines.step_s,
             forward_s=config.deadlines.forward_s,
         )
-        client_id = f"{client_name}-{secrets.token_hex(8)}"
+        client_id = f"{_checked_name(client_name)}-{secrets.token_hex(8)}"
+        self._process_id = os.getpid()
         self.session = ClientSession(client_id, self.settings, self.clock)
         self.tick_s = min(self.settings.resend_s, self.settings.heartbeat_s) / 4
         self.malformed = 0
@@ -103,6 +115,20 @@ class ClientConnection:
         self._num_disconnections = 0
         self._detach_by_s = 0.0
         self._heard_s = self._asked_s = self._looked_s = self._next_tick_s = self.clock.now()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is another process than the one that connected, forked from it: both have
+        the one socket, and what one of them reads or sends the other misses."""
+        return self._process_id != os.getpid()
+
+    def require_own_process(self) -> None:
+        """Raise NotRunningError when it `is_inherited`."""
+        if self.is_inherited:
+            raise NotRunningError(
+                f"client {self.session.client_id} belongs to process {self._process_id}, from "
+                "which this one was forked: make a client in this process"
+            )
 
     def send(self, messages: Sequence[FromClient]) -> None:
         """Encode and send."""
@@ -241,7 +267,7 @@ class ClientConnection:
 
     def close(self) -> None:
         """Give the connection back, detached or not. Repeatable."""
-        if self._is_closed:
+        if self._is_closed or self.is_inherited:
             return
         self._is_closed = True
         session = self.session
@@ -255,6 +281,17 @@ class ClientConnection:
             self.send(session.detach())
         session.give_up()
         self.transport.close(linger_s=DETACH_LINGER_S)
+
+
+def _checked_name(client_name: str) -> str:
+    """Return the name of a client; raises ConfigurationError where no id can be made of it."""
+    name = as_text("client_name", client_name, ConfigurationError)
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise ConfigurationError(
+            f"client_name is {shown(name)}, of {len(name.encode())} bytes: use at most "
+            f"{MAX_NAME_BYTES}"
+        )
+    return name
 
 
 def lost_workers_error(error: KVCacheError, lost: str) -> KVCacheError:

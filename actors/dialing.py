@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from actors.connect import connect_peer, this_node
+from actors.connect import connect_peer, require_ray, this_node
 from actors.reports import ClusterStatus
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
@@ -60,6 +60,7 @@ class Dialer:
 
     def lost_workers(self) -> str:
         """Say which ranks are lost and why, empty if none is. Raises as `endpoint` does."""
+        require_ray()
         try:
             status: ClusterStatus = ray.get(
                 self._coordinator.status.remote(), timeout=DIAL_TIMEOUT_S

@@ -167,6 +167,8 @@ class StepClient(SessionView):
         seconds; then a warning is logged, and it frees what this client had when it notices that
         the client is gone.
         """
+        if self._connection.is_inherited:
+            return
         with self._changed:
             if self._is_closed.is_set():
                 return
@@ -232,6 +234,7 @@ class StepClient(SessionView):
 
     def _begin_to_write(self) -> None:
         """Take the lock when no thread is reading: a socket belongs to one thread at a time."""
+        self._connection.require_own_process()  # a lock may be held for ever where it was forked
         self._changed.acquire()
         try:
             self._num_writers += 1
@@ -305,6 +308,7 @@ class StepClient(SessionView):
         One thread reads at a time; the lock is free while it waits for the socket. `is_done` is
         called with the lock held.
         """
+        self._connection.require_own_process()
         try:
             self._wait_with_lock(is_done, timeout_s, what)
         except StaleEpochError as error:

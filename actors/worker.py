@@ -22,7 +22,9 @@ from actors.names import OUR_LOGGERS
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
 from actors.worker_metrics import report_worker
+from kvcache.arguments import as_int
 from kvcache.config import ClusterConfig
+from kvcache.errors import RequestError, shown
 from kvcache.labels import LabelSet
 from kvcache.logs import log_to_stderr
 from kvcache.planner import Plan
@@ -120,10 +122,16 @@ class WorkerMethods:
     def kvcache_read(self, layer_name: str, block_id: int) -> bytes:
         """Return the bytes of one layer's page of one block, of a state those of its tensors one
         after the other. For tests and inspection."""
-        worker = self.kvcache.worker
-        tensors = worker.state_caches.get(layer_name) or (worker.kv_caches[layer_name],)
         import torch
 
+        worker = self.kvcache.worker
+        alone = {name: (tensor,) for name, tensor in worker.kv_caches.items()}
+        layers: dict[str, tuple[torch.Tensor, ...]] = {**alone, **worker.state_caches}
+        tensors = layers.get(layer_name) if isinstance(layer_name, str) else None
+        if tensors is None:
+            known = ", ".join(layers)
+            raise RequestError(f"there is no layer {shown(layer_name)}: this rank has {known}")
+        block_id = as_int("block_id", block_id, 0, len(tensors[0]) - 1, RequestError)
         pages = [tensor[block_id].contiguous().view(torch.uint8) for tensor in tensors]
         return b"".join(page.cpu().numpy().tobytes() for page in pages)
 

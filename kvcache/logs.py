@@ -76,7 +76,7 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
-class Faults:
+class CallbackErrors:
     """Errors of an object that a caller handed in. All are counted, and so few are logged, with
     their tracebacks, that it may fail every time: the 1st, 2nd, 4th, 8th and so on."""
 

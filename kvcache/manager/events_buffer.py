@@ -7,7 +7,7 @@ which tells of its blocks while it changes them.
 from __future__ import annotations
 
 from kvcache.core import CacheEvent, EventSink
-from kvcache.logs import Faults, get_logger
+from kvcache.logs import CallbackErrors, get_logger
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ class EventBuffer:
         """Pass events on to `sink`, if there is one, and keep them until taken if told so."""
         self._sink = sink
         self._kept: list[CacheEvent] | None = [] if keeps_events else None
-        self._faults = Faults(logger, "the event sink")
+        self._errors = CallbackErrors(logger, "the event sink")
 
     def emit(self, event: CacheEvent) -> None:
         """Take one event. A sink that raises has missed it, and nothing else happens."""
@@ -29,7 +29,7 @@ class EventBuffer:
             try:
                 self._sink.emit(event)
             except Exception:
-                self._faults.note(
+                self._errors.note(
                     f"it has missed {type(event).__name__}: mend it, and reset the cache or make "
                     "a new manager to begin again"
                 )

@@ -21,7 +21,7 @@ from kvcache.core import (
 )
 from kvcache.errors import RequestError
 from kvcache.hash_algorithms import BlockHash
-from kvcache.logs import Faults, get_logger
+from kvcache.logs import CallbackErrors, get_logger
 from kvcache.manager.loads import PrefixLoads
 from kvcache.request import Request
 
@@ -53,7 +53,7 @@ class GuardedHooks:
     def __init__(self, hooks: OffloadHooks) -> None:
         """Ask and tell `hooks`."""
         self._hooks = hooks
-        self._faults = Faults(logger, "offload_hooks")
+        self._errors = CallbackErrors(logger, "offload_hooks")
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """See `OffloadHooks`."""
@@ -62,7 +62,7 @@ class GuardedHooks:
             check_kind("what look_up returned", hit, OffloadHit)
             check_kind("its answer", hit.answer, OffloadAnswer)
         except Exception:
-            self._faults.note("the look-up is a miss: mend look_up")
+            self._errors.note("the look-up is a miss: mend look_up")
             return OffloadHit(OffloadAnswer.MISS)
         return hit
 
@@ -82,7 +82,7 @@ class GuardedHooks:
         try:
             hook(*arguments)
         except Exception:
-            self._faults.note(f"it was not told by {hook.__name__}: mend that")
+            self._errors.note(f"it was not told by {hook.__name__}: mend that")
 
 
 class TierLink:

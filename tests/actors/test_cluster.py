@@ -103,6 +103,31 @@ def test_steps_are_pipelined_in_order(shared: KVCacheCluster) -> None:
         assert [client.wait_result(n).step for n in numbers[-50:]] == numbers[-50:]
 
 
+@pytest.mark.parametrize("rank", [2, -1, "0", 10**30])
+def test_a_rank_that_does_not_exist_is_refused(shared: KVCacheCluster, rank: Any) -> None:
+    for ask in (shared.collect_labels, shared.replace_worker):
+        with pytest.raises(RequestError, match=r"rank is .*: pass an integer from 0 to 1"):
+            ask(rank)
+    with pytest.raises(RequestError, match="rank is "):
+        shared.read_block(rank, "layers.0", 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "block", "message"),
+    [
+        ("layers.9", 1, "there is no layer 'layers.9': this rank has layers.0"),
+        (b"layers.0", 1, "there is no layer b'layers.0'"),
+        ("layers.0", -1, "block_id is -1: pass an integer from 0 to "),
+        ("layers.0", 10**6, "block_id is 1000000: pass an integer from 0 to "),
+    ],
+)
+def test_a_block_that_does_not_exist_cannot_be_read(
+    shared: KVCacheCluster, layer: Any, block: int, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        shared.read_block(0, layer, block)
+
+
 def test_threads_share_a_client(shared: KVCacheCluster) -> None:
     with shared.client() as client:
         done: list[int] = []

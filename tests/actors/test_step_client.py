@@ -7,18 +7,20 @@ import select
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
-from actors import dialing
+from actors import KVCacheCluster, dialing
 from actors.async_client import AsyncKVCacheClient
 from actors.client import KVCacheClient
 from actors.connection import LOOK_S, STALL_BEFORE_REDIAL, ClientConnection
+from actors.shutdown import ClusterParts
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
 from kvcache.clock import VirtualClock
 from kvcache.config import ClusterConfig
-from kvcache.errors import DeadlineError, NotRunningError
+from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
 from kvcache.messages import Attach, Attached, Detach, Detached, Progress
 from kvcache.step import StepRequest, StepResult
 from kvcache.wire import decode, encode
@@ -115,6 +117,32 @@ def test_who_keeps_an_idle_client_alive_leaves_the_socket_to_who_reads_it(
 
 
 UNCONFIRMED = "the coordinator has not confirmed that it is detached"
+
+
+def test_a_forked_process_cannot_use_the_client_that_it_inherits(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialer = Dialer(make_config())
+    dialer.listener = Listener(confirms=True)
+    client = KVCacheClient(dialer)
+    num_sent = len(dialer.listener.sent)
+    with monkeypatch.context() as child:
+        child.setattr("actors.connection.os.getpid", lambda: -1)
+        for use in (lambda: client.submit(StepRequest()), client.attach):
+            with pytest.raises(NotRunningError, match="forked: make a client in this process"):
+                use()
+        client.close()
+    assert len(dialer.listener.sent) == num_sent
+    client.submit(StepRequest())
+    client.close()
+
+
+@pytest.mark.parametrize("name", ["", "\ud800", 7, "n" * 201], ids=repr)
+def test_a_name_of_which_no_client_id_can_be_made_is_refused(
+    make_config: MakeConfig, name: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match="client_name is "):
+        KVCacheClient(Dialer(make_config()), name)
 
 
 def test_a_client_that_nobody_answers_closes_after_a_while_and_says_so(
@@ -230,6 +258,19 @@ def test_a_coordinator_that_answers_and_gets_nowhere_may_have_been_taken_over_fr
     assert not hear(1.0, applied_step=step)  # it gets on
     connection.take([encode(StepResult(session.client_id, step, 1, 1))])
     assert not hear(10 * patience_s, applied_step=step)  # nothing is under way
+
+
+def test_a_cluster_cannot_be_asked_after_ray_was_left(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    coordinator = ray.remote(int)  # of which no method can be called
+    parts = ClusterParts(config.name, config.deadlines, coordinator)
+    cluster = KVCacheCluster(config, parts, is_own=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    for ask in (cluster.status, cluster.statistics, cluster.pending, cluster.client, cluster.stop):
+        with pytest.raises(NotRunningError, match="close clients and clusters"):
+            ask()
 
 
 def test_a_client_does_not_look_for_its_coordinator_in_a_process_that_left_ray(
