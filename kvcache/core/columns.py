@@ -281,7 +281,7 @@ class Books:
             found=np.zeros((self.num_groups, _FEW_COLUMNS), int32),
             path=np.zeros(_FEW_COLUMNS, int32),
             change=np.zeros((4, max(1, _FEW_ROWS * self.num_groups)), int32),
-            ids=np.zeros(2 * num_blocks, int32),
+            ids=np.zeros(2 * (num_blocks + _FEW_COLUMNS * self.num_groups), int32),
             note=np.zeros((num_blocks, 5), int32),
             gone=np.zeros((num_blocks, 2), int32),
             gone_digest=np.zeros((num_blocks, digest_bytes), np.uint8),

@@ -498,7 +498,9 @@ class FlatCore:
         self._last = None
         num_units = origin.num_tokens // self.hash_block_size
         if self.books.columns.row.item(r, UNITS) > num_units:
+            # The partly filled block may go, when the parent writes, before those behind it.
             rewind_row(self.books.book, r, num_units)
+            self.books.cells[IS_LOOSE] = 1
         row = self._open_row(child)
         self.books.columns.row[row, FLAGS] |= self.books.columns.row[r, FLAGS] & IS_MUTE
         changes = self.forks.fork(r, row, origin)

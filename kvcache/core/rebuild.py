@@ -257,14 +257,32 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
         places = index_array(
             [row_of_node.get(int(each.nodes[row]), NO_ROW) for row in each.rows.tolist()]
         )
-        chain = chain_of[places]
+        chain, depth = chain_of[places], lead_depths[places]
+        if group[each.group, KIND] == FULL:
+            depth = each.depths[each.rows] * int(group[each.group, LENGTH])
+            _follow_children(core, each, chain, depth)
         blocks.append(fitting.groups[each.group].block_ids[each.rows])
         ranks.append(np.where(chain == NO_CHAIN, _GONE_FIRST, chain))
         kind = len(found) if group[each.group, KIND] == FULL else each.group
         kinds.append(np.full(len(each.rows), kind))
-        depths.append(lead_depths[places])
+        depths.append(depth)
     order = np.lexsort((-np.concatenate(depths), np.concatenate(kinds), -np.concatenate(ranks)))
     return int32_array(np.concatenate(blocks)[order])
+
+
+def _follow_children(core: FlatCore, kept: _Kept, chain: Any, depth: Any) -> None:
+    """Let blocks that no chain has beside it go with the first one that has what continues them."""
+    c = core.books.columns
+    place_of = {int(kept.nodes[row]): i for i, row in enumerate(kept.rows.tolist())}
+    for i in np.argsort(-depth, kind="stable").tolist():
+        n = int(kept.nodes[kept.rows[i]])
+        for _ in range(c.group.item(kept.group, LENGTH)):
+            n = c.node.item(n, PARENT)
+        above = place_of.get(n)
+        if above is None or chain[i] == NO_CHAIN:
+            continue
+        if chain[above] == NO_CHAIN or chain[i] < chain[above]:
+            chain[above] = chain[i]
 
 
 def _notes(core: FlatCore, kept: _Kept) -> Any:

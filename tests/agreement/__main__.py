@@ -1,10 +1,9 @@
 """Replay walks from the command line.
 
-    python -m tests.agreement "full, window" exact_pressure 7
-    python -m tests.agreement "full, window" exact 0 --seeds 50 --operations 300 --second flat
-    python -m tests.agreement full all --second flat --without FORKS EVICTIONS
+    python -m tests.agreement "full, window" pressure 7
+    python -m tests.agreement full all --seeds 50 --operations 300 --without FORKS EVICTIONS
     python -m tests.agreement dense all --seeds 20
-    python -m tests.agreement latent duplicates 3 --audit-one-in 1
+    python -m tests.agreement latent room 3 --audit-one-in 1
 
 A walk that fails prints its log and is the last one. The same seed walks the same way however often
 it audits; what an audit finds has happened since the one before.
@@ -32,11 +31,10 @@ def main() -> None:
     lists = {"all": CONFIGURATIONS, "dense": DENSE}
     every = [c.name for c in (*CONFIGURATIONS, *DENSE)]
     parser.add_argument("configuration", choices=[*lists, *every])
-    parser.add_argument("family", choices=["all", *(f.name.lower() for f in Family)])
+    parser.add_argument("family", choices=["all", *(f.value for f in Family)])
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from the first on")
     parser.add_argument("--operations", type=int, default=NUM_OPERATIONS)
-    parser.add_argument("--second", default=None, help="core beside the reference core")
     parser.add_argument("--audit-one-in", type=int, default=ONE_IN, help="operations on average")
     operations = [operation.name for operation in Operation]
     parser.add_argument("--without", nargs="*", choices=operations, default=())
@@ -45,17 +43,8 @@ def main() -> None:
     for name in names:
         configuration = configuration_named(name)
         left_out = {Operation[operation] for operation in given.without}
-        configuration = replace(
-            configuration,
-            operations=configuration.operations - left_out,
-            second_core=given.second or configuration.second_core,
-        )
-        families = configuration.families
-        if given.family != "all":
-            families = tuple(f for f in families if f is Family[given.family.upper()])
-        if not families:
-            print(f"{name}: takes no part in {given.family}, configurations.py says why")
-        for family in families:
+        configuration = replace(configuration, operations=configuration.operations - left_out)
+        for family in Family if given.family == "all" else [Family(given.family)]:
             for seed in range(given.seed, given.seed + given.seeds):
                 replay(
                     configuration,

@@ -24,7 +24,7 @@ class CallChoice:
     def admit(self) -> None:
         walk = self._walk
         skips = walk.allows(Operation.SKIPPED_READING, 0.05)
-        origin, tokens = walk.choose_prompt(CALLER, may_share=not skips)
+        origin, tokens = walk.prompts.prompt()
         delays_caching = walk.allows(Operation.DELAYED_CACHING, 0.15)
         self._admit(origin, tokens, skips_reading=skips, delays_caching=delays_caching)
 
@@ -138,7 +138,7 @@ class CallChoice:
         """Admit without caching, fork, fork a fork; somebody else may compute the same and cache
         it; then some of the family cache, by a call or by running on, and some go."""
         walk, rng = self._walk, self._walk.rng
-        origin, tokens = walk.choose_prompt(CALLER)
+        origin, tokens = walk.prompts.prompt()
         first = self._admit(origin, tokens, skips_reading=False, delays_caching=True)
         if first is None:
             return
@@ -146,7 +146,7 @@ class CallChoice:
         for _ in range(rng.randint(1, 3)):
             child = self._fork(rng.choice(family))
             family += [] if child is None else [child]
-        if not walk.family.is_unique and rng.random() < 0.6:
+        if rng.random() < 0.6:
             tail = walk.prompts.output(list(tokens), rng.randint(0, 2))
             end = rng.choice([len(tokens), rng.randint(1, len(tokens))])
             if end == len(tokens) or not origin.crosses_image(end):
@@ -161,7 +161,8 @@ class CallChoice:
     # --- the cache as a whole ---
 
     def look_up(self) -> None:
-        self._walk.probe(*(self._walk.prompts.continued() or self._walk.prompts.prompt()))
+        origin, tokens = self._walk.prompts.continued() or self._walk.prompts.prompt()
+        self._walk.do(ops.LookUp(origin, tokens))
         self._walk.finish([])
 
     def pin(self) -> None:
@@ -185,13 +186,7 @@ class CallChoice:
         places = tuple(
             (rng.randrange(num_groups), rng.randrange(12)) for _ in range(rng.randint(1, 3))
         )
-        # Where a content has several blocks, one that is forgotten before its step is complete lets
-        # the reference core publish the blocks of that step out of order: its children first.
-        running = sorted(
-            r.name
-            for r in self._walk.engine.live.values()
-            if r.is_running and (self._walk.family.is_unique or r.owner == CALLER)
-        )
+        running = sorted(r.name for r in self._walk.engine.live.values() if r.is_running)
         found = self._walk.prompts.continued()
         if running and rng.random() < 0.5:
             self._walk.do(ops.EvictBlocks(places, rng.choice(running)))

@@ -1,8 +1,8 @@
 """What the agreement suite drives: models by their KV cache groups, and what is done to them.
 
-`CONFIGURATIONS` is the one list to change: a configuration names its groups, the operations it
-allows, the families it takes part in, and the core that is put beside the reference core.
-`DENSE` are the same models in small pools, where what is rare and goes wrong first is frequent.
+`CONFIGURATIONS` is the one list to change: a configuration names its groups and the operations it
+allows. `DENSE` are the same models in small pools, where what is rare and goes wrong first is
+frequent.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from enum import Enum
 
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.specs import KVCacheSpec
-from tests.managers.core_builders import chunked, cross, full, mamba, mla, window
-
-REFERENCE_CORE = "blocks"
+from tests.core.builders import chunked, cross, full, mamba, mla, window
 
 
 class Operation(Enum):
@@ -46,22 +44,11 @@ class Operation(Enum):
 
 
 class Family(Enum):
-    """How much of two cores must be equal depends on the workload; `allowances.py` says what."""
+    """How large the pool is: so large that nothing is evicted, or so small that contents are and
+    requests find no room."""
 
-    EXACT = "exact"
-    EXACT_PRESSURE = "exact under pressure"
-    DUPLICATES = "duplicates"
-    DUPLICATES_PRESSURE = "duplicates under pressure"
-
-    @property
-    def is_unique(self) -> bool:
-        """Whether no content is ever computed while another block holds it."""
-        return self in (Family.EXACT, Family.EXACT_PRESSURE)
-
-    @property
-    def has_pressure(self) -> bool:
-        """Whether the pool is so small that contents are evicted and requests find no room."""
-        return self in (Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE)
+    ROOM = "room"
+    PRESSURE = "pressure"
 
 
 TENANTS = TenantsConfig(
@@ -70,18 +57,15 @@ TENANTS = TenantsConfig(
 )
 
 EVERYTHING = frozenset(Operation) - {Operation.ENCODER}
-EVERY_FAMILY = tuple(Family)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model, what may be done to it, and which core must agree with the reference core."""
+    """A model, and what may be done to it."""
 
     name: str
     specs: tuple[KVCacheSpec, ...]
     operations: frozenset[Operation] = EVERYTHING
-    families: tuple[Family, ...] = EVERY_FAMILY
-    second_core: str = "flat"
     use_eagle: bool = False
     enable_caching: bool = True
     max_model_len: int = 72
@@ -100,24 +84,6 @@ class Configuration:
         if self.has_small_pools:
             return (20, 24, 32) if len(self.specs) == 1 else (32, 40, 52)
         return (24, 40, 56) if len(self.specs) == 1 else (40, 64, 90)
-
-    def operations_in(self, family: Family) -> frozenset[Operation]:
-        """Return what walks of a family may do.
-
-        A tree forgets with a block of an ordered group all that stands beside and behind it, the
-        reference core that group's blocks only. Both are right, as nothing behind it can be hit; so
-        where there are several groups, only walks that compare each core with the truth do that.
-        A step that fails does the same: what it withdraws takes states beside it along.
-        """
-        left_out: set[Operation] = set()
-        if self.keeps_states and family in (Family.EXACT_PRESSURE, Family.DUPLICATES):
-            left_out.add(Operation.FAILURES)
-        if family is Family.DUPLICATES:  # of a content in two blocks the tree knows one
-            left_out.add(Operation.EVICTIONS)
-        is_mixed = len(self.specs) > 1 and any(spec.reads_whole_prefix for spec in self.specs)
-        if is_mixed and family is not Family.DUPLICATES_PRESSURE:
-            left_out.add(Operation.EVICTIONS)
-        return self.operations - left_out
 
     @property
     def keeps_states(self) -> bool:
@@ -138,21 +104,13 @@ CONFIGURATIONS = (
     Configuration("latent", (mla(4),)),
     Configuration("full, window", (full(4), window(9))),
     Configuration("full, two windows", (full(4), window(6), window(17))),
-    Configuration(
-        # A tree evicts blocks of several ordered groups together, the reference core one by one.
-        "two full",
-        (full(4), full(8)),
-        families=(Family.EXACT, Family.DUPLICATES, Family.DUPLICATES_PRESSURE),
-    ),
+    Configuration("two full", (full(4), full(8))),
     Configuration("window", (window(10),)),
     Configuration("chunked", (chunked(8),)),
     Configuration("full, chunked", (full(4), chunked(8))),
     Configuration("full, states", (full(4), mamba(num_drafts=2))),
     Configuration(
-        # Surplus is counted by bytes, which do not tell states of longer blocks from each other.
-        "full, window, states",
-        (full(4), window(13, 8), mamba(block_size=16, num_drafts=2)),
-        families=(Family.EXACT, Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE),
+        "full, window, states", (full(4), window(13, 8), mamba(block_size=16, num_drafts=2))
     ),
     Configuration("one state", (mamba("none", num_drafts=2),)),
     Configuration(
@@ -160,23 +118,10 @@ CONFIGURATIONS = (
     ),
     Configuration("EAGLE: full", (full(4),), use_eagle=True),
     Configuration("EAGLE: full, window", (full(4), window(9)), use_eagle=True),
-    *(
-        # Surplus blocks count for tenants: without room for them, walks of duplicates differ.
-        Configuration(
-            name,
-            specs,
-            families=(Family.EXACT, Family.EXACT_PRESSURE, Family.DUPLICATES_PRESSURE),
-            tenants=TENANTS,
-        )
-        for name, specs in (
-            ("tenants: full", (full(4),)),
-            ("tenants: full, window", (full(4), window(9))),
-        )
-    ),
+    Configuration("tenants: full", (full(4),), tenants=TENANTS),
+    Configuration("tenants: full, window", (full(4), window(9)), tenants=TENANTS),
     Configuration("caching off", (full(4), window(9)), enable_caching=False),
 )
-"""With `second_core=REFERENCE_CORE` a configuration compares the reference core with itself: that
-proves the suite, and costs a line to change."""
 
 FORKS_OFTEN = {
     Operation.DELAYED_FORKS: 20.0,

@@ -69,13 +69,11 @@ class Figures:
 @dataclass
 class Before:
     """How a client's requests stood before one of its steps, and which ran on in it, with how
-    many drafts accepted. `held` are the blocks in their tables then: what is delayed was written
-    in one step and is cached in the next one, and may be all that is left of who leaves."""
+    many drafts accepted."""
 
     step: int
     figures: dict[str, Figures]
     rows: dict[str, int] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -83,15 +81,6 @@ class Client:
     name: str
     last_step: int = 0
     unfinished: list[Before] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Newcomer:
-    """Who will compute `tokens` from position `hit` on."""
-
-    origin: Origin
-    tokens: Sequence[int]
-    hit: int
 
 
 @dataclass(frozen=True)
@@ -122,28 +111,6 @@ class Engine:
         """Return the requests of a client that run, or that wait."""
         return [r for r in self.live.values() if r.owner == owner and r.is_running == running]
 
-    def unfinished_steps(self) -> set[tuple[str, int]]:
-        """Return every client's steps that have neither completed nor failed."""
-        return {(client.name, b.step) for client in self.clients for b in client.unfinished}
-
-    def blocks_of_unfinished_steps(self) -> set[int]:
-        """Return blocks held before such steps: some have contents that nobody else may hit."""
-        return {b for client in self.clients for step in client.unfinished for b in step.held}
-
-    def will_compute(
-        self, origin: Origin, tokens: Sequence[int], newcomers: Sequence[Newcomer] = ()
-    ) -> bool:
-        """Whether somebody has tokens left to compute that begin like `tokens`."""
-        running = [
-            Newcomer(request.origin, request.tokens, request.computed)
-            for request in self.live.values()
-            if request.is_running
-        ]
-        return any(
-            one.origin.name == origin.name and _num_common(one.tokens, tokens) > one.hit
-            for one in (*running, *newcomers)
-        )
-
     # --- steps that end ---
 
     def complete(self, client: Client, step: int) -> None:
@@ -154,8 +121,6 @@ class Engine:
         void = [b for b in client.unfinished if b.step >= step]
         client.unfinished = [b for b in client.unfinished if b.step < step]
         first, withdrawn, rolled_back = void[0], [], []
-        if client.unfinished:
-            client.unfinished[-1].held |= first.held
         for name, request in list(self.live.items()):
             if request.owner != client.name:
                 continue
@@ -178,11 +143,11 @@ class Engine:
                 rolled_back.append((request.slot, before.computed, before.num_tokens))
         return {"withdrawn": sorted(withdrawn), "rolled back": sorted(rolled_back)}
 
-    def begin_step(self, client: Client, step: int, rows: Sequence[Row], held: set[int]) -> None:
-        """Note how the client's requests stand before a step, and which blocks they held."""
+    def begin_step(self, client: Client, step: int, rows: Sequence[Row]) -> None:
+        """Note how the client's requests stand before a step."""
         figures = {r.name: r.figures for r in self.live.values() if r.owner == client.name}
         accepted = {row.name: self.live[row.name].num_drafts - row.num_rejected for row in rows}
-        client.unfinished.append(Before(step, figures, accepted, held))
+        client.unfinished.append(Before(step, figures, accepted))
         client.last_step = step
 
     # --- what an answer means ---
@@ -319,12 +284,6 @@ class Engine:
         self.fork(parent, call.child, slot)
         child = self.live[call.child]
         child.origin, child.tokens = call.origin, list(call.tokens)
-
-
-def _num_common(one: Sequence[int], two: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common at their start."""
-    length = min(len(one), len(two))
-    return next((i for i in range(length) if one[i] != two[i]), length)
 
 
 def _ints(values: object) -> list[int]:

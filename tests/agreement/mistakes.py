@@ -1,13 +1,15 @@
-"""Variants of the reference core: broken ones that the suite must catch, one that it must allow.
+"""Broken variants of the flat core that the suite must catch.
 
-Each changes one thing by public methods only, so that its own books still add up and nothing but
-the comparison, or the truth in the workers' blocks, can give it away.
+Compiled rules cannot be exchanged: a variant changes what Python hands to kernels, what it takes
+from them, or what it does instead. Books still add up, so that nothing but the comparison with the
+slow core, or the truth in the workers' blocks, can give a mistake away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcache.commands import Command, Copy, Unlabel
 from kvcache.core import (
@@ -16,19 +18,25 @@ from kvcache.core import (
     CacheHit,
     Core,
     EventSink,
-    ReferenceKind,
     Reservation,
     TableChange,
+    eviction,
+    flat_core,
+    forks,
+    steps,
 )
+from kvcache.core.columns import OPENED
+from kvcache.core.flat_core import FlatCore
+from kvcache.core.pool import hold_all
 from kvcache.errors import BlockError
-from kvcache.manager.core_registry import CORES, CoreFactory, CoreSettings
-from kvcache.managers.block_core import BlockCore
-from kvcache.request import Request
+from kvcache.manager.core_registry import CoreFactory, CoreSettings
+from kvcache.request import Namespace, Request
+from tests.agreement.walk import FACTORIES
 
 VARIANT = "variant"
 
 
-class HitsOneBlockLess(BlockCore):
+class HitsOneBlockLess(FlatCore):
     """Long hits lose their last block."""
 
     def look_up(self, request: Request) -> CacheHit:
@@ -39,7 +47,7 @@ class HitsOneBlockLess(BlockCore):
         return CacheHit(tuple(ids[:-1] for ids in hit.block_ids), num_tokens)
 
 
-class LookingIsUsing(BlockCore):
+class LookingIsUsing(FlatCore):
     """What was looked up last is evicted last, although nobody took it."""
 
     found: CacheHit | None = None
@@ -59,7 +67,7 @@ class LookingIsUsing(BlockCore):
             self.unpin(found)
 
 
-class LeaksBlocks(BlockCore):
+class LeaksBlocks(FlatCore):
     """Of every fifth request that goes a block stays behind."""
 
     num_freed = 0
@@ -68,11 +76,11 @@ class LeaksBlocks(BlockCore):
         held = [block for block in self.block_ids(request.request_id)[0] if block]
         self.num_freed += 1
         if held and self.num_freed % 5 == 0:
-            self.pool.touch(held[:1], ReferenceKind.TRANSFER)
+            hold_all(self.books.book, flat_core.int32_array(held[:1]))
         super().free(request)
 
 
-class KeepsOneBlockFree(BlockCore):
+class KeepsOneBlockFree(FlatCore):
     """The last free block is given to nobody."""
 
     def reserve(
@@ -82,60 +90,67 @@ class KeepsOneBlockFree(BlockCore):
         return super().reserve(request, reservation._replace(num_spare_blocks=spare), hit)
 
 
-class MixesTenants(BlockCore):
+class _RootsOfAll(dict[Namespace, int]):
+    """One root for the namespaces of all tenants."""
+
+    def get(self, namespace: Namespace, default: Any = None) -> Any:
+        return super().get(replace(namespace, tenant=None), default)
+
+    def __setitem__(self, namespace: Namespace, root: int) -> None:
+        super().__setitem__(replace(namespace, tenant=None), root)
+
+
+class MixesTenants(FlatCore):
     """Tenants find each other's blocks, whose digests are the same."""
 
-    def look_up(self, request: Request) -> CacheHit:
-        stranger = Request(
-            request.request_id,
-            request.all_token_ids,
-            lora=request.lora,
-            mm_positions=request.mm_positions,
-            mm_hashes=request.mm_hashes,
-            cache_salt=request.cache_salt,
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-            block_hasher=request.block_hasher,
-            model_epoch=request.namespace.model_epoch,
-        )
-        return super().look_up(stranger)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.roots = _RootsOfAll()
 
 
-class SealsWhatFailed(BlockCore):
+class SealsWhatFailed(FlatCore):
     """What a failed step was to write can be hit."""
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
         self.complete_steps(client_id, 1 << 30)
 
 
-class ForgetsCopies(BlockCore):
+class ForgetsCopies(FlatCore):
     """A fork's shared block is swapped, and its bytes stay where they were."""
 
     def take_commands(self) -> list[Command]:
         return [command for command in super().take_commands() if not isinstance(command, Copy)]
 
 
-class ForgetsUnlabels(BlockCore):
+class ForgetsUnlabels(FlatCore):
     """Labels outlive their blocks' contents."""
 
     def take_commands(self) -> list[Command]:
         return [command for command in super().take_commands() if not isinstance(command, Unlabel)]
 
 
-class GivesCopiesBackEmpty(BlockCore):
-    """Not a mistake: of several blocks of one content only the first outlives its requests."""
+class HitsStatesOfTheOpenStep(FlatCore):
+    """A state can be read in the step that writes it."""
 
-    def free(self, request: Request) -> None:
-        held = {block for ids in self.block_ids(request.request_id) for block in ids if block}
-        super().free(request)
-        copies = [block for block in sorted(held) if self._is_unused_copy(block)]
-        if copies:
-            self.pool.forget_copies(copies)
+    def look_up(self, request: Request) -> CacheHit:
+        self.books.columns.number[OPENED] = 1 << 60
+        return super().look_up(request)
 
-    def _is_unused_copy(self, block: int) -> bool:
-        table, digest = self.pool.contents.table_of(block), self.pool.digest(block)
-        if table is None or digest is None or self.pool.num_references(block):
-            return False
-        return block in table.copies.get(digest, ())
+
+class CachesInspiteOfAnEviction(FlatCore):
+    """Who lost a content makes others hittable all the same."""
+
+    def evict(self, block_ids: Sequence[int]) -> None:
+        flags = self.books.columns.row[:, flat_core.FLAGS].copy()
+        super().evict(block_ids)
+        self.books.columns.row[:, flat_core.FLAGS] = flags
+
+
+class HitsWhatItDrains(FlatCore):
+    """A drain stops nothing."""
+
+    def stop_hits(self) -> None:
+        pass
 
 
 class _ForgetfulSink:
@@ -153,56 +168,119 @@ class _ForgetfulSink:
         self._sink.emit(event)
 
 
-def made_from(core_class: type[BlockCore]) -> CoreFactory:
+class ForgetsAnEvent(FlatCore):
+    """Some removed contents stay stored for those who listen."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "events": _ForgetfulSink(options["events"])})
+
+
+def made_from(core_class: type[FlatCore]) -> CoreFactory:
     """Return what makes a core of this class from the settings of a manager."""
 
     def make(settings: CoreSettings) -> Core:
-        core = core_class(
+        return core_class(
             settings.kv_cache_config,
             none_hash=settings.none_hash,
+            hash_fn=settings.hash_fn,
             enable_caching=settings.enable_caching,
             use_eagle=settings.use_eagle,
-            policy_name=settings.eviction_policy,
             events=settings.events,
-            offload=settings.offload,
             zero_new_blocks=settings.zero_new_blocks,
             has_workers=settings.has_workers,
+            slots=settings.slots,
         )
-        core.use_slots(settings.slots)
-        return core
 
     return make
 
 
-def _forgetting_events(settings: CoreSettings) -> Core:
-    return CORES["blocks"](replace(settings, events=_ForgetfulSink(settings.events)))
-
-
-def with_variant(factory: CoreFactory) -> Mapping[str, CoreFactory]:
+def with_variant(core_class: type[FlatCore]) -> Mapping[str, CoreFactory]:
     """Return the cores there are, and one more under the name `VARIANT`."""
-    return {**CORES, VARIANT: factory}
+    return {**FACTORIES, VARIANT: made_from(core_class)}
+
+
+def one_more(kernel: Any, *places: int) -> Callable[..., Any]:
+    """Return a kernel that gets one more in these of its arguments."""
+    return lambda *args: kernel(*[arg + 1 if i in places else arg for i, arg in enumerate(args)])
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A mistake, and what the suite says of it (a regular expression)."""
+    """A mistake, and what the suite says of it (a regular expression).
+
+    It is a class of cores, or other functions in place of some that modules of the flat core use.
+    """
 
     name: str
-    factory: Callable[[CoreSettings], Core]
     message: str
+    core_class: type[FlatCore] = FlatCore
+    patches: tuple[tuple[Any, str, Any], ...] = ()
     configurations: Sequence[str] = ("full", "full, window")
 
 
+DISAGREE = "disagree"
+
 MISTAKES = (
+    Planted("hits one block less", "disagree.*(hit tokens|pin|evicted)", HitsOneBlockLess),
+    Planted("evicts another victim", DISAGREE, LookingIsUsing),
+    Planted("forgets an event", "disagree.*events|stays stored|stored", ForgetsAnEvent),
+    Planted("leaks a block", "disagree.*free blocks", LeaksBlocks),
+    Planted("keeps one block free", DISAGREE, KeepsOneBlockFree),
+    Planted("mixes tenants", "not what its tokens demand|disagree", MixesTenants),
+    Planted("seals what failed", "disagree|is labelled", SealsWhatFailed),
+    Planted("forgets copies", "not what its tokens demand|disagree", ForgetsCopies),
+    Planted("forgets to unlabel", "label", ForgetsUnlabels),
+    Planted("caches in spite of an eviction", DISAGREE, CachesInspiteOfAnEviction),
+    Planted("hits what it drains", DISAGREE, HitsWhatItDrains),
     Planted(
-        "hits one block less", made_from(HitsOneBlockLess), "disagree.*(hit tokens|pin|evicted)"
+        "hits states of the open step",
+        DISAGREE + "|has not the state",
+        HitsStatesOfTheOpenStep,
+        configurations=("full, states", "losses: full, states"),
     ),
-    Planted("evicts another victim", made_from(LookingIsUsing), "disagree"),
-    Planted("forgets an event", _forgetting_events, "disagree.*events|stays stored|stored"),
-    Planted("leaks a block", made_from(LeaksBlocks), "disagree.*free blocks"),
-    Planted("keeps one block free", made_from(KeepsOneBlockFree), "disagree"),
-    Planted("mixes tenants", made_from(MixesTenants), "not what its tokens demand|disagree"),
-    Planted("seals what failed", made_from(SealsWhatFailed), "disagree|is labelled"),
-    Planted("forgets copies", made_from(ForgetsCopies), "not what its tokens demand|disagree"),
-    Planted("forgets to unlabel", made_from(ForgetsUnlabels), "label"),
+    Planted(
+        "takes a shared block for a row's own",
+        DISAGREE + "|tokens demand",
+        patches=((forks.RowForks, "due_copies", lambda *args: []),),
+    ),
+    Planted(
+        "seals before the step of another client",
+        DISAGREE + "|before its parent",
+        patches=((steps, "settle_notes", lambda book, notes, serial, waiting: len(notes)),),
+    ),
+    Planted(
+        "leaves rows of a failed step where they are",
+        DISAGREE,
+        patches=((steps, "rewind_row", lambda *args: None),),
+    ),
+    Planted(
+        "skips one token early",
+        DISAGREE + "|lacks tokens",
+        patches=(
+            (flat_core, "serve", one_more(flat_core.serve, 3)),
+            (flat_core, "tend", one_more(flat_core.tend, 2)),
+            (flat_core, "inspect", one_more(flat_core.inspect, 4)),
+            (flat_core, "run_rows", one_more(flat_core.run_rows, 10)),
+        ),
+        configurations=("full, window", "full, chunked"),
+    ),
+    Planted(
+        "evicts the newest of its victims first",
+        DISAGREE,
+        patches=(
+            (
+                eviction,
+                "evict_all",
+                lambda book, ids, kept: EVICT_ALL(book, ids[::-1].copy(), kept),
+            ),
+        ),
+        configurations=("forks: full", "forks: full, window"),
+    ),
+    Planted(
+        "matches one token less",
+        DISAGREE,
+        patches=((flat_core, "look_up", lambda *args: LOOK_UP(*args[:-1], args[-1] - 1)),),
+    ),
 )
+
+EVICT_ALL, LOOK_UP = eviction.evict_all, flat_core.look_up

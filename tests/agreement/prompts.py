@@ -1,11 +1,11 @@
-"""Where tokens come from: unique ones, or few different ones that meet again and again."""
+"""Where tokens come from: few different ones, that meet again and again."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-from tests.agreement.configurations import Configuration, Family, Operation
+from tests.agreement.configurations import Configuration, Operation
 from tests.agreement.content import Image, Origin
 
 ORIGINS = (Origin(), Origin(), Origin(), Origin(salt="s"), Origin(lora="l"), Origin(tenant="t"))
@@ -14,43 +14,26 @@ MAX_LIBRARY = 12
 
 
 class Prompts:
-    """Random prompts and output tokens for one family."""
+    """Random prompts and output tokens."""
 
-    def __init__(self, configuration: Configuration, family: Family, rng: random.Random) -> None:
+    def __init__(self, configuration: Configuration, rng: random.Random) -> None:
         self._rng = rng
-        self._family = family
         self._operations = configuration.operations
         self._max_tokens = configuration.max_model_len - 24
-        self._last = 0
         self._templates = [[rng.randrange(3) for _ in range(44)] for _ in range(3)]
         self.library: list[tuple[Origin, tuple[int, ...]]] = []
 
-    def fresh(self, count: int) -> tuple[int, ...]:
-        """Return tokens that nobody had before."""
-        first, self._last = self._last + 1, self._last + count
-        return tuple(range(first, first + count))
-
     def output(self, tokens: list[int], count: int) -> tuple[int, ...]:
         """Return tokens that continue `tokens`."""
-        if self._family.is_unique:
-            return self.fresh(count)
         for template in self._templates:
             if template[: len(tokens)] == tokens and len(tokens) + count <= len(template):
                 return tuple(template[len(tokens) : len(tokens) + count])
         return tuple(self._rng.randrange(3) for _ in range(count))
 
-    def prompt(self, owner: str = "") -> tuple[Origin, tuple[int, ...]]:
-        """Return a prompt that shares nothing on purpose (unique), or much (duplicates).
-
-        Without pressure owners have namespaces of their own: see the allowances.
-        """
+    def prompt(self) -> tuple[Origin, tuple[int, ...]]:
+        """Return a prompt that shares much with others."""
         rng = self._rng
         origin = rng.choice(ORIGINS) if Operation.NAMESPACES in self._operations else Origin()
-        if self._family.is_unique:
-            tokens = self.fresh(rng.randint(1, 40))
-            return self._with_image(origin, tokens), tokens
-        if self._family is Family.DUPLICATES:
-            origin = replace(origin, salt=owner or None)
         known = [one for one in self.library if one[0].salt == origin.salt]
         if known and rng.random() < 0.3:
             origin, tokens = rng.choice(known)

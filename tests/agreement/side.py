@@ -12,9 +12,10 @@ from typing import Protocol
 
 from kvcache.clock import VirtualClock
 from kvcache.commands import BlockTablePatch
+from kvcache.core import Core
 from kvcache.errors import KVCacheError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.core_registry import CoreFactory, CoreSettings
 from kvcache.manager.pins import Pin
 from kvcache.request import Request
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
@@ -55,13 +56,18 @@ class Side:
         configuration: Configuration,
         core: str,
         sizes: Sizes,
-        factories: Mapping[str, CoreFactory] = CORES,
+        factories: Mapping[str, CoreFactory],
     ) -> None:
         """Make a manager with an empty cache."""
         specs = configuration.specs
         groups = tuple(KVCacheGroupSpec((f"layer.{i}",), spec) for i, spec in enumerate(specs))
         self.core = core
         self.clock = VirtualClock()
+
+        def make(settings: CoreSettings) -> Core:
+            self.made = factories[core](settings)
+            return self.made
+
         self.manager = KVCacheManager(
             KVCacheConfig(sizes.num_blocks, (), groups),
             configuration.max_model_len,
@@ -76,7 +82,7 @@ class Side:
             zero_new_blocks=sizes.zeroes,
             has_workers=True,
             tenants=configuration.tenants,
-            core_factories=factories,
+            core_factories={core: make},
         )
         self.truth = Truth(specs, sizes.num_blocks)
         self.stream = EventStream(specs)
@@ -112,10 +118,6 @@ class Side:
         request = self.manager.get_request(name)
         assert request is not None, f"{name} is not known"
         return request.namespace.model_epoch
-
-    def held_blocks(self, names: Sequence[str]) -> set[int]:
-        """Return the blocks in the tables of these requests."""
-        return {b for name in names for ids in self.manager.get_block_ids(name) for b in ids if b}
 
     def observe(self, names: Sequence[str]) -> Facts:
         """Return what can be seen after an operation; `names` are the known requests."""

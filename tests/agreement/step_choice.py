@@ -18,7 +18,7 @@ from kvcache.step import (
 )
 from tests.agreement.configurations import Operation
 from tests.agreement.content import Origin
-from tests.agreement.engine import Client, Live, Newcomer, Row
+from tests.agreement.engine import Client, Live, Row
 from tests.agreement.operations import Step
 
 if TYPE_CHECKING:
@@ -80,12 +80,13 @@ class StepChoice:
         new: list[NewRequest] = []
         resumed: list[ResumedRequest] = []
         if not is_calm:
-            new, resumed = self._newcomers(client.name, waiting, is_failing=failed != NO_STEP)
+            resumed = [
+                ResumedRequest(r.name, walk.max_new()) for r in waiting if rng.random() < 0.5
+            ]
+            new = [self._new() for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))]
         if completed != NO_STEP:
             engine.complete(client, completed)
-        # Where it matters what is evicted, who shares something comes alone.
-        is_alone = walk.family.is_unique and walk.family.has_pressure and (new or resumed)
-        rows, forks = ([], []) if is_alone else self._runners(staying, may_fork=not is_calm)
+        rows, forks = self._runners(staying, may_fork=not is_calm)
         number = client.last_step + rng.choice([1, 1, 2])
         request = StepRequest(
             client.name,
@@ -104,11 +105,10 @@ class StepChoice:
         )
         for r in finished:
             walk.remember(r)
-        held = walk.sides[0].held_blocks([r.name for r in running])
         facts = walk.do(Step(request, _line(request, rows)))
         for what, expected in taken_back.items():
             assert facts[what] == expected, f"{what}: {facts[what]}, not {expected}"
-        engine.begin_step(client, number, rows, held)
+        engine.begin_step(client, number, rows)
         for r in finished:
             del engine.live[r.name]
         for r in preempted:
@@ -132,49 +132,10 @@ class StepChoice:
             completed = rng.choice(steps) if walk.allows(Operation.PIPELINE, 0.5) else steps[-1]
         return NO_STEP, completed, nothing
 
-    def _newcomers(
-        self, owner: str, waiting: list[Live], *, is_failing: bool
-    ) -> tuple[list[NewRequest], list[ResumedRequest]]:
-        """Choose who wants in. Unique contents are looked up first, before the step settles
-        anything: with a failing step they wait."""
-        walk, rng = self._walk, self._rng
-        is_unique = walk.family.is_unique
-        resumed = [ResumedRequest(r.name, walk.max_new()) for r in waiting if rng.random() < 0.5]
-        num_new = rng.choice([0, 0, 1, 1, 2, 3])
-        if not is_unique:
-            return [self._new(owner, may_share=True) for _ in range(num_new)], resumed
-        if is_failing:
-            return [self._new(owner, may_share=False) for _ in range(num_new)], []
-        resumed = [item for item in resumed[:1] if self._is_resumable(item.request_id)]
-        newcomers: list[Newcomer] = []
-        for item in resumed:
-            request = walk.engine.live[item.request_id]
-            newcomers.append(Newcomer(request.origin, request.tokens, 0))
-        if walk.family.has_pressure:
-            num_new = 0 if resumed else min(1, num_new)
-        return [
-            self._new(owner, may_share=True, newcomers=newcomers) for _ in range(num_new)
-        ], resumed
-
-    def _is_resumable(self, name: str) -> bool:
-        """Whether nothing of a unique request's content would be computed twice."""
-        walk = self._walk
-        request = walk.engine.live[name]
-        hit = 0 if request.skips_reading else walk.probe(request.origin, request.tokens)
-        newcomer = Newcomer(request.origin, request.tokens, hit)
-        return not walk.computes_again(newcomer, len(request.tokens))
-
-    def _new(
-        self, owner: str, *, may_share: bool, newcomers: list[Newcomer] | None = None
-    ) -> NewRequest:
-        """Return a new request; `newcomers` come in the same step before it, and it joins them."""
+    def _new(self) -> NewRequest:
         walk = self._walk
         skips = walk.allows(Operation.SKIPPED_READING, 0.05)
-        origin, tokens = walk.choose_prompt(
-            owner, may_share=may_share and not skips, newcomers=newcomers or ()
-        )
-        if newcomers is not None:
-            newcomers.append(Newcomer(origin, tokens, walk.probe(origin, tokens)))
+        origin, tokens = walk.prompts.prompt()
         external = 0
         if len(tokens) > 1 and walk.allows(Operation.EXTERNAL, 0.15):
             external = self._rng.randrange(1, len(tokens))
@@ -196,8 +157,7 @@ class StepChoice:
             delay_cache_blocks=walk.allows(Operation.DELAYED_CACHING, 0.1),
         )
         self._origins[new.request_id] = origin
-        if not walk.family.is_unique:
-            walk.prompts.remember(origin, list(tokens))
+        walk.prompts.remember(origin, list(tokens))
         return new
 
     def _runners(
@@ -207,11 +167,9 @@ class StepChoice:
         chosen = [r for r in staying if rng.random() < 0.8]
         rows = [row for r in chosen if (row := self.row(r)) is not None]
         rng.shuffle(rows)
-        # Unique: a parent must not have tokens left that both would compute.
-        parents = [r for r in staying if r.computed >= len(r.tokens) or not walk.family.is_unique]
         forks = [
             (r.name, walk.name())
-            for r in parents
+            for r in staying
             if may_fork and walk.allows(Operation.FORKS, 0.08)
         ]
         return rows, forks

@@ -1,4 +1,4 @@
-"""Random walks over two cores with the same operations: what they do must be the same."""
+"""Random walks over the flat core and the slow one with the same operations: nothing may differ."""
 
 from __future__ import annotations
 
@@ -13,48 +13,42 @@ from tests.agreement.configurations import (
 )
 from tests.agreement.walk import replay
 
-SHORT = {
-    Family.EXACT: (1, 30),
-    Family.EXACT_PRESSURE: (1, 70),
-    Family.DUPLICATES: (1, 40),
-    Family.DUPLICATES_PRESSURE: (1, 50),
-}
-"""Seeds and operations of each family in every run."""
-
+SHORT_OPERATIONS = {Family.ROOM: 50, Family.PRESSURE: 70}
 LONG_SEEDS, LONG_OPERATIONS = 4, 150
-
-EVERY_WALK = [(c, family) for c in CONFIGURATIONS for family in c.families]
-IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
-
 DENSE_SEEDS, DENSE_OPERATIONS = 2, 110
 
-DENSE_WALKS = [(c, family) for c in DENSE for family in c.families if family is not Family.EXACT]
+EVERY_WALK = [(c, family) for c in CONFIGURATIONS for family in Family]
+IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
+DENSE_WALKS = [(c, family) for c in DENSE for family in Family]
 DENSE_IDS = [f"{c.name}-{family.value}" for c, family in DENSE_WALKS]
 
 
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
-def test_two_cores_agree(configuration: Configuration, family: Family) -> None:
-    num_seeds, num_operations = SHORT[family]
-    for seed in range(num_seeds):
-        replay(configuration, family, seed, num_operations)
+def test_the_flat_core_does_what_the_slow_one_does(
+    configuration: Configuration, family: Family
+) -> None:
+    num_hit = 0
+    for seed in (0, 1):
+        num_hit += replay(configuration, family, seed, SHORT_OPERATIONS[family]).num_hit_tokens
+    assert (num_hit > 0) == configuration.can_hit
 
 
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("forks: full, states", Family.EXACT_PRESSURE),
-        ("forks: full, window", Family.DUPLICATES),
-        ("losses: full", Family.EXACT_PRESSURE),
-        ("losses: full, chunked", Family.DUPLICATES),
+        ("forks: full, states", Family.PRESSURE),
+        ("forks: full, window", Family.ROOM),
+        ("losses: full", Family.PRESSURE),
+        ("losses: full, chunked", Family.ROOM),
     ],
 )
-def test_two_cores_agree_where_forks_and_losses_are_frequent(name: str, family: Family) -> None:
+def test_it_does_so_where_forks_and_losses_are_frequent(name: str, family: Family) -> None:
     replay(configuration_named(name), family, 0, DENSE_OPERATIONS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("configuration", "family"), DENSE_WALKS, ids=DENSE_IDS)
-def test_two_cores_agree_where_forks_and_losses_are_frequent_for_long(
+def test_it_does_so_where_forks_and_losses_are_frequent_for_long(
     configuration: Configuration, family: Family
 ) -> None:
     for seed in range(DENSE_SEEDS):
@@ -63,6 +57,6 @@ def test_two_cores_agree_where_forks_and_losses_are_frequent_for_long(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
-def test_two_cores_agree_for_long(configuration: Configuration, family: Family) -> None:
+def test_it_does_so_for_long(configuration: Configuration, family: Family) -> None:
     for seed in range(100, 100 + LONG_SEEDS):
         replay(configuration, family, seed, LONG_OPERATIONS)

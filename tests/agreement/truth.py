@@ -151,31 +151,6 @@ class Truth:
         if void:
             self.cells[np.isin(self._steps, void)] = UNKNOWN
 
-    def is_present(self, group: int, number: int, blocks: set[int]) -> bool:
-        """Whether one of `blocks` has the content that ends in a prefix."""
-        found = np.flatnonzero(self._lasts(group) == self._key(group, number)).tolist()
-        return not blocks.isdisjoint(found)
-
-    def blocks_with_content(self, held: set[int], steps: set[tuple[str, int]]) -> set[int]:
-        """Return blocks that are held, labelled, or were written by unfinished `steps`."""
-        numbers = [n for step, n in self._step_numbers.items() if step in steps]
-        written = np.flatnonzero(np.isin(self._steps, numbers).any(axis=1)) if numbers else ()
-        return {*held, *self.labels.blocks(), *(int(block) for block in written)}
-
-    def num_surplus(self, blocks: set[int]) -> int:
-        """Return how many of these blocks hold a content that another one holds as well."""
-        ids = np.array(sorted(blocks), dtype=np.intp)
-        surplus = 0
-        for group in range(len(self.specs)):
-            keys = self._lasts(group)[ids]
-            keys = keys[(keys > 0) & (keys % len(self.specs) == group)]
-            surplus += len(keys) - len(np.unique(keys))
-        return surplus
-
-    def _lasts(self, group: int) -> Numbers:
-        spec = self.specs[group]
-        return self.cells[:, 0 if spec.num_state_blocks is not None else spec.block_size - 1]
-
     def _column(self, spec: KVCacheSpec, num_tokens: int) -> int:
         return (num_tokens - 1) // spec.block_size if spec.can_prefix_cache else 0
 

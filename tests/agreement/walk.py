@@ -1,26 +1,31 @@
 """A seeded random walk of operations over one or two cores, compared after every one of them.
 
-Chooses, from what the engine knows; applies to every side; compares what is answered and what can
-be seen, by the allowances of the family; then lets the workers run what was scheduled.
+Chooses, from what the engine knows; applies to every side; compares all that is answered and all
+that can be seen; then lets the workers run what was scheduled. The second core is the slow one
+(`tests/core/slow_core.py`): nothing at all may differ.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.step import NO_STEP, StepRequest
 from tests.agreement import operations as ops
-from tests.agreement.allowances import differences
 from tests.agreement.call_choice import CallChoice
 from tests.agreement.configurations import Configuration, Family, Operation
-from tests.agreement.content import Forward, Origin
-from tests.agreement.engine import CALLER, Engine, Live, Newcomer
+from tests.agreement.content import Forward
+from tests.agreement.engine import CALLER, Engine, Live
 from tests.agreement.prompts import Prompts
 from tests.agreement.side import Action, Facts, Side, Sizes
 from tests.agreement.step_choice import StepChoice
 from tests.audits import ONE_IN, Audits
+from tests.core.slow_core import SlowCore, make_slow_core
+
+FACTORIES: Mapping[str, CoreFactory] = {**CORES, "slow": make_slow_core}
+BOTH, FLAT_ALONE = ("flat", "slow"), ("flat",)
 
 LARGE_POOL = 640
 RESERVE = 200
@@ -40,19 +45,22 @@ class Walk:
         configuration: Configuration,
         family: Family,
         seed: int,
-        cores: Sequence[str],
-        factories: Mapping[str, CoreFactory] = CORES,
+        cores: Sequence[str] = BOTH,
+        factories: Mapping[str, CoreFactory] = FACTORIES,
         audit_one_in: int = ONE_IN,
     ) -> None:
         self.rng = random.Random(f"{configuration.name} {family.name} {seed}")
         self.configuration = configuration
-        self.family = family
+        self.has_pressure = family is Family.PRESSURE
         self.title = f"{configuration.name!r} {family.name} {seed} {' '.join(cores)}"
         sizes = self._sizes()
         self.sides = [Side(configuration, core, sizes, factories) for core in cores]
+        for side in self.sides:
+            if isinstance(side.made, SlowCore):
+                side.made.followed = self.sides[0].made
         self.audits = Audits(self.title, self._audit, audit_one_in)
         self.engine = Engine(keeps_states=configuration.keeps_states)
-        self.prompts = Prompts(configuration, family, self.rng)
+        self.prompts = Prompts(configuration, self.rng)
         self.steps = StepChoice(self)
         self.calls = CallChoice(self)
         self.log: list[str] = []
@@ -63,13 +71,13 @@ class Walk:
 
     def _sizes(self) -> Sizes:
         rng, num_blocks = self.rng, LARGE_POOL
-        if self.family.has_pressure:
+        if self.has_pressure:
             num_blocks = rng.choice(self.configuration.pools)
         return Sizes(
             num_blocks,
             rng.choice([4, 10, 16]),
             zeroes=rng.random() < 0.3,
-            watermark=rng.choice([0.0, 0.0, 0.05]) if self.family.has_pressure else 0.0,
+            watermark=rng.choice([0.0, 0.0, 0.05]) if self.has_pressure else 0.0,
         )
 
     # --- one walk ---
@@ -79,7 +87,7 @@ class Walk:
         try:
             for _ in range(num_operations):
                 self.operate()
-                if not self.family.has_pressure and self._is_used_up():
+                if not self.has_pressure and self._is_used_up():
                     self.start_over()
             self.start_over()
             self.audits.make()
@@ -90,7 +98,7 @@ class Walk:
 
     def operate(self) -> None:
         """Do one random operation."""
-        allowed, calls = self.configuration.operations_in(self.family), self.calls
+        allowed, calls = self.configuration.operations, self.calls
         table: list[tuple[float, Operation | None, Callable[[], None]]] = [
             (9, Operation.STEPS, self.steps.step),
             (2, Operation.STEPS, self.steps.decode),
@@ -142,7 +150,7 @@ class Walk:
             assert core.num_free_blocks == core.num_blocks, f"{side.core} leaks blocks"
             assert core.num_cached_blocks == 0
             assert not any(core.references.values())
-            assert self.family.has_pressure or not core.num_evictions
+            assert self.has_pressure or not core.num_evictions
             assert not side.truth.labels.blocks()
 
     def _is_used_up(self) -> bool:
@@ -173,10 +181,6 @@ class Walk:
             seen.append(side.observe(names))
         self._compare(seen)
         self.audits.perhaps()
-        if self.family.is_unique:
-            known = self.held_blocks() | {*self.sides[0].truth.labels.blocks()}
-            surplus = self.sides[0].truth.num_surplus(known)
-            assert not surplus, f"the walk lets {surplus} contents be computed again"
         self.num_compared += 1
 
     def _audit(self) -> None:
@@ -184,30 +188,10 @@ class Walk:
             side.manager.check()
 
     def _compare(self, facts: Sequence[Facts]) -> None:
-        if len(facts) < 2:
-            return
-        surplus = 0
-        if not self.family.is_unique and facts[0] != facts[1]:
-            surplus = self.sides[0].truth.num_surplus(self.present_blocks())
-        found = differences(self.family, facts[0], facts[1], surplus)
-        cores = " and ".join(side.core for side in self.sides)
-        assert not found, f"{cores} disagree ({surplus=}):\n" + "\n".join(found)
-
-    def present_blocks(self) -> set[int]:
-        """Return the blocks of the first side that are held or cached."""
-        steps = self.engine.unfinished_steps()
-        return self.sides[0].truth.blocks_with_content(self.held_blocks(), steps)
-
-    def held_blocks(self) -> set[int]:
-        """Return the blocks of the first side that requests hold, full of tokens of their own."""
-        manager, held = self.sides[0].manager, {0}
-        for request in self.engine.live.values():
-            computed = min(request.computed, len(request.tokens))
-            tables = manager.get_block_ids(request.name)
-            for spec, table in zip(self.configuration.specs, tables, strict=True):
-                if spec.num_state_blocks is None:  # states are contents where they are cached only
-                    held.update(table[: computed // spec.block_size])
-        return held - {0}
+        for other in facts[1:]:
+            found = differences(facts[0], other)
+            cores = " and ".join(side.core for side in self.sides)
+            assert not found, f"{cores} disagree:\n" + "\n".join(found)
 
     # --- prompts ---
 
@@ -215,62 +199,18 @@ class Walk:
         self.num_made += 1
         return f"r{self.num_made}"
 
-    def choose_prompt(
-        self, owner: str, *, may_share: bool = True, newcomers: Sequence[Newcomer] = ()
-    ) -> tuple[Origin, tuple[int, ...]]:
-        """Return a prompt of the family; of unique ones, one that computes nothing again, nor
-        what the `newcomers` before it in a step will compute."""
-        if not self.family.is_unique:
-            return self.prompts.prompt(owner)
-        found = self.prompts.continued() if may_share and self.rng.random() < 0.7 else None
-        while found is not None:
-            origin, shared = found
-            tokens = shared + self.prompts.fresh(self.rng.randint(1, 12))
-            hit = self.probe(origin, tokens)
-            if not self.computes_again(Newcomer(origin, tokens, hit), len(shared), newcomers):
-                return origin, tokens
-            smallest = min(spec.block_size for spec in self.configuration.specs)
-            end = min(len(shared) - 1, hit + self.rng.randrange(smallest))
-            found = (
-                None if end < 1 or origin.crosses_image(end) else (origin.cut(end), shared[:end])
-            )
-        return self.prompts.prompt()
-
     def remember(self, request: Live) -> None:
         """Let others share what is computed of a request."""
         computed = min(request.computed, len(request.tokens))
         if computed and not request.origin.crosses_image(computed):
             self.prompts.remember(request.origin.cut(computed), request.tokens[:computed])
 
-    def probe(self, origin: Origin, tokens: Sequence[int]) -> int:
-        """Look a prompt up; return the tokens it hits."""
-        hit = self.do(ops.LookUp(origin, tuple(tokens)))["hit tokens"]
-        assert isinstance(hit, int)
-        return hit
-
-    def computes_again(
-        self, newcomer: Newcomer, num_shared: int, newcomers: Sequence[Newcomer] = ()
-    ) -> bool:
-        """Whether blocks between a hit and the end of what is shared are somewhere already, or
-        will be soon."""
-        side, origin, tokens = self.sides[0], newcomer.origin, newcomer.tokens
-        if self.engine.will_compute(origin, tokens, newcomers):
-            return True
-        numbers = side.truth.chains.of(origin, side.manager.model_epoch, tokens)
-        present = self.present_blocks() | self.engine.blocks_of_unfinished_steps()
-        return any(
-            side.truth.is_present(group, int(numbers[end - 1]), present)
-            for group, spec in enumerate(self.configuration.specs)
-            for end in range(spec.block_size, num_shared + 1, spec.block_size)
-            if end > newcomer.hit
-        )
-
     # --- chances ---
 
     def allows(self, operation: Operation, probability: float) -> bool:
         """Say whether to do something, by chance, if the configuration allows it."""
         configuration = self.configuration
-        if operation not in configuration.operations_in(self.family):
+        if operation not in configuration.operations:
             return False
         factor = configuration.factor(operation)
         if factor != 1:  # what is always done leaves no walk where it is not
@@ -289,17 +229,6 @@ class Walk:
         return self.rng.choice([self.rng.randint(1, 40), largest * self.rng.randint(1, 4), 80])
 
 
-def walk_both(
-    configuration: Configuration, family: Family, seed: int, audit_one_in: int = ONE_IN
-) -> list[Walk]:
-    """Make the walks of a configuration: both cores in lock step, or each alone."""
-    together: tuple[str, ...] = ("blocks", configuration.second_core)
-    each = [together]
-    if family is Family.DUPLICATES_PRESSURE:
-        each = [(core,) for core in dict.fromkeys(together)]
-    return [Walk(configuration, family, seed, c, audit_one_in=audit_one_in) for c in each]
-
-
 def replay(
     configuration: Configuration,
     family: Family,
@@ -307,7 +236,31 @@ def replay(
     num_operations: int = NUM_OPERATIONS,
     *,
     audit_one_in: int = ONE_IN,
-) -> None:
-    """Do the walks of one seed again; prints the log of one that fails."""
-    for walk in walk_both(configuration, family, seed, audit_one_in):
-        walk.go(num_operations)
+) -> Walk:
+    """Do the walk of one seed again; prints the log of one that fails. Tenants are not in the slow
+    core: there the flat core walks alone, beside the truth."""
+    cores = FLAT_ALONE if configuration.tenants else BOTH
+    walk = Walk(configuration, family, seed, cores, audit_one_in=audit_one_in)
+    walk.go(num_operations)
+    return walk
+
+
+def differences(one: Facts, two: Facts) -> list[str]:
+    """Return in what two cores differ, a line each."""
+    if one.keys() != two.keys():
+        return [f"facts {sorted(one.keys() ^ two.keys())} on one side only"]
+    return [
+        f"{name}:\n    {_short(one[name], two[name])}" for name in one if one[name] != two[name]
+    ]
+
+
+def _short(one: object, two: object) -> str:
+    """Say what is on one side only, as far as that can be said shortly."""
+    if isinstance(one, Counter) and isinstance(two, Counter):
+        return f"first only {one - two}\n    second only {two - one}"
+    if isinstance(one, set) and isinstance(two, set):
+        return f"first only {one - two}\n    second only {two - one}"
+    if isinstance(one, dict) and isinstance(two, dict):
+        keys = [key for key in one | two if one.get(key) != two.get(key)]
+        return "\n    ".join(f"{key}: {one.get(key)} and {two.get(key)}" for key in keys)
+    return f"{one} and {two}"

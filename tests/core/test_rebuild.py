@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.blocks.outbox import EventLog
 from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.errors import BlockError
 from kvcache.labels import LabelSet
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core, run_request
+from tests.core.builders import EventLog, make_flat_core, run_request
 from tests.core.labels import label_table
 from tests.managers.core_builders import full, make_request, mamba, window
 

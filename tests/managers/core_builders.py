@@ -1,128 +1,46 @@
-"""Small plans, requests and cores for tests."""
+"""Cores of `kvcache/managers` for tests, and what all tests of cores make."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from kvcache.arrays import IndexArray
-from kvcache.core import CacheHit, Core, Reservation, RowBatch, RowStates, TableChange
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.managers.block_core import BlockCore
-from kvcache.request import Request
-from kvcache.specs import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
+from kvcache.specs import KVCacheSpec
+from tests.core.builders import (
+    NONE_HASH,
+    RequestTokens,
+    block_lists,
+    chunked,
+    cross,
+    extend,
+    full,
+    make_request,
+    mamba,
+    mla,
+    plan,
+    row_batch,
+    run_request,
+    window,
 )
 
-NONE_HASH = get_request_block_hasher(4, get_hash_fn("sha256")).none_hash
-
-
-def full(block_size: int = 4) -> KVCacheSpec:
-    return FullAttentionSpec(block_size, num_kv_heads=1, head_size=8)
-
-
-def window(tokens: int, block_size: int = 4) -> KVCacheSpec:
-    return SlidingWindowSpec(block_size, num_kv_heads=1, head_size=8, sliding_window=tokens)
-
-
-def chunked(tokens: int, block_size: int = 4) -> KVCacheSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size, num_kv_heads=1, head_size=8, attention_chunk_size=tokens
-    )
-
-
-def mla(block_size: int = 4) -> KVCacheSpec:
-    return MLAAttentionSpec(block_size, num_kv_heads=1, head_size=8)
-
-
-def mamba(mode: str = "align", block_size: int = 4, num_drafts: int = 0) -> KVCacheSpec:
-    return MambaSpec(
-        block_size,
-        shapes=((8,),),
-        dtypes=("float16",),
-        mamba_cache_mode=mode,
-        num_speculative_blocks=num_drafts,
-    )
-
-
-def cross(max_encoder_tokens: int = 64, block_size: int = 4) -> KVCacheSpec:
-    return CrossAttentionSpec(
-        block_size, num_kv_heads=1, head_size=8, max_encoder_tokens=max_encoder_tokens
-    )
-
-
-def plan(num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:
-    groups = tuple(KVCacheGroupSpec((f"layer.{i}",), spec) for i, spec in enumerate(specs))
-    return KVCacheConfig(num_blocks, (), groups)
+__all__ = [
+    "NONE_HASH",
+    "RequestTokens",
+    "block_lists",
+    "chunked",
+    "cross",
+    "extend",
+    "full",
+    "make_core",
+    "make_request",
+    "mamba",
+    "mla",
+    "plan",
+    "row_batch",
+    "run_request",
+    "window",
+]
 
 
 def make_core(num_blocks: int, *specs: KVCacheSpec, **options: Any) -> BlockCore:
     return BlockCore(plan(num_blocks, *(specs or (full(),))), none_hash=NONE_HASH, **options)
-
-
-def make_request(name: str, tokens: Sequence[int], block_size: int = 4, **options: Any) -> Request:
-    hasher = get_request_block_hasher(block_size, get_hash_fn("sha256"))
-    return Request(name, list(tokens), block_hasher=hasher, **options)
-
-
-def run_request(
-    core: Core, request: Request, num_tokens: int | None = None
-) -> list[TableChange] | None:
-    """Look up, then reserve and cache everything up to `num_tokens`."""
-    hit = core.look_up(request)
-    end = request.num_tokens if num_tokens is None else num_tokens
-    return core.reserve(request, Reservation(hit.num_tokens, end, end), hit)
-
-
-def extend(core: Core, request: Request, num_tokens: int) -> list[TableChange] | None:
-    """Append tokens and reserve for them; all before is computed."""
-    computed = request.num_tokens
-    request.append_output_token_ids(list(range(1000, 1000 + num_tokens)))
-    end = request.num_tokens
-    return core.reserve(request, Reservation(computed, end, end))
-
-
-def block_lists(hit: CacheHit) -> list[list[int]]:
-    return [block_ids.tolist() for block_ids in hit.block_ids]
-
-
-class RequestTokens:
-    """The tokens of rows whose requests have all of them themselves."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-
-    def sync(self, rows: IndexArray) -> None:
-        pass
-
-    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
-        return np.array([self.requests[row].num_tokens for row in rows.tolist()], dtype=np.int32)
-
-    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
-        tokens = []
-        for row, unit in zip(rows.tolist(), units.tolist(), strict=True):
-            request = self.requests[row]
-            assert request.block_hasher is not None
-            size = request.block_hasher.block_size
-            tokens.append(request.all_token_ids[unit * size : (unit + 1) * size])
-        return np.array(tokens)
-
-
-def row_batch(
-    requests: Sequence[Request], *columns: Sequence[int], states: RowStates | None = None
-) -> RowBatch:
-    """Rows of `requests`; columns as in `RowBatch`, from the slots on."""
-    arrays = [np.array(column, dtype=np.int32) for column in columns]
-    rows = np.fromiter(requests, dtype=np.object_, count=len(requests))
-    return RowBatch(rows, *arrays, RequestTokens(requests), states)

@@ -13,14 +13,9 @@ from kvcache.hashing import BlockHash, get_hash_fn, hash_block_tokens
 from kvcache.labels import BlockLabel, LabelSet, parse_extra_keys
 from kvcache.request import Request
 from kvcache.request_content import namespace_name
-from kvcache.specs import (
-    ChunkedLocalAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
-from tests.managers.core_builders import NONE_HASH
-from tests.managers.core_model import ModelGroup
+from kvcache.specs import KVCacheSpec
+from tests.core.builders import NONE_HASH
+from tests.core.model_group import group_of
 
 HASH_FN = get_hash_fn("sha256")
 
@@ -29,18 +24,6 @@ Name = tuple[int, bytes, bytes]
 
 Unit = tuple[bytes, bytes]
 """Namespace, digest."""
-
-
-def group_of(spec: KVCacheSpec) -> ModelGroup:
-    """Return what the slow model knows of a group."""
-    size = spec.block_size
-    if isinstance(spec, SlidingWindowSpec):
-        return ModelGroup(size, window=spec.sliding_window)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return ModelGroup(size, chunk=spec.attention_chunk_size)
-    if isinstance(spec, MambaSpec):
-        return ModelGroup(size, states=spec.mamba_cache_mode)
-    return ModelGroup(size, is_cross=not spec.can_prefix_cache)
 
 
 def agreed(label_sets: Sequence[LabelSet]) -> list[BlockLabel]:
@@ -62,7 +45,7 @@ def _content(label: BlockLabel | None) -> object:
 
 @dataclass
 class RebuildModel:
-    """A plan. `kept` of a core's name are the blocks that a rebuild keeps, by content."""
+    """A plan. `kept` are the blocks that a rebuild keeps, by content."""
 
     specs: Sequence[KVCacheSpec]
     use_eagle: bool = False
@@ -73,31 +56,15 @@ class RebuildModel:
         self.step = lcm(*(group.block_size for group in self.groups))
         self.can_hit = all(spec.can_prefix_cache for spec in self.specs)
 
-    def kept(self, label_sets: Sequence[LabelSet], core: str) -> dict[Name, int]:
-        """Return what a core keeps of the labels of all ranks."""
+    def kept(self, label_sets: Sequence[LabelSet]) -> dict[Name, int]:
+        """Return what a rebuild keeps of the labels of all ranks."""
         if not self.can_hit:
             return {}
         labels: dict[Name, BlockLabel] = {}
         for label in agreed(label_sets):
             labels.setdefault((label.group, label.namespace, label.digest), label)
-        rules = {"blocks": self._in_tables, "flat": self._in_nodes}
-        chosen = rules[core](labels)
+        chosen = self._in_nodes(labels)
         return {name: labels[name].block_id for name in chosen}
-
-    def _in_tables(self, labels: dict[Name, BlockLabel]) -> set[Name]:
-        """In ordered groups no block without the one before it."""
-        chosen = set(labels)
-        while True:
-            orphans = {
-                name
-                for name in chosen
-                if self.groups[name[0]].is_ordered
-                and labels[name].parent_digest != NONE_HASH
-                and (name[0], name[1], labels[name].parent_digest) not in chosen
-            }
-            if not orphans:
-                return chosen
-            chosen -= orphans
 
     def _in_nodes(self, labels: dict[Name, BlockLabel]) -> set[Name]:
         """What stands behind the block before it, or, where that may be missing, behind a place

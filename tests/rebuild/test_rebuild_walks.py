@@ -11,7 +11,7 @@ from tests.agreement.configurations import (
     Family,
     Operation,
 )
-from tests.managers.core_builders import full, mamba, window
+from tests.core.builders import full, mamba, window
 from tests.rebuild.walk import REST, RebuildWalk
 
 NO_IMAGES = EVERYTHING - {Operation.IMAGES}
@@ -26,10 +26,8 @@ COARSE = (
 )
 """Plans without an ordered group whose blocks are one unit long."""
 
-FAMILIES = (Family.EXACT, Family.DUPLICATES_PRESSURE)
-EVERY_WALK = [(c, family) for c in (*CONFIGURATIONS, *COARSE) for family in FAMILIES]
+EVERY_WALK = [(c, family) for c in (*CONFIGURATIONS, *COARSE) for family in Family]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
-CORES = ["blocks", "flat"]
 
 SEEDS = (6, 7, 8)
 """Another one is tried where a walk had forgotten everything whenever it was rebuilt."""
@@ -37,15 +35,14 @@ SEEDS = (6, 7, 8)
 LONG_SEEDS, LONG_OPERATIONS = 3, 6 * REST
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
 def test_a_rebuild_keeps_what_all_ranks_agree_on(
-    configuration: Configuration, family: Family, core: str, monkeypatch: pytest.MonkeyPatch
+    configuration: Configuration, family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_kept = 0
     for seed in SEEDS if configuration.can_hit else SEEDS[:1]:
         with monkeypatch.context() as patch:
-            walk = RebuildWalk(configuration, family, seed, core, patch)
+            walk = RebuildWalk(configuration, family, seed, patch)
             walk.go(REST)
         num_kept += walk.num_kept
         if num_kept:
@@ -54,12 +51,11 @@ def test_a_rebuild_keeps_what_all_ranks_agree_on(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
 def test_long_walks_are_rebuilt_again_and_again(
-    configuration: Configuration, family: Family, core: str, monkeypatch: pytest.MonkeyPatch
+    configuration: Configuration, family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(100, 100 + LONG_SEEDS):
         print(f"seed {seed}")
         with monkeypatch.context() as patch:
-            RebuildWalk(configuration, family, seed, core, patch).go(LONG_OPERATIONS)
+            RebuildWalk(configuration, family, seed, patch).go(LONG_OPERATIONS)

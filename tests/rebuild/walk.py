@@ -1,4 +1,4 @@
-"""Random work on one core, its ranks' labels damaged, and both cores rebuilt from what is left."""
+"""Random work on a core, its ranks' labels damaged, and cores rebuilt from what is left."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from typing import Any
 
 import pytest
 
-from kvcache.blocks.outbox import EventLog
 from kvcache.commands import Command
-from kvcache.core import AllBlocksCleared, BlocksStored, Core, Reservation
-from kvcache.core.audit import free_list
+from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.hashing import get_request_block_hasher
-from kvcache.labels import BlockLabel
-from kvcache.managers.block_core import BlockCore
+from kvcache.labels import BlockLabel, LabelSet
 from kvcache.request import Request
 from kvcache.request_content import namespace_name
 from tests.agreement.configurations import Configuration, Family, Operation
 from tests.agreement.content import Origin
-from tests.agreement.walk import Walk
-from tests.managers.core_builders import NONE_HASH, plan
+from tests.agreement.walk import FLAT_ALONE, Walk
+from tests.core.builders import NONE_HASH, EventLog, eviction_order, plan
 from tests.rebuild.model import HASH_FN, Name, RebuildModel
 from tests.rebuild.ranks import Ranks
 
-CORES = ("blocks", "flat")
 NUM_RANKS = 3
 
 REST = 18
@@ -33,19 +29,18 @@ REST = 18
 
 
 class RebuildWalk:
-    """Walks of the agreement suite on one core, interrupted by rebuilds of both."""
+    """Walks of the agreement suite on one core, interrupted by rebuilds."""
 
     def __init__(
         self,
         configuration: Configuration,
         family: Family,
         seed: int,
-        core: str,
         patch: pytest.MonkeyPatch,
     ) -> None:
-        self.rng = random.Random(f"{configuration.name} {family.name} {seed} {core}")
+        self.rng = random.Random(f"{configuration.name} {family.name} {seed}")
         self.configuration = configuration
-        self.walk = Walk(configuration, family, seed, [core])
+        self.walk = Walk(configuration, family, seed, FLAT_ALONE)
         self.manager = self.walk.sides[0].manager
         self.model = RebuildModel(configuration.specs, configuration.use_eagle)
         self.num_blocks = self.manager.statistics().core.num_blocks + 1
@@ -74,20 +69,17 @@ class RebuildWalk:
         self.walk.audits.make()
 
     def rebuild(self) -> None:
-        """Rebuild both cores, from what ranks agree on wholly, and from what they do not."""
+        """Rebuild a core, from what ranks agree on wholly, and from what they do not."""
         for num_damaged in (0, self.rng.randint(1, 12)):
             damaged = self.ranks.copy()
             damaged.damage(self.rng, num_damaged)
-            self.compare_orders(damaged)
-            for core in CORES:
-                ranks = damaged.copy()
-                labels = list(ranks.collect()[0])
-                kept = self.restored(core, ranks)
-                if self.walk.sides[0].core == core == "flat" and not num_damaged:
-                    self.require_all(labels, kept)
+            labels = list(damaged.collect()[0])
+            kept = self.restored(damaged)
+            if not num_damaged:
+                self.require_all(labels, kept)
 
     def require_all(self, labels: Sequence[BlockLabel], kept: dict[Name, int]) -> None:
-        """Where ranks agree, the fast core keeps all that was sealed and can be of use."""
+        """Where ranks agree, all is kept that was sealed and can be of use."""
         if self.is_complete:
             assert len(kept) == len(labels) == self.manager.statistics().core.num_sealed_blocks
         elif Operation.IMAGES not in self.configuration.operations:
@@ -99,38 +91,34 @@ class RebuildWalk:
     @property
     def is_complete(self) -> bool:
         """Whether every unit is told of by a label that stays as long as anything behind it."""
-        return not self.model.can_hit or any(
-            spec.reads_whole_prefix and spec.block_size == self.model.unit
-            for spec in self.configuration.specs
-        )
+        sizes = [spec.block_size for spec in self.configuration.specs if spec.reads_whole_prefix]
+        return not self.model.can_hit or sizes == [self.model.unit]
 
-    def compare_orders(self, ranks: Ranks) -> None:
-        """Cores that keep the same blocks evict them in the same order, heads after tails."""
-        orders = []
-        for core in CORES:
-            some, _ = self.make_core(core)
-            some.restore(ranks.collect())
-            orders.append(eviction_order(some))
-        for order in orders[1:]:
-            if self.is_complete and set(orders[0]) == set(order):
-                assert orders[0] == order
+    def require_tails_first(self, some: FlatCore, labels: LabelSet, kept: dict[Name, int]) -> None:
+        """What continues an ordered block is evicted before it."""
+        turns = {block: turn for turn, block in enumerate(eviction_order(some))}
+        assert turns.keys() == set(kept.values())
+        for label in labels:
+            above = kept.get((label.group, label.namespace, label.parent_digest))
+            is_kept = label.block_id in turns and self.model.groups[label.group].is_ordered
+            assert not is_kept or above is None or turns[label.block_id] < turns[above]
 
-    def restored(self, core: str, ranks: Ranks) -> dict[Name, int]:
+    def restored(self, ranks: Ranks) -> dict[Name, int]:
         """Rebuild a core, compare it with the model, work on, and rebuild it once more."""
-        some, log = self.make_core(core)
-        kept = self.compare(some, core, log, ranks)
+        some, log = self.make_core()
+        kept = self.compare(some, log, ranks)
         self.work(some, ranks)
-        again, log = self.make_core(core)
+        again, log = self.make_core()
         num_sealed = some.statistics().num_sealed_blocks
-        kept_again = self.compare(again, core, log, ranks)
-        if core == "flat" and self.is_complete:
+        kept_again = self.compare(again, log, ranks)
+        if self.is_complete:
             assert len(kept_again) == num_sealed
         return kept
 
-    def compare(self, some: Core, core: str, log: EventLog, ranks: Ranks) -> dict[Name, int]:
+    def compare(self, some: FlatCore, log: EventLog, ranks: Ranks) -> dict[Name, int]:
         """Rebuild an empty core; everything that can be seen must be as the model says."""
         label_sets = ranks.collect()
-        kept = self.model.kept(label_sets, core)
+        kept = self.model.kept(label_sets)
         labelled = {b for each in label_sets for b in each.labels.block_ids.tolist()}
         assert some.restore(label_sets) == len(kept)
         some.check()
@@ -141,6 +129,7 @@ class RebuildWalk:
         statistics = some.statistics()
         assert statistics.num_sealed_blocks == statistics.num_cached_blocks == len(kept)
         assert some.num_free_blocks() == self.num_blocks - 1
+        self.require_tails_first(some, label_sets[0], kept)
         self.compare_events(log, kept)
         for request in self.requests():
             expected = self.model.hit(request, kept)
@@ -165,7 +154,7 @@ class RebuildWalk:
             told.update((event.group, name, digest) for digest in event.digests)
         assert told == set(kept)
 
-    def work(self, some: Core, ranks: Ranks) -> None:
+    def work(self, some: FlatCore, ranks: Ranks) -> None:
         """Serve some sequences again, in steps of which the last ones are not complete."""
         running: list[Request] = []
         for step, request in enumerate(self.requests()):
@@ -184,7 +173,7 @@ class RebuildWalk:
             ranks.obey(some.take_commands())
         some.check()
 
-    def make_core(self, core: str) -> tuple[Core, EventLog]:
+    def make_core(self) -> tuple[FlatCore, EventLog]:
         """Return an empty core, and what listens to it."""
         configuration, log = self.configuration, EventLog()
         config = plan(self.num_blocks, *configuration.specs)
@@ -195,8 +184,6 @@ class RebuildWalk:
             "events": log,
             "publish_all_groups": True,
         }
-        if core == "blocks":
-            return BlockCore(config, **options), log
         return FlatCore(config, hash_fn=HASH_FN, **options), log
 
     def requests(self) -> Sequence[Request]:
@@ -213,13 +200,3 @@ class RebuildWalk:
             request.attach_block_hasher(get_request_block_hasher(self.model.unit, HASH_FN))
             found.append(request)
         return found
-
-
-def eviction_order(core: Core) -> list[int]:
-    """Return the cached blocks of a core that nobody uses, the next victim first."""
-    if isinstance(core, BlockCore):
-        order = core.pool.get_all_free_blocks()
-        return order[len(order) - core.pool.contents.num_cached :]
-    assert isinstance(core, FlatCore)
-    cached = {b for _, _, b, _ in core.contents()}
-    return [b for b in free_list(core.books) if b in cached]

@@ -1,4 +1,4 @@
-"""Every policy in both cores: random walks of whole managers, and hit rates on a real trace.
+"""Every policy in the core: random walks of whole managers, and hit rates on a real trace.
 
 The walks check after every operation that the books add up, that no cached block has lost the one
 it continues, and that blocks hold what their tokens demand; at the end, that no block was lost.
@@ -30,13 +30,13 @@ TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversati
 NUM_LINES = 800
 
 
-def walk(core: str, policy: str, configuration: str, seed: int, num_operations: int) -> Walk:
+def walk(policy: str, configuration: str, seed: int, num_operations: int) -> Walk:
     def make(settings: CoreSettings) -> Core:
-        return CORES[core](replace(settings, eviction_policy=policy))
+        return CORES["flat"](replace(settings, eviction_policy=policy))
 
     one = Walk(
         configuration_named(configuration),
-        Family.DUPLICATES_PRESSURE,
+        Family.PRESSURE,
         seed,
         ["walked"],
         {**CORES, "walked": make},
@@ -45,29 +45,24 @@ def walk(core: str, policy: str, configuration: str, seed: int, num_operations: 
     return one
 
 
-@pytest.mark.parametrize("core", sorted(CORES))
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_core_keeps_its_books_under_every_policy(core: str, policy: str) -> None:
+def test_a_core_keeps_its_books_under_every_policy(policy: str) -> None:
     for seed, configuration in enumerate(WALKED[:3]):
-        walk(core, policy, configuration, seed, NUM_OPERATIONS)
+        walk(policy, configuration, seed, NUM_OPERATIONS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("core", sorted(CORES))
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_core_keeps_its_books_under_every_policy_for_long(core: str, policy: str) -> None:
+def test_a_core_keeps_its_books_under_every_policy_for_long(policy: str) -> None:
     for seed in (10, 11):
         for configuration in WALKED:
-            walk(core, policy, configuration, seed, NUM_LONG_OPERATIONS)
+            walk(policy, configuration, seed, NUM_LONG_OPERATIONS)
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
-@pytest.mark.parametrize("core", sorted(CORES))
 @pytest.mark.parametrize(("policy", "hit_rate"), [("lfu_da", 0.0402), ("arc", 0.0441)])
-def test_hit_rates_on_the_opening_of_the_conversation_trace(
-    core: str, policy: str, hit_rate: float
-) -> None:
-    options = CountingOptions(1_500, eviction_policy=policy, core=core, hash_algorithm="xxh3_128")
+def test_hit_rates_on_the_opening_of_the_conversation_trace(policy: str, hit_rate: float) -> None:
+    options = CountingOptions(1_500, eviction_policy=policy, hash_algorithm="xxh3_128")
     opening = LimitedWorkload(MooncakeTrace(TRACE), NUM_LINES)
     count = count_prefill_hits(opening, options, VirtualClock())
     assert count.hit_rate == pytest.approx(hit_rate, abs=0.002)
