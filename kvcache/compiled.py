@@ -43,7 +43,12 @@ IS_PLAIN = bool(_config.DISABLE_JIT)
 IS_CHECKED = bool(_config.BOUNDSCHECK)
 """Whether compiled functions check every index, for tests."""
 
-_OPTIONS = {"nogil": True, "boundscheck": IS_CHECKED, "error_model": "numpy"}
+_OPTIONS = {
+    "nogil": True,
+    "boundscheck": IS_CHECKED,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+}
 
 _njit: Any = njit
 _NumbaCache: Any = FunctionCache  # these of numba's have no types, or too narrow ones
@@ -63,22 +68,22 @@ def tuple_type(item: Signature, count: int) -> Signature:
 
 
 def compiled(
-    *signatures: Signature, family: str = "", holds_gil: bool = False
+    *signatures: Signature, family: str = "", **options: Any
 ) -> Callable[[_Function], _Function]:
     """Compile a function for these signatures, now.
 
-    Calls let other threads run meanwhile, unless the function `holds_gil`: then no other thread
-    sees what it has half done. `family` stands for the text of all files whose functions it calls.
+    Calls let other threads run meanwhile; numba's `options` may say otherwise. `family` stands for
+    the text of all files whose functions it calls.
     A call with other types raises TypeError. Indices are not checked: callers have done that.
     """
 
     def compile_now(function: _Function) -> _Function:
         if IS_PLAIN:
             return function
-        options = {**_OPTIONS, "nogil": not holds_gil}
-        made: Any = _njit(**options)(function)
+        all_options = {**_OPTIONS, **options}
+        made: Any = _njit(**all_options)(function)
         try:
-            made._cache = _Kept(function, made.targetctx, (family, sorted(options.items())))
+            made._cache = _Kept(function, made.targetctx, (family, sorted(all_options.items())))
         except Exception as error:  # nowhere to keep it, or a numba that keeps it otherwise
             logger.info("%s is compiled anew in every process: %s", function.__name__, error)
         for signature in signatures:

@@ -35,13 +35,12 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from kvcache.compiled import IS_PLAIN
 from kvcache.core.kinds.registry import rule_of
 from kvcache.core.kinds.rule import NUM_ENTRIES
-from kvcache.core.machine import inner, pointer
+from kvcache.core.machine import columns_at
 from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheSpec
 
@@ -91,9 +90,6 @@ With tenants also which block nobody holds any more and has no content."""
 NUM_STEPS = 4096
 """Serials that may be open at once, a power of two."""
 
-_numba: Any = numba
-carray: Any = _numba.carray
-
 _FEW_ROWS, _FEW_COLUMNS, _FEW_INDEXED = 32, 64, 1024
 
 
@@ -123,16 +119,6 @@ class Columns(NamedTuple):
     tail_at: Any  # int64 (keys, 2): first byte and number of bytes, by number of extra keys
     word: Any  # int64 (6,): addresses of hash functions
     forward: Any  # int32 (rows, ENDS + columns where states are cached)
-
-
-@inner
-def _line(book: Any, i: int, kind: Any) -> Any:
-    return carray(pointer(book[3 * i]), (book[3 * i + 1],), kind)
-
-
-@inner
-def _matrix(book: Any, i: int, kind: Any) -> Any:
-    return carray(pointer(book[3 * i]), (book[3 * i + 1], book[3 * i + 2]), kind)
 
 
 class State(NamedTuple):
@@ -173,54 +159,28 @@ class Logs(NamedTuple):
     word: Any
 
 
-@inner
-def _state(book: Any) -> Any:
-    return State(
-        _line(book, 0, np.int64),
-        _matrix(book, 1, np.int32),
-        _matrix(book, 2, np.int32),
-        _matrix(book, 3, np.int32),
-        _matrix(book, 7, np.int32),
-        _matrix(book, 8, np.int32),
-        _matrix(book, 9, np.int32),
-    )
+_LINES = ("number", "mark", "index", "client", "path", "ids", "tail", "word")
+_DTYPES = {"number": "int64", "tail_at": "int64", "word": "int64"} | dict.fromkeys(
+    ("digest", "mark", "gone_digest", "tail"), "uint8"
+)
 
 
-@inner
-def _search(book: Any) -> Any:
-    return Search(
-        _matrix(book, 4, np.uint8),
-        _line(book, 5, np.uint8),
-        _line(book, 6, np.int32),
-        _line(book, 10, np.int32),
-        _matrix(book, 11, np.int32),
-        _line(book, 12, np.int32),
-        _matrix(book, 22, np.int32),
-    )
-
-
-@inner
-def _logs(book: Any) -> Any:
-    return Logs(
-        _matrix(book, 13, np.int32),
-        _line(book, 14, np.int32),
-        _matrix(book, 15, np.int32),
-        _matrix(book, 16, np.int32),
-        _matrix(book, 17, np.uint8),
-        _matrix(book, 18, np.int32),
-        _line(book, 19, np.uint8),
-        _matrix(book, 20, np.int64),
-        _line(book, 21, np.int64),
-    )
+def _part(part: Any) -> Any:
+    """Return what gives kernels a part of the columns behind their book."""
+    places = [
+        (Columns._fields.index(name), _DTYPES.get(name, "int32"), 1 if name in _LINES else 2)
+        for name in part._fields
+    ]
+    return columns_at(part, places)
 
 
 def _same(book: Any) -> Any:
     return book
 
 
-columns_of: Any = _same if IS_PLAIN else _state
-search_of: Any = _same if IS_PLAIN else _search
-logs_of: Any = _same if IS_PLAIN else _logs
+columns_of: Any = _same if IS_PLAIN else _part(State)
+search_of: Any = _same if IS_PLAIN else _part(Search)
+logs_of: Any = _same if IS_PLAIN else _part(Logs)
 """The columns behind the book that a kernel gets, in three parts: each costs time to compile."""
 
 
@@ -382,7 +342,8 @@ class Books:
         for i, column in enumerate(c):
             book[i, 0] = column.ctypes.data
             book[i, 1 : 1 + column.ndim] = column.shape
-        self.book = book.reshape(-1)
+        self._entries = book.reshape(-1)  # what the address leads to
+        self.book = book.ctypes.data
 
 
 def _grown(column: Any, size: int) -> Any:

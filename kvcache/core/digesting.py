@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash  # noqa: F401 - its module is looked up by name
 
-from kvcache.compiled import IS_PLAIN
+from kvcache.compiled import IS_PLAIN, array_type
 from kvcache.core.columns import BLOCK, KEYS, PARENT, Books, columns_of, logs_of, search_of
 from kvcache.core.machine import (
     BOOK,
@@ -114,27 +114,19 @@ def _make(book: Any, n: int, buffer: Any, words: Any) -> None:
     c.node[n, KEYS] |= 1
 
 
-@kernel(NOTHING, BOOK, INTS, INT)
-def _make_all(book: Any, nodes: Any, most_tail_bytes: int) -> None:
-    """Make the digests that nodes and their ancestors lack."""
+@kernel(NOTHING, BOOK, INTS, array_type("uint8"), array_type("uint64"), NEW_INTS)
+def _make_all(book: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
+    """Make the digests that nodes and their ancestors lack. The others are scratch: for the bytes
+    of a unit, two words, and as many nodes as one is deep."""
     c = columns_of(book)
-    s = search_of(book)
-    buffer = np.empty(s.digest.shape[1] + 4 * c.tokens.shape[1] + most_tail_bytes, np.uint8)
-    words = np.empty(2, np.uint64)
-    way = np.empty(64, np.int64)
     for k in range(len(nodes)):
         n, length = np.int64(nodes[k]), 0
         while c.node[n, KEYS] & 1 == 0:
-            if length == len(way):
-                longer = np.empty(2 * length, np.int64)
-                for i in range(length):
-                    longer[i] = way[i]
-                way = longer
             way[length] = n
             length += 1
             n = np.int64(c.node[n, PARENT])
         for i in range(length - 1, -1, -1):
-            _make(book, way[i], buffer, words)
+            _make(book, np.int64(way[i]), buffer, words)
 
 
 @kernel(INT, BOOK, INTS, NEW_INTS)
@@ -238,7 +230,7 @@ class Digester:
             return
         books = self._books
         if books.columns.word[0] != BY_PYTHON:
-            _make_all(books.book, nodes, int(books.columns.tail_at[:, 1].max()))
+            _make_in(books, nodes)
             return
         found = np.empty(len(nodes), np.int32)
         while count := _lacking_digests(books.book, nodes, found):
@@ -311,7 +303,14 @@ class Digester:
         c.node[1, KEYS] = 1
         c.tokens[2] = np.arange(len(c.tokens[2])) * 7919
         c.node[2, PARENT], c.node[2, KEYS] = 1, 0
-        _make_all(books.book, np.array([2], np.int32), 0)
+        _make_in(books, np.array([2], np.int32))
         parent = BlockHash(c.digest[1].tobytes())
         expected = self._hash_fn.hash_block(parent, c.tokens[2].tobytes())
         return c.digest[2].tobytes() == expected
+
+
+def _make_in(books: Books, nodes: Any) -> None:
+    c = books.columns
+    num_bytes = c.digest.shape[1] + 4 * c.tokens.shape[1] + int(c.tail_at[:, 1].max())
+    buffer, words = np.empty(num_bytes, np.uint8), np.empty(2, np.uint64)
+    _make_all(books.book, nodes, buffer, words, np.empty(len(c.node), np.int32))

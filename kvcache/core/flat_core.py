@@ -1036,7 +1036,7 @@ class FlatCore:
             self._count_taken()
             if end > depth:
                 self._count_room(request)
-                publish_row(books.book, r, end, 0, tokens, keys, digests)
+                publish_row(books.book, r, end, tokens, keys, digests)
         self._drop_changes()
         self._settle()
         return self._whole_tables(r)
@@ -1114,7 +1114,7 @@ class FlatCore:
         _, _, keys = self._keys_of(request, end)
         digests = self._known_digests(request, end)
         self._count_room(request)
-        publish_row(books.book, r, end, 0, request.all_token_ids, keys, digests)
+        publish_row(books.book, r, end, request.all_token_ids, keys, digests)
 
     def _publish_units(self, rows: RowBatch, lines: Any, places: Any, count: int) -> None:
         """Publish the next unit of each of these rows."""
@@ -1123,9 +1123,7 @@ class FlatCore:
         tokens = rows.tokens.newest_units(chosen, places[SINGLE_UNIT, :count])
         published = np.empty((count, 4), np.int32)
         if self.tenants is None:
-            publish_units(
-                self.books.book, lines, chosen, tokens, EMPTY_INT32, _NO_DIGESTS, published
-            )
+            publish_units(self.books.book, lines, chosen, tokens, published)
             self.steps.note_rows(published)
             return
         owners = [self.tenants.account(rows.requests[i].namespace) for i in chosen.tolist()]
@@ -1133,10 +1131,7 @@ class FlatCore:
             part = [i for i, each in enumerate(owners) if each is owner]
             self._count_room(rows.requests[chosen[part][0]])
             published = np.empty((len(part), 4), np.int32)
-            publish_units(
-                self.books.book, lines, chosen[part], tokens[part], EMPTY_INT32, _NO_DIGESTS,
-                published,
-            )  # fmt: skip
+            publish_units(self.books.book, lines, chosen[part], tokens[part], published)
             self.steps.note_rows(published)
 
     def _publish_long(self, rows: RowBatch, lines: Any, places: Any, cached: Int32Array) -> None:

@@ -14,18 +14,21 @@ from numba import types
 
 from kvcache.core.columns import (
     BLOCK,
+    CHILD,
     IS_EAGLE,
+    KEYS,
     NUM_ORDERED,
     OPENED,
     OWNER,
+    SEALED_BELOW,
     STEP_TOKENS,
     columns_of,
     search_of,
 )
 from kvcache.core.kinds.registry import first_read, longest
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
-from kvcache.core.machine import BOOK, INT, INTS, inner, kernel, routine
-from kvcache.core.prefix_tree import find_child, is_sealed, is_seen
+from kvcache.core.machine import BOOK, INT, INTS, address_of, inner, kernel, routine
+from kvcache.core.prefix_tree import are_tokens, find_child, is_sealed, is_seen
 
 _types: Any = types
 
@@ -68,25 +71,33 @@ def walk(
     """
     c = columns_of(book)
     s = search_of(book)
-    unit, num_groups, n, u = c.tokens.shape[1], len(c.group), np.int64(root), np.int64(0)
-    has_ordered, is_each = c.number[NUM_ORDERED] > 0, len(keys) > 0
+    node, path, unit, num_groups = c.node, s.path, c.tokens.shape[1], len(c.group)
+    n, u, is_each = np.int64(root), np.int64(0), len(keys) > 0
+    has_ordered, sealed_below = c.number[NUM_ORDERED] > 0, c.number[SEALED_BELOW]
+    at = address_of(tokens, 0)
     while u < limit:
         own = np.int64(keys[u]) if is_each else (first if u == 0 else other)
-        n = find_child(book, n, own, tokens, u * unit)
+        # What `find_child` does first, with what is at hand: nearly always enough.
+        parent, n = n, np.int64(node[n, CHILD])
+        if n == 0 or (node[n, KEYS] >> 1) != own or not are_tokens(c.tokens, n, at):
+            n = find_child(book, parent, own, at)
         if n == 0:
             break
         if has_ordered:
             is_whole = True
             for g in range(num_groups):
-                if c.group[g, KIND] == FULL and (u + 1) % c.group[g, LENGTH] == 0:
-                    if c.node[n, BLOCK + 2 * g] == 0 or not is_seen(
-                        book, c.node[n, OWNER + 2 * g], client
+                length = np.int64(c.group[g, LENGTH])
+                if c.group[g, KIND] == FULL and (length == 1 or (u + 1) % length == 0):
+                    owner = node[n, OWNER + 2 * g]
+                    if node[n, BLOCK + 2 * g] == 0 or (
+                        owner >= sealed_below and not is_seen(book, owner, client)
                     ):
                         is_whole = False
             if not is_whole:
                 break
-        s.path[u] = n
+        path[u] = n
         u += 1
+        at += 4 * unit
     return u
 
 
@@ -150,7 +161,7 @@ def match(
     unit, n, u = c.tokens.shape[1], np.int64(root), np.int64(0)
     while u < num_units:
         own = np.int64(keys[u]) if len(keys) else (first if u == 0 else other)
-        n = find_child(book, n, own, tokens, u * unit)
+        n = find_child(book, n, own, address_of(tokens, u * unit))
         if n == 0:
             break
         s.path[u] = n

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.typed_passes import NativeLowering
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 from kvcache.compiled import IS_CHECKED, IS_PLAIN, Signature, array_type, compiled
 
@@ -28,8 +33,20 @@ _intrinsic: Any = intrinsic
 _types: Any = types
 _ir: Any = ir
 _cgutils: Any = cgutils
+_Library: Any = JITCodeLibrary
+_Lowering: Any = NativeLowering
+_Compiler: Any = CompilerBase
+_passes: Any = DefaultPassBuilder
+_register_pass: Any = register_pass
+_populate: Any = populate_array
 
-_OPTIONS = {"nogil": False, "boundscheck": IS_CHECKED, "error_model": "numpy"}
+_OPTIONS = {
+    "nogil": False,  # no other thread sees what a kernel has half done
+    "boundscheck": IS_CHECKED,
+    "error_model": "numpy",
+    "_nrt": False,  # nothing is allocated, so that no array need be counted by reference
+    "no_cfunc_wrapper": True,
+}
 
 
 def _family() -> str:
@@ -42,9 +59,9 @@ def _family() -> str:
 
 _FAMILY = _family()
 
-BOOK = array_type("int64")
-"""All columns of a core, as kernels get them."""
 INT = types.intp
+BOOK = INT
+"""All columns of a core, as kernels get them: the address of addresses and shapes."""
 INTS = array_type("int32", is_read=True)
 NEW_INTS = array_type("int32")
 INT_ROWS = array_type("int32", 2, is_read=True)
@@ -57,29 +74,107 @@ NOTHING = types.void
 def kernel(*signature: Signature) -> Callable[[_Function], _Function]:
     """Compile a function that Python calls: its result's type, then those of its arguments."""
     result, *arguments = signature
-    return compiled(result(*arguments), family=_FAMILY, holds_gil=True)
+    return compiled(result(*arguments), family=_FAMILY, **_OPTIONS)
+
+
+class _PartLibrary(_Library):  # type: ignore[misc]  # numba's
+    """What is optimised, and becomes machine code, only as a part of kernels."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+@_register_pass(mutates_CFG=True, analysis_only=False)
+class _PartLowering(_Lowering):  # type: ignore[misc]  # numba's
+    """Lower a function so far that kernels can have it as a part."""
+
+    _name = "part_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.flags.no_compile = True
+        super().run_pass(state)
+        # Numba knows what it compiled by a builtin method: any will do that is like no other one,
+        # and fails if Python calls it.
+        name: Any = list[int]().pop
+        state.targetctx.insert_user_function(name, state["cr"].fndesc, [state.library])
+        state["cr"] = state["cr"]._replace(cfunc=name)
+        return True
+
+
+class _PartCompiler(_Compiler):  # type: ignore[misc]  # numba's
+    """Compile with one pass of its own in the place of numba's."""
+
+    def define_pipelines(self) -> list[Any]:
+        made = _passes.define_nopython_pipeline(self.state)
+        made.passes = [(_PartLowering if p is _Lowering else p, text) for p, text in made.passes]
+        made._finalized = False
+        made.finalize()
+        return [made]
+
+
+_PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": _PartCompiler}
 
 
 def inner(function: _Function) -> _Function:
     """Compile a function into the body of those that call it."""
-    made: _Function = _njit(forceinline=True, **_OPTIONS)(function)
-    return made
+    return _part(function, forceinline=True)
 
 
 def routine(function: _Function) -> _Function:
-    """Compile a function that kernels call."""
-    made: _Function = _njit(**_OPTIONS)(function)
-    return made
+    """Compile a function that kernels call: once, however wide the numbers are that it is given."""
+    return _part(function)
 
 
-@_intrinsic  # type: ignore[untyped-decorator]  # numba's
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """Return an address as a pointer, for `carray`."""
+def _part(function: _Function, **options: Any) -> _Function:
+    made: Any = _njit(**_PART_OPTIONS, **options)(function)
+    if not IS_PLAIN:
+        find = made.get_call_template
+        made.get_call_template = lambda args, names: find([_widened(t) for t in args], names)
+    return cast(_Function, made)
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], _cgutils.voidptr_t)
 
-    return _types.voidptr(_types.int64), generate
+def _widened(kind: Any) -> Any:
+    """Return the type that stands for an argument's: 64 bits for all numbers."""
+    return _types.int64 if isinstance(kind, (_types.Integer, _types.IntegerLiteral)) else kind
+
+
+def columns_at(result: type, columns: Sequence[tuple[int, str, int]]) -> Any:
+    """Return what makes a `result`, a named tuple, of columns of a book: the number of each in it,
+    its dtype and how many dimensions it has."""
+    kinds = [_types.Array(getattr(_types, dtype), ndim, "C") for _, dtype, ndim in columns]
+    made = _types.NamedTuple(kinds, result)
+    word = _ir.IntType(64)
+
+    @_intrinsic  # type: ignore[untyped-decorator]  # numba's
+    def columns_of(typing_context: Any, book: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            entries, arrays = builder.inttoptr(values[0], word.as_pointer()), []
+            for (number, _, ndim), kind in zip(columns, kinds, strict=True):
+                places = [_ir.Constant(word, 3 * number + k) for k in range(ndim + 1)]
+                address, *shape = [builder.load(builder.gep(entries, [at])) for at in places]
+                item = context.get_data_type(kind.dtype)
+                size = _ir.Constant(word, context.get_abi_sizeof(item))
+                strides = [size] if ndim == 1 else [builder.mul(shape[1], size), size]
+                array = context.make_array(kind)(context, builder)
+                _populate(
+                    array,
+                    data=builder.inttoptr(address, item.as_pointer()),
+                    shape=_cgutils.pack_array(builder, shape),
+                    strides=_cgutils.pack_array(builder, strides),
+                    itemsize=size,
+                    meminfo=None,
+                )
+                arrays.append(array._getvalue())
+            return context.make_tuple(builder, made, arrays)
+
+        return made(_types.int64), generate
+
+    return columns_of
 
 
 def _call_by_address(num_arguments: int) -> Any:
@@ -146,6 +241,16 @@ def _are_same_64(typing_context: Any, one: Any, other: Any) -> Any:
 
 
 @_intrinsic  # type: ignore[untyped-decorator]  # numba's
+def _int32_at(typing_context: Any, address: Any) -> Any:
+    """Return the int32 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(builder.inttoptr(values[0], _ir.IntType(32).as_pointer()))
+
+    return _types.int32(_types.int64), generate
+
+
+@_intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _copy(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
     """Copy so many bytes from one address to another; they do not overlap."""
 
@@ -172,11 +277,15 @@ def _plain_are_same_64(one: int, other: int) -> bool:
     return _plain_are_same(one, other, 64)
 
 
-pointer: Any = _pointer
+def _plain_int32_at(address: int) -> int:
+    return ctypes.c_int32.from_address(int(address)).value
+
+
 call_3: Any = _call_by_address(3)
 call_for_pair: Any = _call_for_pair
 are_same: Any = _plain_are_same if IS_PLAIN else _are_same
 are_same_64: Any = _plain_are_same_64 if IS_PLAIN else _are_same_64
+int32_at: Any = _plain_int32_at if IS_PLAIN else _int32_at
 copy: Any = _plain_copy if IS_PLAIN else _copy
 
 

@@ -126,19 +126,20 @@ def take(book: Any, line: int, first: int, count: int) -> None:
     """Write the next `count` free blocks, each held once and without content, to table line `line`
     from column `first` on. There are so many in the list."""
     c = columns_of(book)
-    b = np.int64(c.block[0, NEXT])
+    block, table, num_evicted = c.block, c.table, np.int64(0)
+    b = np.int64(block[0, NEXT])
     for i in range(first, first + count):
-        if c.block[b, NODE]:
+        if block[b, NODE]:
             forget_content(book, b)
-            c.number[EVICTED] += 1
-        else:
-            c.number[BLANK] -= 1
-        c.block[b, REF] = 1
-        c.table[line, i] = b
-        b = np.int64(c.block[b, NEXT])
-    c.block[0, NEXT] = b
-    c.block[b, PREV] = 0
+            num_evicted += 1
+        block[b, REF] = 1
+        table[line, i] = b
+        b = np.int64(block[b, NEXT])
+    block[0, NEXT] = b
+    block[b, PREV] = 0
     c.number[FREE] -= count
+    c.number[EVICTED] += num_evicted
+    c.number[BLANK] -= count - num_evicted
 
 
 @kernel(NOTHING, BOOK, NEW_INTS)

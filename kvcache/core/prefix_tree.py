@@ -50,28 +50,29 @@ from kvcache.core.machine import (
     are_same_64,
     copy,
     inner,
+    int32_at,
     kernel,
     routine,
 )
 
 
 @inner
-def _compiled_mix(seed: int, parent: int, keys: int, tokens: Any, start: int, unit: int) -> int:
+def _compiled_mix(seed: int, parent: int, keys: int, at: int, unit: int) -> int:
     k = np.uint64(0x9E3779B97F4A7C15)
     h = (np.uint64(seed) ^ np.uint64(parent)) * k
     h = (h ^ np.uint64(keys)) * k
-    for j in range(start, start + unit):
-        h = (h ^ np.uint64(tokens[j])) * k
+    for j in range(unit):
+        h = (h ^ np.uint64(int32_at(at + 4 * j))) * k
         h ^= h >> np.uint64(29)
     return np.int64(h >> np.uint64(20))
 
 
-def _plain_mix(seed: int, parent: int, keys: int, tokens: Any, start: int, unit: int) -> int:
+def _plain_mix(seed: int, parent: int, keys: int, at: int, unit: int) -> int:
     k, most = 0x9E3779B97F4A7C15, (1 << 64) - 1
     h = ((int(seed) ^ int(parent)) * k) & most
     h = ((h ^ int(keys)) * k) & most
-    for token in tokens[start : start + unit].tolist():
-        h = ((h ^ token) * k) & most
+    for j in range(int(unit)):
+        h = ((h ^ int32_at(int(at) + 4 * j)) * k) & most
         h ^= h >> 29
     return h >> 20
 
@@ -81,87 +82,103 @@ mix: Any = _plain_mix if IS_PLAIN else _compiled_mix
 
 
 @inner
-def has_tokens(book: Any, n: int, tokens: Any, start: int) -> bool:
-    """Say whether the tokens of node `n` are those from `start` on."""
-    c = columns_of(book)
-    one, other = address_of(c.tokens, n), address_of(tokens, start)
-    size = 4 * c.tokens.shape[1]
-    return are_same_64(one, other) if size == 64 else are_same(one, other, size)
+def are_tokens(own: Any, n: int, at: int) -> bool:
+    """Say whether line `n` of `own`, a node's tokens, are those at an address."""
+    line, size = address_of(own, n), 4 * own.shape[1]
+    return are_same_64(line, at) if size == 64 else are_same(line, at, size)
 
 
 @inner
-def is_child(book: Any, n: int, keys: int, tokens: Any, start: int) -> bool:
-    """Say whether node `n`, whose parent is right, has these extra keys and tokens."""
+def is_child(book: Any, n: int, keys: int, at: int) -> bool:
+    """Say whether node `n`, whose parent is right, has these extra keys, and the tokens at an
+    address."""
     c = columns_of(book)
-    return (c.node[n, KEYS] >> 1) == keys and has_tokens(book, n, tokens, start)
+    return (c.node[n, KEYS] >> 1) == keys and are_tokens(c.tokens, n, at)
 
 
 @routine
-def find_in_index(book: Any, parent: int, keys: int, tokens: Any, start: int) -> int:
+def find_in_index(book: Any, parent: int, keys: int, at: int) -> int:
     """Return the child among those in `index`, 0 if there is none."""
     c = columns_of(book)
     s = search_of(book)
     last = len(s.index) - 1
-    at = mix(c.number[SEED], parent, keys, tokens, start, c.tokens.shape[1]) & last
-    while s.index[at]:
-        n = np.int64(s.index[at])
-        if c.node[n, PARENT] == parent and is_child(book, n, keys, tokens, start):
+    i = mix(c.number[SEED], parent, keys, at, c.tokens.shape[1]) & last
+    while s.index[i]:
+        n = np.int64(s.index[i])
+        if c.node[n, PARENT] == parent and is_child(book, n, keys, at):
             return n
-        at = (at + 1) & last
+        i = (i + 1) & last
     return np.int64(0)
 
 
 @inner
-def find_child(book: Any, parent: int, keys: int, tokens: Any, start: int) -> int:
-    """Return the child of `parent` with these extra keys and tokens, 0 if there is none."""
+def find_child(book: Any, parent: int, keys: int, at: int) -> int:
+    """Return the child of `parent` with these extra keys, and the tokens at an address; 0 if there
+    is none."""
     c = columns_of(book)
     n = np.int64(c.node[parent, CHILD])
-    if n and is_child(book, n, keys, tokens, start):
+    if n and is_child(book, n, keys, at):
         return n
     if c.node[parent, CHILDREN] > (1 if n else 0):
-        return find_in_index(book, parent, keys, tokens, start)
+        return find_in_index(book, parent, keys, at)
     return np.int64(0)
 
 
-@routine
+@inner
 def new_node(book: Any) -> int:
     """Return an unused node, 0 if there is none."""
     c = columns_of(book)
-    n = c.number[SPARE_NODE]
+    node, number = c.node, c.number
+    n = number[SPARE_NODE]
     if n:
-        c.number[SPARE_NODE] = c.node[n, CHILD]
-        c.number[NUM_SPARE] -= 1
+        number[SPARE_NODE] = node[n, CHILD]
+        number[NUM_SPARE] -= 1
     else:
-        n = c.number[NEXT_NODE]
-        if n >= len(c.node):
+        n = number[NEXT_NODE]
+        if n >= len(node):
             return np.int64(0)
-        c.number[NEXT_NODE] = n + 1
-    for i in range(c.node.shape[1]):
-        c.node[n, i] = 0
+        number[NEXT_NODE] = n + 1
+    for i in range(node.shape[1]):
+        node[n, i] = 0
     return n
 
 
 @routine
-def add_child(book: Any, parent: int, keys: int, tokens: Any, start: int) -> int:
-    """Make the node of these tokens behind `parent`, which has no such child; 0: no room."""
+def _home(book: Any, n: int) -> int:
+    """Return where in `index` the search for a node begins."""
     c = columns_of(book)
+    at, unit = address_of(c.tokens, n), c.tokens.shape[1]
+    keys, last = np.int64(c.node[n, KEYS]) >> 1, len(search_of(book).index) - 1
+    return mix(c.number[SEED], c.node[n, PARENT], keys, at, unit) & last
+
+
+@inner
+def _enter(book: Any, n: int) -> None:
+    """Put a node into `index`."""
     s = search_of(book)
+    last = len(s.index) - 1
+    i = _home(book, n)
+    while s.index[i]:
+        i = (i + 1) & last
+    s.index[i] = n
+
+
+@routine
+def add_child(book: Any, parent: int, keys: int, at: int) -> int:
+    """Make the node of the tokens at an address behind `parent`, which has no such child; 0: no
+    room."""
+    c = columns_of(book)
     n = new_node(book)
     if n == 0:
         return n
-    unit = c.tokens.shape[1]
     c.node[n, PARENT] = parent
     c.node[n, KEYS] = 2 * keys
-    copy(address_of(c.tokens, n), address_of(tokens, start), unit * 4)
+    copy(address_of(c.tokens, n), at, c.tokens.shape[1] * 4)
     c.node[parent, CHILDREN] += 1
     if c.node[parent, CHILD] == 0:
         c.node[parent, CHILD] = n
     else:
-        last = len(s.index) - 1
-        at = mix(c.number[SEED], parent, keys, tokens, start, unit) & last
-        while s.index[at]:
-            at = (at + 1) & last
-        s.index[at] = n
+        _enter(book, n)
         c.number[NUM_INDEXED] += 1
     return n
 
@@ -171,19 +188,17 @@ def remove_from_index(book: Any, n: int) -> None:
     """Take a node out of `index`; those behind move up, so that no search ends too early."""
     c = columns_of(book)
     s = search_of(book)
-    unit, last, seed = c.tokens.shape[1], len(s.index) - 1, c.number[SEED]
-    at = mix(seed, c.node[n, PARENT], c.node[n, KEYS] >> 1, c.tokens[n], 0, unit) & last
-    while s.index[at] != n:
-        at = (at + 1) & last
-    then = (at + 1) & last
+    last, i = len(s.index) - 1, _home(book, n)
+    while s.index[i] != n:
+        i = (i + 1) & last
+    then = (i + 1) & last
     while s.index[then]:
         m = np.int64(s.index[then])
-        home = mix(seed, c.node[m, PARENT], c.node[m, KEYS] >> 1, c.tokens[m], 0, unit) & last
-        if ((then - home) & last) >= ((then - at) & last):
-            s.index[at] = m
-            at = then
+        if ((then - _home(book, m)) & last) >= ((then - i) & last):
+            s.index[i] = m
+            i = then
         then = (then + 1) & last
-    s.index[at] = 0
+    s.index[i] = 0
     c.number[NUM_INDEXED] -= 1
 
 
@@ -191,20 +206,21 @@ def remove_from_index(book: Any, n: int) -> None:
 def prune(book: Any, n: int) -> None:
     """Let a node go that nothing keeps alive any more, and then perhaps its parent."""
     c = columns_of(book)
-    while c.node[n, PARENT] and c.node[n, CHILDREN] == 0 and c.node[n, STANDING] == 0:
-        for g in range(len(c.group)):
-            if c.node[n, BLOCK + 2 * g]:
+    node, number, num_groups = c.node, c.number, len(c.group)
+    while node[n, PARENT] and node[n, CHILDREN] == 0 and node[n, STANDING] == 0:
+        for g in range(num_groups):
+            if node[n, BLOCK + 2 * g]:
                 return
-        parent = np.int64(c.node[n, PARENT])
-        if c.node[parent, CHILD] == n:
-            c.node[parent, CHILD] = 0
+        parent = np.int64(node[n, PARENT])
+        if node[parent, CHILD] == n:
+            node[parent, CHILD] = 0
         else:
             remove_from_index(book, n)
-        c.node[parent, CHILDREN] -= 1
-        c.node[n, PARENT] = 0
-        c.node[n, CHILD] = c.number[SPARE_NODE]
-        c.number[SPARE_NODE] = n
-        c.number[NUM_SPARE] += 1
+        node[parent, CHILDREN] -= 1
+        node[n, PARENT] = 0
+        node[n, CHILD] = number[SPARE_NODE]
+        number[SPARE_NODE] = n
+        number[NUM_SPARE] += 1
         n = parent
 
 
@@ -231,28 +247,35 @@ def is_seen(book: Any, owner: int, client: int) -> bool:
 def forget_content(book: Any, b: int) -> None:
     """Let a block have no content any more; where it is listed is the caller's to change."""
     c = columns_of(book)
-    s = search_of(book)
-    log = logs_of(book)
+    node, number = c.node, c.number
     n = np.int64(c.block[b, NODE])
     c.block[b, NODE] = 0
     for g in range(len(c.group)):
-        if c.node[n, BLOCK + 2 * g] == b:
-            if c.number[TELLS] and is_sealed(book, c.node[n, OWNER + 2 * g]):
-                at = c.number[NUM_GONE]
-                if at < len(log.gone):
-                    log.gone[at, 0] = b
-                    log.gone[at, 1] = g
-                    copy(
-                        address_of(log.gone_digest, at), address_of(s.digest, n), s.digest.shape[1]
-                    )
-                    c.number[NUM_GONE] = at + 1
-                else:
-                    c.number[IS_FULL] = 1
-            c.node[n, BLOCK + 2 * g] = 0
-            c.node[n, OWNER + 2 * g] = 0
+        if node[n, BLOCK + 2 * g] == b:
+            if number[TELLS]:
+                _note_gone(book, n, g)
+            node[n, BLOCK + 2 * g] = 0
+            node[n, OWNER + 2 * g] = 0
             break
-    if c.node[n, CHILDREN] == 0 and c.node[n, STANDING] == 0:
+    if node[n, CHILDREN] == 0 and node[n, STANDING] == 0:
         prune(book, n)
+
+
+@routine
+def _note_gone(book: Any, n: int, g: int) -> None:
+    """Write down that what a node has of a group goes, if that was sealed."""
+    c = columns_of(book)
+    s = search_of(book)
+    log = logs_of(book)
+    at = c.number[NUM_GONE]
+    if not is_sealed(book, c.node[n, OWNER + 2 * g]):
+        return
+    if at >= len(log.gone):
+        c.number[IS_FULL] = 1
+        return
+    log.gone[at, 0], log.gone[at, 1] = c.node[n, BLOCK + 2 * g], g
+    copy(address_of(log.gone_digest, at), address_of(s.digest, n), s.digest.shape[1])
+    c.number[NUM_GONE] = at + 1
 
 
 @kernel(INT, BOOK)
@@ -273,29 +296,24 @@ def drop_root(book: Any, n: int) -> None:
 @kernel(INT, BOOK, INT, INT, INTS)
 def child_of(book: Any, parent: int, keys: int, tokens: Any) -> int:
     """Return the child with these extra keys and tokens, 0 if there is none."""
-    return find_child(book, parent, keys, tokens, 0)
+    return find_child(book, parent, keys, address_of(tokens, 0))
 
 
 @kernel(INT, BOOK, INT, INT, INTS)
 def child_made(book: Any, parent: int, keys: int, tokens: Any) -> int:
     """Return the child with these extra keys and tokens, made if need be; 0: no room."""
-    n = find_child(book, parent, keys, tokens, 0)
-    return n if n else add_child(book, parent, keys, tokens, 0)
+    n = find_child(book, parent, keys, address_of(tokens, 0))
+    return n if n else add_child(book, parent, keys, address_of(tokens, 0))
 
 
 @kernel(NOTHING, BOOK)
 def index_again(book: Any) -> None:
     """Enter into the empty `index` all nodes that are not their parent's CHILD."""
     c = columns_of(book)
-    s = search_of(book)
-    unit, last, seed = c.tokens.shape[1], len(s.index) - 1, c.number[SEED]
     for n in range(1, c.number[NEXT_NODE]):
         parent = c.node[n, PARENT]
         if parent and c.node[parent, CHILD] != n:
-            at = mix(seed, parent, c.node[n, KEYS] >> 1, c.tokens[n], 0, unit) & last
-            while s.index[at]:
-                at = (at + 1) & last
-            s.index[at] = n
+            _enter(book, n)
 
 
 @kernel(NOTHING, BOOK, INT, INT, INT)

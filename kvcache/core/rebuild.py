@@ -26,6 +26,7 @@ from kvcache.core.machine import (
     INTS,
     NEW_INTS,
     NOTHING,
+    address_of,
     kernel,
 )
 from kvcache.core.pool import release_all, take_listed
@@ -59,14 +60,15 @@ def plant(
         n = np.int64(behind[i])
         if above[i] >= 0:
             n = np.int64(nodes[above[i]])
-        u = 0
+        u, at = 0, address_of(tokens, i)
         while n and u < keys.shape[1]:
-            child = find_child(book, n, np.int64(keys[i, u]), tokens[i], u * unit)
+            child = find_child(book, n, np.int64(keys[i, u]), at)
             if child == 0:
-                child = add_child(book, n, np.int64(keys[i, u]), tokens[i], u * unit)
+                child = add_child(book, n, np.int64(keys[i, u]), at)
                 lacking += child == 0
             n = child
             u += 1
+            at += 4 * unit
         nodes[i] = n
     return lacking
 

@@ -231,37 +231,37 @@ def _has_room(book: Any, r: int, n: int, u: int) -> bool:
 
 
 @routine
-def publish(book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, digests: Any) -> None:
+def publish(book: Any, r: int, end: int, base: int, tokens: int, keys: Any, digests: int) -> None:
     """Put a row's full units up to `end` into the tree.
 
-    `tokens`, `keys` and `digests` begin with unit `base`; the latter two may be empty: then extra
-    keys are the row's, and digests are made when somebody needs them.
+    `tokens`, `keys` and `digests`, two addresses and an array, begin with unit `base`. Without
+    `keys`, extra keys are the row's, without `digests` they are made when somebody needs them.
     """
     c = columns_of(book)
     s = search_of(book)
     log = logs_of(book)
-    unit, num_groups = c.tokens.shape[1], len(c.group)
+    unit, num_groups, num_bytes = c.tokens.shape[1], len(c.group), s.digest.shape[1]
     parent, at = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS])
     serial, u = c.number[SERIAL], np.int64(c.row[r, UNITS])
     while u < end:
-        start = (u - base) * unit
+        at_tokens = tokens + 4 * unit * (u - base)
         own = np.int64(c.row[r, FIRST_KEYS]) if u == 0 else np.int64(c.row[r, OTHER_KEYS])
         if len(keys):
             own = np.int64(keys[u - base])
-        n = find_child(book, parent, own, tokens, start)
+        n = find_child(book, parent, own, at_tokens)
         if n == 0:
-            n = add_child(book, parent, own, tokens, start)
+            n = add_child(book, parent, own, at_tokens)
         if n == 0 or (c.number[HAS_POLICY] == 2 and not _has_room(book, r, n, u)):
             c.row[r, FLAGS] |= IS_MUTE  # no node is left, or no room: the row caches nothing more
             break
-        if len(digests) and c.node[n, KEYS] & 1 == 0:
-            copy(address_of(s.digest, n), address_of(digests, u - base), s.digest.shape[1])
+        if digests and c.node[n, KEYS] & 1 == 0:
+            copy(address_of(s.digest, n), digests + num_bytes * (u - base), num_bytes)
             c.node[n, KEYS] |= 1
         for g in range(num_groups):
             of_block = c.group[g, LENGTH]
             if of_block > 1 and (u + 1) % of_block:
                 continue
-            column, mine = (u + 1) // of_block - 1, np.int64(0)
+            column, mine = u if of_block == 1 else (u + 1) // of_block - 1, np.int64(0)
             is_there = c.group[g, KIND] != STATE or s.forward[r, ENDS + u] != 0
             if is_there and column < c.row[r, COLUMNS + 2 * g]:
                 mine = np.int64(c.table[r * num_groups + g, column])
@@ -365,7 +365,10 @@ def admit(
     if end >= 0:
         grow(book, r, 0, computed, slot_tokens)
         if end > depth:
-            publish(book, r, end, 0, tokens, keys, digests)
+            publish(
+                book, r, end, 0, address_of(tokens, 0), keys,
+                address_of(digests, 0) if len(digests) else 0,
+            )  # fmt: skip
     return needed
 
 
@@ -381,12 +384,12 @@ def tend(book: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
     return needed
 
 
-@kernel(NOTHING, BOOK, INT, INT, INT, INTS, INTS, BYTE_ROWS)
-def publish_row(
-    book: Any, r: int, end: int, base: int, tokens: Any, keys: Any, digests: Any
-) -> None:
+@kernel(NOTHING, BOOK, INT, INT, INTS, INTS, BYTE_ROWS)
+def publish_row(book: Any, r: int, end: int, tokens: Any, keys: Any, digests: Any) -> None:
     """Publish one row's units."""
-    publish(book, r, end, base, tokens, keys, digests)
+    publish(
+        book, r, end, 0, address_of(tokens, 0), keys, address_of(digests, 0) if len(digests) else 0
+    )
 
 
 @kernel(NOTHING, BOOK, INT, INT)
@@ -654,10 +657,8 @@ def note_forwards(book: Any, rows: Any, own: Any, last: Any, accepted: Any) -> i
     return total
 
 
-@kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, INTS, BYTE_ROWS, NEW_INT_ROWS)
-def publish_units(
-    book: Any, rows: Any, places: Any, tokens: Any, no_keys: Any, no_digests: Any, published: Any
-) -> None:
+@kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, NEW_INT_ROWS)
+def publish_units(book: Any, rows: Any, places: Any, tokens: Any, published: Any) -> None:
     """Publish the next unit of rows: `tokens[k]` are those of the row at `places[k]`. Note row,
     generation, unit and the one behind it in `published[k]`."""
     c = columns_of(book)
@@ -666,7 +667,7 @@ def publish_units(
         u = np.int64(c.row[r, UNITS])
         published[k, 0], published[k, 1] = r, c.row[r, GENERATION]
         published[k, 2], published[k, 3] = u, u + 1
-        publish(book, r, u + 1, u, tokens[k], no_keys, no_digests)
+        publish(book, r, u + 1, u, address_of(tokens, k), rows[:0], 0)
 
 
 DONE, ODD, NARROW, SHARING = range(4)
@@ -716,7 +717,7 @@ def run_rows(
             book, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled,
             is_reserved,
         )  # fmt: skip
-    num_published, width, keys = none, ring.shape[1], places[LONG, :0]
+    num_published, width = none, ring.shape[1]
     for k in range(num_single):
         i = np.int64(places[SINGLE, k])
         slot, r, u = np.int64(slots[i]), np.int64(rows[i]), np.int64(places[SINGLE_UNIT, k])
@@ -728,7 +729,8 @@ def run_rows(
         published[num_published, 0], published[num_published, 1] = r, c.row[r, GENERATION]
         published[num_published, 2], published[num_published, 3] = u, u + 1
         num_published += 1
-        publish(book, r, u + 1, u - u % (width // unit), ring[slot], keys, s.digest[:0])
+        base = u - u % (width // unit)
+        publish(book, r, u + 1, base, address_of(ring, slot), slots[:0], 0)
     note_ends(running, slots, figures, is_reserved)
     return np.int64(DONE), num_published, num_long, none
 
