@@ -272,8 +272,8 @@ class Books:
         self.columns = self.columns._replace(**arrays)
         self._bind()
 
-    def more_rows(self) -> int:
-        """Make more free rows, and return the one that is taken next."""
+    def more_rows(self) -> None:
+        """Make more free rows: none is left."""
         c = self.columns
         old, new = len(c.row), 2 * len(c.row)
         changes = max(c.change.shape[1], 2 * new * self.num_groups)
@@ -284,7 +284,6 @@ class Books:
             change=np.zeros((4, changes), np.int32),
         )
         self.free_rows = list(range(new - 1, old - 1, -1))
-        return old
 
     def reach_units(self, num_units: int) -> None:
         """Make sure that tables and look-ups have room for so many units."""
@@ -316,6 +315,13 @@ class Books:
     def num_spare_nodes(self) -> int:
         """Return how many nodes could be made now."""
         return self.cells[NUM_SPARE] + len(self.columns.node) - self.cells[NEXT_NODE]
+
+    def has_nodes(self, num_more: int) -> bool:
+        """Say whether so many nodes could be made, and found, as the columns are."""
+        cells, c = self.cells, self.columns
+        return cells[NUM_SPARE] + len(c.node) - cells[NEXT_NODE] >= num_more and 2 * (
+            cells[NUM_INDEXED] + num_more
+        ) <= len(c.index)
 
     def reach_nodes(self, num_more: int) -> bool:
         """Make sure that so many nodes can be made; say whether that is possible."""

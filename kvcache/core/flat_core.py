@@ -300,8 +300,10 @@ class FlatCore:
             first, other, keys = self._keys_of(request, num_units, is_known=True)
         namespace = request.namespace
         root = self._root if namespace is DEFAULT_NAMESPACE else self.roots.get(namespace, 0)
+        step = self.steps.current
+        client = 0 if step is None else step.client
         length, depth = look_up(
-            books.book, root, self.steps.client, first, other, keys, request.token_buffer, limit
+            books.book, root, client, first, other, keys, request.token_buffer, limit
         )
         if not length:
             return self.no_hit
@@ -328,9 +330,78 @@ class FlatCore:
         is_odd = hit is not None and r != NO_ROW
         if is_odd or cached > reservation.num_slot_tokens or cached > request.num_tokens:
             self._require_possible(request, reservation, hit, r)
-        if r == NO_ROW:
-            return self._admit(request, reservation, hit)
-        return self._extend(r, request, reservation)
+        if r != NO_ROW:
+            return self._extend(r, request, reservation)
+        return self._admit(request, reservation, hit)
+
+    def _admit(
+        self, request: Request, reservation: Reservation, hit: CacheHit | None
+    ) -> list[TableChange] | None:
+        """Give a request without a row one, and its blocks; None, unchanged, without room."""
+        books, unit, num_tokens = self.books, self.hash_block_size, request.num_tokens
+        computed, wanted, cached, spare, own_end, _, num_encoder = reservation
+        most = wanted if wanted >= num_tokens else num_tokens
+        if most > books.num_reached * unit or num_encoder > most:
+            books.reach_units(-(-max(most, num_encoder) // unit))
+        hit_tokens = depth = end = 0
+        if hit is not None and hit.num_tokens:
+            hit_tokens, depth = hit.num_tokens, self._match_again(request, hit)
+        if cached and self.can_hit and not self.hits_stopped:
+            end = (cached if cached < num_tokens else num_tokens) // unit
+        self._last = None
+        root = self._root
+        if not root or request.namespace is not DEFAULT_NAMESPACE:
+            root = self.root(request.namespace)
+        num_new = end - depth
+        if num_new > 0 and not books.has_nodes(num_new):
+            self.reach_nodes(num_new, books.columns.path[:depth])
+        first, other, keys, digests = 0, 0, EMPTY_INT32, _NO_DIGESTS
+        if not request.is_plain:
+            self._sweep_keys()
+            first, other, keys = self._keys_of(request, max(1, end))
+        if end and self.teller.needs_digests:
+            digests = self._known_digests(request, end)
+        room = spare
+        if self.tenants is not None:
+            num_free = books.cells[FREE]
+            room = num_free - self._room_of_tenant(request, num_free - spare)
+        if not books.free_rows:
+            books.more_rows()
+        r, step = books.free_rows[-1], self.steps.current
+        is_simple = self.order is None and self.teller.offload is None
+        needed = admit(
+            books.book, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
+            wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
+            wanted, room, end if is_simple else -1, 0 if self._zeroes else -1,
+            request.token_buffer, keys, digests,
+        )  # fmt: skip
+        if needed < 0:
+            if self.tenants is not None:
+                self.tenants.refuse(self.tenants.served, -1 - needed, books.cells[FREE] - spare)
+            return None
+        books.free_rows.pop()
+        self.rows[request.request_id], self.requests[r] = r, request.request_id
+        if num_new > 0 and step is not None:
+            step.rows.append([(r, books.columns.row.item(r, GENERATION), depth, end)])
+        if not is_simple:
+            self._make_room(needed)
+            tend(books.book, r, computed, wanted, GROW)
+            self._count_taken()
+            if num_new > 0:
+                self._count_room(request)
+                publish_row(books.book, r, end, request.token_buffer, keys, digests)
+        if books.cells[NUM_CHANGES]:
+            self._drop_changes()
+        self._settle()
+        return self._whole_tables(r)
+
+    def _whole_tables(self, r: int) -> list[TableChange]:
+        """Return all that is in a row's tables."""
+        c, num_groups, changes = self.books.columns, self.books.num_groups, []
+        for g in range(num_groups):
+            if count := c.row.item(r, COLUMNS + 2 * g):
+                changes.append(TableChange(g, 0, c.table[r * num_groups + g, :count].copy()))
+        return changes
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Do what `reserve` does for every running row of a step, in one call.
@@ -518,13 +589,12 @@ class FlatCore:
         if self.forks.shared:
             self.forks.forget(r)
         del self.requests[r]
-        if self._slot_of_row:
-            slot = self._slot_of_row.pop(r, NO_ROW)
-            if slot >= 0:
-                self._row_of_slot[slot] = NO_ROW
-        free_row(self.books.book, r)
-        self.books.free_rows.append(r)
-        self._settle()
+        if r in self._slot_of_row:
+            self._row_of_slot[self._slot_of_row.pop(r)] = NO_ROW
+        books = self.books
+        books.free_rows.append(r)
+        if free_row(books.book, r):
+            self._settle()
 
     def forget_hashes(self, request: Request) -> None:
         """Make no further block of this running request hittable (used while draining)."""
@@ -797,6 +867,8 @@ class FlatCore:
         What the nodes `spared` have is not forgotten.
         """
         books = self.books
+        if books.has_nodes(num_more):
+            return True
         num_indexed = books.cells[NUM_INDEXED] + num_more
         if 2 * num_indexed > len(books.columns.index):
             books.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
@@ -969,77 +1041,14 @@ class FlatCore:
         books = self.books
         self._sweep_keys()
         first, other, _ = self._keys_of(request, 1)
-        r = books.free_rows[-1] if books.free_rows else books.more_rows()
-        row = books.columns.row
+        if not books.free_rows:
+            books.more_rows()
+        r, row = books.free_rows.pop(), books.columns.row
         row[r, FLAGS] = IS_OPEN | (HAS_ITEMS if request.mm_positions else 0)
         row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
         books.columns.forward[r, :ENDS] = 0, -1, 0, 0
-        self._name_row(request, r)
-        return r
-
-    def _name_row(self, request: Request, r: int) -> None:
-        """The free row is this request's now."""
-        self.books.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-
-    def _admit(
-        self, request: Request, reservation: Reservation, hit: CacheHit | None
-    ) -> list[TableChange] | None:
-        """Give a request without a row one, and its blocks; None, unchanged, without room."""
-        books, unit, num_tokens = self.books, self.hash_block_size, request.num_tokens
-        computed, wanted, cached, spare, own_end, _, num_encoder = reservation
-        num_units = -(-max(wanted, num_tokens, num_encoder) // unit)
-        if num_units > books.num_reached:
-            books.reach_units(num_units)
-        hit_tokens = depth = end = 0
-        if hit is not None and hit.num_tokens:
-            hit_tokens, last = hit.num_tokens, self._last
-            if last is not None and last[0] is hit and last[1] is request:
-                depth = last[2]
-            else:
-                depth = self._match_again(request, hit)
-        if cached and self.can_hit and not self.hits_stopped:
-            end = min(cached, num_tokens) // unit
-        self._last = None
-        is_default = request.namespace is DEFAULT_NAMESPACE and self._root
-        root = self._root if is_default else self.root(request.namespace)
-        if end > depth:
-            self.reach_nodes(end - depth, books.columns.path[:depth])
-        first, other, keys, digests = 0, 0, EMPTY_INT32, _NO_DIGESTS
-        if not request.is_plain:
-            self._sweep_keys()
-            first, other, keys = self._keys_of(request, max(1, end))
-        if end and self.teller.needs_digests:
-            digests = self._known_digests(request, end)
-        num_free = books.cells[FREE]
-        room = num_free - spare
-        if self.tenants is not None:
-            room = self._room_of_tenant(request, room)
-        r = books.free_rows[-1] if books.free_rows else books.more_rows()
-        tokens = request.token_buffer
-        is_simple = self.order is None and self.teller.offload is None
-        needed = admit(
-            books.book, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
-            wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
-            wanted, num_free - room, end if is_simple else -1, tokens, keys, digests,
-        )  # fmt: skip
-        if needed < 0:
-            if self.tenants is not None:
-                self.tenants.refuse(self.tenants.served, -1 - needed, num_free - spare)
-            return None
-        self._name_row(request, r)
-        if end > depth and self.steps.current is not None:
-            self.steps.note_rows([(r, books.columns.row.item(r, GENERATION), depth, end)])
-        if not is_simple:
-            self._make_room(needed)
-            tend(books.book, r, computed, wanted, GROW)
-            self._count_taken()
-            if end > depth:
-                self._count_room(request)
-                publish_row(books.book, r, end, tokens, keys, digests)
-        self._drop_changes()
-        self._settle()
-        return self._whole_tables(r)
+        return r
 
     def _room_of_tenant(self, request: Request, num_free: int) -> int:
         """Serve a request's tenant from now on; return how many of the free blocks it may have."""
@@ -1048,15 +1057,6 @@ class FlatCore:
         account = self.tenants.account(request.namespace)
         self.tenants.serve(account)
         return self.tenants.room(account, num_free)
-
-    def _whole_tables(self, r: int) -> list[TableChange]:
-        """Return all that is in a row's tables."""
-        c, num_groups, changes = self.books.columns, self.books.num_groups, []
-        for g in range(num_groups):
-            count = c.row.item(r, COLUMNS + 2 * g)
-            if count:
-                changes.append(TableChange(g, 0, c.table[r * num_groups + g, :count].copy()))
-        return changes
 
     def _extend(
         self, r: int, request: Request, reservation: Reservation
@@ -1167,12 +1167,15 @@ class FlatCore:
         return packed.reshape(num_units, -1)
 
     def _match_again(self, request: Request, hit: CacheHit) -> int:
-        """Put a hit that was found before into `found`, and its nodes into `path`; return of how
-        many units there are nodes.
+        """Put a hit, unless it was found just now, into `found`, and its nodes into `path`; return
+        of how many units there are nodes.
 
         Raises:
             RequestError: it is not there any more, or is not a prefix of this request.
         """
+        last = self._last
+        if last is not None and last[0] is hit and last[1] is request:
+            return last[2]
         c, unit = self.books.columns, self.hash_block_size
         num_units = hit.num_tokens // unit
         is_good = (

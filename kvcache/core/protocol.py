@@ -137,8 +137,7 @@ class ReferenceKind(Enum):
     TRANSFER = "transfer"
 
 
-@dataclass(frozen=True, eq=False)
-class CacheHit:
+class CacheHit(NamedTuple):
     """What a look-up found, true until the next mutation of the core.
 
     `block_ids[g]` are the ids of group `g` from position 0 on, null blocks for skipped positions;
@@ -152,11 +151,12 @@ class CacheHit:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CacheHit):
             return NotImplemented
-        return (
-            self.num_tokens == other.num_tokens
-            and len(self.block_ids) == len(other.block_ids)
-            and all(map(np.array_equal, self.block_ids, other.block_ids))
-        )
+        return self.num_tokens == other.num_tokens and [
+            ids.tobytes() for ids in self.block_ids
+        ] == [ids.tobytes() for ids in other.block_ids]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __hash__(self) -> int:
         return hash((self.num_tokens, *(ids.tobytes() for ids in self.block_ids)))
@@ -210,8 +210,7 @@ class Reservation(NamedTuple):
         return self.num_slot_tokens if self.num_own_tokens is None else self.num_own_tokens
 
 
-@dataclass(frozen=True, eq=False)
-class TableChange:
+class TableChange(NamedTuple):
     """Blocks that entered one request's table: `block_ids` from column `first_index` on."""
 
     group: int
@@ -303,8 +302,7 @@ def patch_of(
     return BlockTablePatch(slots, groups, first_indices, counts, ids)
 
 
-@dataclass(frozen=True, eq=False)
-class RowsReserved:
+class RowsReserved(NamedTuple):
     """`is_reserved[i]` is 1 where row `i` got everything, 0 where it got nothing; `patches` are the
     changes of all rows' tables together."""
 

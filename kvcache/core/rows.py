@@ -44,8 +44,10 @@ from kvcache.core.columns import (
     NODE,
     NUM_CHANGES,
     NUM_ENCODER,
+    NUM_GONE,
     NUM_IDS,
     NUM_INDEXED,
+    NUM_MOVED,
     NUM_NOTES,
     NUM_ORDERED,
     NUM_SPARE,
@@ -112,7 +114,9 @@ def note_limits(book: Any, r: int) -> None:
 
 @routine
 def note_change(book: Any, slot: int, g: int, line: int, first: int, count: int) -> None:
-    """Write down that so many columns of a table are new from `first` on."""
+    """Write down that so many columns of a table are new from `first` on, if it has a slot."""
+    if slot < 0:
+        return
     c = columns_of(book)
     log = logs_of(book)
     at, to = c.number[NUM_CHANGES], c.number[NUM_IDS]
@@ -345,14 +349,14 @@ def open_row(
     return needed
 
 
-@kernel(INT, BOOK, *[INT] * 13, INTS, INTS, BYTE_ROWS)
+@kernel(INT, BOOK, *[INT] * 14, INTS, INTS, BYTE_ROWS)
 def admit(
     book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
-    tokens: Any, keys: Any, digests: Any,
+    slot: int, tokens: Any, keys: Any, digests: Any,
 ) -> int:  # fmt: skip
     """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
-    is only opened. Returns what `open_row` does."""
+    is only opened. Returns what `open_row` does. Changes are written down with a `slot` of 0."""
     c = columns_of(book)
     s = search_of(book)
     s.forward[r, OWN_END], s.forward[r, LAST_END] = own_end, -1
@@ -363,7 +367,7 @@ def admit(
     c.row[r, FLAGS], c.row[r, FIRST_KEYS], c.row[r, OTHER_KEYS] = flags, first, other
     note_end(book, r, computed)
     if end >= 0:
-        grow(book, r, 0, computed, slot_tokens)
+        grow(book, r, slot, computed, slot_tokens)
         if end > depth:
             publish(
                 book, r, end, 0, address_of(tokens, 0), keys,
@@ -437,10 +441,10 @@ def limit_row(book: Any, r: int) -> None:
     note_limits(book, r)
 
 
-@kernel(NOTHING, BOOK, INT)
-def free_row(book: Any, r: int) -> None:
+@kernel(INT, BOOK, INT)
+def free_row(book: Any, r: int) -> int:
     """Give all blocks of a row back, and close it: single ones first, each group from its end,
-    then those of ordered groups, the last tokens' first."""
+    then those of ordered groups, the last tokens' first. Say whether that is to be told."""
     c = columns_of(book)
     num_groups, front = len(c.group), np.int64(0)
     forget_ends(book, r, np.int64(0))
@@ -491,6 +495,7 @@ def free_row(book: Any, r: int) -> None:
     c.row[r, GENERATION] += 1
     if c.node[n, STANDING] == 0:
         prune(book, n)
+    return c.number[NUM_MOVED] | c.number[NUM_GONE] | c.number[IS_LOOSE] | c.number[IS_FULL]
 
 
 # --- many rows ---------------------------------------------------------------------------------

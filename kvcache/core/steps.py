@@ -99,11 +99,6 @@ class StepBook:
         """Whether some step waits to be completed, the open one left out."""
         return bool(self._waiting)
 
-    @property
-    def client(self) -> int:
-        """The number of the open step's client, 0 where none is open."""
-        return 0 if self.current is None else self.current.client
-
     def open(self, client_id: str, step: int) -> None:
         """Open a step; raises RequestError, unchanged, if a later one of the client waits."""
         waiting = self._waiting.get(client_id)

@@ -44,7 +44,7 @@ class Admission:
         """Ask `tenants` who may have more; count look-ups if `log_stats`."""
         self._tenants = tenants
         self._table = table
-        self._limits = limits
+        self.watermark_blocks = limits.watermark_blocks
         self._model = model
         self.counts = log_stats
         """Whether look-ups are counted."""
@@ -79,7 +79,7 @@ class Admission:
     @property
     def num_spare_blocks(self) -> int:
         """How many blocks must stay free when one more request is let in."""
-        return self._limits.watermark_blocks if self._table.num_taken else 0
+        return self.watermark_blocks if self._table.num_taken else 0
 
     def raise_if_never_fits(self, request: Request, num_tokens: int | None) -> None:
         """Raise RequestError if a request that has just found no room never will, because its

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,14 +36,9 @@ class TableBlock:
         return self.block_id == NULL_BLOCK_ID
 
 
-class Found(NamedTuple):
-    """What a look-up found, for whom, and when: true while the cache is in that state, and of the
-    request's tokens none were taken back."""
-
-    hit: CacheHit
-    request: Request
-    num_truncations: int
-    state_number: int
+Found: TypeAlias = tuple[CacheHit, Request, int, int]
+"""What a look-up found, for whom, after how many of its truncations, and when: true while the
+cache is in the state of that number, and of the request's tokens none were taken back."""
 
 
 class KVCacheBlocks:
@@ -132,12 +127,13 @@ def blocks_of(
     found: Found | None = None,
 ) -> KVCacheBlocks:
     """Return blocks of arrays that are known to hold ids: nothing is checked."""
-    blocks = KVCacheBlocks.__new__(KVCacheBlocks)
+    blocks = _new_object(KVCacheBlocks)
     blocks._block_ids, blocks._unhashed_ids, blocks.found = block_ids, unhashed_ids, found
     return blocks
 
 
 _INT32 = np.dtype(np.int32)
+_new_object = object.__new__
 
 
 def _id_arrays(what: str, tables: Sequence[_Ids]) -> tuple[Int32Array, ...]:

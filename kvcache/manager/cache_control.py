@@ -52,17 +52,14 @@ class CacheControl:
         self._admission = admission
         self._clock = clock
         self._pins = PinTable(max_pinned_blocks, tenants)
+        self.pinned = self._pins.hits
+        """The pins that hold, by id: while there are any, `refresh` has to be called."""
         self._commands: list[Command] = []
         self._has_workers = has_workers
         self.state_number = 0
         self.model_epoch = model_epoch
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is something for `refresh` to look after: pins, or a drain."""
-        return self.is_draining or len(self._pins.hits) > 0
 
     @property
     def num_pins(self) -> int:

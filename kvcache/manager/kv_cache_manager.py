@@ -47,7 +47,7 @@ from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.labels import LabelSet
 from kvcache.logs import get_logger
-from kvcache.manager.cache_blocks import Found, KVCacheBlocks, blocks_of
+from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import prefix_request
 from kvcache.manager.core_registry import CORES, CoreFactory
 from kvcache.manager.forks import require_continuation, seat_fork
@@ -188,13 +188,18 @@ class KVCacheManager:
         """
         if type(request) is not Request:
             check_kind("request", request, Request, RequestError)
-        self._prepare(request, self._table.known.get(request.request_id))
+        control = self._control
+        if request.namespace.model_epoch != control.model_epoch or (
+            request.block_hasher is not self._hasher
+        ):
+            self._prepare(request)
+        if control.is_draining or control.pinned:
+            control.refresh()
         hit = self._core.look_up(request)
         if self._admission.counts:
             self._admission.record(request, hit.num_tokens)
-        found = Found(hit, request, request.num_truncations, self._control.state_number)
-        blocks = blocks_of(hit.block_ids, self._nothing, found)
-        return blocks, hit.num_tokens
+        found = hit, request, request.num_truncations, control.state_number
+        return blocks_of(hit.block_ids, self._nothing, found), hit.num_tokens
 
     def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
         self,
@@ -244,7 +249,7 @@ class KVCacheManager:
         if type(request) is not Request or not are_counts(counts):
             counts = checked_counts(request, *counts)
         num_new, num_adopted, num_drafts, num_ahead, num_external, num_encoder = counts
-        if new_computed_blocks is not None:
+        if new_computed_blocks is not None and type(new_computed_blocks) is not KVCacheBlocks:
             check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
         if delay_cache_blocks is not False:
             delay_cache_blocks = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
@@ -257,22 +262,28 @@ class KVCacheManager:
         if is_odd or own_end > num_tokens or own_end > limits.max_model_len:
             _check_counts(request, counts, limits)
         known = table.known.get(request.request_id)
-        self._prepare(request, known)
-        newest = None
+        if request.namespace.model_epoch != control.model_epoch or (
+            request.block_hasher is not self._hasher
+        ):
+            self._prepare(request)
+        if control.is_draining or control.pinned:
+            control.refresh()
+        newest = hit = None
         if known is not None:
-            table.owned_by_caller(request)
-            newest = self._newest_state(known, num_external, num_encoder)
-        hit = None
-        if num_adopted or new_computed_blocks:
+            if known.request is not request or known.client_index != CALLER:
+                table.owned_by_caller(request)
+            if num_encoder or limits.state_groups:
+                newest = self._newest_state(known, num_external, num_encoder)
+        if num_adopted or new_computed_blocks is not None:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
         control.state_number += 1
+        if known is None and not table.free_slots:
+            return None
         num_spare = 0
-        if known is None:
-            if not table.free_slots:
-                return None
+        if self._admission.watermark_blocks and known is None:
             num_spare = self._admission.num_spare_blocks
         end = min(end + num_ahead, limits.max_model_len)
-        num_cached = 0 if delay_cache_blocks else min(own_end, num_tokens)
+        num_cached = 0 if delay_cache_blocks else own_end
         changes = self._core.reserve(
             request,
             Reservation(start, end, num_cached, num_spare, own_end, newest, num_encoder),
@@ -357,15 +368,20 @@ class KVCacheManager:
         Raises:
             RequestError: a step admitted it, or another object has its id.
         """
-        check_request(request)
-        known = self._table.owned_by_caller(request)
+        if type(request) is not Request:
+            check_request(request)
+        known = self._table.known.get(request.request_id)
         if known is None:
             return
-        self._control.state_number += 1
-        self._changed_columns.pop(known.slot, None)
+        if known.request is not request or known.client_index != CALLER:
+            self._table.owned_by_caller(request)
+        control = self._control
+        control.state_number += 1
+        if self._changed_columns:
+            self._changed_columns.pop(known.slot, None)
         self._executor.forget(known)
-        if self._control.waits:
-            self._control.refresh()
+        if control.is_draining or control.pinned:
+            control.refresh()
 
     def free_block_hashes(self, request: Request) -> None:
         """Make no further block of the request hittable; those that are stay so."""
@@ -418,12 +434,13 @@ class KVCacheManager:
         client = self._ledger.look_up(request.client_id)
         plan = self._planner.plan(request, client, self._control.model_epoch)
         self._ledger.keep(client, has_failed=plan.rollback is not None)
-        self._control.state_number += 1
-        if self._control.waits:
-            self._control.refresh()
+        control = self._control
+        control.state_number += 1
+        if control.is_draining or control.pinned:
+            control.refresh()
         result = self._executor.execute(plan)
-        if self._control.waits:
-            self._control.refresh()
+        if control.is_draining or control.pinned:
+            control.refresh()
         return result
 
     def release_client(self, client_id: str) -> tuple[str, ...]:
@@ -440,8 +457,7 @@ class KVCacheManager:
         gone = self._table.of_client(client.index)
         for known in gone:
             self._executor.forget(known)
-        if self._control.waits:
-            self._control.refresh()
+        self._control.refresh()
         return tuple(known.request.request_id for known in gone)
 
     def get_request(self, request_id: str) -> Request | None:
@@ -617,19 +633,16 @@ class KVCacheManager:
 
     # Inside the calls of requests.
 
-    def _prepare(self, request: Request, known: KnownRequest | None) -> None:
-        """Refuse a request of another model epoch; give it the hasher of this manager."""
+    def _prepare(self, request: Request) -> None:
+        """Refuse a new request of another model epoch; give it the hasher of this manager."""
         epoch = request.namespace.model_epoch
-        if epoch != self._control.model_epoch and known is None:
+        if epoch != self._control.model_epoch and request.request_id not in self._table.known:
             raise RequestError(
                 f"request {request.request_id} is of model epoch {epoch}, the weights are of "
                 f"epoch {self._control.model_epoch}: create it with "
                 "model_epoch=manager.model_epoch"
             )
-        if request.block_hasher is not self._hasher:
-            request.attach_block_hasher(self._hasher)
-        if self._control.waits:
-            self._control.refresh()
+        request.attach_block_hasher(self._hasher)
 
     def _newest_state(
         self, known: KnownRequest, num_external: int, num_encoder: int
@@ -666,17 +679,24 @@ class KVCacheManager:
         known: KnownRequest | None,
         num_tokens: int,
         blocks: KVCacheBlocks | None,
-    ) -> CacheHit:
-        """The hit that a call brings; refuse one that a look-up would not find now."""
+    ) -> CacheHit | None:
+        """The hit that a call brings, if any; refuse one that a look-up would not find now."""
+        if known is None and blocks is not None and (found := blocks.found) is not None:
+            hit, whose, num_truncations, state_number = found
+            if (
+                state_number == self._control.state_number
+                and whose is request
+                and num_truncations == request.num_truncations
+                and hit.num_tokens == num_tokens
+            ):
+                return hit
+        if not num_tokens and not blocks:
+            return None
         if known is not None:
             raise RequestError(
                 f"request {request.request_id} has blocks already and cannot adopt "
                 f"{num_tokens} computed tokens: pass new_computed_blocks on the first call only"
             )
-        found = None if blocks is None else blocks.found
-        now = request, request.num_truncations, self._control.state_number
-        if found is not None and found.hit.num_tokens == num_tokens and found[1:] == now:
-            return found.hit
         hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
         covered = [
             len(ids) * size for ids, size in zip(hit.block_ids, self._block_sizes, strict=False)
@@ -724,20 +744,26 @@ class KVCacheManager:
         self, changes: Sequence[TableChange], num_cached: int, hit: CacheHit | None
     ) -> KVCacheBlocks:
         """The blocks that entered the tables, without those that the request adopted."""
+        if len(changes) == 1 == len(self._nothing) and not self._limits.state_groups:
+            _, first, entered = changes[0]
+            if hit is not None and (num_adopted := len(hit.block_ids[0])) > first:
+                entered, first = entered[num_adopted - first :], num_adopted
+            num_hashed = num_cached // self._block_sizes[0] - first
+            return blocks_of((entered,), (entered[num_hashed:] if num_hashed > 0 else entered,))
         new, unhashed = list(self._nothing), list(self._nothing)
-        for change in changes:
-            group, first, entered = change.group, change.first_index, change.block_ids
+        for group, first, entered in changes:
             if hit is not None and len(hit.block_ids[group]) > first:
                 num_adopted = len(hit.block_ids[group])
-                entered, first = entered[num_adopted - first :], num_adopted
+                entered, first = entered[num_adopted - first :], num_adopted  # noqa: PLW2901
             if group in self._limits.state_groups:
                 without = self._unhashed_states(num_cached, group, first, entered)
             else:
-                without = entered[max(0, num_cached // self._block_sizes[group] - first) :]
-            new[group] = np.concatenate((new[group], entered)) if len(new[group]) else entered
-            unhashed[group] = (
-                np.concatenate((unhashed[group], without)) if len(unhashed[group]) else without
-            )
+                num_hashed = num_cached // self._block_sizes[group] - first
+                without = entered[num_hashed:] if num_hashed > 0 else entered
+            if len(new[group]):
+                entered = np.concatenate((new[group], entered))  # noqa: PLW2901
+                without = np.concatenate((unhashed[group], without))
+            new[group], unhashed[group] = entered, without
         return blocks_of(tuple(new), tuple(unhashed))
 
     def _unhashed_states(

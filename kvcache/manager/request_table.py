@@ -13,9 +13,9 @@ have the core give them back. Refuses to decide which request runs.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 import numpy as np
@@ -147,17 +147,21 @@ class RequestTable:
 
         `num_computed` of its positions are computed or scheduled, drafts left out.
         """
-        request_id, slot = request.request_id, heapq.heappop(self.free_slots)
+        request_id, slot = request.request_id, heappop(self.free_slots)
+        generation = self._newest_generation = self._newest_generation + 1
         known = self.known.get(request_id)
         if known is None:
-            known = self.known[request_id] = KnownRequest(request, client_index)
-        self._newest_generation += 1
-        known.slot = self.slot_by_request[request_id] = slot
-        known.generation = self.generation[slot] = self._newest_generation
-        known.num_encoder_tokens = num_encoder_tokens
+            known = self.known[request_id] = KnownRequest(
+                request, client_index, slot, generation, num_encoder_tokens
+            )
+        else:
+            known.slot, known.generation = slot, generation
+            known.num_encoder_tokens = num_encoder_tokens
+        self.slot_by_request[request_id] = slot
+        self.generation[slot] = generation
         self.requests[slot] = request
-        self._cells[slot * NUM_COLUMNS + CLIENT] = client_index
-        self._cells[slot * NUM_COLUMNS + OWN] = num_computed
+        cells, at = self._cells, slot * NUM_COLUMNS
+        cells[at + CLIENT], cells[at + OWN] = client_index, num_computed
         if client_index != CALLER:
             self._adopt(slot, num_computed)
         return known
@@ -361,7 +365,7 @@ class RequestTable:
         self.requests[slot] = None
         self.generation[slot] = FREE
         self._cells[slot * NUM_COLUMNS + CLIENT] = FREE
-        heapq.heappush(self.free_slots, slot)
+        heappush(self.free_slots, slot)
         del self.slot_by_request[known.request.request_id]
         known.slot = NO_SLOT
 

@@ -131,7 +131,8 @@ class StepExecutor:
         if known.slot != NO_SLOT:
             self._core.free(known.request)
         self._table.forget(known)
-        self._tiers.on_request_finished(known.request.request_id)
+        if self._tiers.hooks is not None:
+            self._tiers.hooks.on_request_finished(known.request.request_id)
 
     def _take_back(self, rollback: Rollback) -> list[Seating]:
         """Undo what failed; return the requests that had to be preempted for it."""
