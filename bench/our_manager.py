@@ -25,7 +25,7 @@ from kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
+from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest, StepResult
 
 CLIENT = "benchmark"
 
@@ -185,6 +185,8 @@ class OurManager:
 def one_token_each(slots: Int32Array, tokens: Int32Array) -> RunningRequests:
     """Return rows that append one token each and compute it."""
     count = len(slots)
+    if not count:
+        return EMPTY_RUNNING
     zeros = np.zeros(count, np.int32)
     return RunningRequests(
         slots=slots,

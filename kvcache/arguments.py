@@ -110,10 +110,15 @@ def as_text(
     return value if type(value) is str else str.__str__(value)
 
 
+def are_plain_texts(values: tuple[object, ...]) -> bool:
+    """Say whether all values are ASCII texts, none of them empty."""
+    return _TEXTS.issuperset(map(type, values)) and all(values) and "".join(values).isascii()  # type: ignore[arg-type]  # they are texts
+
+
 def as_texts(what: str, values: object, error: Error = InvalidInputError) -> tuple[str, ...]:
     """Return a list or tuple of texts, none of them empty, as a tuple; raises `error` otherwise."""
     listed = as_tuple(what, values, error)
-    if _TEXTS.issuperset(map(type, listed)) and all(listed) and "".join(listed).isascii():
+    if are_plain_texts(listed):
         return listed
     return tuple([as_text(f"{what}[{i}]", text, error) for i, text in enumerate(listed)])
 

@@ -24,6 +24,7 @@ import numpy as np
 from kvcache.arguments import (
     MAX_INT,
     MAX_INT32,
+    are_plain_texts,
     as_bool,
     as_int,
     as_integers,
@@ -305,19 +306,18 @@ def checked_step(request: StepRequest) -> StepRequest:
     """
     if type(request) is not StepRequest:
         check_kind("step", request, StepRequest, RequestError)
-    values = _FIELDS_OF_STEP(request)
     changes: dict[str, Any] = {}
-    if tuple(map(type, values)) != _USUAL_TYPES or not _are_in_range(request):
+    if tuple(map(type, _FIELDS_OF_STEP(request))) != _USUAL_TYPES or not _are_in_range(request):
         client = request.client_id if isinstance(request.client_id, str) else "a client"
         changes = _plain_fields(f"step {shown(request.step)} of {client}", request)
         request = replace(request, **changes)
     if (
-        request.finished
+        (request.finished and not are_plain_texts(request.finished))
         or request.preempted_recompute
         or request.preempted_swap
         or request.resumed
-        or request.new
         or request.forks
+        or (request.new and not all(map(_is_usual, request.new)))
     ):
         changes = _plain_items(f"step {request.step} of {request.client_id}", request)
         if changes:
@@ -426,19 +426,7 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
     Raises:
         RequestError: one is not. Whether it can be a request is another question.
     """
-    if (
-        tuple(map(type, _FIELDS_OF_NEW(new))) == _USUAL_NEW
-        and new.request_id.isascii()
-        and new.request_id
-        and new.mm_hashes == ()
-        and new.mm_offsets is EMPTY_INT32 is new.mm_lengths
-        and new.token_ids.dtype == _INT32
-        and new.token_ids.ndim == 1
-        and 0 < new.max_new_tokens <= MAX_INT
-        and 0 <= new.num_external_computed_tokens <= MAX_INT
-        and 0 <= new.num_lookahead_tokens <= MAX_INT
-        and 0 <= new.num_encoder_tokens <= MAX_INT
-    ):
+    if _is_usual(new):
         return new
     request_id = as_text(f"{where}: id of a new request", new.request_id, RequestError)
     changes: dict[str, Any] = {} if request_id is new.request_id else {"request_id": request_id}
@@ -469,6 +457,24 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
             column = as_integers(f"{what}: {name}", values, 0, MAX_INT32, RequestError)
             changes[name] = int32_array(column)
     return replace(new, **changes) if changes else new
+
+
+def _is_usual(new: NewRequest) -> bool:
+    """Say whether a new request, if it is one, is as most are, and right."""
+    return bool(
+        type(new) is NewRequest
+        and tuple(map(type, _FIELDS_OF_NEW(new))) == _USUAL_NEW
+        and new.request_id.isascii()
+        and new.request_id
+        and new.mm_hashes == ()
+        and new.mm_offsets is EMPTY_INT32 is new.mm_lengths
+        and new.token_ids.dtype is _INT32
+        and new.token_ids.ndim == 1
+        and 0 < new.max_new_tokens <= MAX_INT
+        and 0 <= new.num_external_computed_tokens <= MAX_INT
+        and 0 <= new.num_lookahead_tokens <= MAX_INT
+        and 0 <= new.num_encoder_tokens <= MAX_INT
+    )
 
 
 def _is_column(values: object) -> bool:

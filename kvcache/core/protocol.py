@@ -292,12 +292,21 @@ def patch_of(
     """Return `before`, followed by the changes of rows (slot, change), as one command."""
     if not changes:
         return before
-    rows = [(slot, each.group, each.first_index, len(each.block_ids)) for slot, each in changes]
-    columns = np.array([*zip(*rows, strict=True)], dtype=np.int32)
-    if len(before.slots):
+    tables = [each.block_ids for _, each in changes]
+    columns = np.array(
+        [
+            *[slot for slot, _ in changes],
+            *[each.group for _, each in changes],
+            *[each.first_index for _, each in changes],
+            *map(len, tables),
+        ],
+        np.int32,
+    ).reshape(4, -1)
+    if before is not EMPTY_PATCH:
         known = before.slots, before.groups, before.first_indices, before.counts
         columns = np.concatenate((known, columns), axis=1)
-    ids = np.concatenate((before.block_ids, *[change.block_ids for _, change in changes]))
+        tables.insert(0, before.block_ids)
+    ids = np.concatenate(tables) if len(tables) > 1 else tables[0]
     slots, groups, first_indices, counts = columns
     return BlockTablePatch(slots, groups, first_indices, counts, ids)
 

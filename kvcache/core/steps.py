@@ -112,8 +112,10 @@ class StepBook:
             self.close()
         number = self._numbers.get(client_id)
         if number is None:
-            used = set(self._numbers.values())
-            number = next(i for i in range(1, len(used) + 2) if i not in used)
+            number = 1
+            if self._numbers:
+                used = set(self._numbers.values())
+                number = next(i for i in range(1, len(used) + 2) if i not in used)
             self._numbers[client_id] = number
         self._client_id = client_id
         self._begin(number, step)
@@ -155,7 +157,7 @@ class StepBook:
         while waiting and waiting[0].step <= through_step:
             step = waiting.popleft()
             if step.notes and settles:
-                notes = np.concatenate(step.notes)
+                notes = step.notes[0] if len(step.notes) == 1 else np.concatenate(step.notes)
                 step.notes = [self.settled(_once(notes) if step.waits else notes, step.serial)]
             c.client[step.serial & (NUM_STEPS - 1)] = 0
             completed.append(step)

@@ -284,6 +284,8 @@ def _check_ids_once(where: str, request: StepRequest) -> None:
     resumed = [item.request_id for item in request.resumed]
     arriving = [*resumed, *[item.request_id for item in request.new]]
     arriving += [fork.child_id for fork in request.forks]
+    if len(leaving) + len(arriving) < 2:
+        return
     if len({*leaving, *arriving}) == len(leaving) + len(arriving):
         return
     for what, ids in (
