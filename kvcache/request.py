@@ -349,8 +349,7 @@ class Request:
         Raises:
             RequestError: a different one is attached already.
         """
-        if self._block_hasher is None or self._block_hasher != block_hasher:
-            _check_hasher(self.request_id, block_hasher)
+        _check_hasher(self.request_id, block_hasher)
         if self._block_hasher is not None and self._block_hasher != block_hasher:
             raise RequestError(
                 f"request {self.request_id} has the block hasher {self._block_hasher}, not "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,11 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
-from kvcache.hash_algorithms import BlockHash, ExtraKeys, HashFn, canonical_cbor
+from kvcache.hash_algorithms import BlockHash, ExtraKeys, HashFn, canonical_cbor, quick_chains
 
 logger = logging.getLogger(__name__)
+
+BYTES, NEW_WORDS = array_type("uint8", is_read=True), array_type("uint64")
 
 BY_PYTHON, SHA256, XXH3 = range(3)
 """How digests are made: entry 0 of `word`. The others are the algorithm, the context, and the
@@ -83,15 +86,14 @@ def _swapped(x: int) -> int:
 
 
 @routine
-def _hash(book: Any, data: int, num_bytes: int, digest: int, words: Any) -> None:
+def _hash(word: Any, data: int, num_bytes: int, digest: int, words: Any) -> None:
     """Write the digest of bytes at an address to another; `words` is scratch, two long."""
-    log = logs_of(book)
-    if log.word[0] == SHA256:
-        call_3(log.word[3], (log.word[2], log.word[1], np.int64(0)))
-        call_3(log.word[4], (log.word[2], data, num_bytes))
-        call_3(log.word[5], (log.word[2], digest, np.int64(0)))
+    if word[0] == SHA256:
+        call_3(word[3], (word[2], word[1], np.int64(0)))
+        call_3(word[4], (word[2], data, num_bytes))
+        call_3(word[5], (word[2], digest, np.int64(0)))
     else:
-        low, high = call_for_pair(log.word[1], data, num_bytes)
+        low, high = call_for_pair(word[1], data, num_bytes)
         words[0], words[1] = _swapped(high), _swapped(low)
         copy(digest, words.ctypes.data, np.int64(16))
 
@@ -110,11 +112,23 @@ def _make(book: Any, n: int, buffer: Any, words: Any) -> None:
     if keys:
         copy(at + num_bytes, address_of(log.tail, log.tail_at[keys, 0]), log.tail_at[keys, 1])
         num_bytes += log.tail_at[keys, 1]
-    _hash(book, at, num_bytes, address_of(s.digest, n), words)
+    _hash(log.word, at, num_bytes, address_of(s.digest, n), words)
     c.node[n, KEYS] |= 1
 
 
-@kernel(NOTHING, BOOK, INTS, array_type("uint8"), array_type("uint64"), NEW_INTS)
+@kernel(NOTHING, array_type("int64"), BYTES, NEW_BYTE_ROWS, array_type("uint8"), NEW_WORDS)
+def _chain(word: Any, tokens: Any, digests: Any, buffer: Any, words: Any) -> None:
+    """Make digests of units without extra keys, one behind the other: row 0 is the first one's
+    parent. The last two are scratch, as long as a parent and a unit, and two words."""
+    size = np.int64(digests.shape[1])
+    at, unit_bytes = np.int64(buffer.ctypes.data), np.int64(len(buffer)) - size
+    for i in range(len(digests) - 1):
+        copy(at, address_of(digests, i), size)
+        copy(at + size, address_of(tokens, i * unit_bytes), unit_bytes)
+        _hash(word, at, size + unit_bytes, address_of(digests, i + 1), words)
+
+
+@kernel(NOTHING, BOOK, INTS, array_type("uint8"), NEW_WORDS, NEW_INTS)
 def _make_all(book: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
     """Make the digests that nodes and their ancestors lack. The others are scratch: for the bytes
     of a unit, two words, and as many nodes as one is deep."""
@@ -290,6 +304,8 @@ class Digester:
                 self._hash_fn.name,
             )
             word[0] = BY_PYTHON
+            return
+        quick_chains.setdefault(self._hash_fn.name, partial(_chained, word.copy(), self._library))
 
     def _is_right(self) -> bool:
         """Compare a test vector: a node with tokens and extra keys behind a parent."""
@@ -314,3 +330,14 @@ def _make_in(books: Books, nodes: Any) -> None:
     num_bytes = c.digest.shape[1] + 4 * c.tokens.shape[1] + int(c.tail_at[:, 1].max())
     buffer, words = np.empty(num_bytes, np.uint8), np.empty(2, np.uint64)
     _make_all(books.book, nodes, buffer, words, np.empty(len(c.node), np.int32))
+
+
+def _chained(
+    word: Any, library: Sha256 | None, parent: bytes, tokens: bytes, unit_bytes: int, count: int
+) -> bytes:
+    """Return the digests of so many units, joined. `library` is what the addresses lead to."""
+    digests = np.empty((count + 1, len(parent)), np.uint8)
+    digests[0] = np.frombuffer(parent, np.uint8)
+    buffer, words = np.empty(len(parent) + unit_bytes, np.uint8), np.empty(2, np.uint64)
+    _chain(word, np.frombuffer(tokens, np.uint8), digests, buffer, words)
+    return digests[1:].tobytes()
