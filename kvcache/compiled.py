@@ -26,6 +26,7 @@ import llvmlite
 import numba
 from numba import config, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime.nrt import rtsys
 
 from kvcache.logs import get_logger
 
@@ -53,6 +54,7 @@ _OPTIONS = {
 _njit: Any = njit
 _NumbaCache: Any = FunctionCache  # these of numba's have no types, or too narrow ones
 _NumbaFile: Any = IndexDataCacheFile
+_runtime: Any = rtsys
 
 
 def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) -> types.Array:
@@ -117,7 +119,10 @@ class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
     def load_overload(self, sig: Signature, target_context: Any) -> Any:
         """Return what was kept for a signature, or None."""
         try:
-            return super().load_overload(sig, target_context)
+            # Numba's own method makes the context ready to compile first, which takes longer than
+            # to load all that is kept. A compiler makes it ready itself.
+            _runtime.initialize(target_context)
+            return self._load_overload(sig, target_context)
         except Exception as error:  # half a file says anything
             logger.warning("%s is compiled again: %r", self._name, error)
             self._drop_unreadable_list()

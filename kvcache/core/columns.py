@@ -218,7 +218,9 @@ class Books:
         self.unit_tokens = unit_tokens
         width = 2 * self.num_groups
         most_units = max((spec.block_size // unit_tokens for spec in specs), default=1)
-        num_nodes = num_blocks + 64
+        # A prompt's nodes are made before what its blocks held is forgotten. Nodes that are never
+        # used take no memory; more of them later are a copy of all.
+        num_nodes = num_blocks + num_blocks // 4 + 64
         has_ordered = any(spec.reads_whole_prefix for spec in specs)
         units_per_block = 512 if self.keeps_states and not has_ordered else 8 * most_units
         self.max_nodes = units_per_block * num_blocks + 4096

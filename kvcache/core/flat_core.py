@@ -196,6 +196,7 @@ class FlatCore:
         self._slots: Mapping[str, int] = {} if slots is None else slots
         self._row_of_slot: Int32Array = np.empty(0, np.int32)
         self._slot_of_row: dict[int, int] = {}
+        self._unseated: set[int] = set()  # rows that may have got a slot since
         told = self.ordered if self.ordered and not publish_all_groups else range(len(specs))
         self.teller = Teller(
             books,
@@ -349,9 +350,8 @@ class FlatCore:
         if cached and self.can_hit and not self.hits_stopped:
             end = (cached if cached < num_tokens else num_tokens) // unit
         self._last = None
-        root = self._root
-        if not root or request.namespace is not DEFAULT_NAMESPACE:
-            root = self.root(request.namespace)
+        is_default = request.namespace is DEFAULT_NAMESPACE and self._root
+        root = self._root if is_default else self.root(request.namespace)
         num_new = end - depth
         if num_new > 0 and not books.has_nodes(num_new):
             self.reach_nodes(num_new, books.columns.path[:depth])
@@ -381,6 +381,7 @@ class FlatCore:
             return None
         books.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id
+        self._unseated.add(r)
         if num_new > 0 and step is not None:
             step.rows.append([(r, books.columns.row.item(r, GENERATION), depth, end)])
         if not is_simple:
@@ -503,6 +504,12 @@ class FlatCore:
         places, publishes = self._places, self.can_hit and not self.hits_stopped
         is_reserved, lines = np.empty(count, np.int32), np.empty(count, np.int32)
         self._last = None
+        if self._unseated:
+            for r in self._unseated:
+                slot = self._slots.get(self.requests.get(r, ""), NO_ROW)
+                if slot >= 0:
+                    self._bind_row(slot, r)
+            self._unseated.clear()
         while True:
             code, first, second, _ = run_rows(
                 books.book, publishes, books.num_reached, self._row_of_slot, table.rows, table.ring,
@@ -1048,6 +1055,7 @@ class FlatCore:
         row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
         books.columns.forward[r, :ENDS] = 0, -1, 0, 0
         self.rows[request.request_id], self.requests[r] = r, request.request_id
+        self._unseated.add(r)
         return r
 
     def _room_of_tenant(self, request: Request, num_free: int) -> int:
@@ -1294,11 +1302,7 @@ class FlatCore:
         Raises:
             RequestError: one of them has no blocks.
         """
-        most = int(slots.max())
-        if most >= len(self._row_of_slot):
-            grown = np.full(2 * most + 2, NO_ROW, np.int32)
-            grown[: len(self._row_of_slot)] = self._row_of_slot
-            self._row_of_slot = grown
+        self._reach_slot(int(slots.max()))
         for place in np.flatnonzero((slots < 0) | (self._row_of_slot[slots] < 0)).tolist():
             slot, request_id = int(slots[place]), requests[place].request_id
             r = self.rows.get(request_id, NO_ROW)
@@ -1307,11 +1311,22 @@ class FlatCore:
                     f"request {request_id} in slot {slot} has no blocks: reserve for it before it "
                     "runs on, and number slots from 0"
                 )
-            before = self._slot_of_row.get(r)
-            if before is not None:
-                self._row_of_slot[before] = NO_ROW
-            self._slot_of_row[r] = slot
-            self._row_of_slot[slot] = r
+            self._bind_row(slot, r)
+
+    def _bind_row(self, slot: int, r: int) -> None:
+        self._reach_slot(slot)
+        before = self._slot_of_row.get(r)
+        if before is not None:
+            self._row_of_slot[before] = NO_ROW
+        self._slot_of_row[r] = slot
+        self._row_of_slot[slot] = r
+
+    def _reach_slot(self, most: int) -> None:
+        """Make sure that there is room for the rows of slots up to `most`."""
+        if most >= len(self._row_of_slot):
+            grown = np.full(2 * most + 2, NO_ROW, np.int32)
+            grown[: len(self._row_of_slot)] = self._row_of_slot
+            self._row_of_slot = grown
 
     def _slots_of(self, notes: Any) -> Int32Array:
         """Return the slots of the requests that made blocks hittable, -1 for those that have

@@ -149,7 +149,8 @@ class Teller:
         if np.count_nonzero(numbers):
             keys = [self._joined_keys(row) for row in numbers.tolist()]
         if self.has_workers and not is_labelled:
-            self._flush_unlabels()
+            if self._unlabels:
+                self._flush_unlabels()
             self._labels.append(
                 self._label(g, length * unit, notes, ids, digests, parents, tokens, keys)
             )
@@ -184,7 +185,7 @@ class Teller:
             token_counts=np.full(len(ids), size, np.int32),
             token_ids=tokens.reshape(-1),
             namespaces=places,
-            namespace_names=tuple([namespace_name(self._namespaces[root]) for root in used]),
+            namespace_names=(*map(namespace_name, map(self._namespaces.__getitem__, used)),),
             extra_keys=extra_keys,
         )
 
