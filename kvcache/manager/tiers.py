@@ -119,8 +119,3 @@ class TierLink:
     def emit(self, event: CacheEvent) -> None:
         """Tell who listens to the manager what happened in a tier."""
         self._events.emit(event)
-
-    def on_request_finished(self, request_id: str) -> None:
-        """The request has gone."""
-        if self.hooks is not None:
-            self.hooks.on_request_finished(request_id)
