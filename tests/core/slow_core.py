@@ -118,6 +118,9 @@ class Row:
 
 
 class SlowCore:
+    keeps_copies = False
+    """Cache a content in every block that has it, and hold no twins: what others do."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -251,7 +254,7 @@ class SlowCore:
     # --- look-up ---
 
     def look_up(self, request: Request) -> CacheHit:
-        length = (request.num_tokens - 1) // self.step_tokens * self.step_tokens
+        length = self.longest(request) // self.step_tokens * self.step_tokens
         if not self.may_cache or request.skip_reading_prefix_cache:
             length = 0
         place = self.place_of(request, length // self.hash_block_size)
@@ -262,6 +265,10 @@ class SlowCore:
                 return CacheHit(tuple(map(int32_array, tables)), length - extra)
             length -= self.step_tokens
         return CacheHit(tuple(int32_array([]) for _ in self.groups), 0)
+
+    def longest(self, request: Request) -> int:
+        """Tokens that a hit may have, what EAGLE drops included."""
+        return request.num_tokens - 1
 
     def hit_at(self, place: Place, length: int) -> list[list[int]] | None:
         """Whether all groups can start from `length` tokens, the EAGLE block still included."""
@@ -343,7 +350,6 @@ class SlowCore:
 
     def forget(self, block: Block) -> None:
         """Let a block have no content any more, whoever holds it."""
-        content = self.content(block)
         if block.waits_for is None:
             self.tell_gone(block)
         block.content = block.waits_for = None
@@ -351,7 +357,6 @@ class SlowCore:
         if block in self.unheld:
             self.unheld.remove(block)
             self.blank.append(block)
-        assert self.find(content) is None
 
     def forget_behind(self, blocks: Sequence[Block]) -> None:
         """Forget blocks; with those of ordered groups all that is cached at or behind their places.
@@ -632,7 +637,7 @@ class SlowCore:
                 mine, cached = row.tables[g][column - 1], self.find(content)
                 if mine is None or mine is cached:
                     continue
-                if cached is not None:
+                if cached is not None and not self.keeps_copies:
                     if group.is_ordered:
                         self.hold(cached)
                         row.twins[g, column - 1] = cached
@@ -930,7 +935,7 @@ class SlowCore:
             assert (block in self.unheld) == (not block.holders and block.content is not None)
             assert (block in self.blank) == (not block.holders and block.content is None)
         contents = [block.content for block in self.cached]
-        assert len(set(contents)) == len(contents)
+        assert self.keeps_copies or len(set(contents)) == len(contents)
 
     def dump_state(self) -> dict[str, object]:
         """All there is, to see whether anything has changed."""
@@ -949,12 +954,12 @@ def ids_of(table: Sequence[Block | None]) -> Any:
     return int32_array([0 if block is None else block.id for block in table])
 
 
-def make_slow_core(settings: CoreSettings) -> Any:
+def make_slow_core(settings: CoreSettings, core_class: type[SlowCore] = SlowCore) -> Any:
     """Make a slow core from what a manager makes cores from."""
     if settings.tenants is not None:
         raise RequestError("the slow core knows no tenants: walk without them")
     config = settings.kv_cache_config
-    return SlowCore(
+    return core_class(
         config.num_blocks,
         [group_of(group.kv_cache_spec) for group in config.kv_cache_groups],
         none_hash=settings.none_hash,

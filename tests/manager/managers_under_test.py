@@ -7,8 +7,7 @@ from typing import Any
 
 from kvcache.manager import KVCacheManager
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
-from tests.managers.core_model import ModelGroup
-from tests.managers.core_walk import spec_of
+from tests.core.model_group import ModelGroup, spec_of
 
 DEFAULT_CORE = "flat"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
-from tests.managers.core_model import ModelGroup
+from tests.core.model_group import ModelGroup
 
 SEALED = ("", 0)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcache.core import Core
 from kvcache.manager import KVCacheManager
+from kvcache.manager.core_registry import CORES, CoreSettings
 from kvcache.request import Request
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
@@ -15,6 +17,7 @@ from kvcache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from tests.core.slow_core import SlowCore, make_slow_core
 from tests.oracle.walk import (
     CHUNK_TOKENS,
     MAX_MODEL_LEN,
@@ -37,7 +40,12 @@ def make_spec(kind: str) -> KVCacheSpec:
 class OurSide:
     """Drives the per-request calls; checks the manager's own books now and then."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, slow: type[SlowCore] | None = None) -> None:
+        """Use the flat core, or a slow one."""
+
+        def make_slow(settings: CoreSettings) -> Core:
+            return make_slow_core(settings, slow or SlowCore)
+
         config = KVCacheConfig(
             num_blocks=scenario.num_blocks,
             kv_cache_tensors=(),
@@ -51,8 +59,8 @@ class OurSide:
             max_model_len=MAX_MODEL_LEN,
             use_eagle=scenario.use_eagle,
             watermark=scenario.watermark,
-            # It evicts block by block, as the peer does; tests/agreement compares the cores.
-            core="blocks",
+            core="flat" if slow is None else "slow",
+            core_factories={**CORES, "slow": make_slow},
         )
 
     def new_request(self, name: str, tokens: list[int]) -> Request:

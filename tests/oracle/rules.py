@@ -1,79 +1,85 @@
 """Where this package chooses otherwise than the peer, by a rule of its contract.
 
-Each difference can be taken out: our manager then does what the peer does, and must agree with it
-in every answer. A difference that remains is a mistake of one side.
+Each difference can be taken out: the slow core, which does what the flat one does in everything
+(`tests/agreement`), then does what the peer does, and must agree with it in every answer of a whole
+walk. So a rule excuses exactly what follows from it; a difference that remains is a mistake of one
+side. That the slow core without any rule answers as the flat one does is compared here as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
-from unittest.mock import patch
 
-from kvcache.core import CacheHit
-from kvcache.hashing import BlockHash
-from kvcache.managers.coordinators import HybridKVCacheCoordinator, KVCacheCoordinator
-from kvcache.request import Namespace, Request
+from kvcache.request import Request
+from tests.core.slow_core import Block, Column, Row, SlowCore
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One choice: its name, what each side does, and how ours is made to do what the peer does."""
+    """One choice: its name, what each side does, and a core that does what the peer does."""
 
     name: str
     ours: str
     theirs: str
     because: str
-    as_peer: Callable[[], AbstractContextManager[object]]
+    core: type[SlowCore]
 
 
-@contextmanager
-def free_group_by_group() -> Iterator[None]:
+class KeepsCopies(SlowCore):
+    """Cache every block, whether or not another has its content, and evict in order alone."""
+
+    keeps_copies = True
+
+    def is_continued(self, block: Block) -> bool:
+        return False
+
+
+class FreesGroupByGroup(SlowCore):
     """Free a request's blocks one group after the other, each tail first."""
 
-    def tail_first(self: KVCacheCoordinator, tables: Sequence[Sequence[int]]) -> list[int]:
-        return [block_id for table in tables for block_id in reversed(table) if block_id]
+    def tail_first(self, tables: Sequence[Sequence[Block | None]]) -> list[Column]:
+        return [
+            (g, index)
+            for g, table in enumerate(tables)
+            for index in reversed(range(len(table)))
+            if table[index] is not None
+        ]
 
-    with patch.object(KVCacheCoordinator, "tail_first", tail_first):
-        yield
 
-
-@contextmanager
-def match_the_block_behind_the_limit() -> Iterator[None]:
+class MatchesBehindTheLimit(SlowCore):
     """Let EAGLE in a hybrid match one block behind the limit of a look-up, and drop that one."""
-    find = HybridKVCacheCoordinator.find_longest_cache_hit
 
-    def find_longest_cache_hit(
-        self: HybridKVCacheCoordinator,
-        block_hashes: Sequence[BlockHash],
-        max_length: int,
-        namespace: Namespace,
-    ) -> CacheHit:
-        if self.use_eagle:
-            end = len(block_hashes) * self.hash_block_size
-            max_length = min(max_length + self.managers[0].block_size, end)
-        return find(self, block_hashes, max_length, namespace)
-
-    with patch.object(HybridKVCacheCoordinator, "find_longest_cache_hit", find_longest_cache_hit):
-        yield
+    def longest(self, request: Request) -> int:
+        limit = super().longest(request)
+        if not self.use_eagle or len(self.groups) < 2:
+            return limit
+        end = request.num_tokens // self.hash_block_size * self.hash_block_size
+        return min(limit + self.groups[0].block_size, end)
 
 
-@contextmanager
-def cache_whole_steps_only() -> Iterator[None]:
+class CachesWholeSteps(SlowCore):
     """Make blocks hittable only up to a multiple of the least common block size."""
-    cache = KVCacheCoordinator.cache_blocks
 
-    def cache_blocks(self: KVCacheCoordinator, request: Request, num_tokens: int) -> None:
-        step_tokens = lcm(*(manager.block_size for manager in self.managers))
-        cache(self, request, num_tokens - num_tokens % step_tokens)
+    def publish(self, row: Row, num_tokens: int) -> None:
+        super().publish(row, num_tokens - num_tokens % self.step_tokens)
 
-    with patch.object(KVCacheCoordinator, "cache_blocks", cache_blocks):
-        yield
+
+def core_of(rules: Sequence[Rule]) -> type[SlowCore]:
+    """Return a slow core that does what the peer does instead of these rules."""
+    return type("PeerLike", (*[rule.core for rule in rules], SlowCore), {})
 
 
 RULES = (
+    Rule(
+        name="one block for each content",
+        ours="who computes again what is cached keeps a private block of its own and, of full "
+        "attention, holds the cached one besides: fewer blocks are free while it runs, and its own "
+        "is empty when it goes",
+        theirs="caches the second block, too: both are evicted, each in its turn",
+        because="each content has one place, and no content goes before what continues it",
+        core=KeepsCopies,
+    ),
     Rule(
         name="tail first over all groups",
         ours="`free` gives the blocks of all groups back together, the last tokens' first",
@@ -81,7 +87,7 @@ RULES = (
         "of the second",
         because="`free` releases tail first: a freed request is evicted from its end, not one "
         "group before the other, since a prefix hits only where every group still has it",
-        as_peer=free_group_by_group,
+        core=FreesGroupByGroup,
     ),
     Rule(
         name="EAGLE drops inside the limit",
@@ -91,7 +97,7 @@ RULES = (
         "and drops that one, which hits a block more where the prompt ends in a cached block",
         because="the longest hit is at most `num_tokens - 1` tokens; EAGLE drops the last matched "
         "block. One rule for one group and for several",
-        as_peer=match_the_block_behind_the_limit,
+        core=MatchesBehindTheLimit,
     ),
     Rule(
         name="every full block is cached",
@@ -100,6 +106,6 @@ RULES = (
         "could end there yet; a request freed before leaves it without a hash, first to be reused",
         because="a block is hittable from the step that schedules its last token, whatever the "
         "blocks of other groups",
-        as_peer=cache_whole_steps_only,
+        core=CachesWholeSteps,
     ),
 )

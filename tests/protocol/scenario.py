@@ -78,7 +78,7 @@ MODELS_IN_TIERS = frozenset(
 class Scenario:
     """What happens in a schedule, beside the faults of the network.
 
-    `core` names the manager's core; without a name the seed says which one it is. With
+    `core` names the manager's core; without a name it is the flat one. With
     `num_host_blocks` there is a tier below the device, with `num_disk_blocks` a second one: files,
     of whose calls `disk_fail_share` fail and `disk_stall_share` take long. `keeps_memory`: host
     memory outlives its process. Of preemptions `swap_share` ask for a swap.

@@ -20,10 +20,6 @@ from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import FlatCore
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
-from kvcache.managers.chunked_local_attention import ChunkedLocalAttentionManager
-from kvcache.managers.encoder_tables import EncoderColumns
-from kvcache.managers.mamba import MambaManager
-from kvcache.managers.state_tables import StateColumns
 from kvcache.messages import Applied, FromClient, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.request import Request
@@ -102,26 +98,19 @@ def any_is_red(scenarios: Iterable[Scenario]) -> bool:
     return False
 
 
-CORES = ["blocks", "flat"]
-
-
 def one_token_later(kernel: Any, *places: int) -> Any:
     """Return a kernel that gets one token more in these of its arguments: the rules that it asks
     are compiled into it."""
     return lambda *args: kernel(*[arg + 1 if i in places else arg for i, arg in enumerate(args)])
 
 
-def turns_red(
-    num_seeds: int = 12, model: str = "full", core: str = "", first_seed: int = 0
-) -> bool:
-    """Say whether some schedule fails; on both cores by turns, or on `core`.
+def turns_red(num_seeds: int = 12, model: str = "full", first_seed: int = 0) -> bool:
+    """Say whether some schedule fails.
 
     Who knows a seed that finds a mistake begins shortly before it.
     """
     num_blocks = 24 * len(MODELS[model])
-    scenario = Scenario(
-        0, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model, core=core
-    )
+    scenario = Scenario(0, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model)
     seeds = range(first_seed, first_seed + num_seeds)
     return any_is_red(replace(scenario, seed=seed, num_ranks=2 + seed % 2) for seed in seeds)
 
@@ -228,15 +217,11 @@ def test_commands_applied_as_they_come_turn_the_simulation_red(
     assert turns_red()
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("model", ["align", "full, short window, align"])
 def test_a_state_one_column_off_turns_the_simulation_red(
-    model: str, core: str, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_off(self: StateColumns, num_tokens: int) -> int:
-        return num_tokens // self.tokens_per_column
-
-    def flat_one_off(self: FlatCore, r: int, reservation: Reservation) -> None:
+    def one_off(self: FlatCore, r: int, reservation: Reservation) -> None:
         newest = reservation.newest_state
         if newest is not None:
             newest = replace(newest, num_own_tokens=newest.num_own_tokens + 1)
@@ -245,60 +230,43 @@ def test_a_state_one_column_off_turns_the_simulation_red(
 
     note_forward = FlatCore._note_forward
     note_forwards = one_token_later(flat_core.note_forwards, 2, 3)
-    monkeypatch.setattr(FlatCore, "_note_forward", flat_one_off)
+    monkeypatch.setattr(FlatCore, "_note_forward", one_off)
     monkeypatch.setattr(flat_core, "note_forwards", note_forwards)
-    monkeypatch.setattr(StateColumns, "_column", one_off)
-    assert turns_red(model=model, core=core)
+    assert turns_red(model=model)
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("model", ["chunk", "mla, chunk, short window"])
 def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
-    model: str, core: str, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_early(self: ChunkedLocalAttentionManager, num_computed_tokens: int) -> int:
-        return self.spec.num_skipped_tokens(num_computed_tokens + 1) // self.block_size
-
-    monkeypatch.setattr(ChunkedLocalAttentionManager, "num_skipped_blocks", one_early)
     for name, place in (("inspect", 4), ("run_rows", 10), ("serve", 3), ("tend", 2)):
         kernel = one_token_later(getattr(flat_core, name), place)
         monkeypatch.setattr(flat_core, name, kernel)
-    assert turns_red(60, model, core, first_seed=29 if model == "chunk" else 5)
+    assert turns_red(60, model, first_seed=29 if model == "chunk" else 5)
 
 
-@pytest.mark.parametrize("core", CORES)
 def test_an_encoder_block_too_few_turns_the_simulation_red(
-    core: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    allocate = EncoderColumns.allocate_new_blocks
-
-    def too_few(self: EncoderColumns, request_id: str, wanted: Reservation) -> list[int]:
-        fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
-        return allocate(self, request_id, fewer)
-
-    def flat_too_few(self: FlatCore, request: Request, wanted: Reservation, hit: Any) -> Any:
+    def too_few(self: FlatCore, request: Request, wanted: Reservation, hit: Any) -> Any:
         fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
         return admit(self, request, fewer, hit)
 
     admit = FlatCore._admit
-    monkeypatch.setattr(FlatCore, "_admit", flat_too_few)
-    monkeypatch.setattr(EncoderColumns, "allocate_new_blocks", too_few)
-    assert turns_red(model="full, cross", core=core)
+    monkeypatch.setattr(FlatCore, "_admit", too_few)
+    assert turns_red(model="full, cross")
 
 
-@pytest.mark.parametrize("core", CORES)
 def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
-    core: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(MambaManager, "hits_open_step", True)
-
-    def flat_look_up(self: FlatCore, request: Request) -> CacheHit:
+    def hits_open_step(self: FlatCore, request: Request) -> CacheHit:
         self.books.columns.number[OPENED] = 1 << 60
         return look_up(self, request)
 
     look_up = FlatCore.look_up
-    monkeypatch.setattr(FlatCore, "look_up", flat_look_up)
-    assert turns_red(60, model="align", core=core, first_seed=10)
+    monkeypatch.setattr(FlatCore, "look_up", hits_open_step)
+    assert turns_red(60, model="align", first_seed=10)
 
 
 def test_without_repeating_commands_the_simulation_does_not_end(

@@ -7,9 +7,9 @@ import pytest
 
 from kvcache import KVCacheManager
 from kvcache.commands import BlockTablePatch, Label, Unlabel
+from tests.core.model_group import spec_of
 from tests.manager.managers_under_test import HYBRID, make_manager
 from tests.manager.steps import Engine, new, row
-from tests.managers.core_walk import spec_of
 
 TOKENS = range(10)
 
