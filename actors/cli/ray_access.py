@@ -63,7 +63,7 @@ def find_refusal() -> Refusal | None:
     if why_not:
         what = f"the Ray that was started last, at {last}, does not answer ({why_not})"
         return Refusal(what, "`ray stop` forgets it, `ray start --head` starts one", is_named=False)
-    return None
+    return refusal_at(last) if last else None
 
 
 def refusal_behind(error: ConnectionError) -> Refusal | None:
@@ -74,7 +74,7 @@ def refusal_behind(error: ConnectionError) -> Refusal | None:
 
 def refusal_at(address: str) -> Refusal | None:
     """Ask the control service at `address` anything, as Ray would; None unless it refuses the
-    token, hangs, or is gone."""
+    token, hangs, is gone, or has no node here."""
     is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
     if why_not := why_unanswered(address):
         return _broken(address, why_not, is_named)
@@ -101,7 +101,7 @@ def refusal_at(address: str) -> Refusal | None:
                 return _refused(address, bool(token), is_named)
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return _broken(address, f"no answer within {ANSWER_S:g} s", is_named)
-    return None
+    return _without_node(address, is_named)
 
 
 def _token(is_named: bool) -> tuple[tuple[str, str], ...]:
@@ -135,6 +135,20 @@ def _broken(address: str, why: str, is_named: bool) -> Refusal:
     return Refusal(what, remedy, is_named)
 
 
+def _without_node(address: str, is_named: bool) -> Refusal | None:
+    """Say that no node of a Ray is on this machine, as where its raylet was killed: a command joins
+    by one, and Ray waits a minute for it. Hosts have many names, so ports are compared."""
+    addresses = _local_addresses()
+    if addresses is None or address.rpartition(":")[2] in {a.rpartition(":")[2] for a in addresses}:
+        return None
+    what = f"the Ray at {address} has no node on this machine, or its raylet has died"
+    remedy = (
+        f"`ray start --address={address}` adds one; where one has died, `ray stop --force` ends "
+        "what is left of it: start Ray again, and launch"
+    )
+    return Refusal(what, remedy, is_named)
+
+
 def why_unanswered(address: str) -> str:
     """Say why no connection to host:port is accepted; empty if one is, or it is no such thing."""
     host, _, port = address.rpartition(":")
@@ -147,12 +161,13 @@ def why_unanswered(address: str) -> str:
     return ""
 
 
-def _local_addresses() -> list[str]:
-    """Return where Ray clusters of this machine are served, as Ray finds them."""
+def _local_addresses() -> list[str] | None:
+    """Return where Ray clusters that have a node on this machine are served, as Ray finds them;
+    None where it cannot be asked."""
     try:
         from ray._private.services import find_gcs_addresses
     except ImportError:
-        return []
+        return None
     find: Any = find_gcs_addresses
     return sorted(map(str, find()))
 

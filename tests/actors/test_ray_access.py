@@ -58,6 +58,25 @@ def test_a_ray_whose_token_is_here_is_not_refused(
     assert (found.stdout, found.stderr) == ("None\n", "")
 
 
+def test_a_ray_without_a_node_on_this_machine_is_refused_at_once(
+    ray_cluster: str, tmp_path: Path
+) -> None:
+    """As where its raylet was killed: Ray waits for another one for a minute."""
+    script = (
+        "import functools\n"
+        "from ray._private import services\n"
+        "services.find_gcs_addresses = functools.cache(lambda: {'192.0.2.9:1'})  # of others\n"
+        f"from actors.cli.ray_access import *; print(refusal_at({ray_cluster!r}))"
+    )
+    found = process(ray_cluster, tmp_path, {}, [sys.executable, "-c", script])
+    assert found.stderr == ""
+    assert found.stdout == (
+        f"the Ray at {ray_cluster} has no node on this machine, or its raylet has died: `ray start "
+        f"--address={ray_cluster}` adds one; where one has died, `ray stop --force` ends what is "
+        "left of it: start Ray again, and launch\n"
+    )
+
+
 def test_a_ray_that_is_named_is_joined(ray_cluster: str, tmp_path: Path) -> None:
     done = run(ray_cluster, tmp_path, {}, "usage", "--name", "none")
     assert done.stderr.startswith("kvcache: no cluster")
