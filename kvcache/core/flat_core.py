@@ -1302,7 +1302,7 @@ class FlatCore:
         Raises:
             RequestError: one of them has no blocks.
         """
-        self._reach_slot(int(slots.max()))
+        self._reach_slot(max(0, int(slots.max())))
         for place in np.flatnonzero((slots < 0) | (self._row_of_slot[slots] < 0)).tolist():
             slot, request_id = int(slots[place]), requests[place].request_id
             r = self.rows.get(request_id, NO_ROW)

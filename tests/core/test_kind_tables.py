@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import numpy as np
 import pytest
 
@@ -12,27 +9,19 @@ from kvcache.core import Core, NewestState, Reservation, RowStates
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import (
+from tests.core.builders import (
     block_lists,
     chunked,
     cross,
     full,
+    make_flat_core,
     make_request,
     mamba,
     mla,
     row_batch,
     run_request,
 )
-from tests.managers.core_builders import make_core as make_block_core
-from tests.managers.test_block_core import labels_of
-
-MakeCore: TypeAlias = Callable[..., Any]
-"""Makes a core: how many blocks, specs, options."""
-
-each_core = pytest.mark.parametrize(
-    "make_core", [make_block_core, make_flat_core], ids=["blocks", "flat"]
-)
+from tests.core.test_calls import labels_of
 
 
 def table(core: Core, name: str, group: int = 0) -> list[int]:
@@ -54,18 +43,16 @@ def forward(  # noqa: PLR0917
 # --- chunked local attention ---
 
 
-@each_core
-def test_full_attention_decides_which_chunk_a_hybrid_hit_ends_in(make_core: MakeCore) -> None:
-    core = make_core(40, full(), chunked(8))
+def test_full_attention_decides_which_chunk_a_hybrid_hit_ends_in() -> None:
+    core = make_flat_core(40, full(), chunked(8))
     run_request(core, make_request("a", range(14)))
     hit = core.look_up(make_request("b", range(30)))
     assert hit.num_tokens == 12
     assert [[int(b > 0) for b in ids] for ids in hit.block_ids] == [[1, 1, 1], [0, 0, 1]]
 
 
-@each_core
-def test_a_chunk_is_freed_when_the_next_one_begins(make_core: MakeCore) -> None:
-    core = make_core(20, chunked(8))
+def test_a_chunk_is_freed_when_the_next_one_begins() -> None:
+    core = make_flat_core(20, chunked(8))
     request = make_request("a", range(17))
     core.reserve(request, Reservation(0, 15, 0))
     core.reserve(request, Reservation(15, 16, 0))
@@ -77,13 +64,10 @@ def test_a_chunk_is_freed_when_the_next_one_begins(make_core: MakeCore) -> None:
     core.check()
 
 
-@each_core
 @pytest.mark.parametrize("spec", [chunked(8), mamba()])
-def test_eagle_is_refused_where_no_last_block_can_be_dropped(
-    make_core: MakeCore, spec: KVCacheSpec
-) -> None:
+def test_eagle_is_refused_where_no_last_block_can_be_dropped(spec: KVCacheSpec) -> None:
     with pytest.raises(ConfigurationError) as error:
-        make_core(20, full(), spec, use_eagle=True)
+        make_flat_core(20, full(), spec, use_eagle=True)
     assert str(error.value) == (
         f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do not hold "
         "without their last block: turn use_eagle off"
@@ -93,9 +77,8 @@ def test_eagle_is_refused_where_no_last_block_can_be_dropped(
 # --- MLA ---
 
 
-@each_core
-def test_latent_attention_hits_and_evicts_as_full_attention_does(make_core: MakeCore) -> None:
-    core = make_core(6, mla())
+def test_latent_attention_hits_and_evicts_as_full_attention_does() -> None:
+    core = make_flat_core(6, mla())
     run_request(core, make_request("a", range(16)))
     core.free(make_request("a", range(16)))
     assert core.look_up(make_request("b", range(17))).num_tokens == 16
@@ -107,9 +90,8 @@ def test_latent_attention_hits_and_evicts_as_full_attention_does(make_core: Make
 # --- states ---
 
 
-@each_core
-def test_one_state_and_those_of_drafts_are_all_a_request_ever_has(make_core: MakeCore) -> None:
-    core = make_core(20, mamba("none", num_drafts=2))
+def test_one_state_and_those_of_drafts_are_all_a_request_ever_has() -> None:
+    core = make_flat_core(20, mamba("none", num_drafts=2))
     request = make_request("a", range(100))
     assert forward(core, request, 0, 30)
     assert table(core, "a") == [1, 1, 1]
@@ -119,9 +101,8 @@ def test_one_state_and_those_of_drafts_are_all_a_request_ever_has(make_core: Mak
     core.check()
 
 
-@each_core
-def test_columns_that_a_chunk_passes_stay_null(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_columns_that_a_chunk_passes_stay_null() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(50))
     forward(core, request, 0, 10)
     assert table(core, "a") == [0, 0, 1]
@@ -133,9 +114,8 @@ def test_columns_that_a_chunk_passes_stay_null(make_core: MakeCore) -> None:
     core.check()
 
 
-@each_core
-def test_nothing_leaks_of_a_table_with_nulls_in_the_middle(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_nothing_leaks_of_a_table_with_nulls_in_the_middle() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(50))
     forward(core, request, 0, 10)
     forward(core, request, 10, 19, last=10)
@@ -145,10 +125,9 @@ def test_nothing_leaks_of_a_table_with_nulls_in_the_middle(make_core: MakeCore) 
     core.check()
 
 
-@each_core
-def test_a_request_never_holds_more_states_than_its_spec_says(make_core: MakeCore) -> None:
+def test_a_request_never_holds_more_states_than_its_spec_says() -> None:
     spec = mamba(num_drafts=2)
-    core = make_core(1 + 4, spec)
+    core = make_flat_core(1 + 4, spec)
     assert spec.num_state_blocks == 4
     request = make_request("a", range(60))
     assert forward(core, request, 0, 10)
@@ -163,9 +142,8 @@ def test_a_request_never_holds_more_states_than_its_spec_says(make_core: MakeCor
     core.check()
 
 
-@each_core
-def test_a_hit_is_the_last_column_whose_end_was_the_end_of_a_chunk(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_a_hit_is_the_last_column_whose_end_was_the_end_of_a_chunk() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(50))
     forward(core, request, 0, 8)
     forward(core, request, 8, 15, last=8)
@@ -175,9 +153,8 @@ def test_a_hit_is_the_last_column_whose_end_was_the_end_of_a_chunk(make_core: Ma
     assert [int(b > 0) for b in hit.block_ids[0]] == [0, 1]
 
 
-@each_core
-def test_a_column_that_was_passed_never_becomes_hittable(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_a_column_that_was_passed_never_becomes_hittable() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(50))
     core.reserve(request, Reservation(0, 3, 0, 0, 3))
     core.reserve(request, Reservation(3, 6, 0, 0, 6, NewestState(3, 0)))
@@ -187,9 +164,8 @@ def test_a_column_that_was_passed_never_becomes_hittable(make_core: MakeCore) ->
     assert core.look_up(make_request("b", range(50))).num_tokens == 0
 
 
-@each_core
-def test_a_delayed_state_hits_after_its_commit(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_a_delayed_state_hits_after_its_commit() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(50))
     core.reserve(request, Reservation(0, 8, 0, 0, 8))
     assert core.look_up(make_request("b", range(50))).num_tokens == 0
@@ -197,18 +173,16 @@ def test_a_delayed_state_hits_after_its_commit(make_core: MakeCore) -> None:
     assert core.look_up(make_request("b", range(50))).num_tokens == 8
 
 
-@each_core
-def test_an_accepted_draft_at_a_boundary_leaves_no_state_there(make_core: MakeCore) -> None:
-    core = make_core(20, mamba(num_drafts=1))
+def test_an_accepted_draft_at_a_boundary_leaves_no_state_there() -> None:
+    core = make_flat_core(20, mamba(num_drafts=1))
     request = make_request("a", range(50))
     forward(core, request, 0, 7, drafts=1)
     forward(core, request, 8, 9, last=7)
     assert core.look_up(make_request("b", range(50))).num_tokens == 0
 
 
-@each_core
-def test_a_state_of_the_same_step_is_no_hit_one_of_an_earlier_step_is(make_core: MakeCore) -> None:
-    core = make_core(40, mamba())
+def test_a_state_of_the_same_step_is_no_hit_one_of_an_earlier_step_is() -> None:
+    core = make_flat_core(40, mamba())
     core.open_step("engine", 1)
     forward(core, make_request("a", range(8)), 0, 8)
     assert core.look_up(make_request("b", range(9))).num_tokens == 0
@@ -220,11 +194,8 @@ def test_a_state_of_the_same_step_is_no_hit_one_of_an_earlier_step_is(make_core:
     assert core.look_up(make_request("b", range(9))).num_tokens == 8
 
 
-@each_core
-def test_a_sealed_copy_is_hit_although_the_open_step_writes_the_same_state(
-    make_core: MakeCore,
-) -> None:
-    core = make_core(40, full(), mamba())
+def test_a_sealed_copy_is_hit_although_the_open_step_writes_the_same_state() -> None:
+    core = make_flat_core(40, full(), mamba())
     core.open_step("engine", 1)
     one, two = make_request("a", range(8)), make_request("b", range(8))
     forward(core, one, 0, 8)
@@ -235,9 +206,8 @@ def test_a_sealed_copy_is_hit_although_the_open_step_writes_the_same_state(
     core.check()
 
 
-@each_core
-def test_a_state_of_a_failed_step_is_not_made_hittable_again(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(9))
     core.open_step("engine", 1)
     forward(core, request, 0, 8)
@@ -249,17 +219,15 @@ def test_a_state_of_a_failed_step_is_not_made_hittable_again(make_core: MakeCore
     assert core.look_up(make_request("b", range(9))).num_tokens == 0
 
 
-@each_core
-def test_the_state_behind_external_tokens_has_its_column(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_the_state_behind_external_tokens_has_its_column() -> None:
+    core = make_flat_core(20, mamba())
     request = make_request("a", range(50))
     core.reserve(request, Reservation(9, 30, 30, 0, 30))
     assert table(core, "a") == [0, 0, 1, 0, 0, 0, 0, 1]
 
 
-@each_core
-def test_a_hit_is_dropped_where_external_tokens_reach_further(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_a_hit_is_dropped_where_external_tokens_reach_further() -> None:
+    core = make_flat_core(20, mamba())
     forward(core, make_request("a", range(8)), 0, 8)
     request = make_request("b", range(50))
     hit = core.look_up(request)
@@ -269,9 +237,8 @@ def test_a_hit_is_dropped_where_external_tokens_reach_further(make_core: MakeCor
     core.check()
 
 
-@each_core
-def test_rows_of_states_jump_beside_rows_that_do_not(make_core: MakeCore) -> None:
-    core = make_core(40, full(), mamba())
+def test_rows_of_states_jump_beside_rows_that_do_not() -> None:
+    core = make_flat_core(40, full(), mamba())
     requests = [make_request(name, range(i, i + 40)) for i, name in enumerate("abc")]
     for request in requests:
         forward(core, request, 0, 6)
@@ -288,9 +255,8 @@ def test_rows_of_states_jump_beside_rows_that_do_not(make_core: MakeCore) -> Non
     core.check()
 
 
-@each_core
-def test_rows_of_states_must_say_where_they_end(make_core: MakeCore) -> None:
-    core = make_core(20, mamba())
+def test_rows_of_states_must_say_where_they_end() -> None:
+    core = make_flat_core(20, mamba())
     forward(core, make_request("a", range(9)), 0, 8)
     with pytest.raises(RequestError) as error:
         core.reserve_rows(row_batch([make_request("a", range(9))], [0], [9], [9], [9]))
@@ -300,9 +266,8 @@ def test_rows_of_states_must_say_where_they_end(make_core: MakeCore) -> None:
     )
 
 
-@each_core
-def test_states_are_restored_from_labels(make_core: MakeCore) -> None:
-    one = make_core(20, full(), mamba())
+def test_states_are_restored_from_labels() -> None:
+    one = make_flat_core(20, full(), mamba())
     one.open_step("engine", 1)
     request = make_request("a", range(20))
     forward(one, request, 0, 8)
@@ -310,7 +275,7 @@ def test_states_are_restored_from_labels(make_core: MakeCore) -> None:
     forward(one, request, 8, 16, last=8)
     one.complete_steps("engine", 2)
     labels = labels_of(one)
-    other = make_core(20, full(), mamba())
+    other = make_flat_core(20, full(), mamba())
     assert other.restore([labels, labels]) == 6
     hit = other.look_up(make_request("b", range(20)))
     assert hit == one.look_up(make_request("b", range(20)))
@@ -321,9 +286,8 @@ def test_states_are_restored_from_labels(make_core: MakeCore) -> None:
 # --- encoders ---
 
 
-@each_core
-def test_encoder_tokens_are_allocated_once_and_do_not_grow(make_core: MakeCore) -> None:
-    core = make_core(20, full(), cross())
+def test_encoder_tokens_are_allocated_once_and_do_not_grow() -> None:
+    core = make_flat_core(20, full(), cross())
     request = make_request("a", range(40))
     core.reserve(request, Reservation(0, 5, 5, num_encoder_tokens=9))
     assert [len(ids) for ids in core.block_ids("a")] == [2, 3]
@@ -334,9 +298,8 @@ def test_encoder_tokens_are_allocated_once_and_do_not_grow(make_core: MakeCore) 
     core.check()
 
 
-@each_core
-def test_a_request_without_room_for_its_encoder_tokens_gets_nothing(make_core: MakeCore) -> None:
-    core = make_core(4, full(), cross())
+def test_a_request_without_room_for_its_encoder_tokens_gets_nothing() -> None:
+    core = make_flat_core(4, full(), cross())
     request = make_request("a", range(5))
     assert core.reserve(request, Reservation(0, 5, 5, num_encoder_tokens=8)) is None
     assert core.block_ids("a") == ([], [])

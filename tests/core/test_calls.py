@@ -1,4 +1,4 @@
-"""The reference core call by call: reservations, steps, commands, events, resets, rebuilds."""
+"""The core call by call: reservations, steps, commands, events, resets, rebuilds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.blocks.block import BlockState
-from kvcache.blocks.outbox import EventLog
 from kvcache.commands import Label, Unlabel, Zero
 from kvcache.core import (
     AllBlocksCleared,
-    BlocksRemoved,
     BlocksStored,
     Core,
     Reservation,
@@ -21,11 +18,12 @@ from kvcache.core import (
 from kvcache.errors import BlockError, RequestError
 from kvcache.labels import LabelSet, LabelTable
 from kvcache.request import Request
-from tests.managers.core_builders import (
+from tests.core.builders import (
     NONE_HASH,
+    EventLog,
     extend,
     full,
-    make_core,
+    make_flat_core,
     make_request,
     row_batch,
     run_request,
@@ -38,20 +36,20 @@ def rows(*columns: list[int], requests: list[Request]) -> RowBatch:
 
 
 def test_a_reservation_without_room_gives_nothing_to_any_group() -> None:
-    core = make_core(6, full(), full())
+    core = make_flat_core(6, full(), full())
     before = core.dump_state()
     assert core.reserve(make_request("a", range(12)), Reservation(0, 12, 12)) is None
     assert core.dump_state() == before
 
 
 def test_spare_blocks_are_left_free() -> None:
-    core = make_core(6)
+    core = make_flat_core(6)
     assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 4)) is None
     assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 3)) is not None
 
 
 def test_hit_blocks_that_are_free_count_as_needed() -> None:
-    core = make_core(5)
+    core = make_flat_core(5)
     first = make_request("a", range(8))
     run_request(core, first)
     core.free(first)
@@ -61,7 +59,7 @@ def test_hit_blocks_that_are_free_count_as_needed() -> None:
 
 
 def test_skipped_window_blocks_are_freed_even_if_there_is_no_room() -> None:
-    core = make_core(6, window(5))
+    core = make_flat_core(6, window(5))
     request = make_request("a", range(20))
     core.reserve(request, Reservation(0, 20, 0))
     request.append_output_token_ids(list(range(40)))
@@ -74,7 +72,7 @@ def test_skipped_window_blocks_are_freed_even_if_there_is_no_room() -> None:
     ("computed", "num_null"), [(0, 0), (7, 0), (8, 1), (11, 1), (12, 2), (20, 4)]
 )
 def test_blocks_wholly_before_the_window_are_skipped(computed: int, num_null: int) -> None:
-    core = make_core(20, window(5))
+    core = make_flat_core(20, window(5))
     request = make_request("a", range(20))
     core.reserve(request, Reservation(0, 20, 0))
     core.reserve(request, Reservation(computed, 20, 0))
@@ -83,7 +81,7 @@ def test_blocks_wholly_before_the_window_are_skipped(computed: int, num_null: in
 
 
 def test_positions_skipped_from_the_start_take_no_blocks() -> None:
-    core = make_core(20, full(), window(5))
+    core = make_flat_core(20, full(), window(5))
     changes = core.reserve(make_request("a", range(24)), Reservation(16, 20, 0))
     assert changes is not None
     assert [list(change.block_ids).count(0) for change in changes] == [0, 3]
@@ -91,7 +89,7 @@ def test_positions_skipped_from_the_start_take_no_blocks() -> None:
 
 
 def test_caching_tokens_that_are_not_there_is_refused() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     with pytest.raises(RequestError) as error:
         core.reserve(make_request("a", range(8)), Reservation(0, 12, 12))
     assert str(error.value) == (
@@ -101,7 +99,7 @@ def test_caching_tokens_that_are_not_there_is_refused() -> None:
 
 
 def test_only_a_request_without_blocks_adopts_a_hit() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     request = make_request("a", range(9))
     run_request(core, request)
     with pytest.raises(RequestError, match="request a has blocks already"):
@@ -109,7 +107,7 @@ def test_only_a_request_without_blocks_adopts_a_hit() -> None:
 
 
 def test_rows_are_served_in_order_and_each_wholly_or_not_at_all() -> None:
-    core = make_core(5)
+    core = make_flat_core(5)
     requests = [make_request(name, range(4)) for name in "abc"]
     for request in requests:
         core.reserve(request, Reservation(0, 4, 4))
@@ -124,7 +122,7 @@ def test_rows_are_served_in_order_and_each_wholly_or_not_at_all() -> None:
 
 
 def test_rows_do_what_single_reservations_do() -> None:
-    one, many = (make_core(60, full(), window(6), has_workers=False) for _ in range(2))
+    one, many = (make_flat_core(60, full(), window(6), has_workers=False) for _ in range(2))
     for core in (one, many):
         for name in "ab":
             run_request(core, make_request(name, [ord(name)] * 5))
@@ -142,11 +140,11 @@ def test_rows_do_what_single_reservations_do() -> None:
 
 
 def test_a_block_is_hittable_for_its_client_at_once_and_for_others_when_sealed() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     core.open_step("a", 1)
     run_request(core, make_request("r", range(8)))
     assert core.look_up(make_request("s", range(9))).num_tokens == 8
-    assert core.pool.state(1) is BlockState.HITTABLE
+    assert core.statistics().num_sealed_blocks == 0
     core.open_step("b", 1)
     assert core.look_up(make_request("s", range(9))).num_tokens == 0
     core.close_step()
@@ -154,11 +152,11 @@ def test_a_block_is_hittable_for_its_client_at_once_and_for_others_when_sealed()
     assert core.take_commands() == []
     core.complete_steps("a", 1)
     assert core.look_up(make_request("s", range(9))).num_tokens == 8
-    assert core.pool.state(1) is BlockState.SEALED
+    assert core.statistics().num_sealed_blocks == 2
 
 
 def test_a_failed_step_withdraws_what_it_and_later_steps_made_hittable() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     request = make_request("r", range(12))
     for step, end in enumerate((4, 8, 12), start=1):
         core.open_step("a", step)
@@ -167,15 +165,14 @@ def test_a_failed_step_withdraws_what_it_and_later_steps_made_hittable() -> None
     core.fail_steps("a", 2)
     core.check()
     assert core.look_up(make_request("s", range(13))).num_tokens == 4
-    assert [core.pool.state(i) for i in (2, 3)] == [BlockState.OWNED] * 2
+    assert core.statistics().num_cached_blocks == 1
     core.open_step("a", 4)
     core.reserve(request, Reservation(4, 12, 12))
     assert core.look_up(make_request("s", range(13))).num_tokens == 12
 
 
 def test_sealing_labels_blocks_and_eviction_withdraws_the_label_first() -> None:
-    core = make_core(3, zero_new_blocks=True)
-    core.use_slots({"r": 4})
+    core = make_flat_core(3, zero_new_blocks=True, slots={"r": 4})
     request = make_request("r", range(8), cache_salt="s")
     core.open_step("a", 1)
     run_request(core, request)
@@ -203,41 +200,16 @@ def test_sealing_labels_blocks_and_eviction_withdraws_the_label_first() -> None:
     assert label.block_ids.tolist() == [2, 1]
 
 
-def test_events_tell_parents_first_and_the_last_copy_only() -> None:
-    log = EventLog()
-    core = make_core(7, events=log, medium="gpu")
-    one, two = make_request("a", range(8)), make_request("b", range(8))
-    core.reserve(one, Reservation(0, 8, 8))
-    core.reserve(two, Reservation(0, 8, 8))
-    (stored,) = log.take()
-    assert isinstance(stored, BlocksStored)
-    hashes = tuple(one.block_hashes)
-    assert (stored.digests, stored.parent_digest, stored.medium) == (hashes, None, "gpu")
-    assert stored.token_ids.tolist() == list(range(8))
-    extend(core, one, 4)
-    (stored,) = log.take()
-    assert isinstance(stored, BlocksStored)
-    assert stored.parent_digest == hashes[1]
-    core.evict([1])
-    assert log.take() == []
-    core.evict([3])
-    assert log.take() == [BlocksRemoved(0, "gpu", (one.block_hashes[2], hashes[1], hashes[0]))]
-    for request in (one, two):
-        core.free(request)
-    assert core.reset() == 0
-    assert log.take() == [AllBlocksCleared()]
-
-
 def test_events_of_window_groups_are_published_on_demand() -> None:
     for everything, groups in ((False, {0}), (True, {0, 1})):
         log = EventLog()
-        core = make_core(20, full(), window(5), events=log, publish_all_groups=everything)
+        core = make_flat_core(20, full(), window(5), events=log, publish_all_groups=everything)
         run_request(core, make_request("a", range(8)))
         assert {e.group for e in log.take() if isinstance(e, BlocksStored)} == groups
 
 
 def test_pins_survive_pressure() -> None:
-    core = make_core(6)
+    core = make_flat_core(6)
     first = make_request("a", range(9))
     run_request(core, first)
     hit = core.look_up(first)
@@ -254,7 +226,7 @@ def test_pins_survive_pressure() -> None:
 
 
 def test_reset_refuses_while_blocks_are_in_use_and_says_how_many() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     request = make_request("a", range(9))
     run_request(core, request)
     assert core.reset() == 3
@@ -269,7 +241,7 @@ def test_reset_refuses_while_blocks_are_in_use_and_says_how_many() -> None:
 
 
 def test_a_request_whose_hashes_are_forgotten_is_cached_no_further() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     request = make_request("a", range(4))
     run_request(core, request)
     core.forget_hashes(request)
@@ -281,7 +253,7 @@ def test_a_request_whose_hashes_are_forgotten_is_cached_no_further() -> None:
 
 
 def test_common_prefix_counts_requests_only() -> None:
-    core = make_core(30, full(), window(5))
+    core = make_flat_core(30, full(), window(5))
     for name in "ab":
         run_request(core, make_request(name, [*range(8), ord(name)]))
     core.pin(core.look_up(make_request("c", range(9))))
@@ -301,12 +273,12 @@ def labels_of(core: Core, rank: int = 0) -> LabelSet:
 
 
 def test_a_rebuild_keeps_what_all_ranks_agree_on_and_its_ancestors() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     run_request(core, make_request("a", range(13), tenant="t"))
     run_request(core, make_request("b", [*range(4), *range(50, 54)], tenant="t"))
     complete = labels_of(core)
     run_request(core, make_request("c", range(90, 98)))
-    everything = make_core(20)
+    everything = make_flat_core(20)
     assert everything.restore([complete, complete]) == 4
     everything.check()
     assert everything.look_up(make_request("d", range(13), tenant="t")).num_tokens == 12
@@ -315,7 +287,7 @@ def test_a_rebuild_keeps_what_all_ranks_agree_on_and_its_ancestors() -> None:
     partial.apply(complete.labels)
     partial.withdraw(np.array([2], dtype=np.int32))
     log = EventLog()
-    some = make_core(20, events=log)
+    some = make_flat_core(20, events=log)
     assert some.restore([complete, partial.collect(1, 1, 1, "layout")]) == 2
     some.check()
     assert some.look_up(make_request("d", range(13), tenant="t")).num_tokens == 4
@@ -330,11 +302,11 @@ def test_a_rebuild_keeps_what_all_ranks_agree_on_and_its_ancestors() -> None:
 
 
 def test_a_rebuild_tells_the_extra_keys_of_what_it_keeps() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     images = {"mm_positions": [(2, 4)], "mm_hashes": ["picture"], "cache_salt": "s"}
     run_request(core, make_request("a", range(13), **images))
     log = EventLog()
-    assert make_core(20, events=log).restore([labels_of(core)]) == 3
+    assert make_flat_core(20, events=log).restore([labels_of(core)]) == 3
     _, stored = log.take()
     assert isinstance(stored, BlocksStored)
     first, second = ("mm", "picture", 2), ("mm", "picture", -2)
@@ -343,16 +315,16 @@ def test_a_rebuild_tells_the_extra_keys_of_what_it_keeps() -> None:
 
 @pytest.mark.parametrize("keys", [b"\xff", b"\x01", b"\x80", b"\x81\x61a", b"\x81\x82\x01\x02"])
 def test_a_rebuild_drops_what_has_unreadable_extra_keys(keys: bytes) -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     run_request(core, make_request("a", range(4)))
     labels = labels_of(core)
     spoilt = replace(labels, labels=replace(labels.labels, extra_keys={0: keys}))
-    assert make_core(20).restore([labels]) == 1
-    assert make_core(20).restore([spoilt]) == 0
+    assert make_flat_core(20).restore([labels]) == 1
+    assert make_flat_core(20).restore([spoilt]) == 0
 
 
 def test_a_slot_that_another_request_takes_starts_anew() -> None:
-    core = make_core(20, has_workers=False)
+    core = make_flat_core(20, has_workers=False)
     for name in "ab":
         request = make_request(name, [ord(name)] * 4)
         core.reserve(request, Reservation(0, 4, 4))
@@ -368,13 +340,13 @@ def test_a_slot_that_another_request_takes_starts_anew() -> None:
 
 
 def test_a_row_in_a_slot_below_zero_is_refused() -> None:
-    core = make_core(20)
-    with pytest.raises(RequestError, match=r"a row in slot -1: number slots from 0 on"):
+    core = make_flat_core(20)
+    with pytest.raises(RequestError, match=r"slot -1 has no blocks.*number slots from 0"):
         core.reserve_rows(rows([-1], [0], [4], [4], requests=[make_request("a", range(4))]))
 
 
 def test_what_rows_skip_is_freed_before_the_first_one_is_served() -> None:
-    core = make_core(5, window(3))
+    core = make_flat_core(5, window(3))
     requests = [make_request(name, [ord(name)] * 8) for name in "ab"]
     for request in requests:
         core.reserve(request, Reservation(0, 8, 8))
@@ -384,18 +356,8 @@ def test_what_rows_skip_is_freed_before_the_first_one_is_served() -> None:
     core.check()
 
 
-def test_a_rebuild_keeps_one_of_duplicate_contents_and_evicts_tails_first() -> None:
-    core = make_core(20)
-    for name in "ab":
-        core.reserve(make_request(name, range(12)), Reservation(0, 12, 12))
-    rebuilt = make_core(20)
-    assert rebuilt.restore([labels_of(core)]) == 3
-    assert rebuilt.pool.get_all_free_blocks()[-3:] == [3, 2, 1]
-    rebuilt.check()
-
-
 def test_label_commands_alternate_as_a_block_is_used_again_and_again() -> None:
-    core = make_core(2)
+    core = make_flat_core(2)
     for name in "abc":
         request = make_request(name, [ord(name)] * 4)
         run_request(core, request)
@@ -405,7 +367,7 @@ def test_label_commands_alternate_as_a_block_is_used_again_and_again() -> None:
 
 
 def test_a_row_of_a_failed_step_is_cached_when_it_runs_again() -> None:
-    core = make_core(20)
+    core = make_flat_core(20)
     request = make_request("r", range(8))
     core.open_step("a", 1)
     core.reserve(request, Reservation(0, 8, 8))
