@@ -54,8 +54,6 @@ _TIER_HOOKS = ("on_eviction_candidates", "on_sealed")
 class BlockPool(ReferencedBlocks):
     """Blocks `1..num_blocks - 1`, and block 0, the null block, which is nobody's."""
 
-    is_uniform = True
-
     def __init__(
         self,
         num_blocks: int,
@@ -142,14 +140,6 @@ class BlockPool(ReferencedBlocks):
     def get_all_free_blocks(self) -> list[int]:
         """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
         return self._blank.get_all_free_blocks() + self._policy.order()
-
-    def weight(self, entry: int) -> int:
-        """Return one: an entry is a block."""
-        return 1
-
-    def weights(self, entries: IndexArray) -> IndexArray:
-        """Return one for each entry: an entry is a block."""
-        return np.ones_like(entries)
 
     def tenant_numbers(self, entries: IndexArray) -> Int32Array:
         """Return whose blocks these are. There are tenants."""
@@ -402,7 +392,7 @@ class BlockPool(ReferencedBlocks):
         missing = num_blocks
         has_progress = False
         while missing:
-            victims = self._policy.choose(missing).entries
+            victims = self._policy.choose(missing)
             if not len(victims):
                 if not (kept and has_progress):
                     break

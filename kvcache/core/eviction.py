@@ -59,8 +59,6 @@ MakePolicy = Callable[[int, "BlockBook"], EvictionPolicy]
 class BlockBook:
     """What a policy may ask of blocks: an `EntryBook`. Every entry is a block."""
 
-    is_uniform = True
-
     def __init__(
         self, books: Books, digester: Digester | None, tenants: TenantLedger | None
     ) -> None:
@@ -69,14 +67,6 @@ class BlockBook:
         self._digester = digester
         self._tenants = tenants
         self.names_contents = False
-
-    def weight(self, entry: int) -> int:
-        """Return one."""
-        return 1
-
-    def weights(self, entries: IndexArray) -> IndexArray:
-        """Return one for each."""
-        return np.ones_like(entries)
 
     def blocks_of(self, entry: int) -> IndexArray:
         """Return the block itself. For looking."""
@@ -186,7 +176,7 @@ class PolicyOrder:
         kept: list[int] = []
         has_progress = False
         while (missing := num_blank - int(c.number[BLANK])) > 0:
-            victims = index_array(self.policy.choose(missing).entries)
+            victims = index_array(self.policy.choose(missing))
             if not len(victims):
                 self.policy.put_back(kept)
                 if not has_progress:

@@ -21,7 +21,7 @@ from kvcache.arrays import IndexArray, index_array
 from kvcache.core import Core
 from kvcache.manager.core_registry import CORES, CoreFactory, CoreSettings
 from kvcache.metrics.histogram import Histogram
-from kvcache.policies import EntryBook, EvictionPolicy, PolicyFactory, Victims
+from kvcache.policies import EntryBook, EvictionPolicy, PolicyFactory
 from kvcache.policies.entry_queue import Entries
 
 _FEW = 16
@@ -32,8 +32,7 @@ processor's caches, and a dozen calls of it cost as much as a hundred entries he
 class AgeMeter:
     """Ages in seconds at hit and at eviction, each counted once for every block.
 
-    A hit of contents that somebody uses has no age. Neither has the first part of a run of blocks
-    at the moment when it is cut off the rest: what remains keeps its place in the policy.
+    A hit of contents that somebody uses has no age.
     """
 
     def __init__(
@@ -89,9 +88,8 @@ class _Notes:
     """What is noted of the entries of one pool, whose policies (one, or one for each tenant) share
     it: an entry is in one of them at a time.
 
-    `since_s[e]` and `weights[e]` are of entry `e` while it is inserted: since when it is out of
-    use, and its blocks (1 where all are single blocks). `left_s[e]` and `counted[e]` are of the
-    last time that it was chosen: when, and how many of its blocks were counted as evicted then.
+    `since_s[e]` says since when entry `e` is out of use, while it is inserted; `left_s[e]` when it
+    was chosen last.
     """
 
     def __init__(self, book: EntryBook, capacity: int) -> None:
@@ -101,16 +99,13 @@ class _Notes:
         # processor has not seen since the entry's last time.
         self.times_s = np.zeros((capacity, 2))
         self.since_s, self.left_s = self.times_s.T
-        self.blocks = np.zeros((capacity, 2), np.int32)
-        self.weights, self.counted = self.blocks.T
 
 
 class WatchedPolicy:
     """A policy that notes when entries come out of use, and how old they are when they leave.
 
     Single entries, which are most, are noted one by one through views that cost less than numpy's
-    own indexing: `_times_s` has `since_s[e]` at `2 * e` and `left_s[e]` behind it, `_blocks` in the
-    same way `weights[e]` and `counted[e]`.
+    own indexing: `_times_s` has `since_s[e]` at `2 * e` and `left_s[e]` behind it.
     """
 
     def __init__(self, policy: EvictionPolicy, notes: _Notes, meter: AgeMeter) -> None:
@@ -119,13 +114,10 @@ class WatchedPolicy:
         self._book = notes.book
         self._meter = meter
         self._notes = notes
-        self._is_uniform = notes.book.is_uniform
         self._times_s = cast("memoryview[float]", notes.times_s.reshape(-1).data)
-        self._blocks = notes.blocks.reshape(-1).data
         self._insert, self._remove = policy.insert, policy.remove
-        self._now, self._weight = meter.now, notes.book.weight
+        self._now = meter.now
         self._at_hit, self._at_eviction = meter.at_hit, meter.at_eviction
-        self._newest = -1  # the last entry of the newest choice
         self.discard = policy.discard
         self.order = policy.order
 
@@ -153,64 +145,36 @@ class WatchedPolicy:
         if len(entries) == 1:
             entry = entries[0]
             self._times_s[2 * entry] = self._now()
-            self._blocks[2 * entry] = 1 if self._is_uniform else self._weight(entry)
             return
         places = index_array(entries)
         self._notes.since_s[places] = self._now()
-        self._notes.weights[places] = 1 if self._is_uniform else self._book.weights(places)
 
     def remove(self, entries: Entries) -> None:
         """See `EvictionPolicy`; what is used again was hit."""
         self._remove(entries)
         if len(entries) == 1:
-            place = 2 * entries[0]
-            self._at_hit.observe(self._now() - self._times_s[place], self._blocks[place])
+            self._at_hit.observe(self._now() - self._times_s[2 * entries[0]])
             return
-        places = index_array(entries)
-        ages_s = self._now() - self._notes.since_s[places]
-        self._at_hit.observe_many(ages_s, self._notes.weights[places])
+        self._at_hit.observe_many(self._now() - self._notes.since_s[index_array(entries)])
 
-    def choose(self, num_blocks: int) -> Victims:
+    def choose(self, num_entries: int) -> Entries:
         """See `EvictionPolicy`; what is chosen counts as evicted, unless it is put back."""
-        victims = self._policy.choose(num_blocks)
-        entries, num_of_last = victims.entries, victims.num_blocks_of_last
-        if not len(entries):
-            self._newest = -1
-            return victims
+        chosen = self._policy.choose(num_entries)
         now_s, at_eviction = self._now(), self._at_eviction
-        self._newest = last = int(entries[-1])
-        if len(entries) <= _FEW:
-            times_s, blocks = self._times_s, self._blocks
-            for entry in entries.tolist() if isinstance(entries, np.ndarray) else entries:
-                # Anew, here and below: runs may have been cut meanwhile.
-                weight = 1 if self._is_uniform else self._weight(entry)
-                counted = num_of_last if entry == last else weight
-                place = 2 * entry
-                blocks[place] = weight - counted
-                blocks[place + 1] = counted
-                times_s[place + 1] = now_s
-                at_eviction.observe(now_s - times_s[place], counted)
-            return victims
-        places = index_array(entries)
-        weights = np.ones_like(places) if self._is_uniform else self._book.weights(places)
-        all_counted = weights.copy()
-        all_counted[-1] = num_of_last
+        if len(chosen) <= _FEW:
+            times_s = self._times_s
+            for entry in chosen.tolist() if isinstance(chosen, np.ndarray) else chosen:
+                times_s[2 * entry + 1] = now_s
+                at_eviction.observe(now_s - times_s[2 * entry])
+            return chosen
+        places = index_array(chosen)
         self._notes.left_s[places] = now_s
-        self._notes.counted[places] = all_counted
-        self._notes.weights[places] = weights - all_counted
-        at_eviction.observe_many(now_s - self._notes.since_s[places], all_counted)
-        return victims
+        at_eviction.observe_many(now_s - self._notes.since_s[places])
+        return chosen
 
     def put_back(self, entries: Entries) -> None:
-        """See `EvictionPolicy`. What comes back alone, at once, is the rest of a run whose tail has
-        gone; all others were not evicted after all."""
+        """See `EvictionPolicy`. What comes back was not evicted after all."""
         self._policy.put_back(entries)
-        is_rest = len(entries) == 1 and entries[0] == self._newest and not self._is_uniform
-        self._newest = -1
-        if is_rest or not len(entries):
-            return
         places = index_array(entries)
-        counted = self._notes.counted[places]
         ages_s = self._notes.left_s[places] - self._notes.since_s[places]
-        self._at_eviction.observe_many(ages_s, -counted)
-        self._notes.weights[places] += counted
+        self._at_eviction.observe_many(ages_s, np.full(len(places), -1))

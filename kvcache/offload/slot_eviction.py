@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Final
 
 import numpy as np
 
@@ -26,8 +25,6 @@ class SlotEviction:
 
     Invariant: a slot is in the policy exactly when it has members and no holds (writes or loads).
     """
-
-    is_uniform: Final = True
 
     def __init__(
         self,
@@ -56,14 +53,6 @@ class SlotEviction:
         place = int(table.next_places[entry])
         last = entry * table.blocks_per_slot + place - 1
         return EntryInfo(content=table.keys[last] if place else None)
-
-    def weight(self, entry: int) -> int:
-        """Every slot weighs the same."""
-        return 1
-
-    def weights(self, entries: IndexArray) -> IndexArray:
-        """Every slot weighs the same."""
-        return np.ones(len(entries), np.intp)
 
     def tenant_numbers(self, entries: IndexArray) -> Int32Array:
         """Return whose slots these are. There are tenants."""
@@ -132,7 +121,7 @@ class SlotEviction:
         kept: list[IndexArray] = []
         missing, num_kept = num_slots, 0
         while missing > 0 and len(policy):
-            chosen = index_array(policy.choose(missing + num_kept).entries)
+            chosen = index_array(policy.choose(missing + num_kept))
             if not len(chosen):
                 break
             must_stay = table.slot_spills[chosen] > 0
@@ -174,7 +163,7 @@ class SlotEviction:
             return index_array(policy.look_ahead(num_slots))
         if self._tenants is not None:
             self._tenants.demand(num_slots)
-        chosen = index_array(policy.choose(num_slots).entries)
+        chosen = index_array(policy.choose(num_slots))
         policy.put_back(chosen)
         return chosen
 

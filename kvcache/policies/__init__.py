@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, LooksAhead, Victims
+from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, LooksAhead
 from kvcache.policies.registry import (
     EVICTION_POLICIES,
     PolicyFactory,
@@ -19,7 +19,6 @@ __all__ = [
     "LRUPolicy",
     "LooksAhead",
     "PolicyFactory",
-    "Victims",
     "make_eviction_policy",
     "require_eviction_policy",
 ]

@@ -8,8 +8,6 @@ After Megiddo, Modha, "ARC: a self-tuning, low overhead replacement cache" (2003
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache.policies.ghosts import GhostList
 from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
@@ -29,16 +27,17 @@ class ARCPolicy(RankedPolicy):
         self._b2 = GhostList()
         self._target_blocks = 0.0
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+    def _place_new(self, member: Member, name: bytes | None) -> None:
         len_b1, len_b2 = len(self._b1), len(self._b2)
-        num_b1, num_b2 = len(self._b1.take(names)), len(self._b2.take(names))
+        was_in_b1 = self._b1.take(name) is not None
+        was_in_b2 = self._b2.take(name) is not None
         target = self._target_blocks
-        if num_b1:
-            target += num_b1 * max(1.0, len_b2 / len_b1)
-        if num_b2:
-            target -= num_b2 * max(1.0, len_b1 / len_b2)
+        if was_in_b1:
+            target += max(1.0, len_b2 / len_b1)
+        if was_in_b2:
+            target -= max(1.0, len_b1 / len_b2)
         self._target_blocks = min(max(target, 0.0), float(self._room_blocks))
-        member.line = _T2 if 2 * (num_b1 + num_b2) > len(names) else _T1
+        member.line = _T2 if was_in_b1 or was_in_b2 else _T1
         member.rank = 0.0, self._stamp()
 
     def _place_used(self, member: Member) -> None:
@@ -49,8 +48,8 @@ class ARCPolicy(RankedPolicy):
         is_over = self._line_blocks[_T1] > self._target_blocks
         return (once if once and (is_over or not again) else again).pop()
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
-        (self._b1 if member.line == _T1 else self._b2).add(names, 0)
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        (self._b1 if member.line == _T1 else self._b2).add(name, 0)
         room, (len_t1, len_t2) = self._room_blocks, self._line_blocks
         self._b1.trim(room - len_t1)
         self._b2.trim(2 * room - len_t1 - len_t2 - len(self._b1))

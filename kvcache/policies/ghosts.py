@@ -7,7 +7,6 @@ blocks. Refuses to grow: its policy says how many names are worth keeping, the o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 
 class GhostList:
@@ -23,19 +22,15 @@ class GhostList:
     def __contains__(self, name: object) -> bool:
         return name in self._values
 
-    def add(self, names: Sequence[bytes], value: int) -> None:
-        """Remember contents that have just been evicted, in this order."""
-        values = self._values
-        for name in names:
-            values[name] = value
-            values.move_to_end(name)
+    def add(self, name: bytes | None, value: int) -> None:
+        """Remember a content that has just been evicted; one without a name cannot be."""
+        if name is not None:
+            self._values[name] = value
+            self._values.move_to_end(name)
 
-    def take(self, names: Sequence[bytes]) -> list[int]:
-        """Forget these names; return what was known of those that were here."""
-        values = self._values
-        if not values:
-            return []
-        return [values.pop(name) for name in names if name in values]
+    def take(self, name: bytes | None) -> int | None:
+        """Forget this name; return what was known of it, None if it is not here."""
+        return None if name is None else self._values.pop(name, None)
 
     def trim(self, num_names: int) -> None:
         """Forget the oldest names until no more than so many are left."""

@@ -11,7 +11,6 @@ content and the cache has not. Refuses departures that a small budget and the hi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from copy import copy
 from math import sqrt
 
@@ -72,42 +71,40 @@ class Guard:
         twin._missing = self._missing.copy()
         return twin
 
-    def allows(self, names: Sequence[bytes]) -> bool:
-        """Say whether contents may be evicted, whatever LRU would do."""
-        num_lru = sum(name in self._stamps for name in self._sample(names))
-        return not num_lru or (len(self._missing) + num_lru) * self._scale <= self._most_missing
+    def allows(self, name: bytes) -> bool:
+        """Say whether a content may be evicted, whatever LRU would do."""
+        if not self._is_sampled(name) or name not in self._stamps:
+            return True
+        return (len(self._missing) + 1) * self._scale <= self._most_missing
 
-    def evict(self, names: Sequence[bytes]) -> None:
-        """Contents are no longer cached."""
-        self._missing.update(name for name in self._sample(names) if name in self._stamps)
+    def evict(self, name: bytes) -> None:
+        """A content is no longer cached."""
+        if self._is_sampled(name) and name in self._stamps:
+            self._missing.add(name)
 
-    def restore(self, names: Sequence[bytes]) -> None:
-        """Contents that were to be evicted stay."""
-        self._missing.difference_update(names)
+    def restore(self, name: bytes) -> None:
+        """A content that was to be evicted stays."""
+        self._missing.discard(name)
 
-    def use(self, names: Sequence[bytes], stamp: int, *, is_hit: bool, is_lru_hit: bool) -> None:
-        """Contents, the first block's first, were used and are cached.
+    def use(self, name: bytes, stamp: int, *, is_hit: bool, is_lru_hit: bool) -> None:
+        """A content was used and is cached.
 
-        `is_hit`: they were cached before. `is_lru_hit`: LRU had all of them when they came into
-        use; otherwise it had those that it has now.
+        `is_hit`: it was cached before. `is_lru_hit`: LRU had it when it came into use; otherwise it
+        had it if it has it now.
         """
+        if not self._is_sampled(name):
+            return
         stamps, missing = self._stamps, self._missing
-        names = self._sample(names)
-        num_lru = num_missing = 0
-        for name in reversed(names):  # LRU lets go of the last block first
-            if name in stamps:
-                num_lru += 1
-                stamps.move_to_end(name)
-                if name in missing:
-                    missing.remove(name)
-                    num_missing += 1
-            stamps[name] = stamp
+        is_known, was_missing = name in stamps, name in missing
+        stamps[name] = stamp
+        stamps.move_to_end(name)
+        missing.discard(name)
         if is_hit:
-            num_lru = len(names) if is_lru_hit else num_lru
-            self._won += len(names) - num_lru
+            is_known = is_lru_hit or is_known
+            self._won += not is_known
         else:
-            self._won -= num_missing
-        self._hits_at_once += num_lru * self._scale
+            self._won -= was_missing
+        self._hits_at_once += is_known * self._scale
 
     def settle(self, num_blocks: int, cached_blocks: int) -> None:
         """So many blocks were used together, and so many are cached: LRU's have to be no more."""
@@ -145,8 +142,5 @@ class Guard:
         root = (sqrt(spread**2 + 4 * sure) - spread) / 2
         return max(allowance, root**2 / chance)
 
-    def _sample(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        if self._scale == 1:
-            return names
-        mask = self._scale - 1
-        return [name for name in names if not int.from_bytes(name[:4], "big") & mask]
+    def _is_sampled(self, name: bytes) -> bool:
+        return not int.from_bytes(name[:4], "big") & (self._scale - 1)

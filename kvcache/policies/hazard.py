@@ -20,7 +20,7 @@ from kvcache.arrays import index_array
 from kvcache.policies.cohorts import CohortLine, CohortValue
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.guard import Guard
-from kvcache.policies.history_policy import HistoryPolicy, Member, Victim, names_of, tail_of
+from kvcache.policies.history_policy import HistoryPolicy, Member, Victim
 from kvcache.policies.policy import EntryBook, EntryInfo
 from kvcache.policies.ranked_queue import RankedQueue
 from kvcache.policies.reuse_table import ReuseTable
@@ -54,7 +54,6 @@ class _Arrival:
     entry: int
     info: EntryInfo
     past: Member | None
-    names: list[bytes]
     num_uses: int
     line: int = 0
 
@@ -90,14 +89,14 @@ class HazardPolicy(HistoryPolicy):
         if not arrivals:
             return
         was_blocks = self._value.clock_blocks
-        num_blocks = sum(arrival.info.weight_blocks for arrival in arrivals)
-        now = self._value.clock_blocks = was_blocks + num_blocks
+        now = self._value.clock_blocks = was_blocks + len(arrivals)
         classify(arrivals)
         for arrival in arrivals:
-            past, entry, names = arrival.past, arrival.entry, names_of(arrival.info)
+            past, entry, name = arrival.past, arrival.entry, arrival.info.content
             is_lru_hit = past is not None and past.is_lru_hit
-            self._guard.use(names, now, is_hit=past is not None, is_lru_hit=is_lru_hit)
-            member = past or Member(entry, entry, 0, None)
+            if name is not None:
+                self._guard.use(name, now, is_hit=past is not None, is_lru_hit=is_lru_hit)
+            member = past or Member(entry, entry, None)
             member.num_uses, member.is_lru_hit, member.turn = arrival.num_uses, False, self._stamp()
             member.rank = float(arrival.line), now
             self._line.add(entry, member.rank)
@@ -106,57 +105,50 @@ class HazardPolicy(HistoryPolicy):
         inserted_blocks = sum(self._line_blocks)
         self._room_blocks = max(self._room_blocks, inserted_blocks)
         self._forget_long_in_use()
-        self._guard.settle(num_blocks, inserted_blocks + self._in_use_blocks)
+        self._guard.settle(len(arrivals), inserted_blocks + len(self._in_use))
         self._line.grow_old(self._guard.old_stamp)
         self._learn(arrivals, was_blocks)
 
     def remove(self, entries: Entries) -> None:
         members = [self._members[entry] for entry in index_array(entries).tolist()]
         for member in members:
-            member.is_lru_hit = member.name in self._guard  # its last block, which LRU evicts first
+            member.is_lru_hit = member.name in self._guard
         super().remove(entries)
         for member in members:
             member.rank = float(member.line), self._value.clock_blocks
 
     def put_back(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
-            victim = self._chosen[entry]
-            if self._book.describe(entry).weight_blocks == victim.info.weight_blocks:
-                self._guard.restore(victim.tail())
+            name = self._chosen[entry].info.content
+            if name is not None:
+                self._guard.restore(name)
         super().put_back(entries)
 
     def _forget_long_in_use(self) -> None:
         oldest = self._value.clock_blocks - _ROOMS_IN_USE * self._room_blocks
         while self._in_use:
-            name, member = next(iter(self._in_use.items()))
-            if member.rank[1] >= oldest:
+            if next(iter(self._in_use.values())).rank[1] >= oldest:
                 return
-            self._use_no_more(name)
+            self._in_use.popitem(last=False)
 
     # --- uses ----------------------------------------------------------------------------------
 
     def _arrival(self, entry: int) -> _Arrival:
         info = self._book.describe(entry)
-        if info.cut_from is not None:
-            self._weigh_again(info.cut_from)
-        past = self._past(entry, info)
-        names = self._history.sample(names_of(info))
-        before = self._history.num_uses(names) if past is None else past.num_uses
-        return _Arrival(entry, info, past, names, before + 1)
-
-    def _weigh_again(self, name: bytes) -> None:
-        """The entry of this name, if it is inserted, has lost its first part."""
-        entry = self._entries_by_name.get(name)
-        if entry is not None:
-            member, weight = self._members[entry], self._book.weight(entry)
-            self._line_blocks[member.line] += weight - member.weight_blocks
-            member.weight_blocks = weight
+        name = info.content
+        past = self._in_use.pop(entry if name is None else name, None)
+        if past is not None:
+            return _Arrival(entry, info, past, past.num_uses + 1)
+        before = self._history.num_uses(name) if name is not None else 0
+        return _Arrival(entry, info, None, before + 1)
 
     def _learn(self, arrivals: Sequence[_Arrival], was_blocks: int) -> None:
         """Teach the table; make the index and the ranks anew where they are old."""
         together: list[bytes] = []
         for place, arrival in enumerate(arrivals):
-            together += arrival.names
+            name = arrival.info.content
+            if name is not None and self._history.is_sampled(name):
+                together.append(name)
             after = arrivals[place + 1] if place + 1 < len(arrivals) else None
             kind = arrival.line, arrival.num_uses
             if after is None or kind != (after.line, after.num_uses):
@@ -176,11 +168,11 @@ class HazardPolicy(HistoryPolicy):
 
     # --- victims -------------------------------------------------------------------------------
 
-    def _next(self, num_blocks: int) -> tuple[int, EntryInfo] | None:
+    def _next(self) -> tuple[int, EntryInfo] | None:
         """Take out the first by index that the guard allows, or else the first by recency."""
         if not self._recency:
             return None
-        entry = self._first_allowed(num_blocks)
+        entry = self._first_allowed()
         if entry is None:
             entry = self._recency.pop()
         else:
@@ -191,24 +183,24 @@ class HazardPolicy(HistoryPolicy):
             self._line.remove(entry)
         return entry, self._book.describe(entry)
 
-    def _first_allowed(self, num_blocks: int) -> int | None:
+    def _first_allowed(self) -> int | None:
         """Return what is due, or lowest by index, or, of what LRU would have let go, lowest."""
         entry = next(iter(self._due), None)
         if entry is not None:
-            if self._is_allowed(entry, num_blocks):
+            if self._is_allowed(entry):
                 return entry
             self._settle_due()
         entry = self._line.first()
-        return entry if self._is_allowed(entry, num_blocks) else self._line.first_old()
+        return entry if self._is_allowed(entry) else self._line.first_old()
 
-    def _is_allowed(self, entry: int, num_blocks: int) -> bool:
-        """Whether the guard allows to evict an entry's tail; of contents without names, never."""
-        info = self._book.describe(entry)
-        names = tail_of(info, min(num_blocks, info.weight_blocks))
-        return bool(names) and self._guard.allows(names)
+    def _is_allowed(self, entry: int) -> bool:
+        """Whether the guard allows to evict an entry; of contents without names, never."""
+        name = self._book.describe(entry).content
+        return name is not None and self._guard.allows(name)
 
     def _note_chosen(self, victim: Victim) -> None:
-        self._guard.evict(victim.tail())
+        if victim.info.content is not None:
+            self._guard.evict(victim.info.content)
 
     def _make_next(self, entry: int) -> None:
         super()._make_next(entry)
@@ -229,13 +221,13 @@ class HazardPolicy(HistoryPolicy):
 
     # --- of no use here ------------------------------------------------------------------------
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+    def _place_new(self, member: Member, name: bytes | None) -> None:
         """`insert` places all that come at once."""
 
     def _place_used(self, member: Member) -> None:
         """`insert` places all that come at once."""
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
         """The guard has taken note when it was chosen."""
 
 
@@ -250,19 +242,16 @@ def classify(arrivals: Sequence[_Arrival]) -> None:
             arrivals[place].line = _line_of_uses(arrivals[place].num_uses)
             place += 1
             continue
-        end, num_new = place, 0
+        end = place
         while end < len(arrivals) and arrivals[end].num_uses == 1:
-            num_new += arrivals[end].info.weight_blocks
             end += 1
-        start = arrivals[end - 1].info.position
         behind = end
         while behind < len(arrivals) and arrivals[behind].num_uses > 1:
-            start = max(start, sum(a.info.weight_blocks for a in arrivals[end : behind + 1]))
             behind += 1
-            if start > _SHARED_START_BLOCKS:
+            if behind - end > _SHARED_START_BLOCKS:
                 break
-        length = min(num_new.bit_length() - 1, _MOST_LENGTHS - 1)
-        line = length + _MOST_LENGTHS * (start > _SHARED_START_BLOCKS)
+        length = min((end - place).bit_length() - 1, _MOST_LENGTHS - 1)
+        line = length + _MOST_LENGTHS * (behind - end > _SHARED_START_BLOCKS)
         for arrival in arrivals[place:end]:
             arrival.line = line
         place = end

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -22,15 +21,13 @@ from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 from kvcache.arrays import index_array
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.look_ahead import LookAhead
-from kvcache.policies.policy import EntryBook, EntryInfo, Victims
+from kvcache.policies.policy import EntryBook, EntryInfo
 from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
 
 Name: TypeAlias = "bytes | int"
 """What an entry is known by while it is in use: its content, or its number if that has no name."""
 
 P = TypeVar("P", bound="HistoryPolicy")
-
-_ALL_BLOCKS = 1 << 62
 
 
 @dataclass(slots=True)
@@ -43,7 +40,6 @@ class Member:
 
     entry: int
     name: Name
-    weight_blocks: int
     parent: int | None
     line: int = 0
     rank: Rank = (0.0, 0)
@@ -53,26 +49,21 @@ class Member:
 
 
 class Victim(NamedTuple):
-    """An entry that was chosen, how many blocks of it, and what it was then."""
+    """An entry that was chosen, and what it was then."""
 
     member: Member
-    num_blocks: int
     info: EntryInfo
-
-    def tail(self) -> list[bytes]:
-        """Return the names of the contents that go, the last one first."""
-        return tail_of(self.info, self.num_blocks)
 
 
 class HistoryPolicy(ABC):
     """An `EvictionPolicy` that knows what became of contents before.
 
-    O(log n) amortised per entry, and O(1) per block of it where names of evicted contents are
-    kept. Bounded: as many members in use as there are entries, and what a subclass remembers.
+    O(log n) amortised per entry. Bounded: as many members in use as there are entries, and what a
+    subclass remembers.
 
-    Invariants: every member is due, parked or in its line; `_line_blocks` sums the weights of all
-    members by line, `_in_use_blocks` those in use, and `_room_blocks` is the most that was ever
-    inserted at once: the part of a pool that the policy rules.
+    Invariants: every member is due, parked or in its line; `_line_blocks` counts all members by
+    line, and `_room_blocks` is the most that was ever inserted at once: the part of a pool that the
+    policy rules.
     """
 
     num_lines: ClassVar[int] = 1
@@ -82,9 +73,7 @@ class HistoryPolicy(ABC):
         self._capacity = capacity
         self._book = book
         self._members: dict[int, Member] = {}
-        self._entries_by_name: dict[Name, int] = {}
         self._in_use: OrderedDict[Name, Member] = OrderedDict()
-        self._in_use_blocks = 0
         self._chosen: dict[int, Victim] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
         self._parked: OrderedDict[int, None] = OrderedDict()
@@ -97,8 +86,8 @@ class HistoryPolicy(ABC):
     # --- what a policy is made of --------------------------------------------------------------
 
     @abstractmethod
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
-        """Set line and rank of a member whose blocks' contents, of these names, are new here."""
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        """Set line and rank of a member whose content, of this name, is new here."""
 
     @abstractmethod
     def _place_used(self, member: Member) -> None:
@@ -109,8 +98,8 @@ class HistoryPolicy(ABC):
         return self._lines[0].pop()
 
     @abstractmethod
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
-        """Take note of contents that are evicted for good; tail first."""
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        """Take note of a content that is evicted for good."""
 
     def _move(self, entry: int, line: int, rank: Rank) -> None:
         """Let an entry that was popped stand in a line."""
@@ -118,8 +107,8 @@ class HistoryPolicy(ABC):
         if self._look_ahead is not None:
             self._look_ahead.remove(entry, member.line, member.rank)
             self._look_ahead.add(entry, line, rank)
-        self._line_blocks[member.line] -= member.weight_blocks
-        self._line_blocks[line] += member.weight_blocks
+        self._line_blocks[member.line] -= 1
+        self._line_blocks[line] += 1
         self._members[entry] = replace(member, line=line, rank=rank)
         self._lines[line].add(entry, rank)
 
@@ -145,10 +134,10 @@ class HistoryPolicy(ABC):
         self._settle()
         for entry in index_array(entries).tolist():
             info = self._book.describe(entry)
-            used = self._past(entry, info)
-            member = used or Member(entry, entry, 0, None)
+            used = self._in_use.pop(_name(entry, info), None)
+            member = used or Member(entry, entry, None)
             if used is None:
-                self._place_new(member, names_of(info))
+                self._place_new(member, info.content)
             else:
                 self._place_used(member)
             self._lines[member.line].add(entry, member.rank)
@@ -158,34 +147,29 @@ class HistoryPolicy(ABC):
     def remove(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
             member = self._leave(entry)
-            self._use_no_more(member.name)
             self._in_use[member.name] = member
-            self._in_use_blocks += member.weight_blocks
+            self._in_use.move_to_end(member.name)
         while len(self._in_use) > self._capacity:  # forgotten while they were in use
-            self._use_no_more(next(iter(self._in_use)))
+            self._in_use.popitem(last=False)
 
     def discard(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
             self._unpark(self._leave(entry).parent)
 
-    def choose(self, num_blocks: int) -> Victims:
-        taken = self._take(num_blocks)
+    def choose(self, num_entries: int) -> Entries:
+        taken = self._take(num_entries)
         for victim in taken:
             self._chosen[victim.member.entry] = victim
-        num_of_last = taken[-1].num_blocks if taken else num_blocks
-        return Victims([victim.member.entry for victim in taken], num_of_last)
+        return [victim.member.entry for victim in taken]
 
     def put_back(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist()[::-1]:
             victim = self._chosen.pop(entry)
-            if victim.num_blocks < victim.info.weight_blocks:
-                self._note_evicted(victim.member, victim.tail())
-            # Where its tail has gone it weighs less, and ends with another content.
-            self._enter(victim.member, entry, self._book.describe(entry))
+            self._enter(victim.member, entry, victim.info)
             self._make_next(entry)
 
     def order(self) -> list[int]:
-        return [victim.member.entry for victim in self._twin()._take(_ALL_BLOCKS)]
+        return [victim.member.entry for victim in self._twin()._take(len(self))]
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -194,7 +178,6 @@ class HistoryPolicy(ABC):
         twin = copy(self)
         twin._look_ahead = None
         twin._members = self._members.copy()
-        twin._entries_by_name = self._entries_by_name.copy()
         twin._due, twin._parked = self._due.copy(), self._parked.copy()
         twin._lines = [copy(line) for line in self._lines]
         twin._line_blocks = self._line_blocks.copy()
@@ -203,28 +186,26 @@ class HistoryPolicy(ABC):
     def _note_chosen(self, victim: Victim) -> None:  # noqa: B027 - most wait
         """Take note of what will be evicted unless it is put back."""
 
-    def _take(self, num_blocks: int) -> list[Victim]:
+    def _take(self, num_entries: int) -> list[Victim]:
         """Take out the next victims."""
         taken: list[Victim] = []
         going: dict[int, int] = {}
-        missing = num_blocks
-        while missing > 0 and self._members:
-            entry, info = self._take_next(missing, going)
-            victim = Victim(self._drop(entry), min(missing, info.weight_blocks), info)
+        while len(taken) < num_entries and self._members:
+            entry, info = self._take_next(going)
+            victim = Victim(self._drop(entry), info)
             self._note_chosen(victim)
             taken.append(victim)
-            missing -= victim.num_blocks
             if info.parent is not None:
                 going[info.parent] = going.get(info.parent, 0) + 1
                 self._unpark(info.parent)
         return taken
 
-    def _take_next(self, num_blocks: int, going: dict[int, int]) -> tuple[int, EntryInfo]:
+    def _take_next(self, going: dict[int, int]) -> tuple[int, EntryInfo]:
         """Return the next entry that no child needs but those that are `going`, by their parent.
 
-        It stands nowhere any more. `num_blocks` are wanted.
+        It stands nowhere any more.
         """
-        while (place := self._next(num_blocks)) is not None:
+        while (place := self._next()) is not None:
             entry, info = place
             if info.num_children <= going.get(entry, 0):
                 return place
@@ -232,7 +213,7 @@ class HistoryPolicy(ABC):
         entry = self._parked.popitem(last=False)[0]
         return entry, self._book.describe(entry)
 
-    def _next(self, num_blocks: int) -> tuple[int, EntryInfo] | None:
+    def _next(self) -> tuple[int, EntryInfo] | None:
         """Take out what is due, or stands first in a line; None if there is nothing."""
         if not self._due and not any(self._lines):
             return None
@@ -249,29 +230,11 @@ class HistoryPolicy(ABC):
         self._due[entry] = None
         self._due.move_to_end(entry, last=False)
 
-    def _past(self, entry: int, info: EntryInfo) -> Member | None:
-        """Return the member that an entry was before it was used, which is in use no more."""
-        return self._use_no_more(_name(entry, info)) or self._part_of(info.cut_from)
-
-    def _use_no_more(self, name: Name) -> Member | None:
-        member = self._in_use.pop(name, None)
-        if member is not None:
-            self._in_use_blocks -= member.weight_blocks
-        return member
-
-    def _part_of(self, name: bytes | None) -> Member | None:
-        """Return a member with the past of the one of this name, off which it was cut."""
-        if name is None:
-            return None
-        entry = self._entries_by_name.get(name)
-        whole = self._in_use.get(name) if entry is None else self._members[entry]
-        return None if whole is None else copy(whole)
-
     def _settle(self) -> None:
         """What was chosen and not put back is evicted for good, and nothing is due any more."""
         self._settle_due()
         for victim in self._chosen.values():
-            self._note_evicted(victim.member, victim.tail())
+            self._note_evicted(victim.member, victim.info.content)
         self._chosen.clear()
 
     def _settle_due(self) -> None:
@@ -283,10 +246,9 @@ class HistoryPolicy(ABC):
     def _enter(self, member: Member, entry: int, info: EntryInfo) -> None:
         """Know an entry, of which this is said now, by a member that is not known as any."""
         member.entry, member.name = entry, _name(entry, info)
-        member.weight_blocks, member.parent = info.weight_blocks, info.parent
+        member.parent = info.parent
         self._members[entry] = member
-        self._entries_by_name[member.name] = member.entry
-        self._line_blocks[member.line] += member.weight_blocks
+        self._line_blocks[member.line] += 1
         if self._look_ahead is not None:
             self._look_ahead.add(entry, member.line, member.rank)
 
@@ -303,9 +265,7 @@ class HistoryPolicy(ABC):
     def _drop(self, entry: int) -> Member:
         """Let go of a member that stands nowhere."""
         member = self._members.pop(entry)
-        if self._entries_by_name.get(member.name) == entry:
-            del self._entries_by_name[member.name]
-        self._line_blocks[member.line] -= member.weight_blocks
+        self._line_blocks[member.line] -= 1
         if self._look_ahead is not None:
             self._look_ahead.remove(entry, member.line, member.rank)
         return member
@@ -325,21 +285,3 @@ class RankedPolicy(HistoryPolicy):
 
 def _name(entry: int, info: EntryInfo) -> Name:
     return entry if info.content is None else info.content
-
-
-def names_of(info: EntryInfo) -> list[bytes]:
-    """Return the names of an entry's contents, the first block's first."""
-    last, packed = info.content, info.contents
-    if last is None:
-        return []
-    if packed is None:
-        return [last]
-    size = len(last)
-    return [packed[start : start + size] for start in range(0, len(packed), size)]
-
-
-def tail_of(info: EntryInfo, num_blocks: int) -> list[bytes]:
-    """Return the names of the contents of an entry's last blocks, the last one first."""
-    names = names_of(info)
-    count = -(-num_blocks * len(names) // info.weight_blocks)
-    return names[len(names) - count :][::-1]

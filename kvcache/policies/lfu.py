@@ -8,8 +8,6 @@ Friedrich, Jin, "Evaluating content management techniques for web proxy caches",
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache.policies.ghosts import GhostList
 from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
@@ -26,17 +24,16 @@ class LFUPolicy(RankedPolicy):
         super().__init__(capacity, book)
         self._ghosts = GhostList()
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
-        known = self._ghosts.take(names)
-        member.num_uses = 1 + (min(known) if 2 * len(known) > len(names) else 0)
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.num_uses = 1 + (self._ghosts.take(name) or 0)
         member.rank = float(member.num_uses), self._stamp()
 
     def _place_used(self, member: Member) -> None:
         member.num_uses += 1
         member.rank = float(member.num_uses), self._stamp()
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
-        self._ghosts.add(names, member.num_uses)
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        self._ghosts.add(name, member.num_uses)
         self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
 
 
@@ -48,12 +45,12 @@ class AgeingLFUPolicy(RankedPolicy):
         super().__init__(capacity, book)
         self._age = 0.0
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+    def _place_new(self, member: Member, name: bytes | None) -> None:
         member.rank = self._age + 1, self._stamp()
 
     def _place_used(self, member: Member) -> None:
         member.num_uses += 1
         member.rank = self._age + member.num_uses, self._stamp()
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
         self._age = max(self._age, member.rank[0])

@@ -7,8 +7,6 @@ The last use of evicted contents is remembered, of twice as many as there are bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache.policies.ghosts import GhostList
 from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
@@ -26,14 +24,12 @@ class LRU2Policy(RankedPolicy):
         super().__init__(capacity, book)
         self._ghosts = GhostList()
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
-        known = self._ghosts.take(names)
-        before = min(known) if 2 * len(known) > len(names) else _NEVER
-        member.rank = float(before), self._stamp()
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.rank = float(self._ghosts.take(name) or _NEVER), self._stamp()
 
     def _place_used(self, member: Member) -> None:
         member.rank = float(member.rank[1]), self._stamp()
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
-        self._ghosts.add(names, member.rank[1])
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        self._ghosts.add(name, member.rank[1])
         self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)

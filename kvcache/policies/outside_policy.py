@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arguments import as_int, as_integers, check_kind
+from kvcache.arguments import as_integers
 from kvcache.arrays import IndexArray, index_array
 from kvcache.errors import InvalidInputError
 from kvcache.logs import get_logger
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.policy import EntryBook, EvictionPolicy, Victims
+from kvcache.policies.policy import EntryBook, EvictionPolicy
 
 logger = get_logger(__name__)
 
@@ -28,7 +28,6 @@ class OutsidePolicy:
         self._name = name
         self._policy: EvictionPolicy | None = policy
         self._capacity = capacity
-        self._book = book
         self._order = LRUPolicy(capacity, book)
         self.reads_contents = bool(policy.reads_contents)
         """What the policy says of itself when it is new."""
@@ -55,16 +54,16 @@ class OutsidePolicy:
         self._order.put_back(entries)
         self._tell("put_back", entries)
 
-    def choose(self, num_blocks: int) -> Victims:
+    def choose(self, num_entries: int) -> Entries:
         if self._policy is not None:
             try:
-                victims = self._checked(self._policy.choose(num_blocks), num_blocks)
+                chosen = self._checked(self._policy.choose(num_entries), num_entries)
             except Exception:
                 self._give_up("choose")
             else:
-                self._order.remove(victims.entries)
-                return victims
-        return self._order.choose(num_blocks)
+                self._order.remove(chosen)
+                return chosen
+        return self._order.choose(num_entries)
 
     def order(self) -> list[int]:
         known = self._order.order()
@@ -86,25 +85,15 @@ class OutsidePolicy:
             except Exception:
                 self._give_up(method)
 
-    def _checked(self, victims: Victims, num_blocks: int) -> Victims:
-        """Return victims that are here, once each, and free what was asked for; raises else."""
-        check_kind("what was chosen", victims, Victims)
-        entries = self._integers(victims.entries)
+    def _checked(self, chosen: Entries, num_entries: int) -> IndexArray:
+        """Return entries that are here, once each, and as many as was asked for; raises else."""
+        entries = self._integers(chosen)
         is_here = [entry in self._order for entry in entries.tolist()]
         if not all(is_here) or len(np.unique(entries)) < len(entries):
             raise InvalidInputError(f"of {len(entries)} entries {sum(is_here)} can be evicted once")
-        if not len(entries):
-            weights = entries
-        else:
-            weights = (
-                np.ones_like(entries) if self._book.is_uniform else self._book.weights(entries)
-            )
-            weights = weights.copy()
-            weights[-1] = as_int("num_blocks_of_last", victims.num_blocks_of_last, 1, weights[-1])
-        freed = int(weights.sum())
-        if freed != num_blocks and not (freed < num_blocks and len(entries) == len(self._order)):
-            raise InvalidInputError(f"{len(entries)} entries free {freed} of {num_blocks} blocks")
-        return Victims(entries, victims.num_blocks_of_last)
+        if len(entries) != min(num_entries, len(self._order)):
+            raise InvalidInputError(f"{len(entries)} entries are not the {num_entries} asked for")
+        return entries
 
     def _integers(self, entries: Entries) -> IndexArray:
         return index_array(as_integers("entries", entries, 0, self._capacity - 1))

@@ -1,16 +1,15 @@
 """What an eviction policy is: it orders what nobody uses, and says what goes first.
 
 Stands between a pool (or a tier below it), which knows contents and references, and nobody: a
-policy sees opaque entries only. One entry is a block, a host slot or a run of blocks. Refuses to
-evict: it proposes, the owner of the bytes decides, and gives back what must stay.
+policy sees opaque entries only. One entry is a block, or a slot of a tier. Refuses to evict: it
+proposes, the owner of the bytes decides, and gives back what must stay.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from kvcache.arrays import IndexArray
 from kvcache.policies.entry_queue import Entries
 
 
@@ -18,50 +17,23 @@ from kvcache.policies.entry_queue import Entries
 class EntryInfo:
     """What a policy may know of an entry.
 
-    `weight_blocks` is how many blocks it frees, `parent` the entry it continues (None for a first
-    one, and while that is in use), `position` its distance in blocks from the start of the
-    sequence. `num_children` counts the cached contents that cannot outlive it: while there are any
-    it is no victim.
-
-    `content` names what it holds beyond its own life, of several blocks the last one's content, for
-    policies that remember what was used and what they evicted; None: the owner names nothing.
-    `contents` has the names of all its blocks, the first block's first, each as long as `content`;
-    None: `content` is the only one. `cut_from` is the `content` of the entry that this one was the
-    first part of, if it was cut off one. Equal contents of several namespaces may share a name.
+    `parent` is the entry it continues (None for a first one, and while that is in use).
+    `num_children` counts the cached contents that cannot outlive it: while there are any it is no
+    victim. `content` names what it holds beyond its own life, for policies that remember what was
+    used and what they evicted; None: the owner names nothing. Equal contents of several namespaces
+    may share a name.
     """
 
-    weight_blocks: int = 1
     parent: int | None = None
-    position: int = 0
     content: bytes | None = None
     num_children: int = 0
-    contents: bytes | None = None
-    cut_from: bytes | None = None
 
 
 class EntryBook(Protocol):
     """Where a policy asks about entries. The owner answers; asking changes nothing."""
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether every entry weighs one block, so that weights need not be asked for."""
-
     def describe(self, entry: int) -> EntryInfo:
         """Say what is known of an entry that was inserted."""
-
-    def weight(self, entry: int) -> int:
-        """Return how many blocks this entry frees. Needed unless all weigh one."""
-
-    def weights(self, entries: IndexArray) -> IndexArray:
-        """Return how many blocks each of these entries frees. Needed unless all weigh one."""
-
-
-class Victims(NamedTuple):
-    """Entries to evict, in this order. All of each goes, but of the last one only its tail: the
-    `num_blocks_of_last` blocks at its end (its whole weight where it is a single block)."""
-
-    entries: Entries
-    num_blocks_of_last: int = 1
 
 
 class EvictionPolicy(Protocol):
@@ -80,8 +52,7 @@ class EvictionPolicy(Protocol):
 
     @property
     def reads_contents(self) -> bool:
-        """Whether it tells contents apart: the owner then names them, and keeps entries with
-        different pasts apart."""
+        """Whether it tells contents apart: the owner then names them."""
 
     def __len__(self) -> int:
         """Return how many entries are inserted."""
@@ -101,13 +72,13 @@ class EvictionPolicy(Protocol):
     def discard(self, entries: Entries) -> None:
         """Take entries out, because their content is forgotten. All of them are inserted."""
 
-    def choose(self, num_blocks: int) -> Victims:
-        """Take out and return what to evict for `num_blocks` blocks; less if there is less."""
+    def choose(self, num_entries: int) -> Entries:
+        """Take out and return what to evict, the first one first; less if there is less."""
 
     def put_back(self, entries: Entries) -> None:
         """Return entries from `choose` that must stay for now to where they were, in order.
 
-        Before any entry is inserted or removed. Of an entry whose tail has gone this is the rest.
+        Before any entry is inserted or removed.
         """
 
     def order(self) -> list[int]:

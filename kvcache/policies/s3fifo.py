@@ -9,7 +9,6 @@ After Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache evi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcache.policies.ghosts import GhostList
@@ -34,9 +33,8 @@ class S3FIFOPolicy(RankedPolicy):
         super().__init__(capacity, book)
         self._ghosts = GhostList()
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
-        known = self._ghosts.take(names)
-        member.line = _MAIN if 2 * len(known) > len(names) else _SMALL
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.line = _SMALL if self._ghosts.take(name) is None else _MAIN
         member.num_uses, member.rank = 0, (0.0, self._stamp())
 
     def _place_used(self, member: Member) -> None:
@@ -55,7 +53,7 @@ class S3FIFOPolicy(RankedPolicy):
             self._members[entry] = replace(member, num_uses=left)
             self._move(entry, _MAIN, (0.0, self._stamp()))
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
         if member.line == _SMALL:
-            self._ghosts.add(names, 0)
+            self._ghosts.add(name, 0)
             self._ghosts.trim(int((1 - _SMALL_SHARE) * self._room_blocks))

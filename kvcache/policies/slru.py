@@ -9,8 +9,6 @@ After Karedla, Love, Wherry, "Caching strategies to improve disk system performa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.history_policy import Member, RankedPolicy
 
@@ -24,7 +22,7 @@ class SLRUPolicy(RankedPolicy):
 
     num_lines = 2
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
+    def _place_new(self, member: Member, name: bytes | None) -> None:
         member.line, member.rank = _PROBATION, (0.0, self._stamp())
 
     def _place_used(self, member: Member) -> None:
@@ -37,7 +35,7 @@ class SLRUPolicy(RankedPolicy):
         while protected and self._line_blocks[_PROTECTED] > limit:
             self._move(protected.pop(), _PROBATION, (0.0, self._stamp()))
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
         """What was evicted is forgotten."""
 
     def _pop_next(self) -> int:

@@ -9,8 +9,6 @@ one, since they are often close to each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvcache.policies.ghosts import GhostList
 from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
@@ -31,9 +29,8 @@ class TwoQPolicy(RankedPolicy):
         super().__init__(capacity, book)
         self._a1out = GhostList()
 
-    def _place_new(self, member: Member, names: Sequence[bytes]) -> None:
-        known = self._a1out.take(names)
-        member.line = _AM if 2 * len(known) > len(names) else _A1IN
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.line = _A1IN if self._a1out.take(name) is None else _AM
         member.rank = 0.0, self._stamp()
 
     def _place_used(self, member: Member) -> None:
@@ -46,7 +43,7 @@ class TwoQPolicy(RankedPolicy):
         is_full = self._line_blocks[_A1IN] > limit
         return (new if new and (is_full or not kept) else kept).pop()
 
-    def _note_evicted(self, member: Member, names: Sequence[bytes]) -> None:
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
         if member.line == _A1IN:
-            self._a1out.add(names, 0)
+            self._a1out.add(name, 0)
             self._a1out.trim(int(_A1OUT_SHARE * self._room_blocks))

@@ -55,17 +55,14 @@ class UseHistory:
     def __len__(self) -> int:
         return len(self._cohort_of)
 
-    def sample(self, names: Sequence[bytes]) -> list[bytes]:
-        """Return the names that are of the sample, in the same order."""
-        if self.scale == 1:
-            return list(names)
-        mask = self.scale - 1
-        return [name for name in names if not int.from_bytes(name[:4], "big") & mask]
+    def is_sampled(self, name: bytes | None) -> bool:
+        """Say whether a name is of the sample."""
+        return name is not None and not int.from_bytes(name[:4], "big") & (self.scale - 1)
 
-    def num_uses(self, names: Sequence[bytes]) -> int:
-        """Return how often contents were used, 0 if most of their sampled names are new."""
-        known = [c.num_uses for n in names if (c := self._cohort_of.get(n)) is not None]
-        return max(known) if 2 * len(known) > len(names) else 0
+    def num_uses(self, name: bytes) -> int:
+        """Return how often a content was used, 0 if its name is new."""
+        cohort = self._cohort_of.get(name)
+        return 0 if cohort is None else cohort.num_uses
 
     def use(self, names: Sequence[bytes], line: int, num_uses: int, was_blocks: int) -> None:
         """Contents were used once more and are of a class now; the clock was at `was_blocks`."""

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvcache.arrays import index_array
-from kvcache.policies import EntryBook, Victims
+from kvcache.policies import EntryBook
 from kvcache.policies.entry_queue import Entries
 from kvcache.sequences.block_tracker import NEVER_ACCESSED
 
@@ -80,14 +80,14 @@ class LastAccessOrder:
     def discard(self, entries: Entries) -> None:
         self.remove(entries)
 
-    def choose(self, num_blocks: int) -> Victims:
+    def choose(self, num_entries: int) -> Entries:
         chosen: list[int] = []
-        while len(chosen) < num_blocks and self._places:
+        while len(chosen) < num_entries and self._places:
             place, entry = heappop(self._heap)
             if self._places.get(entry) == place:
                 self._chosen[entry] = self._places.pop(entry)
                 chosen.append(entry)
-        return Victims(chosen)
+        return chosen
 
     def put_back(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():

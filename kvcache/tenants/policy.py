@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.policies import EntryBook, EvictionPolicy, Victims
+from kvcache.policies import EntryBook, EvictionPolicy
 from kvcache.policies.entry_queue import Entries
 from kvcache.tenants.account import TenantAccount
 from kvcache.tenants.givers import Giver, counts_to_give, is_below
@@ -101,17 +101,14 @@ class TenantPolicy:
             self._note_unheld(account, -len(part))
         self._planned = -1
 
-    def choose(self, num_blocks: int) -> Victims:
-        victims = self._choose_from_one(num_blocks)
-        if not self._book.is_uniform or not len(victims.entries):
-            return victims
-        parts = [index_array(victims.entries)]
-        missing = num_blocks - len(parts[0])
+    def choose(self, num_entries: int) -> Entries:
+        parts = [self._choose_from_one(num_entries)]
+        missing = num_entries - len(parts[0])
         # Only as far as is planned: what goes counts when the owner has said that it went.
-        while missing > 0 and self._plan:
-            parts.append(index_array(self._choose_from_one(missing).entries))
+        while missing > 0 and len(parts[-1]) and self._plan:
+            parts.append(self._choose_from_one(missing))
             missing -= len(parts[-1])
-        return Victims(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def put_back(self, entries: Entries) -> None:
         entries = index_array(entries)
@@ -127,16 +124,16 @@ class TenantPolicy:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _choose_from_one(self, num_blocks: int) -> Victims:
+    def _choose_from_one(self, num_entries: int) -> IndexArray:
         """Choose from the tenant whose turn it is, as much as it gives; the owner asks again."""
-        while giver := self._next_giver(num_blocks):
+        while giver := self._next_giver(num_entries):
             account, count = giver
-            victims = self._policy(account).choose(min(count, num_blocks))
-            if len(victims.entries):
-                self._length -= len(victims.entries)
-                self._note_unheld(account, -len(victims.entries))
-                return victims
-        return Victims(())
+            chosen = index_array(self._policy(account).choose(min(count, num_entries)))
+            if len(chosen):
+                self._length -= len(chosen)
+                self._note_unheld(account, -len(chosen))
+                return chosen
+        return index_array(())
 
     def _next_giver(self, num_blocks: int) -> tuple[TenantAccount, int] | None:
         if self._planned != self._ledger.num_demands or not self._plan:

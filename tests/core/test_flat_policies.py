@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.arrays import IndexArray
 from kvcache.core import Reservation
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.policy import EntryBook, Victims
+from kvcache.policies.policy import EntryBook
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import make_flat_core
@@ -50,10 +49,10 @@ class NewestFirst:
 
     discard = remove
 
-    def choose(self, num_blocks: int) -> Victims:
-        taken: IndexArray = np.array(self.entries[-num_blocks:][::-1], dtype=np.intp)
-        del self.entries[-num_blocks:]
-        return Victims(taken)
+    def choose(self, num_entries: int) -> list[int]:
+        taken = self.entries[-num_entries:][::-1]
+        del self.entries[-num_entries:]
+        return taken
 
     def put_back(self, entries: Entries) -> None:
         self.entries += np.asarray(entries).tolist()[::-1]

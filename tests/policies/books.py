@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from kvcache.arrays import IndexArray, index_array
 from kvcache.policies import EntryInfo, EvictionPolicy, make_eviction_policy
 
 
 class WrittenBook:
-    """Entries without a line in `infos` are single blocks with a name of their own."""
+    """Entries without a line in `infos` have a name of their own."""
 
-    def __init__(self, *, is_uniform: bool = True) -> None:
-        self.is_uniform = is_uniform
+    def __init__(self) -> None:
         self.infos: dict[int, EntryInfo] = {}
 
     def describe(self, entry: int) -> EntryInfo:
         return self.infos.get(entry) or EntryInfo(content=name_of(entry))
-
-    def weight(self, entry: int) -> int:
-        return self.describe(entry).weight_blocks
-
-    def weights(self, entries: IndexArray) -> IndexArray:
-        return index_array([self.describe(entry).weight_blocks for entry in entries.tolist()])
 
     def hold(self, entry: int, content: int) -> None:
         """Let an entry hold a content."""
@@ -31,10 +23,8 @@ def name_of(content: int) -> bytes:
     return content.to_bytes(4, "big")
 
 
-def make_policy(
-    name: str, capacity: int = 100, *, is_uniform: bool = True
-) -> tuple[EvictionPolicy, WrittenBook]:
-    book = WrittenBook(is_uniform=is_uniform)
+def make_policy(name: str, capacity: int = 100) -> tuple[EvictionPolicy, WrittenBook]:
+    book = WrittenBook()
     return make_eviction_policy(name, capacity, book), book
 
 
@@ -45,5 +35,5 @@ def use(policy: EvictionPolicy, *entries: int) -> None:
         policy.insert([entry])
 
 
-def evict(policy: EvictionPolicy, num_blocks: int) -> list[int]:
-    return [int(entry) for entry in policy.choose(num_blocks).entries]
+def evict(policy: EvictionPolicy, num_entries: int) -> list[int]:
+    return [int(entry) for entry in policy.choose(num_entries)]

@@ -2,8 +2,7 @@
 
 Requests use contents along a tree: those that are cached are taken out of the policy, the others
 get entries, for which room is made if need be. Leaf first: the cache forgets no content that
-another continues. Entries of several blocks are cut, and get other numbers while they are in use,
-as runs do.
+another continues.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array
 from kvcache.policies import EntryBook, EntryInfo, EvictionPolicy
 from tests.policies.slow import SlowPolicy
 
@@ -23,18 +21,12 @@ NAME_BYTES = 4
 
 @dataclass
 class Content:
-    """A content, what it continues, and where it is. `num_blocks` shrinks when its tail goes.
+    """A content, what it continues, and where it is."""
 
-    Its blocks' names count up from `first_name`.
-    """
-
-    first_name: int
+    number: int
     parent: Content | None
-    size: int
-    num_blocks: int = 0
     entry: int | None = None
     num_users: int = 0
-    cut_from: bytes | None = None
     children: list[Content] = field(default_factory=list)
 
     @property
@@ -43,11 +35,6 @@ class Content:
 
     def path(self) -> list[Content]:
         return [*(self.parent.path() if self.parent else []), self]
-
-    def names(self) -> bytes:
-        return b"".join(
-            (self.first_name + i).to_bytes(NAME_BYTES, "big") for i in range(self.num_blocks)
-        )
 
 
 class Cache:
@@ -60,12 +47,10 @@ class Cache:
         make_slow: Callable[[int, EntryBook], SlowPolicy],
         *,
         capacity: int,
-        is_uniform: bool,
         has_names: bool = True,
     ) -> None:
         self.rng = rng
         self.capacity = capacity
-        self.is_uniform = is_uniform
         self.has_names = has_names
         self.contents = self._draw_contents(3 * capacity)
         self.held_by: dict[int, Content] = {}
@@ -77,22 +62,12 @@ class Cache:
 
     def describe(self, entry: int) -> EntryInfo:
         content = self.held_by[entry]
-        names = content.names()
         parent = content.parent
         return EntryInfo(
-            content.num_blocks,
             parent=None if parent is None else parent.entry,
-            content=names[-NAME_BYTES:] if self.has_names else None,
+            content=content.number.to_bytes(NAME_BYTES, "big") if self.has_names else None,
             num_children=content.num_cached_children,
-            contents=names if self.has_names and not self.is_uniform else None,
-            cut_from=content.cut_from,
         )
-
-    def weight(self, entry: int) -> int:
-        return self.held_by[entry].num_blocks
-
-    def weights(self, entries: IndexArray) -> IndexArray:
-        return index_array([self.held_by[entry].num_blocks for entry in entries.tolist()])
 
     # --- operations ---
 
@@ -100,9 +75,6 @@ class Cache:
         """Do something, then see whether both policies say the same."""
         acts = [self.use, self.release, self.forget, self.forget_in_use, self.try_evicting]
         chances = [8, 8, 1, 0.5, 2]
-        if not self.is_uniform:
-            acts.append(self.cut)
-            chances.append(2)
         self.rng.choices(acts, chances)[0]()
         self.compare()
 
@@ -117,7 +89,6 @@ class Cache:
         for content in missing:
             if not self.num_free():
                 break
-            content.num_blocks = content.size
             content.num_users = 1
             self.place(content)
             found.append(content)
@@ -132,35 +103,8 @@ class Cache:
         for content in reversed(path):
             content.num_users -= 1
             if not content.num_users and content.entry is not None:
-                if not self.is_uniform:
-                    del self.held_by[content.entry]
-                    self.place(content)
                 unused.append(content.entry)
         self.tell("insert", unused)
-
-    def cut(self) -> None:
-        """A request uses the first part of a content only: it becomes one of its own."""
-        long = [c for c in self.held_by.values() if not c.num_users and c.num_blocks > 1]
-        if not long or not self.num_free():
-            return
-        whole = self.rng.choice(long)
-        size = self.rng.randrange(1, whole.num_blocks)
-        name = whole.names()[-NAME_BYTES:]
-        head = Content(whole.first_name, whole.parent, size, size, cut_from=name)
-        head.children = [whole]
-        if whole.parent is not None:
-            whole.parent.children.remove(whole)
-            whole.parent.children.append(head)
-        whole.parent = head
-        whole.first_name += size
-        whole.size -= size
-        whole.num_blocks -= size
-        self.contents.append(head)
-        path = head.path()
-        self.hold(path[:-1])
-        self.place(head)
-        head.num_users = 1
-        self.users.append(path)
 
     def forget(self) -> None:
         """A content that nobody uses is void, and what continues it."""
@@ -188,27 +132,18 @@ class Cache:
         """Choose victims, of which some stay."""
         self.evict(self.rng.randrange(1, 9), num_kept=self.rng.randrange(4))
 
-    def evict(self, num_blocks: int, num_kept: int = 0) -> None:
-        victims = self.policy.choose(num_blocks)
-        entries = [int(entry) for entry in victims.entries]
-        slow_entries, num_of_last = self.slow.choose(num_blocks)
-        assert entries == slow_entries
-        assert not entries or victims.num_blocks_of_last == num_of_last
+    def evict(self, num_entries: int, num_kept: int = 0) -> None:
+        entries = [int(entry) for entry in self.policy.choose(num_entries)]
+        assert entries == self.slow.choose(num_entries)
         kept = entries[max(0, len(entries) - num_kept) :]
-        going = entries[: len(entries) - len(kept)]
-        for entry in going:
+        for entry in entries[: len(entries) - len(kept)]:
             content = self.held_by[entry]
-            is_needed = content.num_cached_children > 0
-            # Only where nothing else is left may a victim have children, and those are in use.
-            assert not is_needed or not len(self.policy)
-            num_gone = victims.num_blocks_of_last if entry == entries[-1] else content.num_blocks
-            if is_needed:
-                kept = [*kept, entry]
-            elif num_gone < content.num_blocks:
-                content.num_blocks -= num_gone
-                kept = [entry, *kept]
-            else:
+            if not content.num_cached_children:
                 self.drop(content)
+                continue
+            # Only where nothing else is left may a victim have children, and those are in use.
+            assert not len(self.policy)
+            kept = [*kept, entry]
         self.tell("put_back", kept)
 
     # --- inside ---
@@ -253,8 +188,7 @@ class Cache:
             parent = self.rng.choice([None, *contents]) if contents else None
             if parent is not None and len(parent.path()) > 4:
                 parent = None
-            size = 1 if self.is_uniform else self.rng.randrange(1, 6)
-            content = Content(1000 * number, parent, size)
+            content = Content(number, parent)
             if parent is not None:
                 parent.children.append(content)
             contents.append(content)

@@ -20,7 +20,6 @@ class Seat:
 
     entry: int
     name: object
-    weight: int
     parent: int | None
     line: str = ""
     since: int = 0
@@ -28,15 +27,6 @@ class Seat:
     worth: float = 0
     turn: int = 0
     is_lru_hit: bool = False
-
-
-@dataclass
-class Gone:
-    """A victim: which names go with it, and whether it goes as a whole."""
-
-    seat: Seat
-    names: list[bytes]
-    is_whole: bool
 
 
 @dataclass
@@ -61,10 +51,7 @@ class Memory:
 
 
 def names_of(info: EntryInfo) -> list[bytes]:
-    if info.content is None:
-        return []
-    packed, size = info.contents or info.content, len(info.content)
-    return [packed[i : i + size] for i in range(0, len(packed), size)]
+    return [] if info.content is None else [info.content]
 
 
 class SlowPolicy:
@@ -77,8 +64,8 @@ class SlowPolicy:
         self.in_use: list[Seat] = []
         self.due: list[int] = []
         self.parked: list[int] = []
-        self.gone: list[Gone] = []
-        self.room = self.wanted = 0
+        self.gone: list[tuple[Seat, list[bytes]]] = []
+        self.room = 0
         self.clock = 0
         self.start()
 
@@ -114,7 +101,7 @@ class SlowPolicy:
         return self.clock
 
     def blocks_in(self, line: str) -> int:
-        return sum(seat.weight for seat in self.seats if seat.line == line)
+        return sum(seat.line == line for seat in self.seats)
 
     def seat(self, entry: int) -> Seat:
         return next(seat for seat in self.seats if seat.entry == entry)
@@ -122,8 +109,8 @@ class SlowPolicy:
     # --- the protocol ---
 
     def insert(self, entries: Sequence[int]) -> None:
-        for gone in self.gone:
-            self.evicted(gone.seat, gone.names)
+        for seat, names in self.gone:
+            self.evicted(seat, names)
         self.gone.clear()
         self.due.clear()
         for entry in entries:
@@ -131,18 +118,14 @@ class SlowPolicy:
             name = entry if info.content is None else info.content
             known = [seat for seat in self.in_use if seat.name == name]
             self.in_use = [seat for seat in self.in_use if seat.name != name]
-            if not known and info.cut_from is not None:
-                known = [seat for seat in self.seats if seat.name == info.cut_from]
-                known = known or [seat for seat in self.in_use if seat.name == info.cut_from]
-            seat = deepcopy(known[-1]) if known else Seat(entry, name, 0, None)
-            seat.entry, seat.name = entry, name
-            seat.weight, seat.parent = info.weight_blocks, info.parent
+            seat = deepcopy(known[-1]) if known else Seat(entry, name, None)
+            seat.entry, seat.name, seat.parent = entry, name, info.parent
             if known:
                 self.seat_used(seat)
             else:
                 self.seat_new(seat, names_of(info))
             self.sit_down(seat)
-        self.room = max(self.room, sum(seat.weight for seat in self.seats))
+        self.room = max(self.room, len(self.seats))
         self.after_insert()
 
     def remove(self, entries: Sequence[int]) -> None:
@@ -156,43 +139,33 @@ class SlowPolicy:
         for entry in entries:
             self.child_has_gone(self.leave(entry).parent)
 
-    def choose(self, num_blocks: int) -> tuple[list[int], int]:
+    def choose(self, num_entries: int) -> list[int]:
         chosen: list[int] = []
         going: list[int] = []
-        num_of_last = missing = num_blocks
-        while missing > 0 and self.seats:
-            self.wanted = missing
+        while len(chosen) < num_entries and self.seats:
             entry = self.next_victim(going)
             info = self.book.describe(entry)
-            seat = self.leave(entry)
-            num_of_last = min(missing, info.weight_blocks)
-            missing -= num_of_last
-            names = names_of(info)[::-1][:num_of_last]
-            self.gone.append(Gone(seat, names, num_of_last == info.weight_blocks))
+            names = names_of(info)
+            self.gone.append((self.leave(entry), names))
             self.chosen(names)
             chosen.append(entry)
             if info.parent is not None:
                 going.append(info.parent)
                 self.child_has_gone(info.parent)
-        return chosen, num_of_last
+        return chosen
 
     def put_back(self, entries: Sequence[int]) -> None:
         for entry in reversed(entries):
-            gone = next(gone for gone in self.gone if gone.seat.entry == entry)
-            self.gone.remove(gone)
-            if not gone.is_whole:
-                self.evicted(gone.seat, gone.names)
-            info = self.book.describe(entry)
-            gone.seat.weight, gone.seat.parent = info.weight_blocks, info.parent
-            gone.seat.name = entry if info.content is None else info.content
-            self.sit_down(gone.seat)
+            seat = next(seat for seat, _ in self.gone if seat.entry == entry)
+            self.gone = [gone for gone in self.gone if gone[0] is not seat]
+            self.sit_down(seat)
             self.due.insert(0, entry)
 
     def order(self) -> list[int]:
         twin = deepcopy(self)
         order = []
         while twin.seats:
-            order += twin.choose(10**9)[0]
+            order += twin.choose(10**9)
         return order
 
     # --- inside ---
@@ -220,7 +193,7 @@ class SlowPolicy:
             self.due.insert(0, parent)
 
     def sit_down(self, seat: Seat) -> None:
-        """Of seats that are worth the same, as those of a content that was cut, by number."""
+        """Of seats that are worth the same, by number."""
         self.seats.append(seat)
         self.seats.sort(key=lambda seat: seat.entry)
 

@@ -94,26 +94,22 @@ class SlowHazard(SlowPolicy):
         if not entries:
             return
         infos = [self.book.describe(entry) for entry in entries]
-        for seat in self.seats:
-            if seat.name in [info.cut_from for info in infos]:
-                seat.weight = self.book.describe(seat.entry).weight_blocks
         pasts = [self.past(entry, info) for entry, info in zip(entries, infos, strict=True)]
         seats = [seat for seat, _ in pasts]
         was = self.blocks
-        self.blocks += sum(info.weight_blocks for info in infos)
-        lines = lines_of([seat.uses for seat in seats], infos)
+        self.blocks += len(infos)
+        lines = lines_of([seat.uses for seat in seats])
         num_lru = 0
         for (seat, is_hit), info, line in zip(pasts, infos, lines, strict=True):
             num_lru += self.guard.use(names_of(info), self.blocks, seat, is_hit)
-            seat.weight, seat.parent, seat.is_lru_hit = info.weight_blocks, info.parent, False
+            seat.parent, seat.is_lru_hit = info.parent, False
             seat.line, seat.since, seat.turn = str(line), self.blocks, self.now()
             self.sit_down(seat)
             self.stand(seat.entry, line, seat.since)
-        num_inserted = sum(seat.weight for seat in self.seats)
+        num_inserted = len(self.seats)
         self.room = max(self.room, num_inserted)
         self.in_use = [seat for seat in self.in_use if seat.since >= self.blocks - 2 * self.room]
-        num_in_use = sum(seat.weight for seat in self.in_use)
-        self.guard.settle(self.blocks - was, num_inserted + num_in_use, num_lru)
+        self.guard.settle(self.blocks - was, num_inserted + len(self.in_use), num_lru)
         self.note_uses(seats, infos, lines, was)
         self.renew()
 
@@ -128,9 +124,8 @@ class SlowHazard(SlowPolicy):
         self.guard.missing += [name for name in names if self.guard.has(name)]
 
     def put_back(self, entries: Sequence[int]) -> None:
-        for gone in self.gone:
-            if gone.seat.entry in entries:
-                here = names_of(self.book.describe(gone.seat.entry))
+        for seat, here in self.gone:
+            if seat.entry in entries:
                 missing = self.guard.missing
                 self.guard.missing = [name for name in missing if name not in here]
         super().put_back(entries)
@@ -139,13 +134,10 @@ class SlowHazard(SlowPolicy):
         name = entry if info.content is None else info.content
         known = [seat for seat in self.in_use if seat.name == name]
         self.in_use = [seat for seat in self.in_use if seat.name != name]
-        if not known and info.cut_from is not None:
-            known = [seat for seat in self.seats if seat.name == info.cut_from]
-            known = known or [seat for seat in self.in_use if seat.name == info.cut_from]
         names = names_of(info)
         before = [one.uses for one in self.known if one.name in names]
         uses = max(before) if 2 * len(before) > len(names) else 0
-        seat = deepcopy(known[-1]) if known else Seat(entry, name, 0, None, uses=uses)
+        seat = deepcopy(known[-1]) if known else Seat(entry, name, None, uses=uses)
         seat.entry, seat.name, seat.uses = entry, name, seat.uses + 1
         return seat, bool(known)
 
@@ -224,14 +216,14 @@ class SlowHazard(SlowPolicy):
 
     def is_allowed(self, entry: int) -> bool:
         names = names_of(self.book.describe(entry))
-        return self.guard.allows(names[-self.wanted :])
+        return self.guard.allows(names)
 
     def leave(self, entry: int) -> Seat:
         self.step_aside(entry)
         return super().leave(entry)
 
 
-def lines_of(uses: list[int], infos: list[EntryInfo]) -> list[int]:
+def lines_of(uses: list[int]) -> list[int]:
     """Return classes: of contents used again, how often; of new ones, how many, and behind what."""
     lines = []
     for place, count in enumerate(uses):
@@ -247,13 +239,11 @@ def lines_of(uses: list[int], infos: list[EntryInfo]) -> list[int]:
             first -= 1
         while last + 1 < len(uses) and uses[last + 1] == 1:
             last += 1
-        num_new = sum(info.weight_blocks for info in infos[first : last + 1])
         start = 0
         for behind in range(last + 1, len(uses)):
             if uses[behind] == 1:
                 break
-            start += infos[behind].weight_blocks
-        start = max(start, infos[last].position)
-        length = max(bits for bits in range(8) if num_new >= 2**bits)
+            start += 1
+        length = max(bits for bits in range(8) if last + 1 - first >= 2**bits)
         lines.append(length + 8 * (start > 1))
     return lines

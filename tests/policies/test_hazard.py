@@ -80,26 +80,29 @@ def test_the_index_is_the_best_ratio_of_hits_to_time_over_all_ages_to_give_up_at
 def test_no_more_is_missing_than_the_budget_and_what_was_won_cover() -> None:
     shadow = Guard(100)
     names = [name_of(number) for number in range(100)]
-    shadow.use(names, 100, is_hit=False, is_lru_hit=False)
-    shadow.settle(100, 100)
-    assert not shadow.allows(names[-1:])  # .08 of a block
-    for _ in range(30):
-        shadow.use(names, 200, is_hit=True, is_lru_hit=False)
+
+    def use_all(stamp: int, *, is_hit: bool) -> None:
+        for name in reversed(names):
+            shadow.use(name, stamp, is_hit=is_hit, is_lru_hit=False)
         shadow.settle(100, 100)
-    assert shadow.allows(names[-2:]) and not shadow.allows(
-        names[-3:]
-    )  # 2.48: all hits come at once
-    shadow.evict(names[-2:])
-    assert not shadow.allows(names[-3:-2])
-    shadow.restore(names[-1:])
-    assert shadow.allows(names[-1:]) and shadow.num_missing_blocks == 1
-    shadow.use(names[-2:-1], 300, is_hit=False, is_lru_hit=False)  # LRU has a hit
+
+    use_all(100, is_hit=False)
+    assert not shadow.allows(names[-1])  # .08 of a block
+    for _ in range(30):
+        use_all(200, is_hit=True)
+    for name in names[-2:]:
+        assert shadow.allows(name)
+        shadow.evict(name)
+    assert not shadow.allows(names[-3])  # 2.48: all hits come at once
+    shadow.restore(names[-1])
+    assert shadow.allows(names[-1]) and shadow.num_missing_blocks == 1
+    shadow.use(names[-2], 300, is_hit=False, is_lru_hit=False)  # LRU has a hit
     assert (shadow.won_blocks, shadow.num_missing_blocks) == (-1, 0)
 
 
 def test_what_lru_would_have_let_go_may_always_go_and_is_won_when_it_is_hit() -> None:
     shadow = Guard(100)
-    old, new = [name_of(1)], [name_of(2)]
+    old, new = name_of(1), name_of(2)
     shadow.use(old, 1, is_hit=False, is_lru_hit=False)
     shadow.use(new, 2, is_hit=False, is_lru_hit=False)
     shadow.settle(2, 1)

@@ -14,13 +14,12 @@ from tests.policies.slow_hazard import SlowHazard
 SLOW_POLICIES = {**slow.SLOW_POLICIES, "hazard": SlowHazard}
 
 
-def make_cache(name: str, rng: random.Random, *, is_uniform: bool, has_names: bool = True) -> Cache:
+def make_cache(name: str, rng: random.Random, *, has_names: bool = True) -> Cache:
     return Cache(
         rng,
         EVICTION_POLICIES[name],
         SLOW_POLICIES[name],
         capacity=rng.choice([6, 15, 30]),
-        is_uniform=is_uniform,
         has_names=has_names,
     )
 
@@ -37,17 +36,16 @@ def test_every_policy_has_a_slow_one() -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 )
-@pytest.mark.parametrize("is_uniform", [True, False], ids=["blocks", "runs"])
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-def test_a_policy_does_what_its_slow_one_does(name: str, is_uniform: bool, seed: int) -> None:
+def test_a_policy_does_what_its_slow_one_does(name: str, seed: int) -> None:
     print(f"seed {seed}")
-    cache = make_cache(name, random.Random(seed), is_uniform=is_uniform)
+    cache = make_cache(name, random.Random(seed))
     for _ in range(150):
         cache.operate()
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 def test_entries_without_names_are_known_by_their_numbers(name: str) -> None:
-    cache = make_cache(name, random.Random(7), is_uniform=True, has_names=False)
+    cache = make_cache(name, random.Random(7), has_names=False)
     for _ in range(150):
         cache.operate()

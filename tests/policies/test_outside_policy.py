@@ -13,7 +13,7 @@ from kvcache.core import Core
 from kvcache.manager import KVCacheManager
 from kvcache.manager.core_registry import CORES, CoreSettings
 from kvcache.metrics.ages import AgeMeter
-from kvcache.policies import EVICTION_POLICIES, LRUPolicy, Victims, make_eviction_policy
+from kvcache.policies import EVICTION_POLICIES, LRUPolicy, make_eviction_policy
 from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, make_manager
 from tests.policies.books import WrittenBook
@@ -43,16 +43,15 @@ class Raising(LRUPolicy):
         return broken
 
 
-ANSWERS: dict[str, Callable[[Victims], object]] = {
-    "nothing": lambda victims: Victims([]),
-    "None": lambda victims: None,
-    "text": lambda victims: Victims("12"),  # type: ignore[arg-type]
-    "negative": lambda victims: Victims([-1]),
-    "beyond": lambda victims: Victims([10**9]),
-    "twice": lambda victims: Victims([*victims.entries, *victims.entries]),
-    "in use": lambda victims: Victims([0]),
-    "too long a tail": lambda victims: victims._replace(num_blocks_of_last=10**6),
-    "no tail": lambda victims: victims._replace(num_blocks_of_last=0),
+ANSWERS: dict[str, Callable[[list[int]], object]] = {
+    "nothing": lambda chosen: [],
+    "None": lambda chosen: None,
+    "text": lambda chosen: "12",
+    "negative": lambda chosen: [-1],
+    "beyond": lambda chosen: [10**9],
+    "twice": lambda chosen: [*chosen, *chosen],
+    "in use": lambda chosen: [0],
+    "too few": lambda chosen: chosen[:-1],
 }
 
 
@@ -61,8 +60,9 @@ class Lying(LRUPolicy):
 
     answer = ""
 
-    def choose(self, num_blocks: int) -> Any:
-        return ANSWERS[type(self).answer](super().choose(num_blocks))
+    def choose(self, num_entries: int) -> Any:
+        chosen = [int(entry) for entry in super().choose(num_entries)]
+        return ANSWERS[type(self).answer](chosen)
 
 
 def play(core: str, policy: Any) -> KVCacheManager:

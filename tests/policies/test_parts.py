@@ -32,11 +32,13 @@ def test_a_queue_gives_out_the_lowest_rank_however_often_entries_moved() -> None
 
 def test_ghosts_are_remembered_from_their_last_eviction_on() -> None:
     ghosts = GhostList()
-    ghosts.add([b"a", b"b", b"c"], 1)
-    ghosts.add([b"a"], 5)
+    for name in (b"a", b"b", b"c"):
+        ghosts.add(name, 1)
+    ghosts.add(b"a", 5)
+    ghosts.add(None, 7)
     ghosts.trim(2)
     assert ghosts.names() == [b"c", b"a"]
-    assert ghosts.take([b"a", b"b"]) == [5]
+    assert (ghosts.take(b"a"), ghosts.take(b"b"), ghosts.take(None)) == (5, None, None)
     assert (len(ghosts), b"a" in ghosts, b"c" in ghosts) == (1, False, True)
     ghosts.trim(-1)
     assert len(ghosts) == 0

@@ -58,21 +58,6 @@ def test_to_look_at_the_next_victims_costs_them_nothing(name: str) -> None:
     assert looked_at.order() == other.order()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_of_the_last_victim_only_the_tail_goes(name: str) -> None:
-    policy, book = make_policy(name, is_uniform=False)
-    for entry in (1, 2, 3):
-        book.infos[entry] = EntryInfo(5, content=name_of(entry))
-    policy.insert([1, 2, 3])
-    victims = policy.choose(7)
-    assert (list(victims.entries), victims.num_blocks_of_last) == ([1, 2], 2)
-    book.infos[2] = EntryInfo(3, content=name_of(2))
-    policy.put_back([2])
-    assert policy.order() == [2, 3]
-    victims = policy.choose(100)
-    assert (list(victims.entries), victims.num_blocks_of_last) == ([2, 3], 5)
-
-
 @pytest.mark.parametrize("name", WITH_MEMORY)
 def test_a_parent_waits_for_its_children_and_goes_behind_the_last(name: str) -> None:
     policy, book = make_policy(name)
@@ -113,31 +98,6 @@ def test_a_content_is_known_although_its_entry_was_given_to_another_meanwhile(na
     policy.insert([1, 2])
     same.insert([2, 50])
     assert [{1: 2, 2: 50}.get(entry, entry) for entry in policy.order()] == same.order()
-
-
-@pytest.mark.parametrize("name", WITH_MEMORY)
-def test_what_is_cut_off_shares_the_past_of_the_whole(name: str) -> None:
-    policy, book = make_policy(name, is_uniform=False)
-    same, other_book = make_policy(name, is_uniform=False)
-    names = [name_of(content) for content in (11, 12, 13, 14, 5, 16, 17, 1)]
-    head, rest = b"".join(names[:5]), b"".join(names[5:])
-    for each, written in ((policy, book), (same, other_book)):
-        written.infos[1] = EntryInfo(8, content=name_of(1), contents=head + rest)
-        written.infos[2] = EntryInfo(8, content=name_of(2))
-        each.insert([1, 2])
-        use(each, 1, 1, 2)
-    book.infos[1] = EntryInfo(3, content=name_of(1), parent=5, contents=rest)
-    book.infos[5] = EntryInfo(5, content=name_of(5), cut_from=name_of(1), contents=head)
-    policy.insert([5])
-    other_book.infos[5] = EntryInfo(5, content=name_of(25))
-    same.insert([5])
-    use(same, 5, 5, 5)
-    if name in ("fifo", "twoq"):
-        assert policy.order() == [1, 5, 2]  # where the whole stands, which uses do not change
-    elif name == "lru2":
-        assert policy.order() == [2, 1, 5]
-    else:
-        assert policy.order() == same.order()
 
 
 class Churn:
