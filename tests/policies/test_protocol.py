@@ -127,7 +127,7 @@ class Churn:
 
     def footprint_bytes(self) -> int:
         """Return what the policy takes; names are not counted, as the book holds them too."""
-        return footprint_bytes(self.policy) - footprint_bytes(self.book)
+        return footprint_bytes((self.policy, self.book)) - footprint_bytes(self.book)
 
 
 @pytest.mark.parametrize("name", NAMES)
