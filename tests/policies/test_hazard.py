@@ -202,7 +202,7 @@ def test_hit_rates_of_all_cores_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "expected"),
     [
-        pytest.param(1_000, 0.076, marks=pytest.mark.long),
+        pytest.param(1_000, 0.0742, marks=pytest.mark.long),
         pytest.param(5_000, 0.1639, marks=pytest.mark.long),
         pytest.param(10_000, 0.2309, marks=pytest.mark.long),
         pytest.param(30_000, 0.3314, marks=pytest.mark.long),
