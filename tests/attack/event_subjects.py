@@ -46,7 +46,7 @@ from tests.attack.argument_kinds import (
     list_of,
 )
 from tests.attack.type_table import Builder, Case, Subject, function_case
-from tests.managers.core_builders import full
+from tests.core.builders import full
 
 BLOCKS = BlocksStored(
     0,

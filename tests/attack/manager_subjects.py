@@ -85,8 +85,8 @@ from tests.attack.argument_kinds import (
     list_of,
 )
 from tests.attack.type_table import Arguments, Builder, Case, Subject, function_case
+from tests.core.builders import chunked, cross, full, mamba, plan, window
 from tests.manager.managers_under_test import ENCODER, HYBRID, Shape, make_config
-from tests.managers.core_builders import chunked, cross, full, mamba, plan, window
 
 STEP_NUMBER = INTEGER.also(-2, 2**63)
 REQUEST = instance_of(Request)

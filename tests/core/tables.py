@@ -9,7 +9,7 @@ from kvcache.core import Reservation
 from kvcache.core.block_pool import BlockPool
 from kvcache.core.coordinators import get_kv_cache_coordinator
 from kvcache.specs import KVCacheSpec
-from tests.managers.core_builders import plan
+from tests.core.builders import plan
 
 
 class Tables:

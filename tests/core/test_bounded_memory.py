@@ -10,9 +10,16 @@ import pytest
 from kvcache.core import flat_core
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core, run_request
+from tests.core.builders import (
+    chunked,
+    full,
+    make_flat_core,
+    make_request,
+    mamba,
+    run_request,
+    window,
+)
 from tests.core.footprint import footprint_bytes
-from tests.managers.core_builders import chunked, full, make_request, mamba, window
 
 PLANS = {
     "full": (full(),),

@@ -12,8 +12,16 @@ from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import BlockHash
 from kvcache.request import Namespace, Request
 from tests.audits import Audits
-from tests.core.builders import make_flat_core, run_request
-from tests.managers.core_builders import block_lists, chunked, full, make_request, mamba, window
+from tests.core.builders import (
+    block_lists,
+    chunked,
+    full,
+    make_flat_core,
+    make_request,
+    mamba,
+    run_request,
+    window,
+)
 
 NAMESPACE = Namespace(0, None, None, None)
 

@@ -19,10 +19,18 @@ from kvcache.core.coordinators import (
 from kvcache.errors import ConfigurationError
 from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec, SlidingWindowSpec
-from tests.core.builders import make_flat_core
+from tests.core.builders import (
+    chunked,
+    cross,
+    full,
+    make_flat_core,
+    make_request,
+    mamba,
+    plan,
+    window,
+)
 from tests.core.model_group import ModelGroup, spec_of
 from tests.core.tables import Tables
-from tests.managers.core_builders import chunked, cross, full, make_request, mamba, plan, window
 
 FULL, WINDOW = ModelGroup(4), ModelGroup(4, window=6)
 CHUNKED, STATES = ModelGroup(4, chunk=8), ModelGroup(4, states="align")

@@ -7,8 +7,7 @@ import pytest
 from kvcache.commands import Copy
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import full, make_request, window
+from tests.core.builders import full, make_flat_core, make_request, window
 
 PLANS = pytest.mark.parametrize("specs", [(full(),), (full(), window(9))], ids=["full", "window"])
 

@@ -10,8 +10,7 @@ from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.audits import Audits
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import chunked, full, make_request, mamba, window
+from tests.core.builders import chunked, full, make_flat_core, make_request, mamba, window
 
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (full(),),

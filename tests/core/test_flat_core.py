@@ -19,9 +19,9 @@ from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.request import LoRARequest, Request
 from kvcache.specs import CrossAttentionSpec
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import (
+from tests.core.builders import (
     full,
+    make_flat_core,
     make_request,
     mamba,
     row_batch,

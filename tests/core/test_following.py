@@ -13,9 +13,8 @@ from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core, run_request
+from tests.core.builders import full, make_flat_core, make_request, run_request, window
 from tests.core.test_fork_contents import NUM_TOKENS, TOKENS, hits
-from tests.managers.core_builders import full, make_request, window
 
 NUM_BLOCKS = 60
 ALL_HITS = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -8,8 +8,7 @@ import pytest
 
 from kvcache.core import Core, ForkOrigin, NewestState, Reservation
 from kvcache.request import Request
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import full, make_request, row_batch, window
+from tests.core.builders import full, make_flat_core, make_request, row_batch, window
 
 NUM_TOKENS = 32
 TOKENS = [number for number in range(1, 9) for _ in range(4)]

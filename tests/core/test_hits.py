@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvcache.arrays import EMPTY_INT32
 from kvcache.core import CacheHit, Reservation
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import (
+from tests.core.builders import (
     block_lists,
     full,
+    make_flat_core,
     make_request,
     run_request,
     window,

@@ -18,7 +18,7 @@ from kvcache.specs import (
     SlidingWindowSpec,
     ceil_div,
 )
-from tests.managers.core_builders import chunked, cross, full, mamba, window
+from tests.core.builders import chunked, cross, full, mamba, window
 
 SPECS = {
     "full": full(4),

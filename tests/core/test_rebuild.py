@@ -15,9 +15,16 @@ from kvcache.errors import BlockError
 from kvcache.labels import LabelSet
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import EventLog, make_flat_core, run_request
+from tests.core.builders import (
+    EventLog,
+    full,
+    make_flat_core,
+    make_request,
+    mamba,
+    run_request,
+    window,
+)
 from tests.core.labels import label_table
-from tests.managers.core_builders import full, make_request, mamba, window
 
 NUM_BLOCKS = 60
 

@@ -21,8 +21,7 @@ from kvcache.core.single_type_managers import (
 )
 from kvcache.errors import BlockError, ConfigurationError, OutOfBlocksError, RequestError
 from kvcache.specs import AttentionSpec, KVCacheSpec, SlidingWindowSpec
-from tests.core.tables import Tables
-from tests.managers.core_builders import (
+from tests.core.builders import (
     chunked,
     cross,
     full,
@@ -32,6 +31,7 @@ from tests.managers.core_builders import (
     plan,
     window,
 )
+from tests.core.tables import Tables
 
 
 def hits_of(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from kvcache.core.columns import BLOCK, CHILD, NEXT, NODE, OWNER, PARENT, REF, STANDING
 from kvcache.core.flat_core import FlatCore
-from tests.core.builders import make_flat_core, run_request
-from tests.managers.core_builders import full, make_request
+from tests.core.builders import full, make_flat_core, make_request, run_request
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "core.md").read_text(encoding="utf-8")
 OF_BLOCKS = {"REF": REF, "NODE": NODE}

@@ -13,9 +13,8 @@ from kvcache.blocks.label_digests import wrong_digests
 from kvcache.hashing import get_hash_fn
 from kvcache.labels import BlockLabel
 from kvcache.request import LoRARequest
-from tests.core.builders import make_flat_core, run_request
+from tests.core.builders import full, make_flat_core, make_request, run_request, window
 from tests.core.labels import label_table
-from tests.managers.core_builders import full, make_request, window
 from tests.rebuild.ranks import packed
 
 HASH_FN = get_hash_fn("sha256")
