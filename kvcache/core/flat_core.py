@@ -1232,9 +1232,9 @@ class FlatCore:
         if not count:
             return EMPTY_PATCH
         slots, groups, firsts, counts = c.change[:, :count].copy()
-        patch = BlockTablePatch(slots, groups, firsts, counts, np.abs(c.ids[: c.number[NUM_IDS]]))
+        ids = np.abs(c.ids[: self.books.cells[NUM_IDS]])
         self._drop_changes()
-        return patch
+        return BlockTablePatch(slots, groups, firsts, counts, ids)
 
     def _drop_changes(self) -> None:
         c, cells = self.books.columns, self.books.cells

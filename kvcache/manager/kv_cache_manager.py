@@ -14,6 +14,7 @@ requests of steps, and steps those of calls. One owner, one thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import mul
 
 import numpy as np
 
@@ -698,11 +699,8 @@ class KVCacheManager:
                 f"{num_tokens} computed tokens: pass new_computed_blocks on the first call only"
             )
         hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
-        covered = [
-            len(ids) * size for ids, size in zip(hit.block_ids, self._block_sizes, strict=False)
-        ]
-        wanted = [num_tokens] * len(self._block_sizes)
-        if len(hit.block_ids) != len(self._block_sizes) or covered != wanted:
+        covered = [*map(mul, map(len, hit.block_ids), self._block_sizes)]
+        if not len(hit.block_ids) == len(self._block_sizes) == covered.count(num_tokens):
             raise RequestError(
                 f"request {request.request_id}: new_computed_blocks cover {covered} tokens of the "
                 f"groups, num_new_computed_tokens is {num_tokens}: pass both as "
