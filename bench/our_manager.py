@@ -143,12 +143,12 @@ class OurManager:
                 NewRequest(name, np.asarray(prompt, np.int32), len(prompt)) for name, prompt in new
             ),
         )
-        if result.no_room or not result.running_scheduled.all():
+        if result.no_room or (len(slots) and not result.running_scheduled.all()):
             raise RuntimeError("our manager found no room")
-        self._slots = np.concatenate([slots, result.admitted_slots])
+        self._slots = np.concatenate([slots, result.admitted_slots]) if new else slots
         if self._has_events:
             self._codec.encode(1.5, self._manager.take_events())
-        return int(result.num_hit_tokens.sum())
+        return int(result.num_hit_tokens.sum()) if new else 0
 
     def stored(self, request: Request) -> Stored:
         digests = request.block_hashes
