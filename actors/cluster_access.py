@@ -226,7 +226,10 @@ def ask(call: Any, who: str) -> Any:
             raise error.cause from error
         raise
     except GetTimeoutError as error:
-        raise DeadlineError(f"{who} gave no answer within {CALL_TIMEOUT_S:g} s") from error
+        raise DeadlineError(
+            f"{who} gave no answer within {CALL_TIMEOUT_S:g} s: it hangs, or has too much to do: "
+            "ask again, or end the cluster with `kvcache stop`"
+        ) from error
     except ActorUnavailableError as error:
         raise DeadlineError(f"{who} cannot be reached now: {first_line(error)}") from error
     except RayActorError as error:

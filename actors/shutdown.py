@@ -20,7 +20,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.keeper import await_no_keepers, end_keepers, find_keepers
-from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
+from actors.names import (
+    RAY_NAMESPACE,
+    coordinator_name,
+    placement_group_name,
+    worker_name,
+)
 from actors.placement import POLL_S, remove_placement, wait_until
 from actors.state import RayStateStore
 from kvcache.config import DeadlinesConfig
@@ -42,6 +47,21 @@ class ClusterParts:
     process_ids: tuple[int, ...] = ()
     num_places: int = 0
     was_stopped: bool = False
+
+    @classmethod
+    def found(cls, name: str) -> ClusterParts:
+        """Return what has a name of the cluster `name`, with the usual deadlines. For one whose
+        coordinator hangs: it is not asked."""
+        parts = cls(name, DeadlinesConfig())
+        with contextlib.suppress(ValueError):
+            parts.coordinator = ray.get_actor(coordinator_name(name), namespace=RAY_NAMESPACE)
+        prefix = worker_name(name, 0).removesuffix("0")
+        actors: Any = ray.util.list_named_actors(all_namespaces=True)
+        names = [actor["name"] for actor in actors if actor["namespace"] == RAY_NAMESPACE]
+        places = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+        parts.find_workers(max((int(place) + 1 for place in places if place.isdigit()), default=0))
+        parts.find_placement(placement_group_name(name))
+        return parts
 
     def find_workers(self, num_ranks: int) -> None:
         """Look up the worker actors as they are now, instead of those known; not an engine's."""
@@ -119,9 +139,10 @@ def _settle(calls: Sequence[Any], timeout_s: float) -> None:
 
 def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
     """Wait until no name of the cluster is known any more and no worker process is left here."""
-    names = [coordinator_name(parts.name)]
-    names += [worker_name(parts.name, place) for place in range(len(parts.process_ids))]
     own = () if parts.foreign_workers else parts.process_ids
+    num_places = max(parts.num_places, len(own))
+    names = [coordinator_name(parts.name)]
+    names += [worker_name(parts.name, place) for place in range(num_places)]
 
     def is_gone() -> bool:
         return not any(map(_is_known, names)) and not any(map(_is_process, own))

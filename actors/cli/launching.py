@@ -15,15 +15,18 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.clusters import named_cluster, only_cluster
+from actors.cli.clusters import named_cluster, only_cluster, running_clusters
 from actors.cli.sessions import ray_session
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cli.tenant_facts import refusal_lines, tenant_table, tenants_of
 from actors.cli.tier_facts import tier_facts
 from actors.cluster import KVCacheCluster
 from actors.embedded_site import EmbeddedSite
+from actors.launch import is_actor_known
+from actors.names import coordinator_name
 from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
+from actors.shutdown import ClusterParts, take_down
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import DeadlineError, KVCacheError, NotRunningError
@@ -113,11 +116,20 @@ def show_status(name: str | None, as_json: bool) -> None:
 
 
 def stop_cluster(name: str | None) -> None:
-    """Stop a running cluster; raises NotRunningError if there is none."""
+    """Stop a running cluster, also where its coordinator hangs; raises NotRunningError if there
+    is none."""
     with ray_session(may_start=False):
-        cluster = find_launched(name or only_cluster())
-        cluster.stop()
-    say(f"{cluster.name} has stopped")
+        name = name or only_cluster()
+        try:
+            find_launched(name).stop()
+        except DeadlineError:
+            hanging = [n for n in names_under(name) if is_actor_known(coordinator_name(n))]
+            if not hanging:
+                raise
+            say(f"the coordinator of {name} does not answer: everything of it is ended by name")
+            for each in hanging:
+                take_down(ClusterParts.found(each))
+    say(f"{name} has stopped")
 
 
 def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
@@ -130,6 +142,15 @@ def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
             return KVCacheReplicas.connect(name)
         except NotRunningError:
             raise error from None
+
+
+def names_under(name: str) -> list[str]:
+    """Return the names of what runs under a name: one cluster, or the replicas of one launch."""
+    return [
+        each
+        for each in running_clusters()
+        if each == name or (each.startswith(f"{name}-dp") and each[len(name) + 3 :].isdigit())
+    ]
 
 
 def say(line: str) -> None:

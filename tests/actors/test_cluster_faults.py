@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
+from typer.testing import CliRunner
 
-from actors import KVCacheCluster, WorkerActor
+from actors import KVCacheCluster, WorkerActor, cluster_access
+from actors.cli import app
 from actors.launch import Launch, LaunchOptions
 from actors.placement import wait_until
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
+    DeadlineError,
     KVCacheError,
     NotEnoughMemoryError,
     NotRunningError,
@@ -193,6 +197,26 @@ def test_stop_ends_a_launch_that_another_command_began(
     assert (stopped.returncode, stopped.stderr) == (0, f"{config.name} has stopped\n")
     assert (process.returncode, told) == (3, f"kvcache: {STOPPED.format(config.name)}\n")
     traces.check(config.name)
+
+
+@pytest.mark.faults
+def test_a_cluster_whose_coordinator_hangs_is_stopped(
+    ray_cluster: str, make_config: Any, traces: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_access, "CALL_TIMEOUT_S", 2.0)
+    cluster = KVCacheCluster.launch(make_config(), detached=True)
+    coordinator = cluster.status().coordinator_process_id
+    os.kill(coordinator, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match="or end the cluster with `kvcache stop`"):
+        cluster.status()
+    stopped = CliRunner().invoke(app, ["stop", "--name", cluster.name])
+    assert (stopped.exit_code, stopped.stderr) == (
+        0,
+        f"the coordinator of {cluster.name} does not answer: everything of it is ended by name\n"
+        f"{cluster.name} has stopped\n",
+    )
+    traces.check(cluster.name)
+    assert wait_until(lambda: not psutil.pid_exists(coordinator), 120.0)
 
 
 @pytest.mark.faults
