@@ -113,6 +113,39 @@ def release(book: Any, b: int, front: int) -> int:
 
 
 @routine
+def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
+    """Do `release` for all blocks in columns `[start, end)` of a table line, right to left."""
+    c = columns_of(book)
+    block, table, has_policy, num_freed = c.block, c.table, c.number[HAS_POLICY], np.int64(0)
+    tail = np.int64(block[0, PREV])
+    for i in range(end - 1, start - 1, -1):
+        b = np.int64(table[line, i])
+        if b == 0:
+            continue
+        block[b, REF] -= 1
+        if block[b, REF]:
+            continue
+        num_freed += 1
+        if block[b, NODE] and not has_policy:
+            block[tail, NEXT] = b
+            block[b, PREV] = tail
+            tail = b
+            continue
+        block[tail, NEXT] = 0
+        block[0, PREV] = tail
+        if block[b, NODE]:
+            note_move(book, INSERTED, b)
+        else:
+            note_blank(book, front, b)
+            front = b
+        tail = np.int64(block[0, PREV])
+    block[tail, NEXT] = 0
+    block[0, PREV] = tail
+    c.number[FREE] += num_freed
+    return front
+
+
+@routine
 def make_blank(book: Any, b: int) -> None:
     """Put a free block that has just lost its content to the front of the list."""
     c = columns_of(book)

@@ -82,7 +82,7 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
-from kvcache.core.pool import hold, release, take
+from kvcache.core.pool import hold, release, release_run, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
 from kvcache.core.running import END_OF_OWN, FIRST_IN_RING, TOKENS, append, note_ends
 from kvcache.core.states import forget_ends, grow_states, lacking_states, note_end
@@ -450,11 +450,8 @@ def free_row(book: Any, r: int) -> int:
     forget_ends(book, r, np.int64(0))
     for g in range(num_groups):
         if c.group[g, KIND] != FULL:
-            line = r * num_groups + g
-            for i in range(c.row[r, COLUMNS + 2 * g] - 1, c.row[r, KEPT + 2 * g] - 1, -1):
-                b = np.int64(c.table[line, i])
-                if b:
-                    front = release(book, b, front)
+            start, end = c.row[r, KEPT + 2 * g], c.row[r, COLUMNS + 2 * g]
+            front = release_run(book, r * num_groups + g, start, end, front)
             c.row[r, COLUMNS + 2 * g] = 0
     n, u = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS])
     num_left = c.number[NUM_ORDERED]
@@ -473,10 +470,14 @@ def free_row(book: Any, r: int) -> int:
         column = np.int64(c.row[r, COLUMNS + 2 * best]) - 1
         # Where only one group is left, its blocks go in one sweep.
         last = column if num_left > 1 else np.int64(0)
-        of_block = np.int64(c.group[best, LENGTH])
+        of_block, line = np.int64(c.group[best, LENGTH]), r * num_groups + best
+        if c.row[r, DOUBLES] == 0:
+            front = release_run(book, line, last, column + 1, front)
+            c.row[r, COLUMNS + 2 * best] = last
+            continue
         for i in range(column, last - 1, -1):
-            b = np.int64(c.table[r * num_groups + best, i])
-            if c.row[r, DOUBLES] and (i + 1) * of_block <= c.row[r, UNITS]:
+            b = np.int64(c.table[line, i])
+            if (i + 1) * of_block <= c.row[r, UNITS]:
                 while u > (i + 1) * of_block:
                     n = np.int64(c.node[n, PARENT])
                     u -= 1
