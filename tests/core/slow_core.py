@@ -95,6 +95,8 @@ class Published(NamedTuple):
     step: Step
     first: int
     end: int
+    number: int
+    """How many were before this one."""
 
 
 @dataclass(eq=False)
@@ -163,7 +165,7 @@ class SlowCore:
         self.commands: list[Command] = []
         self.zeroed: list[int] = []
         self.changed: list[tuple[str, TableChange]] = []
-        self.num_evicted = self.num_merged = 0
+        self.num_evicted = self.num_merged = self.num_published = 0
         self.digests: dict[Place, BlockHash] = {}
         self.followed: FlatCore | None = None
         """Which tokens are at hand is not for a core to see: this core has done before what the
@@ -188,7 +190,7 @@ class SlowCore:
             self.seal([b for b in self.cached if b.waits_for == step], step)
         if self.merges:
             made = [(p, row) for row in self.rows.values() for p in row.published]
-            for published, row in sorted(made, key=lambda pair: pair[0].step):
+            for published, row in sorted(made, key=lambda pair: (pair[0].step, pair[0].number)):
                 if is_done(published.step):
                     self.merge(row, published)
         for row in self.rows.values():
@@ -242,11 +244,12 @@ class SlowCore:
         def has_failed(step: Step | None) -> bool:
             return step is not None and step[0] == client_id and step[1] >= from_step
 
+        made = [(p, row) for row in self.rows.values() for p in row.published if has_failed(p.step)]
+        for published, row in sorted(made, key=lambda pair: -pair[0].number):
+            if row.num_units > published.first:
+                self.rewind(row, published.first)
+                row.ends = {end for end in row.ends if end <= published.first}
         for row in self.rows.values():
-            for published in reversed(row.published):
-                if has_failed(published.step):
-                    self.rewind(row, published.first)
-                    row.ends = {end for end in row.ends if end <= published.first}
             row.published = [p for p in row.published if not has_failed(p.step)]
         void = [block for block in self.cached if has_failed(block.waits_for)]
         self.forget_behind(void)
@@ -624,7 +627,8 @@ class SlowCore:
         if not self.may_cache or row.is_mute or end <= row.num_units:
             return
         if self.step is not None:
-            row.published.append(Published(self.step, row.num_units, end))
+            self.num_published += 1
+            row.published.append(Published(self.step, row.num_units, end, self.num_published))
         place, made = self.place_of(row.request, end), []
         for units in range(row.num_units + 1, end + 1):
             row.place = Place(place.namespace, place.units[:units])
