@@ -15,7 +15,7 @@ from actors.cli.prefix_tree import blocks_by_group, blocks_by_namespace
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cli.tenant_facts import tenant_usage_table, tenants_of
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import NotRunningError
+from kvcache.errors import NotRunningError, legible
 from kvcache.labels import LabelSet
 from kvcache.metrics.inspection import CacheInspection
 from kvcache.offload.statistics import TierStatistics
@@ -107,7 +107,7 @@ def namespace_text(namespace: Namespace) -> str:
         "salt": None if namespace.salt is None else "set",  # a salt may be a secret
     }
     told = ", ".join(f"{what} {value}" for what, value in parts.items() if value is not None)
-    return told or "-"
+    return legible(told) or "-"
 
 
 def namespace_fields(namespace: Namespace) -> dict[str, Any]:

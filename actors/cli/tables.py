@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from kvcache.errors import legible
+
 _BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -24,12 +26,14 @@ def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
 
 def print_table(console: Console, title: str, table: Table) -> None:
     """Print a table below its title, which may be wider than the table. Where the terminal is too
-    narrow cells go on in the next line: no figure loses its end."""
+    narrow cells go on in the next line: no figure loses its end. Names in cells are shown as they
+    are, and `legible`: they are no markup."""
     for column in table.columns:
         if not column.no_wrap:
             column.overflow = "fold"
-    console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
-    console.print(table)
+        column._cells = [legible(c) if isinstance(c, str) else c for c in column._cells]
+    console.print(legible(title), style="italic", markup=False, highlight=False, soft_wrap=True)
+    console.print(table, markup=False)
 
 
 def print_json(text: str) -> None:

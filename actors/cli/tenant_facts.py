@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.errors import legible
 from kvcache.tenants import TenantStatistics
 
 _UNNAMED = "(none)"
@@ -68,7 +69,7 @@ def tenant_usage_table(tenants: Sequence[TenantStatistics]) -> Table:
 def refusal_lines(tenants: Sequence[TenantStatistics]) -> list[str]:
     """Return, for tenants that were refused, the last reason, with its numbers and the remedy."""
     return [
-        f"{each.name or _UNNAMED} ({each.tier}): {each.last_refusal}"
+        legible(f"{each.name or _UNNAMED} ({each.tier}): {each.last_refusal}")
         for each in tenants
         if each.last_refusal
     ]

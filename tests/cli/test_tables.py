@@ -1,0 +1,45 @@
+"""Tables of names that clients chose: no markup, no control sequences, no end that is lost."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.cli.tables import print_facts, print_table
+from actors.cli.tenant_facts import refusal_lines
+from kvcache.config.tenants import TenantConfig, TenantsConfig
+from kvcache.request import Request
+from tests.manager.managers_under_test import make_manager
+
+HOSTILE = "[/red] [bold]all is well\x1b[2J\n"
+LEGIBLE = r"[/red] [bold]all is well\x1b[2J\n"
+
+
+def written(*, is_table: bool) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    if is_table:
+        table = Table("tenant")
+        table.add_row(HOSTILE)
+        print_table(console, HOSTILE, table)
+    else:
+        print_facts(console, HOSTILE, {HOSTILE: "value"})
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_names_in_tables_are_shown_as_they_are_and_legible() -> None:
+    for is_table in (False, True):
+        title, *rest = written(is_table=is_table)
+        assert title == LEGIBLE
+        assert sum(LEGIBLE in line for line in rest) == 1
+
+
+def test_a_tenant_that_is_refused_cannot_forge_a_line() -> None:
+    tenants = TenantsConfig(named={HOSTILE: TenantConfig(limit=12)})
+    manager = make_manager(num_blocks=41, tenants=tenants, has_workers=False)
+    for name, token in (("first", 8), ("second", 9)):
+        manager.allocate_slots(Request(name, [token] * 28, tenant=HOSTILE), 28)
+    (line,) = refusal_lines(manager.statistics().tenants)
+    assert line.startswith(LEGIBLE) and line.isprintable()
