@@ -69,13 +69,13 @@ class KVCacheCluster(ClusterAccess):
         if not isinstance(config, ClusterConfig):
             config = load_config(config)
         require_one_replica(config)
-        connect_to_ray()
         options = LaunchOptions(
             is_detached=detached,
             on_progress=on_progress or (lambda line: None),
-            worker_actors=tuple(worker_actors),
+            worker_actors=worker_actors,
             worker_class=worker_class,
         )
+        connect_to_ray()
         return cls(config, Launch(config, options).run(), is_own=True)
 
     @classmethod

@@ -62,13 +62,13 @@ class EmbeddedCluster(ClusterAccess):
         if not isinstance(config, ClusterConfig):
             config = load_config(config)
         require_sockets(config)
-        connect_to_ray()
         options = LaunchOptions(
             is_detached=True,
             on_progress=on_progress or (lambda line: None),
-            worker_actors=tuple(worker_actors),
+            worker_actors=worker_actors,
             worker_class=worker_class,
         )
+        connect_to_ray()
         launch = _EmbeddedLaunch(config, options)
         launch.run()
         return cls(launch.coordinators[0])

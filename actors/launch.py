@@ -28,14 +28,17 @@ from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
 from actors.worker_making import WorkerRecipe, code_options, make_worker
 from actors.workforce import Workforce
+from kvcache.arguments import as_bool, as_tuple, check_methods
 from kvcache.config import ClusterConfig
 from kvcache.curve import generate_curve_keys
 from kvcache.errors import (
     AlreadyRunningError,
+    ConfigurationError,
     KVCacheError,
     NotEnoughMemoryError,
     PlanMismatchError,
     StartupError,
+    shown,
 )
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 
@@ -62,6 +65,17 @@ class LaunchOptions:
     on_progress: OnProgress = lambda line: None
     worker_actors: Sequence[Any] = ()
     worker_class: type[Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for what is none of that."""
+        as_bool("detached", self.is_detached, ConfigurationError)
+        check_methods("on_progress", self.on_progress, ("__call__",), ConfigurationError)
+        as_tuple("worker_actors", self.worker_actors, ConfigurationError)
+        made = self.worker_class
+        if made is not None and not (isinstance(made, type) and hasattr(made, "kvcache_report")):
+            raise ConfigurationError(
+                f"worker_class is {shown(made)}: pass a subclass of WorkerActor"
+            )
 
 
 @dataclass

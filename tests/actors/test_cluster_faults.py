@@ -25,6 +25,7 @@ from actors.launch import Launch, LaunchOptions
 from actors.placement import wait_until
 from kvcache.config import ClusterConfig
 from kvcache.errors import (
+    ConfigurationError,
     DeadlineError,
     KVCacheError,
     NotEnoughMemoryError,
@@ -197,6 +198,23 @@ def test_stop_ends_a_launch_that_another_command_began(
     assert (stopped.returncode, stopped.stderr) == (0, f"{config.name} has stopped\n")
     assert (process.returncode, told) == (3, f"kvcache: {STOPPED.format(config.name)}\n")
     traces.check(config.name)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("on_progress", 7),
+        ("detached", "no"),
+        ("worker_actors", 7),
+        ("worker_class", int),
+        ("worker_class", "WorkerActor"),
+    ],
+)
+def test_a_launch_refuses_what_it_cannot_use_before_anything_starts(
+    make_config: Any, what: str, value: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"{what} is "):
+        KVCacheCluster.launch(make_config(), **{what: value})
 
 
 @pytest.mark.faults
