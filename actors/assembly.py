@@ -7,7 +7,6 @@ side; embedding.py does the same for workers.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 
 from actors.event_publishing import make_event_feed
 from actors.tier_parts import offload_parts
@@ -19,7 +18,7 @@ from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.planner import Plan, rank_layout_fingerprint
 from kvcache.recorder import (
     FileStepRecorder,
@@ -74,7 +73,6 @@ def manager_recipe(config: ClusterConfig, plan: Plan) -> ManagerRecipe:
         log_stats=cache.log_stats,
         watermark=cache.watermark,
         eviction_policy=cache.eviction_policy,
-        core=cache.core,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_pin_share=cache.max_pin_share,
         hash_seed=cache.hash_seed,
@@ -111,11 +109,11 @@ def make_coordinator(
     state_store: StateStore,
     keys: CurveKeys | None = None,
     *,
-    core_factories: Mapping[str, CoreFactory] = CORES,
+    core_factory: CoreFactory = make_core,
     tap: RequestTap | None = None,
 ) -> Coordinator:
     """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's, its
-    managers' cores come from `core_factories`, `tap` hears of requests.
+    managers' cores come from `core_factory`, `tap` hears of requests.
 
     Raises ConfigurationError for a kind of attention that EAGLE cannot be used with, and for events
     that cannot be published.
@@ -135,7 +133,7 @@ def make_coordinator(
             model_epoch,
             feed,
             publish_all_groups=tells_all,
-            core_factories=core_factories,
+            core_factory=core_factory,
         )
 
     try:

@@ -273,7 +273,7 @@ class CoordinatorActor:
             self._clock,
             store,
             self._keys,
-            core_factories=metrics.core_factories,
+            core_factory=metrics.core_factory,
             tap=self._tap,
         )
         incarnations = {

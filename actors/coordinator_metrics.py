@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.metrics_export import MetricsReporter
@@ -18,7 +18,7 @@ from actors.step_spans import span_maker
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.metrics import (
     AgeMeter,
     AnySample,
@@ -45,7 +45,7 @@ class CoordinatorMetrics:
         self._config = config
         self._reporter: MetricsReporter | None = None
         self._meters: CoordinatorMeters | None = None
-        self.core_factories: Mapping[str, CoreFactory] = CORES
+        self.core_factory: CoreFactory = make_core
         """The cores for the coordinator's managers."""
         settings = config.metrics
         if settings.enabled:
@@ -54,7 +54,7 @@ class CoordinatorMetrics:
             steps = StepMeter(settings.latency_bounds_s, on_applied)
             labels = TenantLabels(settings.max_tenants)
             self._meters = CoordinatorMeters(steps, ages, labels)
-            self.core_factories = ages.cores()
+            self.core_factory = ages.watching()
 
     def around(self, coordinator: Coordinator) -> EpochDecider:
         """Return what the message loop is to ask: the coordinator, metered if it is wanted."""

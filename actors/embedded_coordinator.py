@@ -263,7 +263,7 @@ class EmbeddedCoordinator:
             workforce.plan,
             self._clock,
             self._store,
-            core_factories=metrics.core_factories,
+            core_factory=metrics.core_factory,
         )
         incarnations = {
             rank: report.incarnation

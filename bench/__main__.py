@@ -1,11 +1,10 @@
 """Run the benchmarks.
 
-    python -m bench [NAME ...] [--cores NAMES] [--peer DIR] [--smoke | --full]
+    python -m bench [NAME ...] [--peer DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
 Names are workloads (`w1` ... `w10`, `m`, `g`, `flat`, `c1` to `c5`, `o1`, `e1`); without any, all
 run.
-`--cores` says which cores run, all by default.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
 `--full` serves 20,000 turns of churn and a million small requests.
 """
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.cores import PEER, REFERENCE, registered
+from bench.cores import OURS, PEER
 from bench.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
 from bench.measure import Row
 from bench.sides import SidePool
@@ -38,12 +37,6 @@ CLUSTER_WORKLOADS = ("c1", "c2", "c4", "c5")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", help="workloads to run")
-    parser.add_argument(
-        "--cores",
-        type=lambda text: text.split(","),
-        default=list(registered()),
-        help=f"cores to run, separated by commas (default: {','.join(registered())})",
-    )
     parser.add_argument("--peer", type=Path, help="environment of the peer")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
@@ -58,9 +51,6 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown workloads {unknown}: there are {', '.join(known)}")
     console = Console(stderr=True)
-    cores = tuple(options.cores)
-    if not set(cores) <= set(registered()):
-        parser.error(f"cores {','.join(cores)}: choose of {','.join(registered())}")
     peer = options.peer
     if peer is None and (ROOT / ".venv-peer" / ".installed").exists():
         peer = ROOT / ".venv-peer"
@@ -72,7 +62,7 @@ def main() -> None:
     rows: list[Row] = []
     with Progress(console=console) as progress:
         managers = [name for name in names if name in MANAGER_WORKLOADS]
-        with SidePool(cores, peer) as pool:
+        with SidePool(peer) as pool:
             rows += measure_manager(managers, pool, sizes_of(options), progress)
         rows += measure_in_process(names, options.smoke, progress)
         if "c3" in names:
@@ -83,16 +73,12 @@ def main() -> None:
         if cluster:
             from bench.bench_cluster import measure_cluster
 
-            rows += measure_cluster(cluster, cores, options.smoke, progress)
-    sides = [*cores, *(side for row in rows for side in row.figures if side != PEER)]
-    columns = tuple(
-        dict.fromkeys(sides)
-    )  # some rows have the fast core's figures whatever is asked
-    show(rows, columns)
+            rows += measure_cluster(cluster, options.smoke, progress)
+    show(rows)
     if options.json:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     if options.write:
-        options.write.write_text(markdown(rows, peer, columns, load_before), encoding="utf-8")
+        options.write.write_text(markdown(rows, peer, load_before), encoding="utf-8")
 
 
 def measure_in_process(names: list[str], is_smoke: bool, progress: Progress) -> list[Row]:
@@ -117,28 +103,27 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return Sizes(options.smoke, options.churn_turns or turns, requests)
 
 
-def show(rows: list[Row], cores: tuple[str, ...]) -> None:
-    table = Table(*headings(cores))
+def show(rows: list[Row]) -> None:
+    table = Table(*HEADINGS)
     for row in rows:
-        table.add_row(*cells(row, cores))
+        table.add_row(*cells(row))
     Console(width=200).print(table)
 
 
-def headings(cores: tuple[str, ...]) -> tuple[str, ...]:
-    return ("", "work", *cores, "peer", *(f"{core} ratio" for core in cores), "bar", "goal")
+HEADINGS = ("", "work", OURS, "peer", "ratio", "goal")
 
 
-def cells(row: Row, cores: tuple[str, ...]) -> tuple[str, ...]:
-    figures = [str(row.figures.get(side, "-")) for side in (*cores, PEER)]
-    ratios = [row.ratio(core) for core in cores]
+def cells(row: Row) -> tuple[str, ...]:
+    figures = [str(row.figures.get(side, "-")) for side in (OURS, PEER)]
+    ratio = row.ratio(OURS)
     if PEER in row.figures:
         figures[-1] += f" ({row.peer_name})"
     what = f"{row.what} ({row.note})" if row.note else row.what
-    times = ["-" if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
-    return row.workload, what, *figures, *times, row.bar, row.goal
+    times = "-" if ratio is None else f"{ratio:.1f}x"
+    return row.workload, what, *figures, times, row.goal
 
 
-def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_before: float) -> str:
+def markdown(rows: list[Row], peer: Path | None, load_before: float) -> str:
     name = "vLLM" if peer is None else f"vLLM {peer_version(peer)}"
     lines = [
         "# Benchmarks",
@@ -157,14 +142,12 @@ def markdown(rows: list[Row], peer: Path | None, cores: tuple[str, ...], load_be
         f"- Peer of w, m, g: the KV cache manager of {name} (`make bench-peer`). Peer of C: the",
         "  same messages as plain Ray actor calls; of C3: a memcpy of as many bytes.",
         "",
-        "A core's ratio is the peer's figure divided by the core's: how many times less it took.",
-        f"`bar` is what the reference core, `{REFERENCE}`, must reach, `goal` what the others are",
-        "built for.",
+        "A ratio is the peer's figure divided by ours: how many times less it took.",
         "",
-        "| " + " | ".join(headings(cores)) + " |",
-        "|" + "---|" * len(headings(cores)),
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + "---|" * len(HEADINGS),
     ]
-    lines += ["| " + " | ".join(cells(row, cores)) + " |" for row in rows]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

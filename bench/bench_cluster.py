@@ -1,6 +1,6 @@
-"""Steps through a real cluster on each core, beside the same by Ray calls. Rows C1 and C2.
+"""Steps through a real cluster, beside the same by Ray calls. Rows C1 and C2.
 
-    python -m bench.bench_cluster [--cores NAMES] [--smoke] [--json FILE] [--only C1|C2]
+    python -m bench.bench_cluster [--smoke] [--json FILE] [--only C1|C2]
 
 C1: one empty step from the engine to the coordinator actor, to the workers, acknowledged by all of
 them, back to the engine; and the same step with 256 requests that decode a token each. C2: empty
@@ -43,7 +43,7 @@ import ray  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from actors import KVCacheClient, KVCacheCluster  # noqa: E402
-from bench.cores import PEER, registered  # noqa: E402
+from bench.cores import OURS, PEER  # noqa: E402
 from bench.measure import Figure, Row  # noqa: E402
 from kvcache.config import ClusterConfig, parse_config  # noqa: E402
 from kvcache.messages import StepCommands  # noqa: E402
@@ -57,17 +57,17 @@ DEPTH = 16
 NUM_DECODES = 256
 
 
-def make_config(core: str, num_workers: int) -> ClusterConfig:
+def make_config(num_workers: int) -> ClusterConfig:
     """Return a small model on `num_workers` tensor-parallel ranks."""
     return parse_config(
         {
-            "name": f"bench-{core}-{num_workers}",
+            "name": f"bench-{num_workers}",
             "model": {
                 "name": "bench",
                 "max_model_len": 2048,
                 "layers": [{"kind": "full", "count": 4, "num_kv_heads": 8, "head_size": 8}],
             },
-            "cache": {"memory_per_rank": "128MiB", "core": core},
+            "cache": {"memory_per_rank": "128MiB"},
             "scheduler": {"max_num_seqs": NUM_DECODES},
             "parallel": {"tensor_parallel_size": num_workers},
             "workers": {"num_cpus_per_rank": 0.1},
@@ -202,9 +202,8 @@ class Samples:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        cores = [side for side in self.us if side != PEER and PEER in self.us]
-        ratios = {core: round(self.median(PEER) / self.median(core), 2) for core in cores}
-        return {**asdict(self), "ratios": ratios}
+        ratio = round(self.median(PEER) / self.median(OURS), 2) if PEER in self.us else None
+        return {**asdict(self), "ratio": ratio}
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,6 @@ class Counts:
 def measure(
     num_workers: int,
     rows: tuple[str, ...],
-    cores: tuple[str, ...],
     counts: Counts,
     say: Callable[[str], None],
 ) -> list[Samples]:
@@ -229,16 +227,13 @@ def measure(
         rows = (*rows, "C1 decodes")
     taken: dict[str, dict[str, list[float]]] = {row: {} for row in rows}
     with ExitStack() as stack:
-        clients = {}
-        for core in cores:
-            cluster = stack.enter_context(KVCacheCluster.launch(make_config(core, num_workers)))
-            clients[core] = stack.enter_context(cluster.client())
+        cluster = stack.enter_context(KVCacheCluster.launch(make_config(num_workers)))
+        client = stack.enter_context(cluster.client())
         peer = RayPeer(num_workers)
         for number in range(counts.rounds):
             say(f"{num_workers} workers, round {number + 1} of {counts.rounds}")
             for row, by_side in taken.items():
-                for core, client in clients.items():
-                    by_side.setdefault(core, []).append(our_sample(row, client, counts, number))
+                by_side.setdefault(OURS, []).append(our_sample(row, client, counts, number))
                 if row != "C1 decodes":
                     by_side.setdefault(PEER, []).append(their_sample(row, peer, counts))
         peer.close()
@@ -295,7 +290,6 @@ def ray_for_benchmarks() -> Iterator[None]:
 
 def measure_all(
     wanted: tuple[str, ...],
-    cores: tuple[str, ...],
     is_small: bool,
     say: Callable[[str], None],
 ) -> list[Samples]:
@@ -306,13 +300,11 @@ def measure_all(
     for num_workers, rows in plan.items():
         chosen = tuple(row for row in rows if row in wanted)
         if chosen:
-            measured += measure(num_workers, chosen, cores, counts, say)
+            measured += measure(num_workers, chosen, counts, say)
     return measured
 
 
-def measure_cluster(
-    names: Sequence[str], cores: tuple[str, ...], is_small: bool, progress: Progress
-) -> list[Row]:
+def measure_cluster(names: Sequence[str], is_small: bool, progress: Progress) -> list[Row]:
     """Return the rows of `names` (`c1`, `c2`) for the table of all benchmarks."""
     task = progress.add_task("cluster", total=None)
     wanted = tuple(name.upper() for name in names if name in ("c1", "c2"))
@@ -322,11 +314,11 @@ def measure_cluster(
 
     others: list[Row] = []
     with ray_for_benchmarks():
-        measured = measure_all(wanted, cores, is_small, show)
+        measured = measure_all(wanted, is_small, show)
         if "c4" in names:
             from bench.bench_restart import measure_restart
 
-            others += measure_restart(cores, is_small, show)
+            others += measure_restart(is_small, show)
         if "c5" in names:
             from bench.bench_events import measure_events
 
@@ -355,11 +347,8 @@ def as_row(samples: Samples, empty: Samples) -> Row:
 
 def decodes_row(decodes: Samples, empty: Samples) -> Row:
     """Return the line that compares steps with decodes with empty ones, round by round."""
-    figures = {
-        core: Figure(tuple(a / b for a, b in zip(us, empty.us[core], strict=True)), "times")
-        for core, us in decodes.us.items()
-    }
-    times = [f"{core} {decodes.median(core) / 1e3:.2f} ms" for core in decodes.us]
+    pairs = zip(decodes.us[OURS], empty.us[OURS], strict=True)
+    figures = {OURS: Figure(tuple(a / b for a, b in pairs), "times")}
     what = f"a step with {NUM_DECODES} decodes against an empty one"
     return Row(
         workload="C1",
@@ -367,24 +356,20 @@ def decodes_row(decodes: Samples, empty: Samples) -> Row:
         figures=figures,
         peer_name="",
         goal="< 1.3 times",
-        note=", ".join(times),
+        note=f"{decodes.median(OURS) / 1e3:.2f} ms",
     )
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cores", default=",".join(registered()), help="separated by commas")
     parser.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
     parser.add_argument("--json", type=Path, help="write the samples to this file")
     parser.add_argument("--only", choices=("C1", "C2"))
     arguments = parser.parse_args()
     wanted = ("C1", "C2") if arguments.only is None else (arguments.only,)
-    cores = tuple(arguments.cores.split(","))
-    if not set(cores) <= set(registered()):
-        parser.error(f"cores {arguments.cores}: choose of {', '.join(registered())}")
     with ray_for_benchmarks():
-        measured = measure_all(wanted, cores, arguments.smoke, say)
+        measured = measure_all(wanted, arguments.smoke, say)
     for samples in measured:
         said = [
             f"{side} {samples.median(side):8.1f} us [{min(us):.0f}, {max(us):.0f}]"

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from bench.cores import FAST, PEER
+from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
 from bench.step_beside_copies import OtherCopies, StepBesideCopies
 from bench.stopwatch import now_s
@@ -172,7 +172,7 @@ def as_row(what: str, ours: Figure, plain: Figure) -> Row:
     return Row(
         workload="C3",
         what=what,
-        figures={FAST: ours, PEER: plain},
+        figures={OURS: ours, PEER: plain},
         peer_name="memcpy",
         goal=GOAL,
         note=f"{share:.0%} of memcpy",
@@ -244,7 +244,7 @@ def _step_row(
         f"{statistics.median(without) * 1e3:.3f} and {statistics.median(with_them) * 1e3:.3f} ms, "
         f"in the quietest repetition {min(without) * 1e3:.3f} and {min(with_them) * 1e3:.3f}"
     )
-    return Row("C3", what, {FAST: Figure(ratios, "times")}, "", STEP_GOAL, note=note)
+    return Row("C3", what, {OURS: Figure(ratios, "times")}, "", STEP_GOAL, note=note)
 
 
 def measure_copies(is_small: bool, on_row: Callable[[str], None]) -> list[Row]:
@@ -272,7 +272,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure_copies(arguments.smoke, lambda name: print(name, file=sys.stderr, flush=True))
     for row in rows:
-        print(f"{row.workload}  {row.what:62} {row.figures[FAST]!s:16} {row.note}")
+        print(f"{row.workload}  {row.what:62} {row.figures[OURS]!s:16} {row.note}")
     if arguments.json:
         arguments.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from bench.cores import FAST, PEER
+from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -94,7 +94,7 @@ def measure_engine(is_smoke: bool, progress: Progress) -> list[Row]:
     prefix, num_requests, repetitions = (64, 4, 2) if is_smoke else (4096, 4, 5)
     task = progress.add_task("e1", total=3 * repetitions)
     sides = {
-        FAST: Served(prefix, num_requests, has_cache=True),
+        OURS: Served(prefix, num_requests, has_cache=True),
         PEER: Served(prefix, num_requests, has_cache=False),
     }
 
@@ -106,13 +106,13 @@ def measure_engine(is_smoke: bool, progress: Progress) -> list[Row]:
         each = alternate({n: s.request_s for n, s in sides.items()}, repetitions, tick)
         steps = []
         for _ in range(repetitions):
-            steps.append(sides[FAST].shares())
+            steps.append(sides[OURS].shares())
             tick()
     finally:
         for side in sides.values():
             side.engine.shutdown()
     share = {
-        FAST: Figure(tuple(coordinator for coordinator, _ in steps)),
+        OURS: Figure(tuple(coordinator for coordinator, _ in steps)),
         PEER: Figure(tuple(whole for _, whole in steps)),
     }
     what = f"of {prefix + TAIL_TOKENS} tokens, {prefix} of them shared"

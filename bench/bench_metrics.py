@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from bench.cores import FAST, PEER
+from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
 from kvcache.arrays import int32_array
 from kvcache.clock import SystemClock
@@ -24,7 +24,7 @@ from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES
+from kvcache.manager.core_settings import make_core
 from kvcache.messages import Acknowledge, Applied, Attach, Granted, Hello, LabelReport
 from kvcache.metrics import AgeMeter, MeteredCoordinator, StepMeter
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -52,7 +52,7 @@ class Steps:
     def __init__(self, num_running: int, *, is_metered: bool) -> None:
         settings = MetricsConfig()
         ages = AgeMeter(settings.age_bounds_s)
-        factories = ages.cores() if is_metered else CORES
+        core_factory = ages.watching() if is_metered else make_core
         group = KVCacheGroupSpec(("layer",), FullAttentionSpec(16, 1, 8))
         config = KVCacheConfig(NUM_BLOCKS, (), (group,))
         coordinator = Coordinator(
@@ -64,7 +64,7 @@ class Steps:
                 log_stats=True,
                 has_workers=True,
                 model_epoch=model_epoch,
-                core_factories=factories,
+                core_factory=core_factory,
             ),
             clock=SystemClock(),
             nonce="n",
@@ -134,14 +134,14 @@ def measure_metrics(is_smoke: bool, progress: Progress) -> list[Row]:
     for num_running, what in ((0, "empty step"), (256, "step of 256 decodes")):
         task = progress.add_task(f"o1 {what}", total=repetitions)
         sides = {PEER: Steps(num_running, is_metered=False)}
-        sides[FAST] = Steps(num_running, is_metered=True)
+        sides[OURS] = Steps(num_running, is_metered=True)
         for side in sides.values():
             side.run()
         gc.collect()
         gc.freeze()
         calls = {name: side.run for name, side in sides.items()}
         figures = alternate(calls, repetitions, lambda t=task: progress.advance(t))  # type: ignore[misc]
-        rows.append(Row("o1", f"coordinator, {what}", figures, NAME, GOAL, "", share(figures)))
+        rows.append(Row("o1", f"coordinator, {what}", figures, NAME, GOAL, share(figures)))
     churn = [measure_churn(is_smoke, progress, is_full=is_full) for is_full in (False, True)]
     return [*rows, *churn]
 
@@ -149,12 +149,12 @@ def measure_metrics(is_smoke: bool, progress: Progress) -> list[Row]:
 def share(figures: dict[str, Figure]) -> str:
     """Say how much longer the side with metrics took: pair by pair, as the load of two repetitions
     and the machine's other work differ by more than what is asked for."""
-    pairs = zip(figures[FAST].samples, figures[PEER].samples, strict=True)
+    pairs = zip(figures[OURS].samples, figures[PEER].samples, strict=True)
     return f"{statistics.median(on / off for on, off in pairs) - 1:+.1%} with metrics"
 
 
 def measure_churn(is_smoke: bool, progress: Progress, *, is_full: bool) -> Row:
-    """Return a row of W7's churn, on the fast core alone; `is_full`: every new block takes the
+    """Return a row of W7's churn; `is_full`: every new block takes the
     place of a cached one."""
     num_blocks, num_warm_up = (70_000, 2500) if is_full else (100_000, 1500)
     setup = Setup("churn", num_blocks, size=256, num_warm_up=num_warm_up)
@@ -165,11 +165,11 @@ def measure_churn(is_smoke: bool, progress: Progress, *, is_full: bool) -> Row:
     task = progress.add_task(f"o1 {what}", total=repetitions)
     ages = AgeMeter(MetricsConfig().age_bounds_s)
     sides = {
-        PEER: Churn(lambda s: OurManager(s, FAST), setup),
-        FAST: Churn(lambda s: OurManager(s, FAST, ages.cores()), setup),
+        PEER: Churn(OurManager, setup),
+        OURS: Churn(lambda s: OurManager(s, ages.watching()), setup),
     }
     calls = {name: lambda side=side: side.serve(num_turns) for name, side in sides.items()}
     figures = alternate(calls, repetitions, lambda: progress.advance(task))  # type: ignore[arg-type]
-    same = sides[PEER].hit_tokens() == sides[FAST].hit_tokens()
+    same = sides[PEER].hit_tokens() == sides[OURS].hit_tokens()
     note = f"{share(figures)}; hit tokens {'the same' if same else 'differ'}"
-    return Row("o1", f"manager, {what}, {num_turns} turns", figures, NAME, GOAL, "", note)
+    return Row("o1", f"manager, {what}, {num_turns} turns", figures, NAME, GOAL, note)

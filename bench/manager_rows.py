@@ -1,4 +1,4 @@
-"""The manager's workloads as rows: the sides of all cores and the peer's take turns."""
+"""The manager's workloads as rows: our side and the peer's take turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
-from bench.cores import PEER, REFERENCE
+from bench.cores import PEER
 from bench.measure import Figure, Row, alternate
 from bench.sides import SidePool, Sides
 from bench.works import Sizes, Work, all_works
@@ -47,7 +47,7 @@ def measure(work: Work, sides: Sides, sizes: Sizes, progress: Progress) -> Row:
     calls = sides.callers(work.function, *work.arguments)
     figures = alternate(calls, repetitions, advancing(progress, task), work.unit)
     note = note_on(work, sides)
-    return Row(work.workload, work.what, figures, PEER_NAME, work.goal, work.bar, note)
+    return Row(work.workload, work.what, figures, PEER_NAME, work.goal, note)
 
 
 def note_on(work: Work, sides: Sides) -> str:
@@ -70,8 +70,8 @@ def note_on_payloads(sides: Sides) -> str:
 
 
 def note_on_hits(hits: dict[str, int]) -> str:
-    """Compare hit tokens with the peer's, without it with the reference core's."""
-    against = PEER if PEER in hits else REFERENCE
+    """Compare hit tokens with the peer's."""
+    against = PEER
     if len(hits) < 2 or against not in hits:
         return ""
     said = []
@@ -128,7 +128,7 @@ def flatness(sizes: Sizes, pool: SidePool, progress: Progress) -> list[Row]:
         )
     what = f"memory after {sizes.flat_requests:,} small requests, against after a tenth of them"
     note = f"at 10, 50, 100 %: {'; '.join(notes)}"
-    return [Row("flat", what, figures, PEER_NAME, "<= 1.05 times", "<= 1.05 times", note)]
+    return [Row("flat", what, figures, PEER_NAME, "<= 1.05 times", note)]
 
 
 def advancing(progress: Progress, task: TaskID) -> Callable[[], None]:

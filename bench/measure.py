@@ -43,11 +43,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what each side measured, by the names of `cores`.
+    """One line of the table: what each side measured, by its name.
 
-    A side that was not there is missing. `bar` is what the reference core must reach, `goal` what
-    the fast core is built for; both are ratios to the peer unless they say otherwise, and empty
-    where there is none.
+    A side that was not there is missing. `goal` is a ratio to the peer unless it says otherwise,
+    and empty where there is none.
     """
 
     workload: str
@@ -55,7 +54,6 @@ class Row:
     figures: Mapping[str, Figure]
     peer_name: str
     goal: str
-    bar: str = ""
     note: str = ""
 
     def ratio(self, side: str) -> float | None:

@@ -1,8 +1,8 @@
-"""This package's manager on one of its cores, wrapped for `workloads`."""
+"""This package's manager, wrapped for `workloads`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvcache.digests import PackedDigests
 from kvcache.events import EventCodec
 from kvcache.hashing import BlockHash, get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.request import Request
 from kvcache.specs import (
     FullAttentionSpec,
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass
 class Stored:
-    """Blocks that have just filled: packed digests in the fast core, single ones in the other."""
+    """Blocks that have just filled: packed digests."""
 
     request: Request
     digests: Sequence[BlockHash]
@@ -49,9 +49,7 @@ class Stored:
 class OurManager:
     """Prompts go through the per-request calls, decoding through one `step` per step."""
 
-    def __init__(
-        self, setup: Setup, core: str, core_factories: Mapping[str, CoreFactory] = CORES
-    ) -> None:
+    def __init__(self, setup: Setup, core_factory: CoreFactory = make_core) -> None:
         specs: list[KVCacheSpec] = [FullAttentionSpec(BLOCK_SIZE, 1, 8)]
         if setup.is_hybrid:
             specs.append(SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=WINDOW_TOKENS))
@@ -65,10 +63,8 @@ class OurManager:
             max_num_seqs=8192,
             caching_hash_algo=setup.hash_algorithm,
             enable_kv_cache_events=setup.has_events,
-            core=core,
-            core_factories=core_factories,
+            core_factory=core_factory,
         )
-        self._finds_by_digest = core == "blocks"
         hash_fn = get_hash_fn(setup.hash_algorithm)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
         self._codec = EventCodec(groups)
@@ -88,8 +84,7 @@ class OurManager:
         _ = request.block_hashes
 
     def prepare(self, request: Request) -> None:
-        if self._finds_by_digest:
-            self.hash(request)
+        """Nothing: what is cached is found by its tokens."""
 
     def look_up(self, request: Request) -> Any:
         return self._manager.get_computed_blocks(request)

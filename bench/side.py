@@ -17,7 +17,6 @@ import logging
 import os
 import sys
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,7 +48,7 @@ def manager_maker(name: str) -> Any:
         return PeerManager
     from our_manager import OurManager
 
-    return partial(OurManager, core=name)
+    return OurManager
 
 
 def serve(make_manager: Any, setup: Setup, answers: TextIO) -> None:

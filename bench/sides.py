@@ -1,15 +1,15 @@
-"""The processes of the sides: each core's and, where it is, the peer's."""
+"""The processes of the sides: ours and, where it is, the peer's."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.cores import PEER
+from bench.cores import OURS, PEER
 from bench.side_setup import Setup
 
 HERE = Path(__file__).resolve().parent
@@ -78,8 +78,7 @@ class Side:
 class SidePool:
     """Keeps processes for the next setup. A context manager that ends them all."""
 
-    def __init__(self, cores: Sequence[str], peer: Path | None) -> None:
-        self.cores = tuple(cores)
+    def __init__(self, peer: Path | None) -> None:
         self.has_peer = peer is not None
         self._peer = peer
         self._idle: dict[str, list[Side]] = {}
@@ -111,7 +110,7 @@ class Sides:
     """All sides on one setup, by name, in the order in which they take turns. A context manager."""
 
     def __init__(self, pool: SidePool, setup: Setup, *, has_peer: bool = True) -> None:
-        names = [*pool.cores, *([PEER] if pool.has_peer and has_peer else [])]
+        names = [OURS, *([PEER] if pool.has_peer and has_peer else [])]
         self._pool = pool
         self.by_name = {name: pool.take(name) for name in names}
         for side in self.by_name.values():

@@ -34,8 +34,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("step_delivery", "network"),
     ("core.protocol",),
     ("core",),
-    ("blocks",),
-    ("managers",),
     ("manager",),
     ("sequences",),
     ("offload", "keeper"),
@@ -65,7 +63,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "manager": (
         ("cache_blocks", "prefix_statistics", "pins"),
-        ("core_registry", "statistics", "events_buffer", "model_limits"),
+        ("core_settings", "statistics", "events_buffer", "model_limits"),
         ("request_table",),
         ("step_ledger", "admission", "forks"),
         ("cache_control", "loads", "tiers"),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvcache.clock import VirtualClock
-from kvcache.manager.core_registry import CORES
 from tests.test_architecture import ORDER
 from tools import structure
 from tools.structure import Depth
@@ -62,18 +61,15 @@ def test_frames_and_files_are_those_of_the_product_alone() -> None:
     assert structure.counted(call) == (0.0, Depth(files=1, frames=2))
 
 
-@pytest.mark.parametrize("core", CORES)
 def test_the_table_has_a_figure_in_every_line(
-    core: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "figures.json"
-    monkeypatch.setattr("sys.argv", ["structure", "--core", core, "--json", str(path)])
+    monkeypatch.setattr("sys.argv", ["structure", "--json", str(path)])
     structure.main()
     facts = json.loads(path.read_text(encoding="utf-8"))
-    assert facts.pop("core") == core
     assert facts.pop("python")
     assert facts.keys() == structure.LABELS.keys()
     lines = capsys.readouterr().out.splitlines()

@@ -1,6 +1,6 @@
 """How large the code is, how its modules hang together, and how deep a call goes.
 
-    python -m tools.structure [--core NAME] [--json FILE]
+    python -m tools.structure [--json FILE]
 
 Sizes and imports are read from the sources. Depth is counted while calls run: the Python frames of
 `kvcache/` and `actors/` that a call enters (a generator counts each time it goes on), and the files
@@ -36,7 +36,7 @@ from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "actors")
-DECISION_PATH = ("manager", "managers", "blocks", "core")
+DECISION_PATH = ("manager", "core")
 """Parts of `kvcache/` in which it is decided who gets which block."""
 SMALL_LINES = 60
 
@@ -48,7 +48,6 @@ NUM_ROWS = 16
 NUM_REPETITIONS = 3
 NUM_STEPS = NUM_REPETITIONS * BLOCK_SIZE + 1
 """Of rows that begin with full blocks: in the last of them, each needs a block again."""
-DEFAULT_CORE = "flat"
 
 HASHER = get_request_block_hasher(BLOCK_SIZE, get_hash_fn("sha256"))
 T = TypeVar("T")
@@ -101,17 +100,17 @@ LABELS: Mapping[str, str] = {
 }
 
 
-def measure(core: str = DEFAULT_CORE, root: Path = ROOT) -> Structure:
-    """Measure the tree at `root`, and this process's code on `core`."""
-    step_files, changing_step_files = files_of_cluster_steps(core)
-    look_up, allocate, free = depths_of_calls(core)
+def measure(root: Path = ROOT) -> Structure:
+    """Measure the tree at `root`, and this process's code."""
+    step_files, changing_step_files = files_of_cluster_steps()
+    look_up, allocate, free = depths_of_calls()
     return Structure(
         step_files,
         changing_step_files,
         look_up,
         allocate,
         free,
-        depth_of_step(core),
+        depth_of_step(),
         len(modules_with_one_importer(root)),
         sum(num_lines(path) < SMALL_LINES for path in product_sources(root)),
         len(list((root / "kvcache").glob("*.py"))),
@@ -199,9 +198,9 @@ def counted(call: Callable[[], T]) -> tuple[T, Depth]:
     return result, Depth(len(set(entered)), len(entered))
 
 
-def depths_of_calls(core: str) -> tuple[Depth, Depth, Depth]:
+def depths_of_calls() -> tuple[Depth, Depth, Depth]:
     """Count look-up, allocation and release of a prompt whose first tokens are cached."""
-    manager, random = make_manager(core), np.random.default_rng(1)
+    manager, random = make_manager(), np.random.default_rng(1)
     cached = fresh(random, CACHED_TOKENS)
     for i in range(1 + NUM_REPETITIONS):
         request = new_request(f"call-{i}", np.concatenate([cached, fresh(random, NEW_TOKENS)]))
@@ -220,9 +219,9 @@ def depths_of_calls(core: str) -> tuple[Depth, Depth, Depth]:
     return look_up, allocate, free
 
 
-def depth_of_step(core: str) -> Depth:
+def depth_of_step() -> Depth:
     """Count a step in which every row seals a block and takes one, in a pool that is full."""
-    manager, random = make_manager(core), np.random.default_rng(2)
+    manager, random = make_manager(), np.random.default_rng(2)
     for i in range(2 * NUM_BLOCKS * BLOCK_SIZE // CACHED_TOKENS):
         request = new_request(f"fill-{i}", fresh(random, CACHED_TOKENS))
         if manager.allocate_slots(request, CACHED_TOKENS) is None:
@@ -246,7 +245,7 @@ def depth_of_step(core: str) -> Depth:
     return depth
 
 
-def files_of_cluster_steps(core: str) -> tuple[int, int]:
+def files_of_cluster_steps() -> tuple[int, int]:
     """Count the files of a decode step in a cluster: of one that fills no block, and of one in
     which every row seals a block and takes one.
 
@@ -255,7 +254,7 @@ def files_of_cluster_steps(core: str) -> tuple[int, int]:
     random = np.random.default_rng(3)
     files: list[int] = []
     with (
-        LocalCluster(cluster_config(core), clock=VirtualClock()) as cluster,
+        LocalCluster(cluster_config(), clock=VirtualClock()) as cluster,
         cluster.client() as client,
     ):
         result = client.step(StepRequest(new=new_requests(random)))
@@ -272,13 +271,13 @@ def files_of_cluster_steps(core: str) -> tuple[int, int]:
     return files[-BLOCK_SIZE // 2], files[-1]
 
 
-def cluster_config(core: str) -> ClusterConfig:
+def cluster_config() -> ClusterConfig:
     layers = [{"kind": "full", "count": 2, "num_kv_heads": 2, "head_size": 8}]
     return parse_config(
         {
             "name": "structure",
             "model": {"name": "m", "max_model_len": 4096, "dtype": "float16", "layers": layers},
-            "cache": {"block_size": BLOCK_SIZE, "memory_per_rank": "2MiB", "core": core},
+            "cache": {"block_size": BLOCK_SIZE, "memory_per_rank": "2MiB"},
             "parallel": {"tensor_parallel_size": 2},
             "scheduler": {"max_num_seqs": NUM_ROWS, "max_num_batched_tokens": 4096},
             "content_check": {"enabled": False},
@@ -287,10 +286,10 @@ def cluster_config(core: str) -> ClusterConfig:
     )
 
 
-def make_manager(core: str) -> KVCacheManager:
+def make_manager() -> KVCacheManager:
     group = KVCacheGroupSpec(("layer",), FullAttentionSpec(BLOCK_SIZE, 1, 8))
     config = KVCacheConfig(NUM_BLOCKS, (), (group,))
-    return KVCacheManager(config, max_model_len=4096, has_workers=True, core=core)
+    return KVCacheManager(config, max_model_len=4096, has_workers=True)
 
 
 def new_request(name: str, tokens: Int32Array) -> Request:
@@ -319,14 +318,13 @@ def fresh(random: np.random.Generator, count: int) -> Int32Array:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.structure", description=__doc__)
-    parser.add_argument("--core", default=DEFAULT_CORE, help="core that the calls run on")
     parser.add_argument("--json", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    structure = measure(options.core)
+    structure = measure()
     for name, label in LABELS.items():
         print(f"{label:78} {getattr(structure, name)!s:>10}")
     if options.json:
-        facts = {"python": platform.python_version(), "core": options.core, **asdict(structure)}
+        facts = {"python": platform.python_version(), **asdict(structure)}
         options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -37,10 +37,7 @@ def _print(report: RecordReplayReport, path: Path, recording: Recording) -> None
     recipe = head.recipe
     facts = {
         "recorded": f"{len(recording.segments):,} segments, {bytes_text(recording.size_bytes)}",
-        "manager": (
-            f"core {recipe.core}, {recipe.kv_cache_config.num_blocks:,} blocks, plan "
-            f"{head.fingerprint[:16]}"
-        ),
+        "manager": (f"{recipe.kv_cache_config.num_blocks:,} blocks, plan {head.fingerprint[:16]}"),
         "epochs": f"{report.num_epochs:,}",
         "records": f"{report.num_records:,} ({report.num_skipped_records:,} left out)",
         "steps": f"{report.num_steps:,}",

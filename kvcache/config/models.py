@@ -32,8 +32,11 @@ from kvcache.config.sections import (
     require_model_len,
 )
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
+from kvcache.logs import get_logger
 from kvcache.specs import Layout, dtype_size_bytes
+
+logger = get_logger(__name__)
 
 MAX_NAME_CHARACTERS = 128
 """Of a cluster: with a replica's number behind it, it names actors and directories."""
@@ -89,7 +92,6 @@ class CacheConfig(Section):
     hash_seed: Annotated[str, Field(min_length=1)] = "vllm-none-hash"
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicyName = "lru"
-    core: Literal["blocks", "flat"] = "flat"
     watermark: Annotated[float, Field(ge=0, lt=1), Real] = 0.0
     max_pin_share: Share = 0.5
     merge_duplicates: bool = False
@@ -97,6 +99,19 @@ class CacheConfig(Section):
     disable_hybrid_manager: bool = False
     layout: Layout = "block_first"
     log_stats: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_core(cls, data: Any) -> Any:
+        """Leave out `core`, which was a choice until this version."""
+        if not isinstance(data, dict) or "core" not in data:
+            return data
+        logger.warning(
+            "cache.core, %s here, is ignored: there is one core now; take it out of the "
+            "configuration, the next version refuses it",
+            shown(data["core"]),
+        )
+        return {key: value for key, value in data.items() if key != "core"}
 
 
 class ParallelConfig(Section):

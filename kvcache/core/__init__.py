@@ -1,7 +1,7 @@
 """What a core is, and the one that keeps its books in columns.
 
-`protocol.py` is what the rest of the package works with: its names are imported from here. The flat
-core (`flat_core.py` and what stands above it) is made by name, see `manager/core_registry.py`.
+`protocol.py` is what the rest of the package works with: its names are imported from here. The core
+itself (`flat_core.py`) is made by the manager, see `manager/core_settings.py`.
 """
 
 from __future__ import annotations

@@ -421,8 +421,7 @@ class FlatCore:
             )
         slots, computed, wanted = rows.slots, rows.num_computed_tokens, rows.num_slot_tokens
         cached, lines = rows.num_cached_tokens, np.empty(len(slots), np.int32)
-        if len(slots) > self._places.shape[1]:
-            self._places = np.empty((NUM_PLACES, 2 * len(slots)), np.int32)
+        self._reach_rows(len(slots))
         books, places, odd, publishes = self.books, self._places, 0, self._may_publish()
         while odd >= 0:
             num_busy, num_late, num_filled, is_sharing, most, odd = inspect(
@@ -498,9 +497,7 @@ class FlatCore:
         if not is_simple or books.keeps_states or not books.num_groups:
             return None
         count = len(slots)
-        if count > self._places.shape[1]:
-            self._places = np.empty((NUM_PLACES, 2 * count), np.int32)
-            self._published = np.empty((2 * count, 4), np.int32)
+        self._reach_rows(count)
         places, publishes = self._places, self.can_hit and not self.hits_stopped
         is_reserved, lines = np.empty(count, np.int32), np.empty(count, np.int32)
         self._last = None
@@ -536,6 +533,12 @@ class FlatCore:
             self._publish(int(lines[place]), table.requests[slot], num_cached)
         self._settle()
         return RowsReserved(is_reserved, patch)
+
+    def _reach_rows(self, count: int) -> None:
+        """Make sure that a batch of so many rows has room in the scratch arrays."""
+        if count > self._places.shape[1]:
+            self._places = np.empty((NUM_PLACES, 2 * count), np.int32)
+            self._published = np.empty((2 * count, 4), np.int32)
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Make the request's full blocks up to `num_tokens` hittable.

@@ -13,7 +13,7 @@ requests of steps, and steps those of calls. One owner, one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import mul
 
 import numpy as np
@@ -50,7 +50,7 @@ from kvcache.labels import LabelSet
 from kvcache.logs import get_logger
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import prefix_request
-from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.manager.forks import require_continuation, seat_fork
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.parts import ManagerParts, ManagerSettings
@@ -91,7 +91,6 @@ class KVCacheManager:
         enable_kv_cache_events: bool = False,
         watermark: float = 0.0,
         eviction_policy: str = "lru",
-        core: str = "flat",
         max_num_seqs: int = 256,
         max_pin_share: float = 0.5,
         hash_seed: str = DEFAULT_HASH_SEED,
@@ -104,7 +103,7 @@ class KVCacheManager:
         merge_duplicates: bool = False,
         publish_all_groups: bool = False,
         tenants: TenantsConfig | None = None,
-        core_factories: Mapping[str, CoreFactory] = CORES,
+        core_factory: CoreFactory = make_core,
     ) -> None:
         """Make a manager with an empty cache.
 
@@ -118,7 +117,6 @@ class KVCacheManager:
             enable_kv_cache_events: keep events for `take_events`.
             watermark: share of the blocks that stays free when one is let in beside running ones.
             eviction_policy: which cached block goes first.
-            core: name of one of `core_factories`: the fast core, or the reference, `blocks`.
             max_num_seqs: slots, and so running requests.
             max_pin_share: largest share of the blocks that pins may hold.
             hash_seed: start of every digest chain.
@@ -146,7 +144,6 @@ class KVCacheManager:
             enable_kv_cache_events,
             watermark,
             eviction_policy,
-            core,
             max_num_seqs,
             max_pin_share,
             hash_seed,
@@ -162,7 +159,7 @@ class KVCacheManager:
             SystemClock() if clock is None else clock,
             NullOffloadHooks() if offload_hooks is None else offload_hooks,
             event_sink,
-            core_factories,
+            core_factory,
         )
         self._hasher, self._events = parts.hasher, parts.events
         self._core, self._table, self._ledger = parts.core, parts.table, parts.ledger

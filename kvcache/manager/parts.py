@@ -7,7 +7,6 @@ below; the manager is their common face.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcache.arguments import (
@@ -23,12 +22,12 @@ from kvcache.arguments import (
 from kvcache.clock import Clock
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import EventSink, NullEventSink, NullOffloadHooks, OffloadHooks
-from kvcache.errors import ConfigurationError
+from kvcache.errors import ConfigurationError, shown
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager.admission import Admission, AdmissionLimits
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.cache_view import CacheView
-from kvcache.manager.core_registry import CoreFactory, CoreSettings, make_core
+from kvcache.manager.core_settings import CoreFactory, CoreSettings
 from kvcache.manager.events_buffer import EventBuffer
 from kvcache.manager.holds import PrefixHolds
 from kvcache.manager.loads import PrefixLoads
@@ -76,7 +75,6 @@ class ManagerSettings:
     enable_kv_cache_events: bool
     watermark: float
     eviction_policy: str
-    core: str
     max_num_seqs: int
     max_pin_share: float
     hash_seed: str
@@ -92,7 +90,7 @@ class ManagerSettings:
         check_fields(self, as_int, "max_model_len", "max_num_seqs", at_least=1, at_most=MAX_INT32)
         check_fields(self, as_int, "model_epoch")
         check_fields(self, as_bool, *_FLAGS)
-        check_fields(self, as_text, "caching_hash_algo", "eviction_policy", "core")
+        check_fields(self, as_text, "caching_hash_algo", "eviction_policy")
         check_fields(self, as_text, "hash_seed", may_be_empty=True)
         check_fields(self, as_number, "watermark", "max_pin_share", at_least=0, at_most=1)
         if self.watermark == 1:
@@ -131,7 +129,7 @@ class ManagerParts:
         clock: Clock,
         hooks: OffloadHooks,
         event_sink: EventSink | None,
-        core_factories: Mapping[str, CoreFactory],
+        core_factory: CoreFactory,
     ) -> None:
         """Make the parts of a manager with an empty cache; raises `ConfigurationError`."""
         check_methods("clock", clock, ("now",), ConfigurationError)
@@ -139,7 +137,10 @@ class ManagerParts:
         hooks = hooks if type(hooks) is NullOffloadHooks else GuardedHooks(hooks)
         if event_sink is not None:
             check_methods("event_sink", event_sink, ("emit",), ConfigurationError)
-        check_kind("core_factories", core_factories, Mapping, ConfigurationError)
+        if not callable(core_factory):
+            raise ConfigurationError(
+                f"core_factory has to be a function that makes a core, not {shown(core_factory)}"
+            )
         config = settings.kv_cache_config
         max_model_len = settings.max_model_len
         self.limits = limits = ModelLimits.of(config, max_model_len)
@@ -152,7 +153,7 @@ class ManagerParts:
         heard: EventSink = self.events if is_heard else NullEventSink()
         self.tenants = settings.tenant_ledger()
         core_settings = self._core_settings(settings, self.table.slot_by_request, heard, hooks)
-        self.core = make_core(settings.core, core_settings, core_factories)
+        self.core = core_factory(core_settings)
         self.ledger = StepLedger()
         self.admission = Admission(
             self.table,

@@ -2,14 +2,14 @@
 
 The signal of a cache that thrashes: where contents are evicted at an age at which others are still
 hit, more room would give more hits. Taken where contents leave use and come back, at the eviction
-policy, which every core has: around the policy, so that neither cores nor policies know of it.
+policy: around it, so that neither the core nor policies know of it.
 Refuses to change what a policy decides.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Protocol, cast, runtime_checkable
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, index_array
 from kvcache.core import Core
-from kvcache.manager.core_registry import CORES, CoreFactory, CoreSettings
+from kvcache.manager.core_settings import CoreFactory, CoreSettings, make_core
 from kvcache.metrics.histogram import Histogram
 from kvcache.policies import EntryBook, EvictionPolicy, PolicyFactory
 from kvcache.policies.entry_queue import Entries
@@ -52,16 +52,14 @@ class AgeMeter:
             policy.note_idle(idle)
         return idle
 
-    def cores(self, factories: Mapping[str, CoreFactory] = CORES) -> Mapping[str, CoreFactory]:
-        """Return the same cores, with policies that tell this meter."""
-        return {name: self._metered(make) for name, make in factories.items()}
+    def watching(self, make: CoreFactory = make_core) -> CoreFactory:
+        """Return what makes the same core, with policies that tell this meter."""
 
-    def _metered(self, make: CoreFactory) -> CoreFactory:
-        def make_metered(settings: CoreSettings) -> Core:
+        def make_watched(settings: CoreSettings) -> Core:
             policies = {name: self._watched(factory) for name, factory in settings.policies.items()}
             return make(replace(settings, policies=policies))
 
-        return make_metered
+        return make_watched
 
     def _watched(self, factory: PolicyFactory) -> PolicyFactory:
         @wraps(factory, updated=())

@@ -1,6 +1,6 @@
 """A queue of small ints from which any member leaves in O(1).
 
-Stands under the LRU order, and lends its lists to the reference core's free queue. A linked list in
+Stands under the LRU order. A linked list in
 two arrays, closed by an end that is no entry:
 
     4 ▶ 9 ▶ 2      after    end: 4   4: 9   9: 2   2: end

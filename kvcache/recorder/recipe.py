@@ -6,7 +6,6 @@ values that no manager can be made from, whoever wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,7 +17,7 @@ from kvcache.core import EventSink
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreFactory
+from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.specs import KVCacheConfig
 
 
@@ -38,7 +37,6 @@ class ManagerRecipe:
     enable_kv_cache_events: bool = False
     watermark: float = 0.0
     eviction_policy: str = "lru"
-    core: str = "flat"
     max_num_seqs: int = 256
     max_pin_share: float = 0.5
     hash_seed: str = DEFAULT_HASH_SEED
@@ -52,10 +50,10 @@ class ManagerRecipe:
         event_sink: EventSink | None = None,
         *,
         publish_all_groups: bool = False,
-        core_factories: Mapping[str, CoreFactory] = CORES,
+        core_factory: CoreFactory = make_core,
     ) -> KVCacheManager:
         """Return a manager with an empty cache, which keeps commands for workers; `event_sink`
-        hears what is cached. Its core is one of `core_factories`, by name.
+        hears what is cached. `core_factory` makes its core.
 
         Raises:
             ConfigurationError: a value cannot be meant.
@@ -68,7 +66,7 @@ class ManagerRecipe:
             model_epoch=model_epoch,
             event_sink=event_sink,
             publish_all_groups=publish_all_groups,
-            core_factories=core_factories,
+            core_factory=core_factory,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +81,7 @@ class ManagerRecipe:
         known = {field.name: field for field in fields(cls)}
         if isinstance(data, dict):
             data = {"tenants": None, **data}  # recordings from before there were tenants
+            data.pop("core", None)  # and from when there was more than one core
         if not isinstance(data, dict) or set(data) != set(known):
             names = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
             raise MalformedMessageError(f"no settings of a manager: {names}")

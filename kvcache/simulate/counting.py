@@ -63,7 +63,6 @@ class CountingOptions:
     block_size: int | None = None
     eviction_policy: str = "lru"
     hash_algorithm: str = "sha256"
-    core: str = "flat"
     groups: tuple[KVCacheGroupSpec, ...] = ()
 
 
@@ -142,6 +141,5 @@ def make_counted_manager(
         _NO_LIMIT_TOKENS,
         caching_hash_algo=options.hash_algorithm,
         eviction_policy=options.eviction_policy,
-        core=options.core,
         max_num_seqs=most_running,
     )

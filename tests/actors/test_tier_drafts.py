@@ -25,7 +25,6 @@ WIDE_WINDOW = layer("sliding_window", num_kv_heads=4, window_tokens=40)
 """Its blocks hold half as many tokens as those of the others."""
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize(
     ("layers", "block_tokens", "memory"),
     [
@@ -36,13 +35,16 @@ WIDE_WINDOW = layer("sliding_window", num_kv_heads=4, window_tokens=40)
     ],
 )
 def test_what_is_loaded_is_hit_but_for_the_end_of_it(
-    layers: list[dict[str, Any]], block_tokens: int, memory: int, core: str, tmp_path: Path
+    layers: list[dict[str, Any]], block_tokens: int, memory: int, tmp_path: Path
 ) -> None:
     config = tier_config(
         tmp_path,
         host_blocks=400,
         model={"layers": layers},
-        cache={"memory_per_rank": memory * BLOCK_BYTES, "use_eagle": True, "core": core},
+        cache={
+            "memory_per_rank": memory * BLOCK_BYTES,
+            "use_eagle": True,
+        },
     )
     with LocalCluster(config) as cluster, cluster.client() as client:
 

@@ -29,7 +29,7 @@ from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.pool import hold_all
 from kvcache.errors import BlockError
-from kvcache.manager.core_registry import CoreFactory, CoreSettings
+from kvcache.manager.core_settings import CoreFactory, CoreSettings
 from kvcache.request import Namespace, Request
 from tests.agreement.walk import FACTORIES
 

@@ -15,7 +15,7 @@ from kvcache.commands import BlockTablePatch
 from kvcache.core import Core
 from kvcache.errors import KVCacheError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CoreFactory, CoreSettings
+from kvcache.manager.core_settings import CoreFactory, CoreSettings
 from kvcache.manager.pins import Pin
 from kvcache.request import Request
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
@@ -76,13 +76,12 @@ class Side:
             log_stats=True,
             enable_kv_cache_events=True,
             watermark=sizes.watermark,
-            core=core,
             max_num_seqs=sizes.num_slots,
             clock=self.clock,
             zero_new_blocks=sizes.zeroes,
             has_workers=True,
             tenants=configuration.tenants,
-            core_factories={core: make},
+            core_factory=make,
         )
         self.truth = Truth(specs, sizes.num_blocks)
         self.stream = EventStream(specs)

@@ -52,7 +52,7 @@ from kvcache.core import (
 from kvcache.core.single_type_managers import MANAGERS
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
-from kvcache.manager.core_registry import CORES
+from kvcache.manager.core_settings import make_core
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
@@ -252,11 +252,10 @@ class ManagerWorld:
         return Request("new", list(range(12)))
 
 
-def make_manager(core: str, shape: Shape = HYBRID) -> KVCacheManager:
+def make_manager(shape: Shape = HYBRID) -> KVCacheManager:
     return KVCacheManager(
         make_config(shape, 64),
         shape.max_model_len,
-        core=core,
         log_stats=True,
         enable_kv_cache_events=True,
         has_workers=True,
@@ -265,8 +264,8 @@ def make_manager(core: str, shape: Shape = HYBRID) -> KVCacheManager:
     )
 
 
-def make_world(core: str, shape: Shape = HYBRID) -> ManagerWorld:
-    manager = make_manager(core, shape)
+def make_world(shape: Shape = HYBRID) -> ManagerWorld:
+    manager = make_manager(shape)
     running = Request("a", list(range(9)))
     num_encoder = 3 if shape is ENCODER else 0
     manager.allocate_slots(running, 9, num_encoder_tokens=num_encoder)
@@ -322,7 +321,7 @@ SENT_IDS = Kind("ids", (*COUNTS.wrong, [2**31]), COUNTS.forms)
 """Ids that a client can send: whether there is such a block the coordinator says."""
 
 
-def manager_subject(core: str) -> Subject:
+def manager_subject() -> Subject:
     of = Builder(KVCacheManager, lambda world: world.manager, {"request_id": REQUEST_ID})
     of.made(
         lambda world: {
@@ -335,7 +334,6 @@ def manager_subject(core: str) -> Subject:
             "enable_kv_cache_events": False,
             "watermark": 0.5,
             "eviction_policy": "lru",
-            "core": core,
             "max_num_seqs": 8,
             "max_pin_share": 0.5,
             "hash_seed": "seed",
@@ -348,7 +346,7 @@ def manager_subject(core: str) -> Subject:
             "merge_duplicates": False,
             "publish_all_groups": False,
             "tenants": None,
-            "core_factories": CORES,
+            "core_factory": make_core,
         },
         kv_cache_config=CONFIG,
         max_model_len=POSITIVE,
@@ -359,7 +357,6 @@ def manager_subject(core: str) -> Subject:
         enable_kv_cache_events=BOOL,
         watermark=SHARE.also(1.0),
         eviction_policy=NAME,
-        core=NAME,
         max_num_seqs=POSITIVE,
         max_pin_share=SHARE,
         hash_seed=TEXT.without(""),
@@ -372,7 +369,7 @@ def manager_subject(core: str) -> Subject:
         merge_duplicates=BOOL,
         publish_all_groups=BOOL,
         tenants=instance_of(TenantsConfig).without(None),
-        core_factories=MAPPING,
+        core_factory=OPTIONAL_THING,
     )
     _request_methods(of, ID, IDS, BLOCKS)
     of.method("get_request", {"request_id": "s"})
@@ -495,9 +492,7 @@ def manager_subject(core: str) -> Subject:
     )
     pin = pin_case(lambda world, each: world.manager.unpin_prefix(each))
     cases = (*of.cases, *step.cases, *resumed.cases, *fork.cases, *new.cases, *rows.cases, pin)
-    return Subject(
-        f"manager on {core}", lambda: make_world(core), state_of_world, check_world, cases
-    )
+    return Subject("manager", make_world, state_of_world, check_world, cases)
 
 
 def _request_methods(of: Builder, number: Kind, ids: Kind, blocks: Kind) -> None:
@@ -552,7 +547,7 @@ def running_row(slot: int | None) -> RunningRequests:
     return RunningRequests.from_rows([RunningRow(slot or 0, 1, (7,))])
 
 
-def encoder_subject(core: str) -> Subject:
+def encoder_subject() -> Subject:
     """A manager with encoder tokens."""
     of = Builder(KVCacheManager, lambda world: world.manager)
 
@@ -561,21 +556,21 @@ def encoder_subject(core: str) -> Subject:
 
     of.method("allocate_slots", good, request=REQUEST, **slot_kinds(ID, BLOCKS.without(None)))
     return Subject(
-        f"manager with an encoder on {core}",
-        lambda: make_world(core, ENCODER),
+        "manager with an encoder",
+        lambda: make_world(ENCODER),
         state_of_world,
         check_world,
         tuple(of.cases),
     )
 
 
-def empty_subject(core: str) -> Subject:
+def empty_subject() -> Subject:
     """A manager that knows nobody and can be restored."""
     of = Builder(KVCacheManager, lambda world: world)
     of.method("restore", {"labels": []}, labels=LABELS.also([LabelSet]))
     return Subject(
-        f"empty manager on {core}",
-        lambda: make_manager(core),
+        "empty manager",
+        make_manager,
         lambda world: world.dump_state(),
         lambda world: world.check(),
         tuple(of.cases),
@@ -1037,8 +1032,9 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
 REQUEST_SUBJECTS = (
     request_subject(),
     plain_subject(),
-    *[make(core) for make in (manager_subject, empty_subject) for core in CORES],
-    *[encoder_subject(core) for core in CORES],
+    manager_subject(),
+    empty_subject(),
+    encoder_subject(),
 )
 CLIENT_SUBJECTS = (client_subject(is_async=False), client_subject(is_async=True))
 POOL_SUBJECTS = (

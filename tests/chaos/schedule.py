@@ -115,7 +115,6 @@ def random_config(rng: random.Random, seed: int, model: str, has_other: bool) ->
                 "memory_per_rank": "4MiB",
                 # An engine that finds no room counts on its own requests only to make some.
                 "num_blocks": rng.choice((400, 800) if has_other else (70, 120, 400)) * num_groups,
-                "core": rng.choice(("flat", "blocks")),
                 "hash_algorithm": rng.choice(("sha256", "xxh3_128")),
                 "merge_duplicates": rng.random() < 0.3,
             },
@@ -152,7 +151,6 @@ def ray_config(rng: random.Random, seed: int, model: str) -> ClusterConfig:
                 "block_size": 4,
                 "memory_per_rank": "4MiB",
                 "num_blocks": 800 * len(MODELS[model]),
-                "core": rng.choice(("flat", "blocks")),
             },
             "parallel": {"tensor_parallel_size": TENSOR_PARALLEL},
             "scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 32},

@@ -17,7 +17,6 @@ from actors.cli.prefix_tree import (
 from kvcache import KVCacheManager, Request
 from kvcache.commands import Label
 from kvcache.labels import LabelSet, LabelTable
-from kvcache.manager.core_registry import CORES
 from kvcache.metrics.inspection import CacheInspection
 from tests.protocol.scenario import make_config
 
@@ -28,9 +27,9 @@ NUM_BLOCKS = 64
 class Cache:
     """A manager, and the labels that a rank has because of it."""
 
-    def __init__(self, core: str) -> None:
+    def __init__(self) -> None:
         config = make_config(NUM_BLOCKS, is_hybrid=False)
-        self.manager = KVCacheManager(config, 64, core=core, has_workers=True)
+        self.manager = KVCacheManager(config, 64, has_workers=True)
         self._labels = LabelTable(NUM_BLOCKS, 32, BLOCK)
 
     def run(self, request_id: str, tokens: list[int], **fields: Any) -> Request:
@@ -58,9 +57,9 @@ def words(*numbers: int) -> list[int]:
     return [number * 100 + i for number in numbers for i in range(BLOCK)] + [7]
 
 
-@pytest.fixture(params=sorted(CORES))
-def cache(request: Any) -> Cache:
-    return Cache(request.param)
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
 
 
 def test_a_tree_has_a_node_for_what_prompts_share_and_one_for_each_end(cache: Cache) -> None:

@@ -42,7 +42,7 @@ from kvcache.errors import BlockError, RequestError
 from kvcache.hash_algorithms import ExtraKeys, HashFn
 from kvcache.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from kvcache.labels import extra_keys_bytes
-from kvcache.manager.core_registry import CoreSettings
+from kvcache.manager.core_settings import CoreSettings
 from kvcache.request import Namespace, Request
 from kvcache.request_content import namespace_name
 from kvcache.sealed_contents import SealedContents, sorted_contents

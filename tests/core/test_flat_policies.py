@@ -15,8 +15,7 @@ from kvcache.policies.entry_queue import Entries
 from kvcache.policies.policy import EntryBook
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import full, make_core, make_request, window
+from tests.core.builders import full, make_flat_core, make_request, window
 
 NUM_TURNS = 220
 
@@ -107,13 +106,11 @@ class Workload:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_evicts_what_it_evicts_on_the_reference_core(policy: str) -> None:
+def test_books_add_up_where_a_policy_evicts_often(policy: str) -> None:
     for seed in range(2):
         options = {"policy_name": policy, "policies": POLICIES, "has_workers": False}
-        of_flat = Workload(make_flat_core(40, **options), seed).go(NUM_TURNS)
-        of_blocks = Workload(make_core(40, **options), seed).go(NUM_TURNS)
-        assert of_flat == of_blocks
-        assert max(evictions for _, _, _, evictions in of_flat) > 50  # type: ignore[misc]  # facts
+        facts = Workload(make_flat_core(40, **options), seed).go(NUM_TURNS)
+        assert max(evictions for _, _, _, evictions in facts) > 50  # type: ignore[misc]  # facts
 
 
 @pytest.mark.parametrize("policy", POLICIES)

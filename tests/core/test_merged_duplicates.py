@@ -1,9 +1,8 @@
-"""Blocks that requests give up because others have their contents, on every core."""
+"""Blocks that requests give up because others have their contents."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -11,15 +10,8 @@ from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.audits import Audits
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import chunked, full, make_core, make_request, mamba, window
+from tests.core.builders import chunked, full, make_flat_core, make_request, mamba, window
 
-MakeCore = Callable[..., Core]
-
-MAKERS: dict[str, MakeCore] = {
-    "blocks": make_core,
-    "flat": make_flat_core,
-}
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full": (full(),),
     "two full": (full(), full(8)),
@@ -29,12 +21,6 @@ PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full, chunked": (full(), chunked(24)),
     "full, states": (full(), mamba()),
 }
-WITHOUT_STATES = ("flat",)
-
-
-@pytest.fixture(params=MAKERS)
-def make(request: pytest.FixtureRequest) -> MakeCore:
-    return MAKERS[request.param]
 
 
 def request(name: str, *numbers: int) -> Request:
@@ -64,8 +50,8 @@ def columns_of(core: Core) -> dict[tuple[str, int, int], int]:
     }
 
 
-def test_tables_change_to_the_blocks_that_were_first(make: MakeCore) -> None:
-    core = make(40, merge_duplicates=True)
+def test_tables_change_to_the_blocks_that_were_first() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
     in_step(core, 1, request("a", 1, 2, 3), request("b", 1, 2, 3, 4))
     core.complete_steps("engine", 1)
     core.check()
@@ -87,8 +73,8 @@ def test_successive_columns_are_one_change() -> None:
     ]
 
 
-def test_a_step_that_failed_merges_nothing(make: MakeCore) -> None:
-    core = make(40, merge_duplicates=True)
+def test_a_step_that_failed_merges_nothing() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
     in_step(core, 1, request("a", 1, 2))
     in_step(core, 2, request("b", 1, 2))
     core.fail_steps("engine", 2)
@@ -98,8 +84,8 @@ def test_a_step_that_failed_merges_nothing(make: MakeCore) -> None:
     assert len({*core.block_ids("a")[0], *core.block_ids("b")[0]}) == 4
 
 
-def test_what_a_later_step_computed_is_kept_until_that_is_complete(make: MakeCore) -> None:
-    core = make(40, merge_duplicates=True)
+def test_what_a_later_step_computed_is_kept_until_that_is_complete() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
     two = request("b", 1, 2)
     in_step(core, 1, request("a", 1, 2, 3, 4), two)
     two.append_output_token_ids([3] * 4)
@@ -115,8 +101,8 @@ def test_what_a_later_step_computed_is_kept_until_that_is_complete(make: MakeCor
     core.check()
 
 
-def test_what_was_computed_outside_any_step_stays(make: MakeCore) -> None:
-    core = make(40, merge_duplicates=True)
+def test_what_was_computed_outside_any_step_stays() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
     for name in "ab":
         compute(core, request(name, 1, 2))
     in_step(core, 1, request("c", 5))
@@ -125,8 +111,8 @@ def test_what_was_computed_outside_any_step_stays(make: MakeCore) -> None:
     assert core.statistics().num_merged_blocks == 0
 
 
-def test_a_duplicate_that_a_fork_shares_is_given_up_by_one_of_the_two(make: MakeCore) -> None:
-    core = make(40, full(), window(9), merge_duplicates=True)
+def test_a_duplicate_that_a_fork_shares_is_given_up_by_one_of_the_two() -> None:
+    core = make_flat_core(40, full(), window(9), merge_duplicates=True)
     parent, child = request("b", 1, 2, 3), request("c", 1, 2, 3)
     in_step(core, 1, request("a", 1, 2, 3), parent)
     core.fork(parent, child, ForkOrigin(12, NewestState(12, 0)))
@@ -142,8 +128,8 @@ def test_a_duplicate_that_a_fork_shares_is_given_up_by_one_of_the_two(make: Make
     assert core.num_free_blocks() == 39
 
 
-def test_of_a_request_that_has_gone_nothing_is_merged(make: MakeCore) -> None:
-    core = make(40, merge_duplicates=True)
+def test_of_a_request_that_has_gone_nothing_is_merged() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
     gone = request("b", 1, 2)
     in_step(core, 1, request("a", 1, 2), gone)
     core.free(gone)
@@ -153,9 +139,8 @@ def test_of_a_request_that_has_gone_nothing_is_merged(make: MakeCore) -> None:
     assert core.take_merges() == []
 
 
-@pytest.mark.parametrize("core_name", [name for name in MAKERS if name not in WITHOUT_STATES])
-def test_a_state_stays_where_its_request_looks_for_it(core_name: str) -> None:
-    core = MAKERS[core_name](40, full(), mamba(), merge_duplicates=True)
+def test_a_state_stays_where_its_request_looks_for_it() -> None:
+    core = make_flat_core(40, full(), mamba(), merge_duplicates=True)
     in_step(core, 1, request("a", 1, 2), request("b", 1, 2))
     states = core.block_ids("b")[1]
     core.complete_steps("engine", 1)
@@ -166,34 +151,25 @@ def test_a_state_stays_where_its_request_looks_for_it(core_name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("seed", range(2))
-def test_all_cores_merge_the_same_while_everybody_runs(name: str, seed: int) -> None:
+def test_tables_follow_what_is_merged_while_everybody_runs(name: str, seed: int) -> None:
     choose = random.Random(seed)
-    names = [core for core in MAKERS if core not in WITHOUT_STATES or "states" not in name]
-    cores = [MAKERS[each](400, *PLANS[name], merge_duplicates=True) for each in names]
-    audits = [Audits(seed, core.check) for core in cores]
-    tables: list[dict[tuple[str, int, int], int]] = [{} for _ in cores]
+    core = make_flat_core(400, *PLANS[name], merge_duplicates=True)
+    audits = Audits(seed, core.check)
+    table: dict[tuple[str, int, int], int] = {}
     for step in range(30):
         numbers = [choose.randrange(1, 3) for _ in range(choose.randrange(1, 5))]
-        through = step - choose.randrange(4)
-        for core, table, of_core in zip(cores, tables, audits, strict=True):
-            in_step(core, step, request(f"r{step}", *numbers))
-            core.complete_steps("engine", through)
-            of_core.perhaps()
-            table.update(columns_of(core))
-        figures = [core.statistics() for core in cores]
-        assert len({each.num_merged_blocks for each in figures}) == 1, f"seed {seed}: {names}"
-        assert len({each.merged_bytes for each in figures}) == 1
-        assert len({each.num_free_blocks for each in figures}) == 1
-        assert all(table.keys() == tables[0].keys() for table in tables)
-    for core, table in zip(cores, tables, strict=True):
-        core.check()
-        for (owner, group, column), block_id in table.items():
-            assert core.block_ids(owner)[group][column] == block_id
-    assert tables[0]
+        in_step(core, step, request(f"r{step}", *numbers))
+        core.complete_steps("engine", step - choose.randrange(4))
+        audits.perhaps()
+        table.update(columns_of(core))
+    core.check()
+    for (owner, group, column), block_id in table.items():
+        assert core.block_ids(owner)[group][column] == block_id
+    assert table and core.statistics().num_merged_blocks > 0
 
 
-def test_a_step_that_had_no_room_for_a_request_merges_nothing_of_another(make: MakeCore) -> None:
-    core = make(8, merge_duplicates=True)
+def test_a_step_that_had_no_room_for_a_request_merges_nothing_of_another() -> None:
+    core = make_flat_core(8, merge_duplicates=True)
     in_step(core, 1, request("a", 1, 2))
     core.open_step("other", 1)
     large = request("large", 1, 2, 3, 4, 5, 6)

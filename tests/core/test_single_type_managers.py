@@ -368,9 +368,15 @@ class StrangeSpec(AttentionSpec):
 
 
 def test_a_cache_manager_serves_a_kind_from_outside_by_what_it_is_or_refuses_it() -> None:
-    manager = KVCacheManager(plan(20, OddSpec(4, 1, 8, sliding_window=5)), 100, core="flat")
+    manager = KVCacheManager(
+        plan(20, OddSpec(4, 1, 8, sliding_window=5)),
+        100,
+    )
     request = Request("a", list(range(17)))
     manager.allocate_slots(request, 17)
     assert manager.get_computed_blocks(Request("b", list(range(17))))[1] == 16
     with pytest.raises(ConfigurationError, match="no rules for KV cache groups of kind 'strange'"):
-        KVCacheManager(plan(20, StrangeSpec(4, 1, 8)), 100, core="flat")
+        KVCacheManager(
+            plan(20, StrangeSpec(4, 1, 8)),
+            100,
+        )

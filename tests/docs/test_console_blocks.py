@@ -24,7 +24,7 @@ SHOWN = {
     ("docs/operations.md", "is ready after"),
 }
 """Blocks that are output, by something in them; all others without a language are drawings."""
-DRAWN = ("──", "│", "[", "▶", "block table", "get_computed_blocks")
+DRAWN = ("──", "│", "[", "▶", "block table", "free list", "get_computed_blocks")
 
 
 def shown(page: str, mark: str) -> list[str]:

@@ -92,13 +92,15 @@ class Walk:
         self.own.crop(-num_tokens)
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_operations_give_what_the_own_cache_gives(
-    model: Any, seed: int, records: bool, core: str
+    model: Any, seed: int, records: bool
 ) -> None:
-    with make_store(model, num_blocks=120, core=core) as store:
+    with make_store(
+        model,
+        num_blocks=120,
+    ) as store:
         for part in range(3):
             walk = Walk(model, store, seed * 10 + part, records)
             for _ in range(12):

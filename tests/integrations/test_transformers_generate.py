@@ -61,15 +61,10 @@ def require_nothing_held(store: PagedCacheStore) -> None:
     assert (figures.num_blocks_in_use, figures.num_rows, figures.num_open_caches) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("mode", "core"),
-    [*((mode, "flat") for mode in MODES), ("beams", "blocks")],
-)
-def test_output_is_that_of_the_own_cache_with_and_without_hits(
-    model: Any, mode: str, core: str
-) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_output_is_that_of_the_own_cache_with_and_without_hits(model: Any, mode: str) -> None:
     options = MODES[mode]
-    with make_store(model, core=core) as store:
+    with make_store(model) as store:
         for seed, num_tokens in ((1, 30), (2, 41), (2, 41)):
             ids = prompt(num_tokens, seed, shared=21)
             expected = generate(model, ids, **options)
@@ -197,9 +192,9 @@ def test_a_later_turn_finds_what_an_earlier_one_computed(model: Any) -> None:
         require_nothing_held(store)
 
 
-@pytest.mark.parametrize(("core", "policy"), [("flat", "lru"), ("blocks", "arc")])
-def test_output_is_the_same_after_evictions(model: Any, core: str, policy: str) -> None:
-    with make_store(model, num_blocks=40, core=core, eviction_policy=policy) as store:
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_output_is_the_same_after_evictions(model: Any, policy: str) -> None:
+    with make_store(model, num_blocks=40, eviction_policy=policy) as store:
         for seed in (1, 2, 3, 4, 1):
             ids = prompt(33, seed, shared=9)
             with store.open(ids) as cache:

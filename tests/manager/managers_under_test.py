@@ -9,8 +9,6 @@ from kvcache.manager import KVCacheManager
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
 from tests.core.model_group import ModelGroup, spec_of
 
-DEFAULT_CORE = "flat"
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -68,5 +66,4 @@ def make_config(shape: Shape, num_blocks: int) -> KVCacheConfig:
 def make_manager(shape: Shape = FULL, num_blocks: int = 64, **settings: Any) -> KVCacheManager:
     settings.setdefault("max_num_seqs", 8)
     settings.setdefault("has_workers", True)
-    settings.setdefault("core", DEFAULT_CORE)
     return KVCacheManager(make_config(shape, num_blocks), shape.max_model_len, **settings)

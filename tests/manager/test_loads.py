@@ -29,7 +29,6 @@ from tests.manager.managers_under_test import (
 from tests.manager.steps import Engine, new
 
 SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID, STATES, STATES_HYBRID)
-CORES = ("blocks", "flat")
 TOKENS = list(range(100, 149))
 
 
@@ -56,14 +55,13 @@ def hit_tokens(manager: KVCacheManager, tokens: list[int]) -> int:
     return manager.get_computed_blocks(request_of(tokens, "looks"))[1]
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
-    shape: Shape, core: str
-) -> None:
+def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(shape: Shape) -> None:
     wanted = 44 if shape is CHUNKED else 48  # where a chunk ends nothing before it is needed
     tokens = TOKENS[: wanted + 1]
-    manager = make_manager(shape, core=core)
+    manager = make_manager(
+        shape,
+    )
     num_free = manager.statistics().core.num_free_blocks
     load = manager.tiers.loads.begin(request_of(tokens), wanted)
     assert load is not None
@@ -79,7 +77,9 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
     ids = [int(i) for ids in load.block_ids for i in ids]
     assert sorted(block_id for block_id, *_ in told) == sorted(ids)
 
-    other = make_manager(shape, core=core)
+    other = make_manager(
+        shape,
+    )
     computed = request_of(tokens)
     other.allocate_slots(computed, wanted)
     expected = {(group, digest, parent) for _, group, digest, parent in labels(other)}
@@ -91,9 +91,10 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(
     assert hit_tokens(manager, tokens) == wanted
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_only_what_the_device_does_not_have_is_loaded(core: str) -> None:
-    manager = make_manager(HYBRID, core=core)
+def test_only_what_the_device_does_not_have_is_loaded() -> None:
+    manager = make_manager(
+        HYBRID,
+    )
     first = request_of(TOKENS[:20], "first")
     manager.allocate_slots(first, 20)
     manager.free(first)
@@ -104,9 +105,10 @@ def test_only_what_the_device_does_not_have_is_loaded(core: str) -> None:
     assert load.columns[1].tolist() == [10, 11]  # what a window of 9 reads behind 48 tokens
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_an_abandoned_load_leaves_nothing(core: str) -> None:
-    manager = make_manager(HYBRID, core=core)
+def test_an_abandoned_load_leaves_nothing() -> None:
+    manager = make_manager(
+        HYBRID,
+    )
     before = manager.statistics().core
     load = manager.tiers.loads.begin(request_of(TOKENS), 24)
     assert load is not None
@@ -118,9 +120,11 @@ def test_an_abandoned_load_leaves_nothing(core: str) -> None:
     assert len(manager.tiers.loads) == 0
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_without_room_or_while_draining_nothing_is_begun(core: str) -> None:
-    manager = make_manager(FULL, 10, core=core)
+def test_without_room_or_while_draining_nothing_is_begun() -> None:
+    manager = make_manager(
+        FULL,
+        10,
+    )
     assert manager.tiers.loads.begin(request_of(TOKENS), 40) is None
     assert manager.tiers.loads.begin(request_of(TOKENS), 36) is not None
     manager.reset_prefix_cache(drain=True)
@@ -128,9 +132,10 @@ def test_without_room_or_while_draining_nothing_is_begun(core: str) -> None:
     assert manager.tiers.loads.begin(request_of(TOKENS[:5]), 4) is None
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_drain_outlives_a_load_and_keeps_nothing_of_it(core: str) -> None:
-    manager = make_manager(FULL, core=core)
+def test_a_drain_outlives_a_load_and_keeps_nothing_of_it() -> None:
+    manager = make_manager(
+        FULL,
+    )
     load = manager.tiers.loads.begin(request_of(TOKENS), 48)
     assert load is not None
     assert not manager.reset_prefix_cache(drain=True)
@@ -141,9 +146,11 @@ def test_a_drain_outlives_a_load_and_keeps_nothing_of_it(core: str) -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays(core: str) -> None:
-    manager = make_manager(FULL, 10, core=core)
+def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays() -> None:
+    manager = make_manager(
+        FULL,
+        10,
+    )
     loads = manager.tiers.loads
     request = request_of(TOKENS[:30])
     load = loads.begin(request, 22, has_tail=True)
@@ -179,9 +186,10 @@ def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays(co
     assert manager.statistics().core.num_free_blocks == 1
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_tail_that_nobody_takes_is_free_again(core: str) -> None:
-    manager = make_manager(FULL, core=core)
+def test_a_tail_that_nobody_takes_is_free_again() -> None:
+    manager = make_manager(
+        FULL,
+    )
     loads = manager.tiers.loads
     request = request_of(TOKENS[:22])
     request.append_output_token_ids(TOKENS[22:30])
@@ -216,14 +224,16 @@ def test_wrong_numbers_are_refused_and_change_nothing() -> None:
         manager.tiers.loads.finish(load.load_id)
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("seed", range(3))
-def test_loads_among_running_requests_keep_the_books(shape: Shape, core: str, seed: int) -> None:
+def test_loads_among_running_requests_keep_the_books(shape: Shape, seed: int) -> None:
     """Random loads between steps: books that add up, hits only of what is finished."""
     print(f"seed {seed}")
     dice = random.Random(f"loads {seed} {shape.name}")
-    manager = make_manager(shape, 48, core=core)
+    manager = make_manager(
+        shape,
+        48,
+    )
     engine = Engine(manager)
     size = max(group.block_size for group in shape.groups)
     families = [[dice.randrange(50) for _ in range(60)] for _ in range(3)]

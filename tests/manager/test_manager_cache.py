@@ -124,11 +124,12 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
     assert Reset(0) in manager.take_commands()
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_a_refused_reset_names_pins_holds_loads_and_copies_that_wait(
-    core: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    manager = make_manager(has_workers=True, core=core)
+    manager = make_manager(
+        has_workers=True,
+    )
     parent = Request("parent", list(range(6)))
     manager.allocate_slots(parent, 6)
     parent.num_computed_tokens = 6
@@ -227,18 +228,15 @@ class SlowTiers(NullOffloadHooks):
         self.finished.append(request_id)
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 def test_a_sink_that_raises_misses_events_and_changes_nothing(
-    core: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken:
         def emit(self, event: object) -> None:
             raise RuntimeError("no room for events")
 
     def played(**options: object) -> tuple[KVCacheManager, list[CacheEvent]]:
-        manager = make_manager(
-            FULL, core=core, num_blocks=9, enable_kv_cache_events=True, **options
-        )
+        manager = make_manager(FULL, num_blocks=9, enable_kv_cache_events=True, **options)
         for i in range(6):
             cache(manager, f"r{i}", [i] * 24)
             manager.check()
@@ -274,13 +272,12 @@ class BrokenTiers:
         raise RuntimeError("no ends")
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("answer", [None, "a hit", OffloadHit("hit")], ids=repr)  # type: ignore[arg-type]
 def test_hooks_that_raise_or_answer_nonsense_change_nothing(
-    core: str, answer: object, caplog: pytest.LogCaptureFixture
+    answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     def played(hooks: Any) -> KVCacheManager:
-        manager = make_manager(FULL, core=core, num_blocks=9, offload_hooks=hooks)
+        manager = make_manager(FULL, num_blocks=9, offload_hooks=hooks)
         engine = Engine(manager)
         for i in range(6):
             assert len(engine.step(new=(new(f"r{i}", [i] * 24),)).admitted_slots) == 1

@@ -1,8 +1,7 @@
-"""Per-request calls: the rules one by one, and random calls against the slow model."""
+"""Per-request calls: the rules one by one."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -12,19 +11,13 @@ from kvcache.errors import ConfigurationError, RequestError
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
-from kvcache.manager.core_registry import CORES
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.request import Request
 from tests.manager.managers_under_test import (
     FULL,
     HYBRID,
-    MORE_SHAPES,
-    THREE_KINDS,
-    WINDOW,
-    Shape,
     make_manager,
 )
-from tests.manager.slow_model import SEALED, ModelRequest, SlowModel, Wanted
 from tests.manager.steps import Engine, new
 
 
@@ -174,9 +167,8 @@ def test_a_hit_that_is_no_longer_true_is_not_adopted() -> None:
     assert manager.allocate_slots(third, 9) is None
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_hit_of_tokens_that_were_taken_back_is_not_adopted(core: str) -> None:
-    manager = make_manager(core=core)
+def test_a_hit_of_tokens_that_were_taken_back_is_not_adopted() -> None:
+    manager = make_manager()
     run(manager, Request("a", list(range(20))))
     request = Request("b", [0, 1, 2, 3])
     request.append_output_token_ids(list(range(4, 20)))
@@ -297,7 +289,7 @@ def test_a_request_with_another_hasher_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"core": "rocks"}, "core 'rocks' is not known: choose one of blocks, flat"),
+        ({"core_factory": 5}, "core_factory has to be a function that makes a core, not 5"),
         ({"watermark": 1.0}, "watermark is 1.0: pass a share from 0.0 to below 1.0"),
         ({"max_pin_share": 1.5}, "max_pin_share is 1.5: pass a number of at least 0 and at most 1"),
         (
@@ -312,127 +304,3 @@ def test_settings_that_cannot_be_meant_are_refused(
     with pytest.raises(ConfigurationError) as raised:
         make_manager(**settings)
     assert str(raised.value) == message
-
-
-class CallWalk:
-    """Random per-request calls with the slow model beside them."""
-
-    def __init__(self, manager: KVCacheManager, model: SlowModel, rng: random.Random) -> None:
-        self.manager, self.model, self.rng = manager, model, rng
-        self.requests: dict[str, Request] = {}
-        self.uncached: set[str] = set()
-        self.templates = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
-        self.num_made = 0
-
-    def act(self) -> None:
-        choice = self.rng.random()
-        if choice < 0.35 or not self.requests:
-            self.admit()
-        elif choice < 0.85:
-            self.extend(self.rng.choice(list(self.requests)))
-        else:
-            self.free(self.rng.choice(list(self.requests)))
-        assert self.manager.statistics().core.num_free_blocks == self.model.num_free()
-        self.manager.check()
-
-    def admit(self) -> None:
-        rng, model = self.rng, self.model
-        self.num_made += 1
-        tokens = [*rng.choice(self.templates)[: rng.randrange(1, 40)], rng.randrange(3)]
-        request, mirror = Request(f"r{self.num_made}", tokens), ModelRequest(list(tokens))
-        found, num_hit = self.manager.get_computed_blocks(request)
-        assert num_hit == model.hit(mirror, "")
-        num_left = len(tokens) - num_hit
-        external = rng.choice([0, 0, 0, rng.randrange(num_left)])
-        num_new = rng.randint(1, num_left - external)
-        lookahead, delays = rng.choice([0, 2]), rng.random() < 0.2
-        start = num_hit + external
-        end = start + num_new
-        num_draft = rng.choice([0, 0, model.max_drafts]) if end == len(tokens) else 0
-        has_encoder = any(group.is_cross for group in model.groups)
-        mirror.num_encoder = rng.choice([0, 5, 30]) if has_encoder else 0
-        slots = min(end + num_draft + lookahead, model.max_model_len)
-        figures = Wanted(slots, start, end)
-        wanted = model.num_wanted(mirror, figures, num_hit)
-        blocks = self.manager.allocate_slots(
-            request,
-            num_new + num_draft,
-            num_hit,
-            found,
-            num_draft_tokens=num_draft,
-            num_encoder_tokens=mirror.num_encoder,
-            num_lookahead_tokens=lookahead,
-            delay_cache_blocks=delays,
-            num_external_computed_tokens=external,
-        )
-        assert (blocks is not None) in [num <= model.num_free() for num in wanted]
-        if blocks is None:
-            return
-        request.num_computed_tokens = end
-        real = self.manager.get_block_ids(request.request_id)
-        model.adopt(mirror, num_hit, real, "", skip=start)
-        model.requests[request.request_id] = mirror
-        model.extend(mirror, real, figures)
-        mirror.slot = self.manager.slot_of(request.request_id)
-        model.ran(mirror, end, num_draft)
-        if delays:
-            self.uncached.add(request.request_id)
-        else:
-            model.cache(mirror, end, SEALED)
-        self.requests[request.request_id] = request
-
-    def extend(self, request_id: str) -> None:
-        rng, model = self.rng, self.model
-        request, mirror = self.requests[request_id], self.model.requests[request_id]
-        if request.num_computed_tokens == request.num_tokens:
-            appended = [rng.randrange(3) for _ in range(rng.randint(1, 6))]
-            if request.num_tokens + len(appended) > model.max_model_len:
-                self.free(request_id)
-                return
-            request.append_output_token_ids(appended)
-            mirror.tokens += appended
-            # Drafts of the last forward that turned out right are computed already.
-            request.num_computed_tokens += rng.randint(0, min(mirror.num_drafts, len(appended) - 1))
-        num_owned = rng.randint(1, request.num_tokens - request.num_computed_tokens)
-        num_draft = rng.choice([0, 0, model.max_drafts])
-        computed = request.num_computed_tokens
-        slots = min(computed + num_owned + num_draft, model.max_model_len)
-        own = computed + num_owned
-        wanted = Wanted(slots, computed, own, computed - mirror.num_own)
-        model.skip(mirror, computed)
-        has_room = model.num_wanted(mirror, wanted)[0] <= model.num_free()
-        blocks = self.manager.allocate_slots(
-            request, num_owned + num_draft, num_draft_tokens=num_draft
-        )
-        assert (blocks is not None) == has_room
-        real = self.manager.get_block_ids(request_id)
-        if not has_room:
-            assert mirror.tables == list(real)
-            return
-        model.extend(mirror, real, wanted)
-        request.num_computed_tokens = own
-        model.ran(mirror, own, num_draft)
-        model.cache(mirror, own, SEALED)
-
-    def free(self, request_id: str) -> None:
-        self.manager.free(self.requests.pop(request_id))
-        del self.model.requests[request_id]
-
-
-@pytest.mark.parametrize(
-    "shape", [FULL, WINDOW, HYBRID, THREE_KINDS, *MORE_SHAPES], ids=lambda s: s.name
-)
-@pytest.mark.parametrize("seed", range(4))
-def test_calls_do_what_a_slow_model_says(shape: Shape, seed: int) -> None:
-    print(f"seed {seed}, shape {shape.name}")
-    rng = random.Random(f"calls {shape.name} {seed}")
-    num_blocks = rng.choice([20, 40, 90])
-    # The model counts block by block, as the reference core does; the fast one must agree with it.
-    manager = make_manager(shape, num_blocks=num_blocks, max_num_seqs=90, core="blocks")
-    walk = CallWalk(manager, SlowModel(num_blocks, shape.groups, shape.max_model_len), rng)
-    for _ in range(150):
-        walk.act()
-    for request_id in list(walk.requests):
-        walk.free(request_id)
-    assert manager.statistics().core.num_free_blocks == num_blocks - 1
-    manager.check()

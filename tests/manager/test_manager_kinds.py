@@ -9,10 +9,8 @@ import pytest
 
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES
 from kvcache.request import Request
 from kvcache.step import NO_SLOT
-from tests.manager import managers_under_test
 from tests.manager.managers_under_test import (
     CHUNKED,
     ENCODER,
@@ -24,13 +22,6 @@ from tests.manager.managers_under_test import (
     make_manager,
 )
 from tests.manager.steps import Engine, new, resume, row
-
-
-@pytest.fixture(autouse=True, params=sorted(CORES))
-def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every test on each core."""
-    monkeypatch.setattr(managers_under_test, "DEFAULT_CORE", request.param)
-
 
 # --- states that failed steps wrote over ---
 

@@ -11,7 +11,8 @@ import pytest
 from kvcache.core import Core, RowBatch, RowsReserved
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreSettings
+from kvcache.manager.core_settings import CoreSettings
+from tests.core.slow_core import make_slow_core
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
 from tests.manager.steps import Engine, ints, new, resume, row, running
 
@@ -125,12 +126,10 @@ def test_a_core_reads_full_units_whether_or_not_requests_are_up_to_date(shape: S
     readers: list[TokenReader] = []
 
     def make_reader(settings: CoreSettings) -> Any:
-        readers.append(TokenReader(CORES["blocks"](settings)))
+        readers.append(TokenReader(make_slow_core(settings)))
         return readers[0]
 
-    manager = KVCacheManager(
-        make_config(shape, 80), shape.max_model_len, core="r", core_factories={"r": make_reader}
-    )
+    manager = KVCacheManager(make_config(shape, 80), shape.max_model_len, core_factory=make_reader)
     engine = Engine(manager)
     engine.step(new=tuple(new(name, range(i + 1, 2 * i + 4), 3) for i, name in enumerate("abcd")))
     for step in range(2, 40):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.step import EMPTY_RUNNING, Fork
@@ -100,11 +101,13 @@ def test_rows_that_change_places_take_their_tokens_along() -> None:
     assert tokens_of(manager, "b") == [2] * 5 + [4] * 6
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
-def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape, core: str) -> None:
+def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape) -> None:
     """Nobody looks at the books in between: what rows have filled waits to be put together."""
-    manager = make_manager(Shape("long", shape.groups, 2000), num_blocks=400, core=core)
+    manager = make_manager(
+        Shape("long", shape.groups, 2000),
+        num_blocks=400,
+    )
     engine = Engine(manager)
 
     def decode(num_steps: int, *slots: int, **rest: Any) -> None:
@@ -130,3 +133,27 @@ def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape, 
         assert result.num_hit_tokens.tolist() == [(len(tokens) - 1) // 4 * 4]
         decode(1, finished=("again",))
     manager.check()
+
+
+def test_rows_that_run_in_one_piece_after_others_in_pieces_are_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a step publishes is written down for the case that it fails, however many rows ran."""
+    manager = make_manager()
+    engine = Engine(manager)
+    engine.step(new=tuple(new(name, [i, i, i]) for i, name in enumerate("abcd")))
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatCore, "run_rows", lambda *args: None)
+        engine.step(*[row(slot, [7], num_new=1) for slot in range(4)], completed_step=1)
+    engine.step(completed_step=2)
+    engine.step(*[row(slot, [8], num_new=1) for slot in range(4)])
+    engine.step(*[row(slot, [8] * 3, num_new=3) for slot in range(4)])
+    assert cached(manager) == 8
+    engine.step(failed_step=5)
+    assert cached(manager) == 4
+    engine.step(*[row(slot, [9] * 3, num_new=3) for slot in range(4)])
+    assert cached(manager) == 8
+
+
+def cached(manager: KVCacheManager) -> int:
+    return manager.statistics().core.num_cached_blocks

@@ -1,15 +1,14 @@
-"""Ages of what is hit and evicted, on both cores, with a clock that tests move."""
+"""Ages of what is hit and evicted, with a clock that tests move."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
 from kvcache import KVCacheManager, Request
 from kvcache.clock import VirtualClock
-from kvcache.manager.core_registry import CORES
+from kvcache.manager.core_settings import make_core
 from kvcache.metrics import AgeMeter, Kind, Metric
 from kvcache.policies import EVICTION_POLICIES
 from tests.protocol.scenario import make_config
@@ -22,18 +21,15 @@ AGE = Metric("kvcache_age_seconds", Kind.HISTOGRAM, "Ages.")
 class Cache:
     """A manager of a few blocks, its meter, and the clock of both."""
 
-    def __init__(
-        self, core: str, num_blocks: int, policy: str = "lru", *, is_watched: bool = True
-    ) -> None:
+    def __init__(self, num_blocks: int, policy: str = "lru", *, is_watched: bool = True) -> None:
         self.clock = VirtualClock()
         self.meter = AgeMeter(BOUNDS_S, self.clock.now)
         self.manager = KVCacheManager(
             make_config(num_blocks, is_hybrid=False),
             256,
-            core=core,
             eviction_policy=policy,
             clock=self.clock,
-            core_factories=self.meter.cores() if is_watched else CORES,
+            core_factory=self.meter.watching() if is_watched else make_core,
         )
 
     def run(self, request_id: str, tokens: list[int]) -> int:
@@ -58,13 +54,8 @@ def prompt(number: int, num_blocks: int) -> list[int]:
     return [number * 1000 + i for i in range(num_blocks * BLOCK + 1)]
 
 
-@pytest.fixture(params=sorted(CORES))
-def core(request: Any) -> str:
-    return str(request.param)
-
-
-def test_a_hit_is_as_old_as_its_blocks_are_out_of_use(core: str) -> None:
-    cache = Cache(core, 32)
+def test_a_hit_is_as_old_as_its_blocks_are_out_of_use() -> None:
+    cache = Cache(32)
     cache.run("a", prompt(1, 3))
     assert cache.at_hit() == (0, 0, 0, 0)
     cache.clock.advance(5.0)
@@ -76,8 +67,8 @@ def test_a_hit_is_as_old_as_its_blocks_are_out_of_use(core: str) -> None:
     assert cache.at_eviction() == (0, 0, 0, 0)
 
 
-def test_a_victim_is_as_old_as_it_is_out_of_use_block_by_block(core: str) -> None:
-    cache = Cache(core, 9)  # 8 besides the null block
+def test_a_victim_is_as_old_as_it_is_out_of_use_block_by_block() -> None:
+    cache = Cache(9)  # 8 besides the null block
     cache.run("a", prompt(1, 4))  # 4 full ones, and one that holds a token
     cache.clock.advance(50.0)
     cache.run("b", prompt(2, 3))
@@ -91,8 +82,8 @@ def test_a_victim_is_as_old_as_it_is_out_of_use_block_by_block(core: str) -> Non
     assert cache.at_eviction() == (0, 0, 3, cache.manager.statistics().core.num_evictions)
 
 
-def test_many_victims_at_once_are_each_as_old_as_they_are(core: str) -> None:
-    cache = Cache(core, 41)
+def test_many_victims_at_once_are_each_as_old_as_they_are() -> None:
+    cache = Cache(41)
     for number in range(40):
         cache.run(f"old {number}", prompt(number, 1)[:BLOCK])
         cache.clock.advance(3.0)  # in the end they are 120, 117, ... 3 s old
@@ -104,11 +95,11 @@ def test_many_victims_at_once_are_each_as_old_as_they_are(core: str) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_watched_policies_decide_as_they_do_unwatched(core: str, policy: str) -> None:
-    if (core, policy) == ("flat", "lru"):
-        pytest.skip("unwatched, the flat core's own list is its LRU, and no policy")
+def test_watched_policies_decide_as_they_do_unwatched(policy: str) -> None:
+    if policy == "lru":
+        pytest.skip("unwatched, the core's own list is its LRU, and no policy")
     rng = random.Random(7)
-    watched, plain = Cache(core, 24, policy), Cache(core, 24, policy, is_watched=False)
+    watched, plain = Cache(24, policy), Cache(24, policy, is_watched=False)
     for number in range(60):
         tokens = prompt(rng.randrange(8), rng.randrange(1, 7))
         watched.clock.advance(rng.random())

@@ -1,8 +1,6 @@
-"""Who holds which block, for how long, and which pins hold; on every core."""
+"""Who holds which block, for how long, and which pins hold."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +11,9 @@ from kvcache.metrics.inspection import inspect_cache
 from tests.metrics.test_ages import BLOCK, Cache, prompt
 
 
-@pytest.fixture(params=["blocks", "flat"])
-def cache(request: Any) -> Cache:
-    return Cache(request.param, 32)
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(32)
 
 
 def begin(cache: Cache, request_id: str, tokens: list[int]) -> list[int]:

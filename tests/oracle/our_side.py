@@ -6,7 +6,7 @@ from typing import Any
 
 from kvcache.core import Core
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreSettings
+from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.request import Request
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
@@ -59,8 +59,7 @@ class OurSide:
             max_model_len=MAX_MODEL_LEN,
             use_eagle=scenario.use_eagle,
             watermark=scenario.watermark,
-            core="flat" if slow is None else "slow",
-            core_factories={**CORES, "slow": make_slow},
+            core_factory=make_core if slow is None else make_slow,
         )
 
     def new_request(self, name: str, tokens: list[int]) -> Request:

@@ -11,7 +11,7 @@ import pytest
 from kvcache.clock import VirtualClock
 from kvcache.core import Core
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_registry import CORES, CoreSettings
+from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.metrics.ages import AgeMeter
 from kvcache.policies import EVICTION_POLICIES, LRUPolicy, make_eviction_policy
 from kvcache.request import Request
@@ -65,13 +65,13 @@ class Lying(LRUPolicy):
         return ANSWERS[type(self).answer](chosen)
 
 
-def play(core: str, policy: Any) -> KVCacheManager:
+def play(policy: Any) -> KVCacheManager:
     """Serve and reset requests on a small pool whose `lru` is `policy`; all books are checked."""
 
     def make(settings: CoreSettings) -> Core:
-        return CORES[core](replace(settings, policies={"lru": policy}))
+        return make_core(replace(settings, policies={"lru": policy}))
 
-    manager = make_manager(FULL, core=core, num_blocks=13, core_factories={core: make})
+    manager = make_manager(FULL, num_blocks=13, core_factory=make)
     for i in range(24):
         request = Request(f"r{i}", [i % 5] * 8 + [i % 3] * 12 + [i])
         found, num_hit = manager.get_computed_blocks(request)
@@ -88,25 +88,23 @@ def play(core: str, policy: Any) -> KVCacheManager:
     return manager
 
 
-@pytest.mark.parametrize("core", sorted(CORES))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_policy_that_raises_is_replaced_by_lru(
-    core: str, method: str, caplog: pytest.LogCaptureFixture
+    method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = type("Broken", (Raising,), {"method": method})
-    assert play(core, policy).dump_state() == play(core, Sound).dump_state()
+    assert play(policy).dump_state() == play(Sound).dump_state()
     for line in caplog.messages:
         assert line.startswith(f"the eviction policy lru failed in {method}: ")
     assert len(caplog.messages) <= 1
 
 
-@pytest.mark.parametrize("core", sorted(CORES))
 @pytest.mark.parametrize("answer", sorted(ANSWERS))
 def test_a_policy_that_chooses_nonsense_is_replaced_by_lru(
-    core: str, answer: str, caplog: pytest.LogCaptureFixture
+    answer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = type("Lying", (Lying,), {"answer": answer})
-    assert play(core, policy).dump_state() == play(core, Sound).dump_state()
+    assert play(policy).dump_state() == play(Sound).dump_state()
     assert [line.partition(":")[0] for line in caplog.messages] == [
         "the eviction policy lru failed in choose"
     ]

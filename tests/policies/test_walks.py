@@ -13,7 +13,7 @@ import pytest
 
 from kvcache.clock import VirtualClock
 from kvcache.core import Core
-from kvcache.manager.core_registry import CORES, CoreSettings
+from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
@@ -32,14 +32,14 @@ NUM_LINES = 800
 
 def walk(policy: str, configuration: str, seed: int, num_operations: int) -> Walk:
     def make(settings: CoreSettings) -> Core:
-        return CORES["flat"](replace(settings, eviction_policy=policy))
+        return make_core(replace(settings, eviction_policy=policy))
 
     one = Walk(
         configuration_named(configuration),
         Family.PRESSURE,
         seed,
         ["walked"],
-        {**CORES, "walked": make},
+        {"walked": make},
     )
     one.go(num_operations)
     return one

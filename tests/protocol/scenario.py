@@ -97,7 +97,6 @@ class Scenario:
     num_restarts: int = 0
     model: str = "full"
     is_content_checking: bool = True
-    core: str = ""
     num_host_blocks: int = 0
     blocks_per_slot: int = 1
     store_after: int = 1

@@ -503,7 +503,6 @@ class Cluster:
             self.config,
             MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,
-            core=self.scenario.core or "flat",
             use_eagle=self._uses_eagle,
         )
 

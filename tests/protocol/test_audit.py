@@ -15,6 +15,7 @@ from kvcache.commands import Audit, Label
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Phase
 from kvcache.coordinator.settings import AuditSettings, CoordinatorStatistics
+from kvcache.core.columns import FREE
 from kvcache.errors import ConfigurationError
 from kvcache.messages import JobReport, StepCommands
 from kvcache.step import NewRequest, StepRequest
@@ -25,7 +26,7 @@ from tests.protocol.test_coordinator import Bench, only
 from tests.worker.worker_support import Harness, label
 
 
-def config(mode: str, core: str = "flat") -> ClusterConfig:
+def config(mode: str) -> ClusterConfig:
     return parse_config(
         {
             "name": "audit",
@@ -34,7 +35,7 @@ def config(mode: str, core: str = "flat") -> ClusterConfig:
                 "max_model_len": 256,
                 "layers": [{"kind": "full", "count": 2, "num_kv_heads": 2, "head_size": 4}],
             },
-            "cache": {"memory_per_rank": "16MiB", "core": core, "num_blocks": 64},
+            "cache": {"memory_per_rank": "16MiB", "num_blocks": 64},
             "parallel": {"tensor_parallel_size": 2},
             "content_check": {"enabled": True},
             "audit": {"mode": mode, "interval_s": 0.5},
@@ -68,9 +69,8 @@ def figures(cluster: LocalCluster) -> CoordinatorStatistics:
     return cluster.coordinator.statistics()
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
-def test_ranks_that_know_what_the_coordinator_does_pass(core: str) -> None:
-    with LocalCluster(config("on", core)) as cluster, cluster.client() as client:
+def test_ranks_that_know_what_the_coordinator_does_pass() -> None:
+    with LocalCluster(config("on")) as cluster, cluster.client() as client:
         for name in "abc":
             compute(client, name)
         assert figures(cluster).num_audits > 5
@@ -83,9 +83,8 @@ def test_nothing_is_compared_unless_it_is_wanted() -> None:
         assert figures(cluster).num_audits == 0
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
-def test_a_label_that_is_lost_is_reported_and_withdrawn_and_service_goes_on(core: str) -> None:
-    with LocalCluster(config("on", core)) as cluster, cluster.client() as client:
+def test_a_label_that_is_lost_is_reported_and_withdrawn_and_service_goes_on() -> None:
+    with LocalCluster(config("on")) as cluster, cluster.client() as client:
         compute(client, "a")
         labels = cluster.workers[1].worker.labels
         (block_id, *_) = labels.collect(1, 1, 0, "").labels.block_ids.tolist()
@@ -135,10 +134,10 @@ def test_a_label_nobody_knows_of_is_withdrawn() -> None:
 
 
 def test_books_that_do_not_add_up_are_made_anew_from_what_the_ranks_hold() -> None:
-    with LocalCluster(config("on", "blocks")) as cluster, cluster.client() as client:
+    with LocalCluster(config("on")) as cluster, cluster.client() as client:
         compute(client, "a")
         core: Any = cluster.coordinator.manager
-        core._core.pool.contents.num_cached += 1
+        core._core.books.columns.number[FREE] += 1
         epoch = cluster.coordinator.epoch
         with pytest.raises(Exception, match="the books do not add up, they are made anew"):
             compute(client, "b")

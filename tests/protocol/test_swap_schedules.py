@@ -22,7 +22,7 @@ NUM_BLOCKS = {"mla": 8}
 """Its blocks are larger than those of other models."""
 
 
-def scenario_of(number: int, model: str = "full", core: str = "") -> Scenario:
+def scenario_of(number: int, model: str = "full") -> Scenario:
     """So few blocks that running requests are preempted; copies are slow and overtake another.
 
     By every third seed there is a draft model, for which nothing is swapped: not here.
@@ -34,7 +34,6 @@ def scenario_of(number: int, model: str = "full", core: str = "") -> Scenario:
         num_requests=8,
         fail_share=0.1 * (number % 3 == 0),
         model=model,
-        core=core,
         num_host_blocks=40,
         blocks_per_slot=1 + number % 2,
         swap_share=1.0,
@@ -43,12 +42,11 @@ def scenario_of(number: int, model: str = "full", core: str = "") -> Scenario:
     )
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("model", sorted(MODELS_BY_CONTENT))
-def test_of_every_model_requests_come_back_where_they_were(model: str, core: str) -> None:
+def test_of_every_model_requests_come_back_where_they_were(model: str) -> None:
     num_swapped_in = 0
     for number in range(12):
-        num_swapped_in += simulate(scenario_of(number, model, core)).num_swapped_in
+        num_swapped_in += simulate(scenario_of(number, model)).num_swapped_in
         if num_swapped_in >= 2:
             return
     raise AssertionError(f"only {num_swapped_in} requests came back where they were")

@@ -37,7 +37,6 @@ from tests.manager.managers_under_test import (
 )
 from tests.manager.steps import Engine, new, resume, row
 
-CORES = ("blocks", "flat")
 SHAPES = (FULL, WINDOW, HYBRID, THREE_KINDS, CHUNKED, CHUNKED_HYBRID)
 TOKENS = list(range(100, 140))
 ALWAYS = SwapRule(SwapWhen.ALWAYS)
@@ -52,7 +51,6 @@ class Bench:
     def __init__(
         self,
         shape: Shape = FULL,
-        core: str = "flat",
         *,
         rule: SwapRule = ALWAYS,
         num_blocks: int = 64,
@@ -62,7 +60,7 @@ class Bench:
         **settings: Any,
     ) -> None:
         self.clock = VirtualClock()
-        self.manager = make_manager(shape, num_blocks, core=core, clock=self.clock, **settings)
+        self.manager = make_manager(shape, num_blocks, clock=self.clock, **settings)
         finder = TierHitFinder(
             make_config(shape, num_blocks), 4, use_eagle=settings.get("use_eagle", False)
         )
@@ -168,12 +166,9 @@ class Bench:
 
 
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_request_goes_on_where_it_was_with_its_own_blocks(
-    shape: Shape, core: str, is_evicted: bool
-) -> None:
-    bench = Bench(shape, core)
+def test_a_request_goes_on_where_it_was_with_its_own_blocks(shape: Shape, is_evicted: bool) -> None:
+    bench = Bench(shape)
     slot = bench.run(tokens=TOKENS[:29])
     bench.decode(slot, 6)  # the last of 35 tokens is always computed again
     bench.write("r")
@@ -198,12 +193,11 @@ def test_a_request_goes_on_where_it_was_with_its_own_blocks(
     assert core_figures.num_free_blocks == core_figures.num_blocks
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize(("shape", "num_read"), [(FULL, (8,)), (HYBRID, (8, 3))])
 def test_of_a_request_without_hashes_all_is_kept_that_is_read(
-    shape: Shape, num_read: tuple[int, ...], core: str
+    shape: Shape, num_read: tuple[int, ...]
 ) -> None:
-    bench = Bench(shape, core, num_host_blocks=128)
+    bench = Bench(shape, num_host_blocks=128)
     bench.run(tokens=TOKENS[:30], delay_cache_blocks=True)
     (store,) = bench.preempt()
     assert len(store.sources) == sum(num_read)
@@ -292,9 +286,8 @@ def test_with_a_draft_model_nothing_is_swapped() -> None:
     assert bench.preempt() == []
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_only_what_is_complete_is_kept(core: str) -> None:
-    bench = Bench(core=core)
+def test_only_what_is_complete_is_kept() -> None:
+    bench = Bench()
     slot = bench.run(tokens=TOKENS[:28])
     bench.decode(slot)
     done = bench.engine.next_step - 1  # with it 29 tokens are computed
@@ -438,9 +431,8 @@ def test_tails_take_a_share_of_the_slots_however_large_these_are() -> None:
     assert bench.num_tail_blocks == 4
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_two_tails_that_keep_each_other_out_are_given_up(core: str) -> None:
-    bench = Bench(core=core, num_blocks=17, num_host_blocks=128)
+def test_two_tails_that_keep_each_other_out_are_given_up() -> None:
+    bench = Bench(num_blocks=17, num_host_blocks=128)
     for name, first in (("a", 0), ("c", 5000)):
         bench.step(new=(new(name, range(first, first + 60), 29),))
         bench.write(name)
@@ -460,9 +452,8 @@ def test_two_tails_that_keep_each_other_out_are_given_up(core: str) -> None:
     pytest.fail("neither was let in")
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_blocks_that_wait_to_be_copied_are_not_stored(core: str) -> None:
-    bench = Bench(core=core)
+def test_blocks_that_wait_to_be_copied_are_not_stored() -> None:
+    bench = Bench()
     slot = bench.run(tokens=TOKENS[:30])
     done = bench.engine.next_step - 1
     bench.step(forks=(Fork("r", "child"),), completed_step=done)
@@ -474,9 +465,8 @@ def test_blocks_that_wait_to_be_copied_are_not_stored(core: str) -> None:
     assert len(bench.preempt()) == 1  # the copy is made
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_ranks_wait_before_a_block_that_is_still_stored_is_written(core: str) -> None:
-    bench = Bench(core=core, num_blocks=20)
+def test_ranks_wait_before_a_block_that_is_still_stored_is_written() -> None:
+    bench = Bench(num_blocks=20)
     bench.run(tokens=TOKENS[:30])
     bench.end_jobs()
     (store,) = bench.preempt(new=(new("other", TOKENS[20:23]),))

@@ -29,7 +29,7 @@ ROUGH = NetworkFaults(
 )
 
 
-def scenario_of(seed: int, model: str = "full", core: str = "") -> Scenario:
+def scenario_of(seed: int, model: str = "full") -> Scenario:
     """So few blocks that contents leave the device, and a prompt's beginning that comes again."""
     return Scenario(
         seed,
@@ -38,7 +38,6 @@ def scenario_of(seed: int, model: str = "full", core: str = "") -> Scenario:
         num_requests=8,
         fail_share=0.1 * (seed % 3 == 0),
         model=model,
-        core=core,
         num_host_blocks=40,
         blocks_per_slot=1 + seed % 2,
         store_after=1 + (seed % 5 == 0),
@@ -50,12 +49,11 @@ def num_loaded(clusters: list[Cluster]) -> int:
     return sum(cluster.num_loaded_tokens for cluster in clusters)
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("model", sorted(MODELS_IN_TIERS))
-def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str, core: str) -> None:
+def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str) -> None:
     clusters: list[Cluster] = []
     while not num_loaded(clusters) and len(clusters) < 8:
-        clusters.append(simulate(scenario_of(len(clusters), model, core)))
+        clusters.append(simulate(scenario_of(len(clusters), model)))
     # Of chunks alone a request needs no more than its last one, which it computes.
     assert num_loaded(clusters) > 0 or model == "chunk"
 

@@ -511,26 +511,6 @@ def test_schedules_with_restarts_keep_what_was_cached() -> None:
     assert num_resumed > 5
 
 
-def test_all_cores_are_rebuilt_alike() -> None:
-    for seed in (5, 6, 8, 10):
-        kept = []
-        for core in ("blocks", "flat"):
-            # Without tiers, whose copies take their own time and let requests wait, without clients
-            # that leave, as when they do depends on the answers, and with room for all: what is
-            # evicted depends on how often a core keeps what was computed twice.
-            bare = replace(
-                random_scenario(seed),
-                num_host_blocks=0,
-                num_disk_blocks=0,
-                num_hang_ups=0,
-                num_visitors=0,
-                num_blocks=64,
-            )
-            scenario = replace(bare, num_restarts=1, core=core, model="full")
-            kept.append(simulate(scenario).num_kept_blocks)
-        assert kept[0] == kept[1] > 0
-
-
 def test_a_report_of_labels_survives_the_wire() -> None:
     report = label_report(0, "p", 1, chain(), NUM_BLOCKS)
     read = decode(encode(replace(report, client_steps=(ClientStep("c", 2**40),))))

@@ -16,19 +16,10 @@ from kvcache.labels import BlockLabel, LabelSet
 from kvcache.request import LoRARequest, Request
 from kvcache.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import make_flat_core
-from tests.managers.core_builders import NONE_HASH, full, make_request, window
-from tests.managers.core_builders import make_core as make_block_core
+from tests.core.builders import NONE_HASH, full, make_flat_core, make_request, window
 from tests.rebuild.ranks import packed
 
 HASH_FN = get_hash_fn("sha256")
-CORES: dict[str, Callable[..., Core]] = {
-    "blocks": make_block_core,
-    "flat": make_flat_core,
-}
-
-each_core = pytest.mark.parametrize("make_core", CORES.values(), ids=CORES)
-
 NO_NAMESPACE = namespace_name(Namespace(0, None, None, None))
 
 
@@ -61,10 +52,10 @@ def prompt(num_blocks: int, **options: Any) -> Request:
 
 
 def restored(
-    make_core: Callable[..., Core], labels: Sequence[BlockLabel] | LabelSet, *specs: KVCacheSpec
+    labels: Sequence[BlockLabel] | LabelSet, *specs: KVCacheSpec
 ) -> tuple[Core, int, list[int]]:
     """Return a core rebuilt from what two ranks say, blocks kept, and labels withdrawn."""
-    core = make_core(20, *specs)
+    core = make_flat_core(20, *specs)
     label_set = labels if isinstance(labels, LabelSet) else packed(labels)
     num_kept = core.restore([label_set, label_set])
     core.check()
@@ -104,51 +95,42 @@ SPOILT: dict[str, Callable[[BlockLabel], BlockLabel]] = {
 }
 
 
-@each_core
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_label_that_cannot_be_right_takes_along_what_continues_it(
-    name: str, make_core: Callable[..., Core]
-) -> None:
+def test_a_label_that_cannot_be_right_takes_along_what_continues_it(name: str) -> None:
     first, second, third = chain_of(5, 6, 7)
     labels = [first, SPOILT[name](second), third]
-    core, num_kept, withdrawn = restored(make_core, labels)
+    core, num_kept, withdrawn = restored(labels)
     assert (num_kept, withdrawn) == (1, [6, 7])
     assert core.look_up(prompt(3)).num_tokens == 4
 
 
-@each_core
-def test_a_label_with_another_digest_leaves_those_before_it(make_core: Callable[..., Core]) -> None:
+def test_a_label_with_another_digest_leaves_those_before_it() -> None:
     first, second, third = chain_of(5, 6, 7)
     wrong = replace(third, digest=type(third.digest)(b"x" * 32))
-    core, num_kept, _ = restored(make_core, [first, second, wrong])
+    core, num_kept, _ = restored([first, second, wrong])
     assert num_kept >= 2
     assert core.look_up(prompt(3)).num_tokens >= 8
 
 
-@each_core
-def test_labels_of_blocks_that_are_not_there_are_passed_over(
-    make_core: Callable[..., Core],
-) -> None:
+def test_labels_of_blocks_that_are_not_there_are_passed_over() -> None:
     first, second = chain_of(5, 6)
     strays = [replace(label, block_id=b) for b in (-1, 0, 20, 2**31 - 1) for label in (second,)]
-    core, num_kept, withdrawn = restored(make_core, [*strays, first])
+    core, num_kept, withdrawn = restored([*strays, first])
     assert (num_kept, withdrawn) == (1, [])
-    core, num_kept, withdrawn = restored(make_core, [*strays, first, second])
+    core, num_kept, withdrawn = restored([*strays, first, second])
     assert (num_kept, withdrawn) == (2, [])
     assert core.look_up(prompt(2)).num_tokens == 8
 
 
-@each_core
-def test_digests_of_another_length_are_worth_nothing(make_core: Callable[..., Core]) -> None:
+def test_digests_of_another_length_are_worth_nothing() -> None:
     label = replace(chain_of(5)[0], digest=bytes(16), parent_digest=bytes(16))
-    assert restored(make_core, packed([label], 16))[1:] == (0, [5])
-    core = make_core(20)
+    assert restored(packed([label], 16))[1:] == (0, [5])
+    core = make_flat_core(20)
     assert core.restore([packed([label], 16), packed(chain_of(5))]) == 0
     core.check()
 
 
-@each_core
-def test_blocks_that_go_round_in_a_circle_have_no_beginning(make_core: Callable[..., Core]) -> None:
+def test_blocks_that_go_round_in_a_circle_have_no_beginning() -> None:
     first, second, third = chain_of(5, 6, 7)
     labels = [
         first,
@@ -156,20 +138,18 @@ def test_blocks_that_go_round_in_a_circle_have_no_beginning(make_core: Callable[
         replace(third, parent_digest=b"a" * 32, digest=b"b" * 32),
     ]
     for specs in ((full(),), (window(9),)):
-        _, num_kept, withdrawn = restored(make_core, labels, *specs)
+        _, num_kept, withdrawn = restored(labels, *specs)
         assert (num_kept, withdrawn) == (1, [6, 7])
 
 
-@each_core
-def test_of_equal_contents_the_first_block_stays(make_core: Callable[..., Core]) -> None:
+def test_of_equal_contents_the_first_block_stays() -> None:
     labels = [*chain_of(8, 3), *chain_of(5, 6)]
-    core, num_kept, withdrawn = restored(make_core, labels)
+    core, num_kept, withdrawn = restored(labels)
     assert (num_kept, withdrawn) == (2, [6, 8])
     assert [ids.tolist() for ids in core.look_up(prompt(2)).block_ids] == [[5, 3]]
 
 
-@each_core
-def test_a_namespace_keeps_its_adapter_and_its_salt(make_core: Callable[..., Core]) -> None:
+def test_a_namespace_keeps_its_adapter_and_its_salt() -> None:
     request = prompt(2, lora=LoRARequest("a", "b"), cache_salt="s")
     name, digests = namespace_name(request.namespace), request.block_hashes
     adapter, salt = ["lora", "a", "b"], ["cache_salt", "s"]
@@ -178,7 +158,7 @@ def test_a_namespace_keeps_its_adapter_and_its_salt(make_core: Callable[..., Cor
         BlockLabel(5, 0, -1, digests[0], NONE_HASH, (1,) * 4, name, keys[0]),
         BlockLabel(6, 0, -1, digests[1], digests[0], (2,) * 4, name, keys[1]),
     ]
-    core, num_kept, _ = restored(make_core, labels)
+    core, num_kept, _ = restored(labels)
     assert num_kept == 2
     assert core.look_up(prompt(2, lora=LoRARequest("a", "b"), cache_salt="s")).num_tokens == 8
     assert core.look_up(prompt(2)).num_tokens == 0
@@ -199,23 +179,21 @@ def test_a_block_beside_a_unit_that_says_otherwise_is_none_of_it(
     labels = chain_of(1, 2, 3)
     beside = [replace(one, block_id=one.block_id + 10, group=1) for one in labels]
     core, num_kept, withdrawn = restored(
-        make_flat_core, [*labels, beside[0], spoil(beside[1]), beside[2]], full(), window(5)
+        [*labels, beside[0], spoil(beside[1]), beside[2]], full(), window(5)
     )
     assert (num_kept, withdrawn) == (5, [12])
     assert [ids.tolist() for ids in core.look_up(prompt(3)).block_ids] == [[1, 2, 3], [0, 0, 13]]
 
 
-@each_core
-def test_nothing_is_kept_of_no_ranks_or_no_labels(make_core: Callable[..., Core]) -> None:
-    core = make_core(20)
+def test_nothing_is_kept_of_no_ranks_or_no_labels() -> None:
+    core = make_flat_core(20)
     assert core.restore([]) == 0
     assert core.restore([packed([])]) == 0
     assert core.take_commands() == []
     core.check()
 
 
-@each_core
-def test_any_number_of_tenants_is_kept_and_kept_apart(make_core: Callable[..., Core]) -> None:
+def test_any_number_of_tenants_is_kept_and_kept_apart() -> None:
     labels = [
         label_of(
             number + 1,
@@ -225,7 +203,7 @@ def test_any_number_of_tenants_is_kept_and_kept_apart(make_core: Callable[..., C
         )
         for number in range(200)
     ]
-    core = make_core(300)
+    core = make_flat_core(300)
     assert core.restore([packed(labels)]) == 200
     core.check()
     for number in range(200):

@@ -15,7 +15,7 @@ from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the segments of two epochs, recorded and closed in order."""
     directory = tmp_path_factory.mktemp("recorded")
-    clock, recipe = VirtualClock(), recipe_of("full, window", "flat")
+    clock, recipe = VirtualClock(), recipe_of("full, window")
     recorder = make_recorder(directory, recipe, clock, segment_bytes=8_000)
     life = RecordedLife(recorder, recipe, clock, "to be looked at")
     for restores in (False, True):

@@ -44,7 +44,7 @@ DIGEST_BYTES = 32
 NUM_RANKS = 2
 
 
-def recipe_of(model: str, core: str, num_blocks: int = 400) -> ManagerRecipe:
+def recipe_of(model: str, num_blocks: int = 400) -> ManagerRecipe:
     """Return the settings of a small manager for one of the tests' models."""
     config = config_of(model, num_blocks)
     return ManagerRecipe(
@@ -53,7 +53,6 @@ def recipe_of(model: str, core: str, num_blocks: int = 400) -> ManagerRecipe:
         enable_caching=all(g.kv_cache_spec.can_prefix_cache for g in config.kv_cache_groups),
         log_stats=True,
         enable_kv_cache_events=True,
-        core=core,
         max_num_seqs=MAX_NUM_SEQS,
         max_pin_share=0.25,
     )

@@ -1,4 +1,4 @@
-"""What was recorded replays to the same: random lives of both cores, and what a replay finds."""
+"""What was recorded replays to the same: random lives, and what a replay finds."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
 from tests.recorder.segments_at_rest import change, records_of, replay, write
 
 MODELS = ("full", "full, window", "mla, chunk, align", "full, none", "full, cross")
-CORES = ("blocks", "flat")
-LIVES = [(core, model, 0) for core in CORES for model in MODELS]
-LIVES += [(core, "full, window", seed) for core in CORES for seed in (1, 2)]
+LIVES = [(model, 0) for model in MODELS]
+LIVES += [("full, window", seed) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize(("core", "model", "seed"), LIVES)
+@pytest.mark.parametrize(("model", "seed"), LIVES)
 def test_a_random_life_replays_to_the_identical_state(
-    tmp_path: Path, core: str, model: str, seed: int
+    tmp_path: Path, model: str, seed: int
 ) -> None:
     print(f"seed {seed}")
-    clock, recipe = VirtualClock(), recipe_of(model, core)
+    clock, recipe = VirtualClock(), recipe_of(model)
     recorder = make_recorder(tmp_path, recipe, clock, segment_bytes=8_000)
-    life = RecordedLife(recorder, recipe, clock, f"{core} {model} {seed}")
+    life = RecordedLife(recorder, recipe, clock, f"{model} {seed}")
     life.begin()
     life.play()
     life.begin(restores=True)

@@ -20,7 +20,6 @@ from kvcache.state_store import MemoryStateStore, SmallState
 from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import build_config
 
-CORES = ("blocks", "flat")
 SHAPE = ConversationShape(
     num_conversations=6,
     num_turns=3,
@@ -36,12 +35,12 @@ LAYERS = [
 ]
 
 
-def configured(directory: Path, core: str, **recorder: object) -> ClusterConfig:
+def configured(directory: Path, **recorder: object) -> ClusterConfig:
     """Return a hybrid with a pool that is soon full, every byte checked."""
     return build_config(
         "recorded",
         model={"name": "hybrid", "max_model_len": 512, "layers": LAYERS},
-        cache={"core": core, "num_blocks": 100, "memory_per_rank": "1MiB"},
+        cache={"num_blocks": 100, "memory_per_rank": "1MiB"},
         scheduler={"max_num_batched_tokens": 128, "max_num_seqs": 6},
         deadlines={"reattach_s": 0.1},
         recorder={"directory": str(directory), **recorder},
@@ -56,9 +55,8 @@ def prompt(request_id: str, num_tokens: int) -> NewRequest:
     return NewRequest(request_id, np.arange(num_tokens, dtype=np.int32), num_tokens)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_workload_on_a_cluster_replays_to_the_identical_state(tmp_path: Path, core: str) -> None:
-    config = configured(tmp_path, core)
+def test_a_workload_on_a_cluster_replays_to_the_identical_state(tmp_path: Path) -> None:
+    config = configured(tmp_path)
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
         workers = [one.worker for one in cluster.workers]
         stepper = ClientStepper(
@@ -90,9 +88,8 @@ def test_a_workload_on_a_cluster_replays_to_the_identical_state(tmp_path: Path, 
     assert replayed.manager.dump_state() == state
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_calls_pins_and_a_client_that_leaves_are_replayed(tmp_path: Path, core: str) -> None:
-    with LocalCluster(configured(tmp_path, core)) as cluster:
+def test_calls_pins_and_a_client_that_leaves_are_replayed(tmp_path: Path) -> None:
+    with LocalCluster(configured(tmp_path)) as cluster:
         with cluster.client("steps") as client:
             client.wait_finished(client.step(StepRequest(new=(prompt("a", 70),))).step)
             client.wait_finished(client.step(StepRequest(completed_step=1)).step)
@@ -126,9 +123,8 @@ class FailingStore(MemoryStateStore):
         super().save(state, replaces)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_every_epoch_and_every_coordinator_is_replayed(tmp_path: Path, core: str) -> None:
-    store, config = FailingStore(), configured(tmp_path, core)
+def test_every_epoch_and_every_coordinator_is_replayed(tmp_path: Path) -> None:
+    store, config = FailingStore(), configured(tmp_path)
     for life in range(2):
         with LocalCluster(config, state_store=store) as cluster, cluster.client() as client:
             client.wait_finished(client.step(StepRequest(new=(prompt("a", 70),))).step)
@@ -154,7 +150,7 @@ def test_nothing_is_recorded_unless_a_directory_is_configured(tmp_path: Path) ->
 
 def test_a_directory_that_cannot_be_written_is_said_and_service_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    config = configured(tmp_path / "file", "flat")
+    config = configured(tmp_path / "file")
     with LocalCluster(config) as cluster, cluster.client() as client:
         client.wait_finished(client.step(StepRequest(new=(prompt("a", 40),))).step)
         statistics = cluster.coordinator.statistics().recorder

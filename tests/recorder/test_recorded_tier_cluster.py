@@ -1,5 +1,5 @@
 """Clusters in one process with tiers below the device, recorded: whatever the tiers did happens
-again, on both cores, to the same books."""
+again, to the same books."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ from tests.actors.tier_driver import (
 )
 from tests.recorder.segments_at_rest import change, records_of, write
 
-CORES = ("blocks", "flat")
 PROMPTS = range(5)
 """Two fit on the device, less than two into host memory: the others are found in files."""
 
@@ -72,10 +71,10 @@ HYBRID = [
 ]
 
 
-def configured(directory: Path, core: str, **sections: dict[str, Any]) -> ClusterConfig:
+def configured(directory: Path, **sections: dict[str, Any]) -> ClusterConfig:
     """Return a cluster with both tiers, recorded into `directory`."""
     (directory / "files").mkdir(exist_ok=True)
-    cache = {"core": core, **sections.pop("cache", {})}
+    cache = {**sections.pop("cache", {})}
     recorder = {"directory": str(directory)}
     return tier_config(directory / "files", "recorded", cache=cache, recorder=recorder, **sections)
 
@@ -140,11 +139,10 @@ def until_let_in(client: Any, step: StepRequest) -> StepResult:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("core", CORES)
 def test_prompts_that_come_up_or_fail_to_replay_to_the_identical_state(
-    tmp_path: Path, core: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalCluster(configured(tmp_path, core)) as cluster, cluster.client() as client:
+    with LocalCluster(configured(tmp_path)) as cluster, cluster.client() as client:
         assert play(cluster, client) == [0] * len(PROMPTS)
         failed = fail_every_other_load(monkeypatch)
         found = play(cluster, client)
@@ -166,13 +164,9 @@ def test_prompts_that_come_up_or_fail_to_replay_to_the_identical_state(
     assert replayed.manager.statistics() == statistics
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(
-    tmp_path: Path, core: str
-) -> None:
+def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(tmp_path: Path) -> None:
     config = configured(
         tmp_path,
-        core,
         model={"name": "hybrid", "max_model_len": 512, "layers": HYBRID},
         cache={"num_blocks": 60, "memory_per_rank": "1MiB"},
         scheduler={"max_num_batched_tokens": 128, "max_num_seqs": 6},
@@ -196,11 +190,8 @@ def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(
     assert any(isinstance(call, LookedUp) for call in asked)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_request_that_is_swapped_out_and_comes_back_is_replayed(
-    tmp_path: Path, core: str
-) -> None:
-    config = configured(tmp_path, core, offload={"swap": "always"})
+def test_a_request_that_is_swapped_out_and_comes_back_is_replayed(tmp_path: Path) -> None:
+    config = configured(tmp_path, offload={"swap": "always"})
     prompt = np.arange(70, dtype=np.int32)
     with LocalCluster(config) as cluster, cluster.client() as client:
         step = until_let_in(client, StepRequest(new=(NewRequest("a", prompt, 70),)))
@@ -218,11 +209,10 @@ def test_a_request_that_is_swapped_out_and_comes_back_is_replayed(
     replay(tmp_path)
 
 
-@pytest.mark.parametrize("core", CORES)
 def test_a_request_that_ends_while_its_blocks_wait_for_it_lets_them_go_in_the_recording(
-    tmp_path: Path, core: str
+    tmp_path: Path,
 ) -> None:
-    config = configured(tmp_path, core, offload={"swap": "always", "hold_s": 600.0})
+    config = configured(tmp_path, offload={"swap": "always", "hold_s": 600.0})
     prompt = np.arange(70, dtype=np.int32)
     with LocalCluster(config) as cluster, cluster.client() as client:
         step = until_let_in(client, StepRequest(new=(NewRequest("a", prompt, 70),)))
@@ -244,11 +234,8 @@ def test_a_request_that_ends_while_its_blocks_wait_for_it_lets_them_go_in_the_re
     replay(tmp_path)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_resets_and_coordinators_that_follow_one_another_are_replayed(
-    tmp_path: Path, core: str
-) -> None:
-    with LocalCluster(configured(tmp_path, core)) as cluster:
+def test_resets_and_coordinators_that_follow_one_another_are_replayed(tmp_path: Path) -> None:
+    with LocalCluster(configured(tmp_path)) as cluster:
         client = cluster.client()
         assert play(cluster, client, (0, 1, 2)) == [0, 0, 0]
         assert play(cluster, client, (0,)) == [FOUND]
@@ -265,10 +252,9 @@ def test_resets_and_coordinators_that_follow_one_another_are_replayed(
     replay(tmp_path)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_tenants_in_tiers_are_replayed(tmp_path: Path, core: str) -> None:
+def test_tenants_in_tiers_are_replayed(tmp_path: Path) -> None:
     tenants = {"named": {"a": {"guaranteed": 0.5}, "b": {"limit": 0.4}}}
-    config = configured(tmp_path, core, tenants=tenants)
+    config = configured(tmp_path, tenants=tenants)
     with LocalCluster(config) as cluster, cluster.client() as client:
         completed = -1
         for turn, tenant in enumerate(("a", "b", "c", "a", "b")):
@@ -295,7 +281,7 @@ def test_tenants_in_tiers_are_replayed(tmp_path: Path, core: str) -> None:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one recording, in which prompts came up from tiers."""
     directory = tmp_path_factory.mktemp("recorded")
-    with LocalCluster(configured(directory, "flat")) as cluster, cluster.client() as client:
+    with LocalCluster(configured(directory)) as cluster, cluster.client() as client:
         assert play(cluster, client, (0, 1, 2, 3)) == [0] * 4
         assert play(cluster, client, (0, 1)) == [FOUND] * 2
     return directory

@@ -15,7 +15,6 @@ from tests.protocol.test_tier_schedules import faulty, with_files
 from tests.recorder.recorded_schedule import RecordedCluster, play_recorded, replay_watched
 from tests.recorder.segments_at_rest import records_of
 
-CORES = ("blocks", "flat")
 SEEDS_PER_TEST = 3
 NUM_SEEDS = 90
 KINDS = {"swaps": swapping, "disks": faulty, "files": with_files, "all": random_scenario}
@@ -58,17 +57,18 @@ def test_every_schedule_replays_exactly(
     tmp_path: Path, kind: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
-        scenario = replace(KINDS[kind](seed), core=CORES[seed % len(CORES)])
+        scenario = KINDS[kind](seed)
         play_and_replay(scenario, tmp_path / str(seed), monkeypatch)
 
 
-@pytest.mark.parametrize("core", CORES)
 def test_all_that_tiers_can_do_is_in_the_walks(
-    tmp_path: Path, core: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(3):
-        scenario = replace(swapping(seed), core=core)
+        scenario = replace(
+            swapping(seed),
+        )
         counts += play_and_replay(scenario, tmp_path / str(seed), monkeypatch)
     for kind in ("LookedUp", "SwappedOut", "Gone", "LoadBegun", "LoadFinished", "LoadReleased"):
         assert counts[kind] > 0, kind

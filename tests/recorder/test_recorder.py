@@ -19,7 +19,7 @@ from kvcache.recorder.segments import SegmentFile, create_file
 from kvcache.step import NewRequest, StepRequest
 from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
 
-RECIPE = recipe_of("full", "flat")
+RECIPE = recipe_of("full")
 PROMPT = np.arange(20, dtype=np.int32)
 
 

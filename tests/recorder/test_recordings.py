@@ -206,7 +206,10 @@ def test_a_head_that_no_manager_can_be_made_from_is_an_error(copied: list[Path])
     head, first = records_of(copied[0])[:2]
     assert isinstance(head, SegmentHead)
     assert not isinstance(first, SegmentHead)
-    write(copied[0], [replace(head, recipe=replace(head.recipe, core="of another house")), first])
+    write(
+        copied[0],
+        [replace(head, recipe=replace(head.recipe, eviction_policy="of another house")), first],
+    )
     with pytest.raises(RecordingError, match=r"its manager cannot be made: .*of another house"):
         replay(copied[0])
     values = msgpack.unpackb(pack_head(head))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from actors import LocalCluster
 from actors.cli.playground import ClientStepper
 from kvcache.clock import SystemClock
@@ -29,7 +27,7 @@ LIMITS = EngineLimits(max_model_len=256, max_num_batched_tokens=256, max_num_seq
 Loss = Callable[[LocalCluster], None]
 
 
-def config(core: str, num_blocks: int) -> ClusterConfig:
+def config(num_blocks: int) -> ClusterConfig:
     return parse_config(
         {
             "name": "returns",
@@ -47,7 +45,7 @@ def config(core: str, num_blocks: int) -> ClusterConfig:
                     },
                 ],
             },
-            "cache": {"memory_per_rank": "64MiB", "core": core, "num_blocks": num_blocks},
+            "cache": {"memory_per_rank": "64MiB", "num_blocks": num_blocks},
             "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
             "parallel": {"tensor_parallel_size": 2},
             "content_check": {"enabled": True},
@@ -78,9 +76,9 @@ class LosingStepper(ClientStepper):
         return number
 
 
-def replay(core: str, losses: dict[int, Loss], num_blocks: int = 600) -> ReplayReport:
+def replay(losses: dict[int, Loss], num_blocks: int = 600) -> ReplayReport:
     workload = Conversations(shape=SHAPE, seed=3)
-    with LocalCluster(config(core, num_blocks)) as cluster:
+    with LocalCluster(config(num_blocks)) as cluster:
         stepper = LosingStepper(cluster, losses)
         report = ReplayEngine(workload, stepper, LIMITS, SystemClock()).run()
         assert stepper.losses == {}
@@ -92,11 +90,10 @@ def replay(core: str, losses: dict[int, Loss], num_blocks: int = 600) -> ReplayR
     return report
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
-def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes(core: str) -> None:
+def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes() -> None:
     losses = dict.fromkeys((9, 25, 26), LocalCluster.restart_coordinator)
-    report = replay(core, losses)
-    whole = replay(core, {})
+    report = replay(losses)
+    whole = replay({})
     assert report.num_returns == 3
     assert report.num_wrong_blocks == 0
     assert report.num_requests == whole.num_requests
@@ -106,18 +103,17 @@ def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes(cor
     assert report.num_resumed_hit_tokens > 0
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
-def test_a_worker_is_lost_and_every_request_finishes_with_right_bytes(core: str) -> None:
-    report = replay(core, {12: lambda cluster: cluster.restart_worker(1)})
+def test_a_worker_is_lost_and_every_request_finishes_with_right_bytes() -> None:
+    report = replay({12: lambda cluster: cluster.restart_worker(1)})
     assert report.num_returns == 1
     assert report.num_wrong_blocks == 0
-    assert report.num_requests == replay(core, {}).num_requests
+    assert report.num_requests == replay({}).num_requests
     # One rank holds nothing, so nothing is kept: what is hit is a system prompt of the same step.
     assert report.num_resumed_hit_tokens <= LIMITS.max_num_seqs * SHAPE.system_prompt_tokens
 
 
 def test_requests_that_fill_the_pool_come_back_to_what_they_had() -> None:
     losses = dict.fromkeys(range(10, 60, 7), LocalCluster.restart_coordinator)
-    report = replay("flat", losses, num_blocks=120)
+    report = replay(losses, num_blocks=120)
     assert report.num_returns == len(range(10, 60, 7))
     assert report.num_wrong_blocks == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvcache import KVCacheManager
 from kvcache.commands import BlockTablePatch, Label, Unlabel
@@ -12,8 +11,6 @@ from tests.manager.managers_under_test import HYBRID, make_manager
 from tests.manager.steps import Engine, new, row
 
 TOKENS = range(10)
-
-CORES = pytest.mark.parametrize("core", ["blocks", "flat"])
 
 
 def two_that_computed_the_same(manager: KVCacheManager, engine: Engine) -> None:
@@ -37,9 +34,11 @@ def columns_of(patches: BlockTablePatch) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-@CORES
-def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete(core: str) -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
+def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete() -> None:
+    manager = make_manager(
+        HYBRID,
+        merge_duplicates=True,
+    )
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     free = manager.statistics().core.num_free_blocks
@@ -56,9 +55,11 @@ def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete(
     manager.check()
 
 
-@CORES
-def test_nothing_is_merged_before_the_steps_are_complete(core: str) -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
+def test_nothing_is_merged_before_the_steps_are_complete() -> None:
+    manager = make_manager(
+        HYBRID,
+        merge_duplicates=True,
+    )
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     engine.step(row(1, [10]), completed_step=1)
@@ -68,9 +69,10 @@ def test_nothing_is_merged_before_the_steps_are_complete(core: str) -> None:
     manager.check()
 
 
-@CORES
-def test_without_the_option_duplicates_stay(core: str) -> None:
-    manager = make_manager(HYBRID, core=core)
+def test_without_the_option_duplicates_stay() -> None:
+    manager = make_manager(
+        HYBRID,
+    )
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     engine.step(row(1, [10]), completed_step=2)
@@ -78,9 +80,11 @@ def test_without_the_option_duplicates_stay(core: str) -> None:
     assert manager.statistics().core.num_merged_blocks == 0
 
 
-@CORES
-def test_a_request_that_goes_in_the_same_step_is_not_told(core: str) -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
+def test_a_request_that_goes_in_the_same_step_is_not_told() -> None:
+    manager = make_manager(
+        HYBRID,
+        merge_duplicates=True,
+    )
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     result = engine.step(completed_step=2, finished=("b",), new=(new("c", [1, 2]),))
@@ -90,9 +94,11 @@ def test_a_request_that_goes_in_the_same_step_is_not_told(core: str) -> None:
     manager.check()
 
 
-@CORES
-def test_a_block_whose_bytes_are_not_confirmed_takes_nobodys_place(core: str) -> None:
-    manager = make_manager(HYBRID, merge_duplicates=True, core=core)
+def test_a_block_whose_bytes_are_not_confirmed_takes_nobodys_place() -> None:
+    manager = make_manager(
+        HYBRID,
+        merge_duplicates=True,
+    )
     one, two = Engine(manager, "one#1"), Engine(manager, "two#1")
     one.step(new=(new("a", TOKENS),))
     two.step(new=(new("b", TOKENS),))

@@ -38,14 +38,13 @@ MODELS: dict[str, tuple[list[dict[str, Any]], dict[str, int]]] = {
 
 
 def make_config(
-    layers: list[dict[str, Any]], num_ranks: int, core: str, *, merge_duplicates: bool = False
+    layers: list[dict[str, Any]], num_ranks: int, *, merge_duplicates: bool = False
 ) -> ClusterConfig:
     return parse_config(
         {
             "name": "forks",
             "model": {"name": "small", "max_model_len": 96, "layers": layers},
             "cache": {
-                "core": core,
                 "block_size": 4,
                 "num_blocks": 90,
                 "memory_per_rank": "1MiB",
@@ -64,8 +63,8 @@ def test_a_writer_never_changes_another_sequences_bytes(model: str, seed: int) -
     print(f"seed {seed}")
     layers, options = MODELS[model]
     num_ranks = 2 if seed == 0 else 1
-    core_name, merges = "flat", seed in (1, 2)
-    config = make_config(layers, num_ranks, core_name, merge_duplicates=merges)
+    merges = seed in (1, 2)
+    config = make_config(layers, num_ranks, merge_duplicates=merges)
     with LocalCluster(config) as cluster, cluster.client() as client:
         engine = ForkEngine(cluster, client, seed, longest=30, **options)
         engine.walk(45)

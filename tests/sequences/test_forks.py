@@ -160,7 +160,7 @@ def test_drafts_of_the_parent_are_not_shared() -> None:
 
 def test_a_block_that_can_be_found_by_its_content_is_not_written_by_the_last_holder() -> None:
     # The fast core never lets a content be found in a block that two requests may still write.
-    manager = make_manager(core="blocks")
+    manager = make_manager()
     parent = Request("parent", list(range(6)))
     assert manager.allocate_slots(parent, 8, num_draft_tokens=2)
     parent.num_computed_tokens = 6

@@ -64,15 +64,18 @@ def slow_hits(requests: list[tuple[int, list[int]]], num_blocks: int) -> int:
     return num_hits
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("num_blocks", [40, 80, None])
-def test_counts_agree_with_a_slow_model(
-    tmp_path: Path, seed: int, num_blocks: int | None, core: str
-) -> None:
+def test_counts_agree_with_a_slow_model(tmp_path: Path, seed: int, num_blocks: int | None) -> None:
     requests = random_requests(random.Random(seed), 150)
     trace = write_trace(tmp_path / "trace.jsonl", requests)
-    count = count_prefill_hits(trace, CountingOptions(num_blocks, core=core), VirtualClock())
+    count = count_prefill_hits(
+        trace,
+        CountingOptions(
+            num_blocks,
+        ),
+        VirtualClock(),
+    )
     assert count.num_block_references == sum(len(ids) for _, ids in requests)
     assert count.num_requests == 150
     assert count.num_hit_blocks == slow_hits(requests, num_blocks or 10**9)

@@ -48,12 +48,9 @@ def test_with_room_below_everything_ever_seen_is_a_hit(trace: BlockTrace, model:
     assert tiers.num_host_hit_tokens > 0 and tiers.num_disk_hit_tokens > 0
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("model", ["window", "window of other blocks", "chunks"])
-def test_small_tiers_hit_more_than_the_device_alone(
-    trace: BlockTrace, model: str, core: str
-) -> None:
-    device = CountingOptions(120, core=core, groups=MODELS[model])
+def test_small_tiers_hit_more_than_the_device_alone(trace: BlockTrace, model: str) -> None:
+    device = CountingOptions(120, groups=MODELS[model])
     counter = TierCounter(TraceTokens(trace), device, TierSizes(100, 150), VirtualClock())
     alone, plenty = (run(trace, MODELS[model], num_blocks) for num_blocks in (120, None))
     count = counter.count()
@@ -68,7 +65,7 @@ class OneAtATime:
 
     def __init__(self, groups: Groups, num_blocks: int, sizes: TierSizes) -> None:
         config = counted_config(CountingOptions(groups=groups), SIZE, num_blocks)
-        self.manager = KVCacheManager(config, 10_000, core="flat", has_workers=True)
+        self.manager = KVCacheManager(config, 10_000, has_workers=True)
         self.traffic = TierTraffic(self.manager, config, sizes, VirtualClock())
         self.labelled: set[OffloadKey] = set()
 

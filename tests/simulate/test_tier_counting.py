@@ -23,15 +23,19 @@ LRU_RATE_OF_30000_BLOCKS = 0.3305
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 
 
-@pytest.mark.parametrize("core", ["blocks", "flat"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_with_room_below_everything_ever_seen_is_a_hit(
-    tmp_path: Path, seed: int, core: str
-) -> None:
+def test_with_room_below_everything_ever_seen_is_a_hit(tmp_path: Path, seed: int) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
     unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
     sizes = TierSizes(host_blocks=40, disk_blocks=2000)
-    counter = TierCounter(trace, CountingOptions(30, core=core), sizes, VirtualClock())
+    counter = TierCounter(
+        trace,
+        CountingOptions(
+            30,
+        ),
+        sizes,
+        VirtualClock(),
+    )
     count = counter.count()
     assert count.num_hits == unlimited.num_hit_blocks
     assert count.num_block_references == unlimited.num_block_references

@@ -14,15 +14,14 @@ from kvcache.offload.keys import make_offload_keys
 from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "flat")
 SALTS = TenantsConfig(
     by="salt", named={"alice's salt": TenantConfig(guaranteed=0.25), "bob's salt": TenantConfig()}
 )
 TOKENS = [list(range(start, start + 28)) for start in (0, 0, 100, 0, 200, 100)]
 
 
-def make(core: str, shape: Shape, **settings: Any) -> KVCacheManager:
-    return make_manager(shape, 129, core=core, tenants=SALTS, log_stats=True, **settings)
+def make(shape: Shape, **settings: Any) -> KVCacheManager:
+    return make_manager(shape, 129, tenants=SALTS, log_stats=True, **settings)
 
 
 def answers(manager: KVCacheManager, salt: str, *, other: str | None) -> list[object]:
@@ -43,14 +42,13 @@ def answers(manager: KVCacheManager, salt: str, *, other: str | None) -> list[ob
     return told
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("merges", [False, True])
 def test_answers_are_the_same_whether_or_not_another_has_the_same_tokens(
-    core: str, shape: Shape, merges: bool
+    shape: Shape, merges: bool
 ) -> None:
-    alone = answers(make(core, shape, merge_duplicates=merges), "alice's salt", other=None)
-    manager = make(core, shape, merge_duplicates=merges)
+    alone = answers(make(shape, merge_duplicates=merges), "alice's salt", other=None)
+    manager = make(shape, merge_duplicates=merges)
     beside = answers(manager, "alice's salt", other="bob's salt")
     assert beside == alone
     assert any(told[0] == 24 for told in alone[::2])
@@ -58,9 +56,8 @@ def test_answers_are_the_same_whether_or_not_another_has_the_same_tokens(
     assert mine.num_hit_tokens == sum(told[0] for told in alone[::2])
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_digest_is_found_by_its_own_tenant_only(core: str) -> None:
-    manager = make(core, FULL)
+def test_a_digest_is_found_by_its_own_tenant_only() -> None:
+    manager = make(FULL)
     request = Request("r", TOKENS[0], cache_salt="alice's salt", tenant="a")
     hit, num_hit = manager.get_computed_blocks(request)
     manager.allocate_slots(request, request.num_tokens - num_hit, num_hit, hit)
@@ -72,10 +69,9 @@ def test_a_digest_is_found_by_its_own_tenant_only(core: str) -> None:
         assert core_of.find_block(digest, other.namespace, 0) is None
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_digests_of_events_are_of_no_use_to_another_tenant(core: str) -> None:
+def test_digests_of_events_are_of_no_use_to_another_tenant() -> None:
     """A salt is in the first block's digest, and so in all: equal tokens, other digests."""
-    manager = make(core, FULL, enable_kv_cache_events=True)
+    manager = make(FULL, enable_kv_cache_events=True)
     digests = []
     for salt in ("alice's salt", "bob's salt"):
         request = Request(salt, TOKENS[0], cache_salt=salt)
@@ -97,7 +93,7 @@ def test_tiers_find_nothing_of_another_tenant() -> None:
     requests = [
         Request(salt, TOKENS[0], cache_salt=salt) for salt in ("alice's salt", "bob's salt")
     ]
-    manager = make("flat", FULL)
+    manager = make(FULL)
     keys = []
     for request in requests:
         manager.get_computed_blocks(request)
@@ -120,7 +116,7 @@ def test_tiers_find_nothing_of_another_tenant() -> None:
 
 
 def test_statistics_do_not_tell_salts() -> None:
-    manager = make("flat", FULL)
+    manager = make(FULL)
     answers(manager, "alice's salt", other="a secret")
     assert "alice's" not in str(manager.statistics())
     assert "secret" not in str(manager.statistics())

@@ -1,4 +1,4 @@
-"""A noisy tenant beside a quiet one, on both cores: the quiet one has what it is guaranteed."""
+"""A noisy tenant beside a quiet one: the quiet one has what it is guaranteed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvcache.simulate.tenant_traffic import TenantTraffic, count_tenants
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "flat")
 GUARANTEED = 24
 
 
@@ -23,13 +22,10 @@ def figures(manager: KVCacheManager, name: str) -> TenantStatistics:
     return next(each for each in manager.statistics().tenants if each.name == name)
 
 
-def make(
-    core: str, shape: Shape = FULL, num_blocks: int = 81, **named: TenantConfig
-) -> KVCacheManager:
+def make(shape: Shape = FULL, num_blocks: int = 81, **named: TenantConfig) -> KVCacheManager:
     return make_manager(
         shape,
         num_blocks,
-        core=core,
         tenants=TenantsConfig(named=named),
         has_workers=False,
         log_stats=True,
@@ -44,16 +40,13 @@ def quiet_hits(manager: KVCacheManager, *, has_noise: bool) -> list[int]:
     return count_tenants(manager, traffic, seed=7)["quiet"].hit_tokens
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
-def test_the_quiet_one_hits_what_it_hits_alone_in_a_pool_of_its_guarantee(
-    core: str, shape: Shape
-) -> None:
+def test_the_quiet_one_hits_what_it_hits_alone_in_a_pool_of_its_guarantee(shape: Shape) -> None:
     guaranteed = GUARANTEED * len(shape.groups)
-    alone = quiet_hits(make(core, shape, guaranteed + 1), has_noise=False)
+    alone = quiet_hits(make(shape, guaranteed + 1), has_noise=False)
     share = TenantConfig(guaranteed=guaranteed)
-    beside = quiet_hits(make(core, shape, guaranteed + 57, quiet=share), has_noise=True)
-    lawless = make_manager(shape, guaranteed + 57, core=core, has_workers=False)
+    beside = quiet_hits(make(shape, guaranteed + 57, quiet=share), has_noise=True)
+    lawless = make_manager(shape, guaranteed + 57, has_workers=False)
     without = quiet_hits(lawless, has_noise=True)
     assert sum(alone) > 0
     assert sum(beside) >= sum(alone)
@@ -76,9 +69,8 @@ def test_guaranteed_shares_hold_under_every_policy(policy: str) -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_running_requests_leave_the_room_that_others_are_guaranteed(core: str) -> None:
-    manager = make(core, num_blocks=21, quiet=TenantConfig(guaranteed=8))
+def test_running_requests_leave_the_room_that_others_are_guaranteed() -> None:
+    manager = make(num_blocks=21, quiet=TenantConfig(guaranteed=8))
     noisy = [Request(f"n{i}", [i] * 16, tenant="noisy") for i in range(4)]
     assert all(manager.allocate_slots(request, 16) for request in noisy[:3])
     assert manager.allocate_slots(noisy[3], 16) is None
@@ -91,9 +83,8 @@ def test_running_requests_leave_the_room_that_others_are_guaranteed(core: str) -
     manager.check()
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_tenant_at_its_limit_gives_its_own_blocks_though_others_are_free(core: str) -> None:
-    manager = make(core, greedy=TenantConfig(limit=8))
+def test_a_tenant_at_its_limit_gives_its_own_blocks_though_others_are_free() -> None:
+    manager = make(greedy=TenantConfig(limit=8))
     for number in range(6):
         request = Request(f"r{number}", [number] * 16, tenant="greedy")
         assert manager.allocate_slots(request, 16) is not None
@@ -114,9 +105,8 @@ def test_a_tenant_at_its_limit_gives_its_own_blocks_though_others_are_free(core:
     assert manager.allocate_slots(other, 40) is not None
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so(core: str) -> None:
-    manager = make(core, greedy=TenantConfig(limit=4))
+def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so() -> None:
+    manager = make(greedy=TenantConfig(limit=4))
     small = Request("small", [7] * 4, tenant="greedy")
     growing = Request("growing", list(range(12)), tenant="greedy")
     assert manager.allocate_slots(small, 4) is not None
@@ -142,9 +132,8 @@ def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so(core: str)
     manager.check()
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_weights_share_what_nobody_is_guaranteed(core: str) -> None:
-    manager = make(core, heavy=TenantConfig(weight=3.0), light=TenantConfig(weight=1.0))
+def test_weights_share_what_nobody_is_guaranteed() -> None:
+    manager = make(heavy=TenantConfig(weight=3.0), light=TenantConfig(weight=1.0))
     traffic = [TenantTraffic(name, 0, 16, 200) for name in ("heavy", "light")]
     count_tenants(manager, traffic, seed=1)
     heavy, light = figures(manager, "heavy"), figures(manager, "light")
@@ -153,9 +142,8 @@ def test_weights_share_what_nobody_is_guaranteed(core: str) -> None:
     assert abs(heavy.num_held_blocks - 60) <= 4
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_pins_have_limits_that_say_what_is_pinned_and_what_helps(core: str) -> None:
-    manager = make(core, alice=TenantConfig(max_pinned=5, limit=12))
+def test_pins_have_limits_that_say_what_is_pinned_and_what_helps() -> None:
+    manager = make(alice=TenantConfig(max_pinned=5, limit=12))
     for first in (1, 2):
         request = Request(f"r{first}", [first] * 16, tenant="alice")
         assert manager.allocate_slots(request, 16) is not None
@@ -177,9 +165,8 @@ def test_pins_have_limits_that_say_what_is_pinned_and_what_helps(core: str) -> N
     manager.check()
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_drain_and_a_reset_leave_nothing_to_anybody(core: str) -> None:
-    manager = make(core, alice=TenantConfig(guaranteed=10))
+def test_a_drain_and_a_reset_leave_nothing_to_anybody() -> None:
+    manager = make(alice=TenantConfig(guaranteed=10))
     running = Request("r", [1] * 16, tenant="alice")
     manager.allocate_slots(running, 16)
     cached = Request("c", [2] * 16, tenant="bob")
@@ -195,9 +182,8 @@ def test_a_drain_and_a_reset_leave_nothing_to_anybody(core: str) -> None:
     assert all(each.num_pinned_blocks == 0 for each in manager.statistics().tenants)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_tenants_that_are_not_named_are_forgotten_when_they_have_nothing(core: str) -> None:
-    manager = make(core, alice=TenantConfig(guaranteed=10))
+def test_tenants_that_are_not_named_are_forgotten_when_they_have_nothing() -> None:
+    manager = make(alice=TenantConfig(guaranteed=10))
     for number in range(3000):
         request = Request(f"r{number}", [1] * 8, tenant=f"tenant {number}")
         assert manager.allocate_slots(request, 8) is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from kvcache import Refusal
 from kvcache.arrays import int32_array
 from kvcache.config.tenants import TenantConfig, TenantsConfig
@@ -22,15 +20,12 @@ from kvcache.step import (
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
-CORES = ("blocks", "flat")
 SIZE = 4
 
 
-def make(
-    core: str, shape: Shape = FULL, by: Any = "tenant", **named: TenantConfig
-) -> KVCacheManager:
+def make(shape: Shape = FULL, by: Any = "tenant", **named: TenantConfig) -> KVCacheManager:
     config = TenantsConfig(by=by, named=named)
-    return make_manager(shape, 81, core=core, tenants=config)
+    return make_manager(shape, 81, tenants=config)
 
 
 def new(name: str, num_tokens: int, max_new_tokens: int | None = None, **whose: str) -> NewRequest:
@@ -53,9 +48,8 @@ def step(manager: KVCacheManager, number: int, **parts: Any) -> StepResult:
     return result
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_request_larger_than_its_tenant_is_named_and_the_others_are_served(core: str) -> None:
-    manager = make(core, small=TenantConfig(limit=8))
+def test_a_request_larger_than_its_tenant_is_named_and_the_others_are_served() -> None:
+    manager = make(small=TenantConfig(limit=8))
     result = step(
         manager,
         1,
@@ -79,17 +73,15 @@ def test_a_request_larger_than_its_tenant_is_named_and_the_others_are_served(cor
     assert (result.no_room, result.refused) == (("later",), ())
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_it_is_told_before_a_piece_of_it_is_computed(core: str) -> None:
-    manager = make(core, small=TenantConfig(limit=8))
+def test_it_is_told_before_a_piece_of_it_is_computed() -> None:
+    manager = make(small=TenantConfig(limit=8))
     result = step(manager, 1, new=(new("huge", 60, max_new_tokens=4, tenant="small"),))
     assert [(each.request_id, each.num_blocks) for each in result.refused] == [("huge", 15)]
     assert figures(manager, "small").num_held_blocks == 0
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_an_answer_that_outgrows_the_limit_is_told_when_it_does(core: str) -> None:
-    manager = make(core, small=TenantConfig(limit=8))
+def test_an_answer_that_outgrows_the_limit_is_told_when_it_does() -> None:
+    manager = make(small=TenantConfig(limit=8))
     result = step(manager, 1, new=(new("grows", 31, tenant="small"), new("other", 31)))
     slots = result.admitted_slots.tolist()
     result = step(manager, 2, running=row(slots[0], 1, 7))
@@ -111,9 +103,8 @@ def test_an_answer_that_outgrows_the_limit_is_told_when_it_does(core: str) -> No
     step(manager, 6, finished=("grows",))
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_running_request_whose_neighbours_take_the_limit_may_hope(core: str) -> None:
-    manager = make(core, small=TenantConfig(limit=8))
+def test_a_running_request_whose_neighbours_take_the_limit_may_hope() -> None:
+    manager = make(small=TenantConfig(limit=8))
     result = step(manager, 1, new=(new("a", 16, tenant="small"), new("b", 16, tenant="small")))
     result = step(manager, 2, running=row(int(result.admitted_slots[0]), 1, 7))
     assert result.running_scheduled.tolist() == [0]
@@ -121,10 +112,9 @@ def test_a_running_request_whose_neighbours_take_the_limit_may_hope(core: str) -
     assert "8 of at most 8 are in use" in figures(manager, "small").last_refusal
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless(core: str) -> None:
+def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless() -> None:
     """At once its window takes as many blocks as full attention; in pieces, a few."""
-    manager = make(core, HYBRID, small=TenantConfig(limit=16))
+    manager = make(HYBRID, small=TenantConfig(limit=16))
     result = step(manager, 1, new=(new("long", 40, tenant="small"),))
     assert (result.no_room, result.refused) == (("long",), ())
     assert "20 blocks are wanted by one request" in figures(manager, "small").last_refusal
@@ -137,7 +127,7 @@ def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless(core: str) -> No
 
 
 def test_a_tenant_by_salt_is_named_as_in_statistics() -> None:
-    manager = make("flat", by="salt", secret=TenantConfig(limit=2))
+    manager = make(by="salt", secret=TenantConfig(limit=2))
     result = step(manager, 1, new=(new("huge", 16, cache_salt="secret"),))
     (refusal,) = result.refused
     assert refusal.tenant.startswith("salt-")

@@ -1,4 +1,4 @@
-"""Books of tenants that are rebuilt from labels are those of before, on both cores."""
+"""Books of tenants that are rebuilt from labels are those of before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.rebuild.ranks import Ranks
 
-CORES = ("blocks", "flat")
 NAMES = ("alice", "bob", "carol", None)
 TENANTS = TenantsConfig(
     named={"alice": TenantConfig(guaranteed=0.3), "bob": TenantConfig(limit=0.5, weight=2.0)}
@@ -20,8 +19,8 @@ TENANTS = TenantsConfig(
 NUM_BLOCKS = 61
 
 
-def make(core: str, shape: Shape) -> KVCacheManager:
-    return make_manager(shape, NUM_BLOCKS, core=core, tenants=TENANTS, has_workers=True)
+def make(shape: Shape) -> KVCacheManager:
+    return make_manager(shape, NUM_BLOCKS, tenants=TENANTS, has_workers=True)
 
 
 def blocks_of_tenants(manager: KVCacheManager) -> dict[str, tuple[int, int]]:
@@ -32,12 +31,10 @@ def blocks_of_tenants(manager: KVCacheManager) -> dict[str, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("restored", CORES)
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
-def test_every_tenant_has_again_what_it_had_cached(core: str, restored: str, shape: Shape) -> None:
+def test_every_tenant_has_again_what_it_had_cached(shape: Shape) -> None:
     rng = random.Random(3)
-    manager, ranks = make(core, shape), Ranks(2, NUM_BLOCKS, 4)
+    manager, ranks = make(shape), Ranks(2, NUM_BLOCKS, 4)
     for number in range(40):
         tokens = [rng.randrange(3)] * rng.randint(1, 24) + [100 + number]
         request = Request(f"r{number}", tokens, tenant=rng.choice(NAMES))
@@ -45,7 +42,7 @@ def test_every_tenant_has_again_what_it_had_cached(core: str, restored: str, sha
         assert manager.allocate_slots(request, len(tokens) - num_hit, num_hit, hit) is not None
         manager.free(request)
         ranks.obey(manager.take_commands())
-    again = make(restored, shape)
+    again = make(shape)
     assert again.restore(ranks.collect()) == manager.statistics().core.num_cached_blocks
     again.check()
     assert blocks_of_tenants(again) == blocks_of_tenants(manager)

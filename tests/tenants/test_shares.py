@@ -164,7 +164,7 @@ def test_a_file_is_refused_with_the_key_the_value_and_what_helps(
 
 def test_a_recording_keeps_the_tenants_of_its_manager() -> None:
     config = load_config(CONFIGS / "cpu_tenants.yaml").tenants
-    recipe = replace(recipe_of("full", "flat"), tenants=config)
+    recipe = replace(recipe_of("full"), tenants=config)
     again = ManagerRecipe.from_dict(msgpack.unpackb(msgpack.packb(recipe.to_dict())))
     assert again == recipe
     old = {key: value for key, value in recipe.to_dict().items() if key != "tenants"}

@@ -1,4 +1,4 @@
-"""Random walks of several tenants on both cores, beside the rule of shares, block by block."""
+"""Random walks of several tenants, beside the rule of shares, block by block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, STATES_HYBRID, Shape, make_manager
 from tests.tenants.share_model import Holding, after_taking, has_room, holdings_of
 
-CORES = ("blocks", "flat")
 NAMES = ("alice", "bob", "carol", "", "dave")
 TENANTS = TenantsConfig(
     named={
@@ -165,16 +164,15 @@ def promises_are_kept(holdings: Sequence[Holding]) -> bool:
     return is_within and sum(max(has.in_use, has.guaranteed) for has in holdings) <= POOL
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", [FULL, HYBRID, STATES_HYBRID], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_every_step_keeps_the_promises(core: str, shape: Shape, policy: str) -> None:
-    rng = random.Random(f"{core} {shape.name} {policy}")
+def test_every_step_keeps_the_promises(shape: Shape, policy: str) -> None:
+    rng = random.Random(f"{shape.name} {policy}")
     manager = make_manager(
-        shape, POOL + 1, core=core, tenants=TENANTS, eviction_policy=policy, has_workers=False
+        shape, POOL + 1, tenants=TENANTS, eviction_policy=policy, has_workers=False
     )
     walk = Walk(manager, rng)
-    audits = Audits(f"{core} {shape.name} {policy}", manager.check)
+    audits = Audits(f"{shape.name} {policy}", manager.check)
     for _ in range(300):
         walk.step()
         audits.perhaps()

@@ -27,7 +27,6 @@ from kvcache.request import Request
 from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
 
-CORES = ("blocks", "flat")
 SIZE = 4
 SALTS = TenantsConfig(
     by="salt", named={name: TenantConfig(guaranteed=0.4, limit=0.4) for name in ("alice", "bob")}
@@ -37,11 +36,9 @@ SALTS = TenantsConfig(
 class Site:
     """A manager and tiers at work, with one rank that does everything at once."""
 
-    def __init__(
-        self, core: str, shape: Shape, tenants: TenantsConfig, sizes: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, shape: Shape, tenants: TenantsConfig, sizes: tuple[int, int, int]) -> None:
         device, host, disk = sizes
-        self.manager = make_manager(shape, device + 1, core=core, tenants=tenants, log_stats=True)
+        self.manager = make_manager(shape, device + 1, tenants=tenants, log_stats=True)
         self._jobs = JobBook(1)
         tiers = [
             TierOptions(medium, num_slots, tenants=tenants)
@@ -111,14 +108,11 @@ class Site:
         return found
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("seed", range(2))
-def test_each_tenant_is_counted_in_each_tier_what_the_books_had_for_it(
-    core: str, seed: int
-) -> None:
+def test_each_tenant_is_counted_in_each_tier_what_the_books_had_for_it(seed: int) -> None:
     rng = random.Random(seed)
     names = ("a", "b", "c")
-    site = Site(core, FULL, TenantsConfig(named={"a": TenantConfig(weight=2)}), (30, 40, 120))
+    site = Site(FULL, TenantsConfig(named={"a": TenantConfig(weight=2)}), (30, 40, 120))
     asked: Counter[tuple[str, str]] = Counter()
     hit: Counter[tuple[str, str]] = Counter()
     for number in range(90):
@@ -147,12 +141,11 @@ def conversation(salt: str, number: int) -> NewRequest:
     return NewRequest(f"{salt} {number}", tokens, len(tokens), cache_salt=salt)
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
-def test_what_tiers_have_of_another_salt_changes_no_answer(core: str, shape: Shape) -> None:
+def test_what_tiers_have_of_another_salt_changes_no_answer(shape: Shape) -> None:
     """Equal tokens, another salt: the device has room for one prompt of each, tiers for all."""
     sizes = 50 * len(shape.groups), 100 * len(shape.groups), 200 * len(shape.groups)
-    alone, beside = (Site(core, shape, SALTS, sizes) for _ in range(2))
+    alone, beside = (Site(shape, SALTS, sizes) for _ in range(2))
     for number in range(12):
         told = alone.serve(conversation("alice", number))
         beside.serve(conversation("bob", number))
@@ -166,9 +159,8 @@ def test_what_tiers_have_of_another_salt_changes_no_answer(core: str, shape: Sha
             assert alone.figures(name)["host"][1] + alone.figures(name)["disk"][1] > 0
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_a_prompt_that_only_another_salt_has_in_tiers_is_not_waited_for(core: str) -> None:
-    site = Site(core, FULL, SALTS, (60, 100, 200))
+def test_a_prompt_that_only_another_salt_has_in_tiers_is_not_waited_for() -> None:
+    site = Site(FULL, SALTS, (60, 100, 200))
     for number in range(8):
         site.serve(conversation("alice", number))
     mine = site.where(conversation("alice", 0))

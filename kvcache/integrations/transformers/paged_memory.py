@@ -66,7 +66,6 @@ class PagedMemory:
         device: torch.device,
         max_position_embeddings: int,
         eviction_policy: str,
-        core: str,
     ) -> None:
         """Plan and allocate.
 
@@ -91,7 +90,6 @@ class PagedMemory:
             self.config,
             self.max_model_len,
             eviction_policy=eviction_policy,
-            core=core,
             max_num_seqs=sizes.max_rows,
             has_workers=True,
         )

@@ -69,7 +69,6 @@ class PagedCacheStore:
         max_model_len: int | None = None,
         max_rows: int = 64,
         eviction_policy: str = "lru",
-        core: str = "flat",
     ) -> None:
         """Allocate blocks on the model's device, in its dtype, and listen to its forward.
 
@@ -81,7 +80,7 @@ class PagedCacheStore:
             max_model_len: most tokens of a row; by default the most that fits, up to what the model
                 was trained for.
             max_rows: most rows of all open caches together; every beam is one.
-            eviction_policy, core: as of `KVCacheManager`.
+            eviction_policy: as of `KVCacheManager`.
 
         Raises:
             ConfigurationError: the model keeps other things, or a value cannot be meant.
@@ -94,7 +93,6 @@ class PagedCacheStore:
             device=self.layers.device,
             max_position_embeddings=self.layers.max_position_embeddings,
             eviction_policy=eviction_policy,
-            core=core,
         )
         self.counters = Counters()
         self._open: list[PagedCache] = []

@@ -1,18 +1,16 @@
-"""Which cores there are, by name, and what each is made from.
+"""What a core is made from, and how.
 
-Between the manager, which takes a name, and the cores. Another core comes in by a factory handed
-to the manager; there is no global table to write to.
+Between the manager and its core. What watches a core, or stands in for it, comes in by a factory
+that is handed to the manager.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeAlias
 
 from kvcache.core import Core, EventSink, OffloadHooks
-from kvcache.errors import ConfigurationError
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
@@ -53,29 +51,8 @@ class CoreSettings:
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
 
 
-def _make_block_core(settings: CoreSettings) -> Core:
-    from kvcache.managers.block_core import BlockCore
-
-    core = BlockCore(
-        settings.kv_cache_config,
-        none_hash=settings.none_hash,
-        enable_caching=settings.enable_caching,
-        use_eagle=settings.use_eagle,
-        policy_name=settings.eviction_policy,
-        policies=settings.policies,
-        events=settings.events,
-        offload=settings.offload,
-        zero_new_blocks=settings.zero_new_blocks,
-        has_workers=settings.has_workers,
-        merge_duplicates=settings.merge_duplicates,
-        publish_all_groups=settings.publish_all_groups,
-        tenants=settings.tenants,
-    )
-    core.use_slots(settings.slots)
-    return core
-
-
-def _make_flat_core(settings: CoreSettings) -> Core:
+def make_core(settings: CoreSettings) -> Core:
+    """Make the core of these settings. It is imported, and compiled, when it is first made."""
     from kvcache.core.flat_core import FlatCore
 
     return FlatCore(
@@ -95,24 +72,3 @@ def _make_flat_core(settings: CoreSettings) -> Core:
         publish_all_groups=settings.publish_all_groups,
         tenants=settings.tenants,
     )
-
-
-CORES: Mapping[str, CoreFactory] = MappingProxyType(
-    {"blocks": _make_block_core, "flat": _make_flat_core}
-)
-"""The cores of this package. Each is imported when it is first made."""
-
-
-def make_core(
-    name: str, settings: CoreSettings, factories: Mapping[str, CoreFactory] = CORES
-) -> Core:
-    """Make the core of that name.
-
-    Raises:
-        ConfigurationError: there is none; lists those that exist.
-    """
-    if name not in factories:
-        raise ConfigurationError(
-            f"core {name!r} is not known: choose one of {', '.join(sorted(factories))}"
-        )
-    return factories[name](settings)
