@@ -269,7 +269,7 @@ class ClientSession:
         if waited_s > self.settings.step_s:
             raise DeadlineError(
                 f"step {step} of {self.client_id} has no answer after {waited_s:.1f} s: it may or "
-                "may not have been executed"
+                "may not have been executed; `kvcache status` says whether the cluster still runs"
             )
         return None
 
@@ -496,7 +496,7 @@ class ClientSession:
             raise DeadlineError(
                 f"step {step} of {self.client_id}: nothing has moved for {silent_s:.1f} s (applied "
                 f"{self._progress.applied_step}, finished {self._progress.finished_step}): a "
-                "worker may hang"
+                "worker may hang; `kvcache status` says which"
             )
         return False
 

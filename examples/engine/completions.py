@@ -109,12 +109,14 @@ class CompletionRequest:
             )
         is_stream = bool(fields.get("stream"))
         options = fields.get("stream_options", {})
-        if options and (not is_stream or set(options) != {"include_usage"}):
+        has_usage = options.get("include_usage", False)
+        is_known = is_stream and set(options) == {"include_usage"} and type(has_usage) is bool
+        if options and not is_known:
             raise CompletionError(
-                "stream_options says include_usage, with stream, and nothing else",
+                "stream_options says include_usage, true or false, with stream, and nothing else",
                 "stream_options",
             )
-        return cls(tokens, params, is_stream, bool(options.get("include_usage")))
+        return cls(tokens, params, is_stream, has_usage)
 
 
 def _checked_fields(body: bytes) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Labels that fit a plan, group by group: what a rebuild makes chains of.
 
-Between the labels that all ranks agree on and the rebuild of either core. A label that cannot be
+Between the labels that all ranks agree on and the rebuild of a core. A label that cannot be
 right (no such block or group, another block size, unreadable names or keys, tokens below zero) is
 left out, and so are all but the first of equal contents. Works on whole arrays. Refuses to know
 which block continues which, and to raise for anything that a label may say: cold is correct.

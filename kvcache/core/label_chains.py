@@ -1,6 +1,6 @@
 """Which blocks continue which: chains of rows, found with whole arrays.
 
-Between labels, which name their parents, and the rebuild of either core, which enters contents
+Between labels, which name their parents, and the rebuild of a core, which enters contents
 parents first. Follows all ways up at once, each round twice as far. Refuses to know digests: rows
 name the row before them by number.
 """

@@ -73,6 +73,11 @@ def test_a_body_becomes_a_prompt_and_parameters() -> None:
         ({"stop": list("abcde")}, "stop", "stop is ['a', 'b', 'c', 'd', 'e']: give up to four"),
         ({"stream": 1}, "stream", "stream is 1: give bool"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options says"),
+        (
+            {"stream": True, "stream_options": {"include_usage": "yes"}},
+            "stream_options",
+            "stream_options says include_usage, true or false",
+        ),
         ({"best_of": 2}, "best_of", "'best_of' is not served: use model, prompt"),
         ({"model": None}, "model", "model is missing: name 'tiny'"),
     ],
