@@ -183,6 +183,8 @@ def check_nodes(books: Books, all_roots: Iterable[int], rows: Iterable[int]) -> 
         parent = int(node[n, PARENT])
         is_living = node[parent, PARENT] or parent in roots
         _require(is_living, f"node {n} continues node {parent}, which is gone")
+        has_digests = node[parent, KEYS] & 1 or not node[n, KEYS] & 1
+        _require(has_digests, f"node {n} has a digest, and node {parent} before it has none")
         has_block = any(node[n, BLOCK + 2 * g] for g in range(num_groups))
         is_kept = has_block or node[n, CHILDREN] or node[n, STANDING]
         _require(is_kept, f"nothing keeps node {n} alive")

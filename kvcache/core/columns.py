@@ -18,6 +18,7 @@ Invariants, which `audit.py` checks one by one:
 - `block[b, NODE] == n` exactly if `node[n, BLOCK + 2 * g] == b` for one group `g`.
 - A node lives while it has a block, a child, or a row that stands on it (STANDING); then its
   ancestors live, too. So a node may outlive its own block. Number 0 is no node.
+- A node that has its digest continues one that has its own.
 - Whoever holds a block of an ordered group (full attention) holds those of that group before it:
   a row that computed again what is cached keeps its own block, and holds the cached one besides.
 - What was made hittable in a step carries the step's serial in OWNER (0: in none). It is sealed

@@ -258,7 +258,8 @@ def publish(book: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
         if n == 0 or (c.number[HAS_POLICY] == 2 and not _has_room(book, r, n, u)):
             c.row[r, FLAGS] |= IS_MUTE  # no node is left, or no room: the row caches nothing more
             break
-        if digests and c.node[n, KEYS] & 1 == 0:
+        # Behind nodes without digests it is made with theirs, when somebody needs it.
+        if digests and c.node[n, KEYS] & 1 == 0 and c.node[parent, KEYS] & 1:
             copy(address_of(s.digest, n), digests + num_bytes * (u - base), num_bytes)
             c.node[n, KEYS] |= 1
         for g in range(num_groups):

@@ -340,3 +340,29 @@ def test_a_walk_without_compiled_code_agrees(model: str) -> None:
 )
 def test_walks_with_checked_indices_agree(model: str) -> None:
     walk_in({"NUMBA_BOUNDSCHECK": "1"}, [model, "all", "--seeds", "2"])
+
+
+def test_what_continues_contents_without_digests_is_told_of_with_the_right_parent() -> None:
+    """A row whose digests are known publishes behind nodes whose digests nobody has needed yet."""
+    core = make_flat_core(20)
+    core.open_step("engine", 1)
+    first = Request("a", list(range(9)))
+    assert core.reserve(first, Reservation(0, 9, 9)) is not None
+    second = request_with_digests("b", list(range(13)))
+    hit = core.look_up(second)
+    assert hit.num_tokens == 8
+    assert core.reserve(second, Reservation(8, 13, 13), hit) is not None
+    core.check()
+    core.close_step()
+    core.complete_steps("engine", 1)
+    (label,) = [one for one in core.take_commands() if isinstance(one, Label)]
+    digests = [second.block_hashes[i] for i in range(3)]
+    assert label.digests == b"".join(digests)
+    assert label.parent_digests[64:] == digests[1]
+    core.check()
+
+
+def request_with_digests(name: str, tokens: list[int]) -> Request:
+    request = make_request(name, tokens)
+    assert len(request.block_hashes) == len(tokens) // 4
+    return request
