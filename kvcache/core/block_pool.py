@@ -192,6 +192,7 @@ class BlockPool:
             books, None, lambda capacity, book: make(capacity=capacity, book=book)
         )
         self._root = int(new_root(books.book))
+        books.columns.node[self._root, KEYS] = 1  # what comes before first blocks has a digest
         self._contents: dict[tuple[_Table, BlockHash], int] = {}
         self.names: dict[int, tuple[_Table, BlockHash]] = {}
         self._references: dict[ReferenceKind, dict[int, int]] = {kind: {} for kind in ReferenceKind}
