@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.core import BlocksStored
 from kvcache.digests import PackedDigests
 from kvcache.events import EventCodec
-from kvcache.hashing import BlockHash, get_hash_fn, get_request_block_hasher
+from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
 from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.request import Request
@@ -43,7 +42,7 @@ class Stored:
     """Blocks that have just filled: packed digests."""
 
     request: Request
-    digests: Sequence[BlockHash]
+    digests: PackedDigests
 
 
 class OurManager:
@@ -147,17 +146,15 @@ class OurManager:
 
     def stored(self, request: Request) -> Stored:
         digests = request.block_hashes
-        if self._finds_by_digest:
-            return Stored(request, digests)
         return Stored(request, PackedDigests(b"".join(digests), len(digests[0])))
 
     def encode_stored(self, stored: Stored) -> bytes:
         """Build and encode the event, the digests taken as the core takes them from its books."""
-        digests, request = stored.digests, stored.request
+        request = stored.request
         event = BlocksStored(
             group=0,
             medium="device",
-            digests=digests[:] if isinstance(digests, PackedDigests) else tuple(digests),
+            digests=stored.digests[:],
             parent_digest=None,
             token_ids=request.all_token_ids,
             block_size=BLOCK_SIZE,
