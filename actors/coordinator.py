@@ -62,7 +62,7 @@ COORDINATOR_CONCURRENCY_GROUPS = {CONTROL: 2, MAIL: 1, COLLECT: 8}
 """Threads for calls: start-up and status; messages and long waits of the fallback transport."""
 
 LAUNCH_GRACE_S = 20.0
-"""Longer than a launch lasts beyond `deadlines.startup_s`: then nobody launches any more."""
+"""Longer than a launch lasts beyond `deadlines.startup_s`: then the launch has ended."""
 
 _REMEDY = "stop the cluster and launch it again"
 

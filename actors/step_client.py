@@ -234,7 +234,7 @@ class StepClient(SessionView):
 
     def _begin_to_write(self) -> None:
         """Take the lock when no thread is reading: a socket belongs to one thread at a time."""
-        self._connection.require_own_process()  # a lock may be held for ever where it was forked
+        self._connection.require_own_process()  # a fork may have copied a lock that is held
         self._changed.acquire()
         try:
             self._num_writers += 1

@@ -1,4 +1,4 @@
-"""Steps through a real cluster, beside the same by Ray calls. Rows C1 and C2.
+"""Steps through a real cluster, compared with Ray calls that do the same. Rows C1 and C2.
 
     python -m bench.bench_cluster [--smoke] [--json FILE] [--only C1|C2]
 

@@ -715,3 +715,12 @@ def test_waits_that_depend_on_each_other_follow_from_a_few(
 def test_a_replay_waits_longer_than_its_requests_wait_for_tiers() -> None:
     config = parse_config(plain(offload={"host_memory_per_rank": "1MiB", "wait_s": 100.0}))
     assert config.stall_s > config.offload.wait_s
+
+
+def test_a_choice_of_core_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse_config(plain(cache={"core": "extents", "block_size": 32}))
+    assert config.cache == parse_config(plain(cache={"block_size": 32})).cache
+    assert caplog.messages == [
+        "cache.core, 'extents' here, is ignored: there is one core now; take it out of the "
+        "configuration, the next version refuses it"
+    ]

@@ -43,7 +43,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_malformed(error: BaseException | None) -> bool:
-    """Whether what was sent is no request: it is answered with 400, and nobody's traceback."""
+    """Whether what was sent is no request: it is answered with 400, without a traceback."""
     return isinstance(error, HttpProcessingError)
 
 

@@ -114,7 +114,7 @@ def plain(value: object) -> object:
         of_python: object = value.item()
         return of_python
     is_integer = hasattr(type(value), "__index__") and not isinstance(value, int)
-    return index(value) if is_integer and not hasattr(value, "__len__") else value  # type: ignore[arg-type]
+    return index(value) if is_integer and not hasattr(value, "__len__") else value  # type: ignore[arg-type]  # it has an index
 
 
 def listed(value: object) -> object:
@@ -159,7 +159,7 @@ class Section(BaseModel):
             raise refusal(type(self).__name__, type(self), error) from error
 
     # Sections inside of others, and those of a file, are not made by calling the class.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic's mark
 
     @model_validator(mode="before")
     @classmethod

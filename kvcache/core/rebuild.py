@@ -273,7 +273,7 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
 
 
 def _follow_children(core: FlatCore, kept: _Kept, chain: Any, depth: Any) -> None:
-    """Let blocks that no chain has beside it go with the first one that has what continues them."""
+    """Evict blocks that are in no leading chain with the first chain that continues them."""
     c = core.books.columns
     place_of = {int(kept.nodes[row]): i for i, row in enumerate(kept.rows.tolist())}
     for i in np.argsort(-depth, kind="stable").tolist():

@@ -175,4 +175,4 @@ class WatchedPolicy:
         self._policy.put_back(entries)
         places = index_array(entries)
         ages_s = self._notes.left_s[places] - self._notes.since_s[places]
-        self._at_eviction.observe_many(ages_s, np.full(len(places), -1))
+        self._at_eviction.observe_many(ages_s, -1)

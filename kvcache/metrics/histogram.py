@@ -31,23 +31,19 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self._waiting: list[float] = []
-        self._weights: list[int] = []
 
-    def observe(self, value: float, weight: int = 1) -> None:
-        """Count a value `weight` times."""
+    def observe(self, value: float) -> None:
+        """Count a value."""
         self._waiting.append(value)
-        self._weights.append(weight)
         if len(self._waiting) == _MANY:
             self._count_waiting()
 
-    def observe_many(
-        self, values: npt.NDArray[np.float64], weights: npt.NDArray[np.integer] | None = None
-    ) -> None:
-        """Count `values[i]` `weights[i]` times, once each without weights. Shapes `(n,)`."""
+    def observe_many(self, values: npt.NDArray[np.float64], times: int = 1) -> None:
+        """Count each value, shape `(n,)`, so many times; -1 takes back what was counted once."""
         places = self._array.searchsorted(values)
-        added = np.bincount(places, weights, minlength=len(self._counts))
-        self._counts = [old + int(new) for old, new in zip(self._counts, added, strict=True)]
-        self._sum += float(values.sum() if weights is None else values @ weights)
+        added = np.bincount(places, minlength=len(self._counts)).tolist()
+        self._counts = [old + times * new for old, new in zip(self._counts, added, strict=True)]
+        self._sum += times * float(values.sum())
 
     def sample(self, metric: Metric, labels: tuple[str, ...] = ()) -> HistogramSample:
         """Return what was counted, frozen."""
@@ -57,7 +53,6 @@ class Histogram:
 
     def _count_waiting(self) -> None:
         if self._waiting:
-            values, weights = np.array(self._waiting), np.array(self._weights)
+            values = np.array(self._waiting)
             self._waiting.clear()
-            self._weights.clear()
-            self.observe_many(values, weights)
+            self.observe_many(values)

@@ -1,7 +1,7 @@
 """What an eviction policy is: it orders what nobody uses, and says what goes first.
 
-Stands between a pool (or a tier below it), which knows contents and references, and nobody: a
-policy sees opaque entries only. One entry is a block, or a slot of a tier. Refuses to evict: it
+Serves a pool, or a tier below it, which knows contents and references. A policy sees opaque
+entries only. One entry is a block, or a slot of a tier. Refuses to evict: it
 proposes, the owner of the bytes decides, and gives back what must stay.
 """
 

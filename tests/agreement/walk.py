@@ -238,7 +238,7 @@ def replay(
     audit_one_in: int = ONE_IN,
 ) -> Walk:
     """Do the walk of one seed again; prints the log of one that fails. Tenants are not in the slow
-    core: there the flat core walks alone, beside the truth."""
+    core: with them the core is compared with the truth alone."""
     cores = FLAT_ALONE if configuration.tenants else BOTH
     walk = Walk(configuration, family, seed, cores, audit_one_in=audit_one_in)
     walk.go(num_operations)

@@ -369,7 +369,7 @@ def manager_subject() -> Subject:
         merge_duplicates=BOOL,
         publish_all_groups=BOOL,
         tenants=instance_of(TenantsConfig).without(None),
-        core_factory=OPTIONAL_THING,
+        core_factory=THING,
     )
     _request_methods(of, ID, IDS, BLOCKS)
     of.method("get_request", {"request_id": "s"})

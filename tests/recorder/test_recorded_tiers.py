@@ -4,7 +4,6 @@ tiers did is in them."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,9 +65,6 @@ def test_all_that_tiers_can_do_is_in_the_walks(
 ) -> None:
     counts: Counter[str] = Counter()
     for seed in range(3):
-        scenario = replace(
-            swapping(seed),
-        )
-        counts += play_and_replay(scenario, tmp_path / str(seed), monkeypatch)
+        counts += play_and_replay(swapping(seed), tmp_path / str(seed), monkeypatch)
     for kind in ("LookedUp", "SwappedOut", "Gone", "LoadBegun", "LoadFinished", "LoadReleased"):
         assert counts[kind] > 0, kind

@@ -214,6 +214,8 @@ def test_a_head_that_no_manager_can_be_made_from_is_an_error(copied: list[Path])
         replay(copied[0])
     values = msgpack.unpackb(pack_head(head))
     *place, recipe, has_tiers = values
+    copied[0].write_bytes(frame(msgpack.packb([*place, {**recipe, "core": "flat"}, has_tiers])))
+    assert open_recording(copied[0]).segments[0].head == head
     for wrong in ({}, {**recipe, "max_model_len": "long"}, {**recipe, "extra": 1}):
         copied[0].write_bytes(frame(msgpack.packb([*place, wrong, has_tiers])))
         with pytest.raises(RecordingError, match="is no segment of a recording: "):
