@@ -60,7 +60,7 @@ class CoordinatorMetrics:
         """Return what the message loop is to ask: the coordinator, metered if it is wanted."""
         if self._meters is None:
             return coordinator
-        return MeteredCoordinator(coordinator, self._meters.steps)
+        return MeteredCoordinator(coordinator, self._meters.steps, self._meters.ages)
 
     def report(
         self, coordinator: Coordinator, loop_figures: Callable[[], ServiceStatistics], call: Call

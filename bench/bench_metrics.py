@@ -72,7 +72,7 @@ class Steps:
         )
         self._epoch = begin(coordinator)
         meter = StepMeter(settings.latency_bounds_s)
-        self._decider = MeteredCoordinator(coordinator, meter) if is_metered else coordinator
+        self._decider = MeteredCoordinator(coordinator, meter, ages) if is_metered else coordinator
         self._step = 0
         self._running = EMPTY_RUNNING
         if num_running:

@@ -94,6 +94,35 @@ NUM_STEPS = 4096
 _FEW_ROWS, _FEW_COLUMNS, _FEW_INDEXED = 32, 64, 1024
 
 
+AGE_BOUNDS, AT_HIT, AT_EVICTION = range(3)
+"""Lines of `ages`: upper bounds, the last one infinite, and what time it is; how many cached blocks
+were at most so old when they were hit, and the sum of all; the same when they were evicted."""
+
+
+class BlockAges:
+    """Counts how long cached blocks have been out of use when they are hit, and when evicted.
+
+    Kernels count, by bucket, into `table`, shape `(3, bounds + 2)`, see AGE_BOUNDS. `idle_since`
+    says since when each cached block of the newest pool is out of use, -1 for all other blocks.
+    The owner sets the time before anything changes. One owner, one thread.
+    """
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        """Count nothing yet. `bounds_s` rise."""
+        self.table = np.zeros((3, len(bounds_s) + 2))
+        self.table[AGE_BOUNDS, :-1] = [*bounds_s, np.inf]
+        self.idle_since = np.zeros(0)
+
+    def set_time(self, now_s: float) -> None:
+        """Say what time it is."""
+        self.table[AGE_BOUNDS, -1] = now_s
+
+    def watch(self, num_blocks: int) -> Any:
+        """Return the column for a new pool, whose blocks are all free and hold nothing."""
+        self.idle_since = np.full(num_blocks, -1.0)
+        return self.idle_since
+
+
 class Columns(NamedTuple):
     """All there is, in the order of the address book. Shapes; `G` is the number of groups."""
 
@@ -120,6 +149,8 @@ class Columns(NamedTuple):
     tail_at: Any  # int64 (keys, 2): first byte and number of bytes, by number of extra keys
     word: Any  # int64 (6,): addresses of hash functions
     forward: Any  # int32 (rows, ENDS + columns where states are cached)
+    since: Any  # float64 (blocks,): since when cached blocks are out of use, -1: others; or (0,)
+    ages: Any  # float64 (3, bounds + 2): see BlockAges
 
 
 class State(NamedTuple):
@@ -158,12 +189,16 @@ class Logs(NamedTuple):
     tail: Any
     tail_at: Any
     word: Any
+    since: Any
+    ages: Any
 
 
-_LINES = ("number", "mark", "index", "client", "path", "ids", "tail", "word")
-_DTYPES = {"number": "int64", "tail_at": "int64", "word": "int64"} | dict.fromkeys(
-    ("digest", "mark", "gone_digest", "tail"), "uint8"
-)
+_LINES = ("number", "mark", "index", "client", "path", "ids", "tail", "word", "since")
+_DTYPES = {
+    **dict.fromkeys(("number", "tail_at", "word"), "int64"),
+    **dict.fromkeys(("digest", "mark", "gone_digest", "tail"), "uint8"),
+    **dict.fromkeys(("since", "ages"), "float64"),
+}
 
 
 def _part(part: Any) -> Any:
@@ -200,8 +235,9 @@ class Books:
         *,
         use_eagle: bool,
         step_tokens: int,
+        ages: BlockAges | None = None,
     ) -> None:
-        """Make the books of a pool of free blocks.
+        """Make the books of a pool of free blocks; `ages` count those of its blocks.
 
         Raises:
             ConfigurationError: no block at all, or a kind that has no rule here.
@@ -253,6 +289,8 @@ class Books:
             tail_at=np.zeros((1, 2), np.int64),
             word=np.zeros(6, np.int64),
             forward=np.zeros((_FEW_ROWS, ENDS + self._has_ends * _FEW_COLUMNS), int32),
+            since=np.zeros(0) if ages is None else ages.watch(num_blocks),
+            ages=np.zeros((3, 2)) if ages is None else ages.table,
         )
         number = c.number
         number[NEXT_NODE] = number[SEALED_BELOW] = 1

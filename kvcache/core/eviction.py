@@ -27,7 +27,6 @@ from kvcache.core.columns import (
     BLOCK,
     CHILDREN,
     DISCARDED,
-    EVICTED,
     FREE,
     HAS_POLICY,
     INSERTED,
@@ -46,7 +45,7 @@ from kvcache.core.columns import (
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
-from kvcache.core.pool import evict_all, first_free
+from kvcache.core.pool import count_evicted, evict_all, first_free
 from kvcache.core.protocol import OffloadHooks
 from kvcache.errors import InvariantError
 from kvcache.policies import EntryInfo, EvictionPolicy
@@ -67,10 +66,6 @@ class BlockBook:
         self._digester = digester
         self._tenants = tenants
         self.names_contents = False
-
-    def blocks_of(self, entry: int) -> IndexArray:
-        """Return the block itself. For looking."""
-        return index_array([entry])
 
     def tenant_numbers(self, entries: IndexArray) -> Int32Array:
         """Return whose blocks these are. There are tenants."""
@@ -216,8 +211,9 @@ class PolicyOrder:
         if self._tenants is not None:
             self._tenants.evicted(index_array(block_ids))
         lost = np.zeros(len(self._books.columns.block), np.int32)
-        forget(self._books.book, int32_array(block_ids), 0, 0, lost)
-        self._books.columns.number[EVICTED] += len(block_ids)
+        going = int32_array(block_ids)
+        count_evicted(self._books.book, going)
+        forget(self._books.book, going, 0, 0, lost)
         self.tell()
 
 

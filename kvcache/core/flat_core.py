@@ -59,6 +59,7 @@ from kvcache.core.columns import (
     STANDING,
     TELLS,
     UNITS,
+    BlockAges,
     Books,
 )
 from kvcache.core.digesting import Digester
@@ -155,6 +156,7 @@ class FlatCore:
         slots: Mapping[str, int] | None = None,
         merge_duplicates: bool = False,
         tenants: TenantLedger | None = None,
+        ages: BlockAges | None = None,
     ) -> None:
         """Make the books of an empty pool.
 
@@ -162,7 +164,8 @@ class FlatCore:
         all groups with `publish_all_groups` (or where no group is ordered). Without workers no
         commands are kept. Owner slots for labels are read from `slots`, a live view by request id.
         With `merge_duplicates` requests give up blocks whose content is in sealed ones of the tree,
-        when their steps are complete. `tenants` say who may take what.
+        when their steps are complete. `tenants` say who may take what. `ages` count how long blocks
+        are out of use.
 
         Raises:
             ConfigurationError: no block at all, an unknown policy, a kind that has no rules here.
@@ -180,6 +183,7 @@ class FlatCore:
             hash_fn.digest_bytes,
             use_eagle=use_eagle,
             step_tokens=lcm(*sizes) if sizes else 1,
+            ages=ages,
         )
         self.can_hit = enable_caching and can_cache_prefixes(specs)
         self.hits_stopped = False

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvcache.core.columns import (
+    AGE_BOUNDS,
+    AT_EVICTION,
+    AT_HIT,
     BLANK,
     BLANKED,
     BLOCK,
@@ -51,6 +54,29 @@ def note_move(book: Any, what: int, b: int) -> None:
         c.number[IS_FULL] = 1
 
 
+@routine
+def count_age(book: Any, b: int, line: int) -> None:
+    """Count how long a cached block has been out of use, if somebody wants to know."""
+    log = logs_of(book)
+    if len(log.since) == 0:
+        return
+    ages, last, i = log.ages, log.ages.shape[1] - 1, np.int64(0)
+    age = ages[AGE_BOUNDS, last] - log.since[b]
+    while i < last - 1 and age > ages[AGE_BOUNDS, i]:
+        i += 1
+    ages[line, i] += 1
+    ages[line, last] += age
+    log.since[b] = -1
+
+
+@inner
+def note_idle(book: Any, b: int) -> None:
+    """Note since when a cached block is out of use."""
+    log = logs_of(book)
+    if len(log.since):
+        log.since[b] = log.ages[AGE_BOUNDS, log.ages.shape[1] - 1]
+
+
 @inner
 def insert_after(book: Any, at: int, b: int) -> None:
     """Put block `b` into the list behind `at`."""
@@ -76,6 +102,7 @@ def hold(book: Any, b: int) -> None:
     """Hold a block that is held already or has a content."""
     c = columns_of(book)
     if c.block[b, REF] == 0:
+        count_age(book, b, AT_HIT)
         c.number[FREE] -= 1
         if c.number[HAS_POLICY]:
             note_move(book, REMOVED, b)
@@ -105,6 +132,7 @@ def release(book: Any, b: int, front: int) -> int:
     if c.block[b, NODE] == 0:
         note_blank(book, front, b)
         return b
+    note_idle(book, b)
     if c.number[HAS_POLICY]:
         note_move(book, INSERTED, b)
     else:
@@ -126,6 +154,8 @@ def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
         if block[b, REF]:
             continue
         num_freed += 1
+        if block[b, NODE]:
+            note_idle(book, b)
         if block[b, NODE] and not has_policy:
             block[tail, NEXT] = b
             block[b, PREV] = tail
@@ -149,6 +179,9 @@ def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
 def make_blank(book: Any, b: int) -> None:
     """Put a free block that has just lost its content to the front of the list."""
     c = columns_of(book)
+    log = logs_of(book)
+    if len(log.since):
+        log.since[b] = -1
     if not c.number[HAS_POLICY]:
         remove(book, b)
     note_blank(book, 0, b)
@@ -163,6 +196,7 @@ def take(book: Any, line: int, first: int, count: int) -> None:
     b = np.int64(block[0, NEXT])
     for i in range(first, first + count):
         if block[b, NODE]:
+            count_age(book, b, AT_EVICTION)
             forget_content(book, b)
             num_evicted += 1
         block[b, REF] = 1
@@ -182,6 +216,7 @@ def take_loose(book: Any, taken: Any) -> None:
     for i in range(len(taken)):
         b = np.int64(c.block[0, NEXT])
         if c.block[b, NODE]:
+            count_age(book, b, AT_EVICTION)
             forget_content(book, b)
             c.number[EVICTED] += 1
         else:
@@ -219,6 +254,15 @@ def release_all(book: Any, ids: Any) -> None:
         front = release(book, np.int64(ids[i]), front)
 
 
+@kernel(NOTHING, BOOK, INTS)
+def count_evicted(book: Any, ids: Any) -> None:
+    """Count cached blocks that nobody holds as evicted, before their contents are forgotten."""
+    c = columns_of(book)
+    for i in range(len(ids)):
+        count_age(book, np.int64(ids[i]), AT_EVICTION)
+    c.number[EVICTED] += len(ids)
+
+
 @kernel(INT, BOOK, NEW_INTS)
 def first_free(book: Any, ids: Any) -> int:
     """Write the first blocks of the list to `ids`; return how many. Changes nothing."""
@@ -249,6 +293,7 @@ def evict_all(book: Any, ids: Any, kept: Any) -> int:
             kept[num_kept] = b
             num_kept += 1
             continue
+        count_age(book, b, AT_EVICTION)
         forget_content(book, b)
         insert_after(book, front, b)
         c.number[BLANK] += 1

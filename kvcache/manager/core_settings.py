@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvcache.core import Core, EventSink, OffloadHooks
+from kvcache.core.columns import BlockAges
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
@@ -28,7 +29,7 @@ class CoreSettings:
     a request gets it; without workers no commands are kept. With `merge_duplicates` equal sealed
     blocks become one. With `publish_all_groups` events tell of groups, too, that cannot be hit
     alone. `eviction_policy` is one of `policies` by name. `tenants` say who may take what; None:
-    whoever comes first.
+    whoever comes first. `ages` count how long blocks are out of use.
     """
 
     kv_cache_config: KVCacheConfig
@@ -46,6 +47,7 @@ class CoreSettings:
     publish_all_groups: bool = False
     policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: EVICTION_POLICIES)
     tenants: TenantLedger | None = None
+    ages: BlockAges | None = None
 
 
 CoreFactory: TypeAlias = Callable[[CoreSettings], Core]
@@ -71,4 +73,5 @@ def make_core(settings: CoreSettings) -> Core:
         merge_duplicates=settings.merge_duplicates,
         publish_all_groups=settings.publish_all_groups,
         tenants=settings.tenants,
+        ages=settings.ages,
     )

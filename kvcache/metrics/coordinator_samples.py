@@ -82,8 +82,8 @@ class _Samples:
         yield meters.steps.queue.sample(known.STEP_QUEUE, labels)
         yield meters.steps.decision.sample(known.STEP_DECISION, labels)
         yield meters.steps.applied.sample(known.STEP_APPLIED, labels)
-        yield meters.ages.at_hit.sample(known.HIT_AGE, labels)
-        yield meters.ages.at_eviction.sample(known.EVICTION_AGE, labels)
+        yield meters.ages.at_hit(known.HIT_AGE, labels)
+        yield meters.ages.at_eviction(known.EVICTION_AGE, labels)
 
     def _manager(self, manager: ManagerStatistics) -> Iterator[Sample]:
         yield from self._core(manager.core)

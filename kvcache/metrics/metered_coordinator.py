@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvcache.coordinator import Coordinator
 from kvcache.messages import Address, Call, Detach, FromClient, FromWorker, Outgoing
+from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.step_meter import StepMeter
 from kvcache.step import StepRequest
 
@@ -26,11 +27,13 @@ class MeteredCoordinator:
         self,
         coordinator: Coordinator,
         meter: StepMeter,
+        ages: AgeMeter,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Pass everything on to `coordinator`."""
         self._coordinator = coordinator
         self._meter = meter
+        self._tick = ages.tick
         self._now = now
         self._ask = coordinator.on_client_message
         self._num_left = meter.stride  # messages until a step is followed
@@ -46,6 +49,7 @@ class MeteredCoordinator:
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """See `Coordinator`; the time it takes is the decision's."""
+        self._tick()
         self._num_left -= 1
         if self._num_left > 0 and not self._is_open:
             return self._ask(message)
@@ -59,11 +63,13 @@ class MeteredCoordinator:
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """See `Coordinator`."""
+        self._tick()
         begun_s = self._now()
         return self._looked_at(self._coordinator.on_worker_message(rank, message), begun_s)
 
     def on_tick(self) -> list[Outgoing]:
         """See `Coordinator`."""
+        self._tick()
         begun_s = self._now()
         if self._is_open:
             self._meter.forget_silent(begun_s)

@@ -62,10 +62,12 @@ def make_eviction_policy(
 ) -> EvictionPolicy:
     """Return a new, empty policy; raises ConfigurationError for a name that nobody has.
 
-    One that does not come with the package is asked with care. What wraps another factory says
-    which in its `__wrapped__`.
+    One that does not come with the package is asked with care.
     """
     make = policies[require_eviction_policy(name, policies)]
     policy = make(capacity, book)
-    is_ours = getattr(make, "__wrapped__", make) in EVICTION_POLICIES.values()
-    return policy if is_ours else OutsidePolicy(name, policy, capacity, book)
+    return (
+        policy
+        if make in EVICTION_POLICIES.values()
+        else OutsidePolicy(name, policy, capacity, book)
+    )

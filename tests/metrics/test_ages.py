@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from kvcache import KVCacheManager, Request
@@ -34,6 +35,7 @@ class Cache:
 
     def run(self, request_id: str, tokens: list[int]) -> int:
         """Compute a prompt and free it; return how many of its tokens were cached."""
+        self.meter.tick()
         request = Request(request_id, tokens)
         blocks, num_hit = self.manager.get_computed_blocks(request)
         num_new = request.num_tokens - num_hit
@@ -44,10 +46,10 @@ class Cache:
         return num_hit
 
     def at_hit(self) -> tuple[int, ...]:
-        return self.meter.at_hit.sample(AGE).counts
+        return self.meter.at_hit(AGE).counts
 
     def at_eviction(self) -> tuple[int, ...]:
-        return self.meter.at_eviction.sample(AGE).counts
+        return self.meter.at_eviction(AGE).counts
 
 
 def prompt(number: int, num_blocks: int) -> list[int]:
@@ -88,6 +90,7 @@ def test_many_victims_at_once_are_each_as_old_as_they_are() -> None:
         cache.run(f"old {number}", prompt(number, 1)[:BLOCK])
         cache.clock.advance(3.0)  # in the end they are 120, 117, ... 3 s old
     for number, num_victims, expected in ((50, 30, (0, 0, 23, 30)), (51, 10, (0, 3, 33, 40))):
+        cache.meter.tick()
         request = Request(f"new {number}", prompt(number, num_victims)[:-1])
         assert cache.manager.allocate_slots(request, request.num_tokens) is not None
         assert cache.at_eviction() == expected
@@ -95,9 +98,7 @@ def test_many_victims_at_once_are_each_as_old_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_watched_policies_decide_as_they_do_unwatched(policy: str) -> None:
-    if policy == "lru":
-        pytest.skip("unwatched, the core's own list is its LRU, and no policy")
+def test_a_watched_cache_decides_as_it_does_unwatched(policy: str) -> None:
     rng = random.Random(7)
     watched, plain = Cache(24, policy), Cache(24, policy, is_watched=False)
     for number in range(60):
@@ -108,3 +109,29 @@ def test_watched_policies_decide_as_they_do_unwatched(policy: str) -> None:
     evicted = watched.manager.statistics().core.num_evictions
     assert watched.at_eviction()[-1] == evicted > 0
     assert plain.at_eviction()[-1] == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_idle_are_exactly_the_cached_blocks_that_nothing_holds(policy: str) -> None:
+    rng, cache, num_blocks = random.Random(3), Cache(24, policy), 24
+    manager, since_s, seen = cache.manager, dict[int, float](), set[str]()
+    for number in range(200):
+        cache.clock.advance(1.0)
+        cache.run(f"r{number}", prompt(rng.randrange(8), rng.randrange(1, 7)))
+        if number % 11 == 5:
+            manager.evict_blocks(rng.sample(range(1, num_blocks), 3))
+        elif number % 23 == 7:
+            manager.pin_prefix(prompt(rng.randrange(8), 3), 20.0)
+        elif number % 61 == 60:
+            seen.add(f"reset {manager.reset_prefix_cache()}")
+        idle_s = cache.meter.idle_s(num_blocks)
+        is_idle = set(np.flatnonzero(idle_s >= 0).tolist())
+        held = set(np.flatnonzero(manager.view.holders()).tolist())
+        assert is_idle == set(manager.sealed_contents().block_ids.tolist()) - held
+        now_s = cache.clock.now()
+        since_s = {b: since_s.get(b, now_s) for b in is_idle}
+        for b in is_idle:  # as long as at the last look, or used since
+            assert idle_s[b] == 0.0 or idle_s[b] == pytest.approx(now_s - since_s[b])
+            since_s[b] = now_s - float(idle_s[b])
+        seen |= {"idle"} & {"idle" for b in is_idle if idle_s[b] > 3}
+    assert seen >= {"idle", "reset True"}

@@ -25,6 +25,7 @@ from kvcache.step import StepRequest
 from tests.protocol.test_coordinator import Bench, new
 
 BOUNDS_S = (0.001, 0.1, 1.0)
+AGES = AgeMeter(BOUNDS_S)
 TIME = Metric("kvcache_time_seconds", Kind.HISTOGRAM, "Times.")
 
 
@@ -41,7 +42,7 @@ class MeteredBench(Bench):
         self.meter = StepMeter(BOUNDS_S, self.times.append)
         self.now = VirtualClock(100.0)
         self.run()
-        self.metered = MeteredCoordinator(self.coordinator, self.meter, self.now.now)
+        self.metered = MeteredCoordinator(self.coordinator, self.meter, AGES, self.now.now)
 
     def ask(self, number: int, **fields: Any) -> None:
         request = StepRequest("c", number, self.coordinator.epoch, **fields)
@@ -83,7 +84,7 @@ def test_a_step_that_waits_for_ranks_has_waited_in_the_queue() -> None:
 def test_without_spans_one_step_in_a_few_is_followed_and_nothing_stays_open() -> None:
     bench = MeteredBench()
     meter = StepMeter(BOUNDS_S)
-    bench.metered = MeteredCoordinator(bench.coordinator, meter, bench.now.now)
+    bench.metered = MeteredCoordinator(bench.coordinator, meter, AGES, bench.now.now)
     for step in range(1, 3 * STRIDE + 1):
         bench.ask(step, completed_step=step - 1 or -1)
         assert meter.num_open == (step % STRIDE == 0)

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.clock import VirtualClock
 from kvcache.core import Core
 from kvcache.manager import KVCacheManager
 from kvcache.manager.core_settings import CoreSettings, make_core
-from kvcache.metrics.ages import AgeMeter
 from kvcache.policies import EVICTION_POLICIES, LRUPolicy, make_eviction_policy
 from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, make_manager
@@ -111,11 +109,6 @@ def test_a_policy_that_chooses_nonsense_is_replaced_by_lru(
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-def test_policies_of_the_package_are_asked_directly_watched_or_not(name: str) -> None:
+def test_policies_of_the_package_are_asked_directly(name: str) -> None:
     made = make_eviction_policy(name, 8, WrittenBook())
     assert type(made) is EVICTION_POLICIES[name]
-    watched = AgeMeter((1.0,), now=VirtualClock().now)._watched(EVICTION_POLICIES[name])
-    assert (
-        "Outside"
-        not in type(make_eviction_policy(name, 8, WrittenBook(), {name: watched})).__name__
-    )
