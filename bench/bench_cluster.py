@@ -3,7 +3,8 @@
     python -m bench.bench_cluster [--smoke] [--json FILE] [--only C1|C2]
 
 C1: one empty step from the engine to the coordinator actor, to the workers, acknowledged by all of
-them, back to the engine; and the same step with 256 requests that decode a token each. C2: empty
+them, back to the engine; and the same step with 256 requests that decode a token each, both with
+the processor time of the engine, the coordinator and one worker. C2: empty
 steps pipelined, in steps a second. The peer is what one would write without sockets: driver ->
 async coordinator actor -> workers -> back, the very bytes of the same messages as arguments. All
 sides alternate in one run; printed are medians and their ratios.
@@ -22,8 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ import ray  # noqa: E402
 from rich.progress import Progress  # noqa: E402
 
 from actors import KVCacheClient, KVCacheCluster  # noqa: E402
+from actors.reports import ClusterStatus  # noqa: E402
 from bench.cores import OURS, PEER  # noqa: E402
 from bench.measure import Figure, Row  # noqa: E402
 from kvcache.config import ClusterConfig, parse_config  # noqa: E402
@@ -188,13 +190,51 @@ def per_step_us(run: Callable[[], None], num_steps: int) -> float:
     return (time.perf_counter() - start_s) / num_steps * 1e6
 
 
+class Shares:
+    """Processor time of each process of a cluster that takes part in steps, in microseconds."""
+
+    def __init__(self, status: ClusterStatus) -> None:
+        """Count nothing yet."""
+        self._pids = {
+            "engine": os.getpid(),
+            "coordinator": status.coordinator_process_id,
+            "worker": status.ranks[0].process_id,
+        }
+        self._us = dict.fromkeys(self._pids, 0.0)
+        self._num_steps = 0
+
+    def around(self, run: Callable[[], float], num_steps: int) -> float:
+        """Return what `run` returns; count its processor time over so many steps."""
+        before = {name: processor_us(pid) for name, pid in self._pids.items()}
+        result = run()
+        for name, pid in self._pids.items():
+            self._us[name] += processor_us(pid) - before[name]
+        self._num_steps += num_steps
+        return result
+
+    def per_step_us(self) -> dict[str, int]:
+        """Return each process's processor time per step."""
+        return {name: round(us / self._num_steps) for name, us in self._us.items()}
+
+
+def processor_us(pid: int) -> float:
+    """Return the processor time of all threads of a process so far."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e3
+
+
 @dataclass(frozen=True)
 class Samples:
-    """Microseconds a step of one workload with one number of workers, by side."""
+    """Microseconds a step of one workload with one number of workers, by side; of C1 also the
+    processor time by process."""
 
     row: str
     num_workers: int
     us: Mapping[str, tuple[float, ...]]
+    processor_us: Mapping[str, int] = field(default_factory=dict)
 
     def median(self, side: str) -> float:
         """Return the median of that side."""
@@ -230,27 +270,45 @@ def measure(
         cluster = stack.enter_context(KVCacheCluster.launch(make_config(num_workers)))
         client = stack.enter_context(cluster.client())
         peer = RayPeer(num_workers)
+        shares = {row: Shares(cluster.status()) for row in rows if row != "C2"}
         for number in range(counts.rounds):
             say(f"{num_workers} workers, round {number + 1} of {counts.rounds}")
             for row, by_side in taken.items():
-                by_side.setdefault(OURS, []).append(our_sample(row, client, counts, number))
+                by_side.setdefault(OURS, []).append(
+                    our_sample(row, client, counts, number, shares.get(row))
+                )
                 if row != "C1 decodes":
                     by_side.setdefault(PEER, []).append(their_sample(row, peer, counts))
         peer.close()
     return [
-        Samples(row, num_workers, {side: tuple(us) for side, us in by_side.items()})
+        Samples(
+            row,
+            num_workers,
+            {side: tuple(us) for side, us in by_side.items()},
+            shares[row].per_step_us() if row in shares else {},
+        )
         for row, by_side in taken.items()
     ]
 
 
-def our_sample(row: str, client: KVCacheClient, counts: Counts, number: int) -> float:
+def our_sample(
+    row: str, client: KVCacheClient, counts: Counts, number: int, shares: Shares | None
+) -> float:
     """Return microseconds a step of round `number` on our side, whose prompts are its own."""
-    if row == "C1":
-        return per_step_us(lambda: repeat(our_step, client, counts.ours), counts.ours)
-    if row == "C2":
+    if shares is None:
         return per_step_us(lambda: our_pipeline(client, 4 * counts.ours), 4 * counts.ours)
+    if row == "C1":
+        return shares.around(
+            lambda: per_step_us(lambda: repeat(our_step, client, counts.ours), counts.ours),
+            counts.ours,
+        )
     with Decodes(client, number) as decodes:
-        return per_step_us(lambda: repeat(Decodes.step, decodes, counts.decodes), counts.decodes)
+        return shares.around(
+            lambda: per_step_us(
+                lambda: repeat(Decodes.step, decodes, counts.decodes), counts.decodes
+            ),
+            counts.decodes,
+        )
 
 
 def their_sample(row: str, peer: RayPeer, counts: Counts) -> float:
@@ -350,13 +408,16 @@ def decodes_row(decodes: Samples, empty: Samples) -> Row:
     pairs = zip(decodes.us[OURS], empty.us[OURS], strict=True)
     figures = {OURS: Figure(tuple(a / b for a, b in pairs), "times")}
     what = f"a step with {NUM_DECODES} decodes against an empty one"
+    times = [
+        f"{name} {us} us ({empty.processor_us[name]})" for name, us in decodes.processor_us.items()
+    ]
     return Row(
         workload="C1",
         what=f"{what}, {decodes.num_workers} workers",
         figures=figures,
         peer_name="",
         goal="< 1.3 times",
-        note=f"{decodes.median(OURS) / 1e3:.2f} ms",
+        note=f"{decodes.median(OURS) / 1e3:.2f} ms; of processors' time {', '.join(times)}",
     )
 
 
