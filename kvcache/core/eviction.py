@@ -34,18 +34,15 @@ from kvcache.core.columns import (
     NEXT,
     NODE,
     NUM_MOVED,
-    NUM_STEPS,
-    OWNER,
     PARENT,
     PREV,
     REMOVED,
-    SEALED_BELOW,
     Books,
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
-from kvcache.core.pool import count_evicted, evict_all, first_free
+from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.core.protocol import OffloadHooks
 from kvcache.errors import InvariantError
 from kvcache.policies import EntryInfo, EvictionPolicy
@@ -229,17 +226,12 @@ def offer(books: Books, offload: OffloadHooks | None, block_ids: Int32Array) -> 
     """Tell the tiers below which sealed blocks are about to go."""
     if offload is None:
         return
-    c = books.columns
-    by_group: dict[int, list[int]] = {}
-    for b in block_ids.tolist():
-        n = int(c.block[b, NODE])
-        if n:
-            g = group_of(c, n, b)
-            owner = int(c.node[n, OWNER + 2 * g])
-            if owner < c.number[SEALED_BELOW] or not c.client[owner & (NUM_STEPS - 1)]:
-                by_group.setdefault(g, []).append(b)
-    for g, ids in by_group.items():
-        offload.on_eviction_candidates(g, int32_array(ids))
+    sealed, groups = np.empty((2, len(block_ids)), np.int32)
+    count = sealed_among(books.book, block_ids, sealed, groups)
+    for g in range(books.num_groups):
+        ids = sealed[:count][groups[:count] == g]
+        if len(ids):
+            offload.on_eviction_candidates(g, ids)
 
 
 def offer_oldest(books: Books, offload: OffloadHooks | None, count: int) -> None:

@@ -29,6 +29,7 @@ from kvcache.core.columns import (
     NEXT,
     NODE,
     NUM_MOVED,
+    OWNER,
     PREV,
     REF,
     REMOVED,
@@ -37,7 +38,7 @@ from kvcache.core.columns import (
 )
 from kvcache.core.kinds.rule import FULL, KIND
 from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
-from kvcache.core.prefix_tree import forget_content
+from kvcache.core.prefix_tree import forget_content, is_sealed
 
 
 @routine
@@ -272,6 +273,22 @@ def first_free(book: Any, ids: Any) -> int:
         ids[count] = b
         count += 1
         b = np.int64(c.block[b, NEXT])
+    return count
+
+
+@kernel(INT, BOOK, INTS, NEW_INTS, NEW_INTS)
+def sealed_among(book: Any, ids: Any, sealed: Any, groups: Any) -> int:
+    """Write those of some blocks whose contents are sealed to `sealed`, with their groups; return
+    how many they are."""
+    c = columns_of(book)
+    count = np.int64(0)
+    for i in range(len(ids)):
+        b = np.int64(ids[i])
+        n = np.int64(c.block[b, NODE])
+        for g in range(len(c.group) if n else 0):
+            if c.node[n, BLOCK + 2 * g] == b and is_sealed(book, c.node[n, OWNER + 2 * g]):
+                sealed[count], groups[count] = b, g
+                count += 1
     return count
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
 import pytest
 
+from kvcache.arrays import Int32Array
 from kvcache.clock import VirtualClock
 from kvcache.commands import Reset
 from kvcache.core import (
@@ -321,3 +323,46 @@ def test_without_workers_and_events_nothing_waits_to_be_taken() -> None:
         assert manager.reset_prefix_cache()
     assert manager.take_commands() == []
     assert manager.take_events() == []
+
+
+class Candidates(NullOffloadHooks):
+    """Remembers what it was offered."""
+
+    def __init__(self) -> None:
+        self.offered: set[tuple[int, int]] = set()
+
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        self.offered |= {(block, group) for block in block_ids.tolist()}
+
+
+def sealed(manager: KVCacheManager) -> set[tuple[int, int, bytes]]:
+    contents = manager.sealed_contents()
+    size = len(contents.digests) // max(1, len(contents.block_ids))
+    digests = [contents.digests[i * size : (i + 1) * size] for i in range(len(contents.block_ids))]
+    return set(zip(contents.block_ids.tolist(), contents.groups.tolist(), digests, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_hooks_are_offered_each_sealed_block_before_it_is_evicted(policy: str) -> None:
+    rng, hooks, num_lost = random.Random(5), Candidates(), 0
+    manager = make_manager(HYBRID, num_blocks=40, offload_hooks=hooks, eviction_policy=policy)
+    for i in range(80):
+        before = sealed(manager)
+        hooks.offered.clear()
+        cache(manager, f"r{i}", [rng.randrange(4)] * 8 + [i] * rng.randrange(4, 40))
+        lost = {(block, group) for block, group, _ in before - sealed(manager)}
+        # A policy may choose a block that must stay, as others continue it.
+        assert lost == hooks.offered if policy == "lru" else lost <= hooks.offered
+        num_lost += len(lost)
+    assert num_lost > 50
+
+
+def test_hooks_are_not_offered_what_no_forward_has_computed() -> None:
+    hooks = Candidates()
+    manager = make_manager(FULL, num_blocks=9, offload_hooks=hooks)
+    engine = Engine(manager)
+    for i in range(8):
+        engine.step(new=(new(f"r{i}", [i] * 24),))
+        engine.step(finished=(f"r{i}",))
+    assert manager.statistics().core.num_evictions > 8
+    assert not hooks.offered
