@@ -273,17 +273,15 @@ class StepResult:
 _NO_ANSWER = vars(StepResult("", 0, 0, 0))
 
 
-def answer_to(request: StepRequest, **fields: Any) -> StepResult:
+def answer_to(request: StepRequest, fields: dict[str, Any]) -> StepResult:
     """Return the result of a step, whose other fields are empty. A constructor that sets each of
     them takes three times as long, which is a tenth of a step."""
     result = object.__new__(StepResult)
-    vars(result).update(
-        _NO_ANSWER,
-        client_id=request.client_id,
-        step=request.step,
-        epoch=request.epoch,
-        **fields,
-    )
+    values = vars(result)
+    values.update(_NO_ANSWER)
+    values["client_id"], values["step"] = request.client_id, request.step
+    values["epoch"] = request.epoch
+    values.update(fields)
     return result
 
 
@@ -354,8 +352,12 @@ def check_columns(where: str, running: RunningRequests) -> None:
 
 
 def _are_in_range(request: StepRequest) -> bool:
-    numbers = (request.step, request.epoch, request.num_lookahead_tokens)
-    return min(numbers) >= 0 and max(numbers) <= MAX_INT and request.client_id.isascii()
+    return (
+        0 <= request.step <= MAX_INT
+        and 0 <= request.epoch <= MAX_INT
+        and 0 <= request.num_lookahead_tokens <= MAX_INT
+        and request.client_id.isascii()
+    )
 
 
 def _plain_fields(where: str, request: StepRequest) -> dict[str, Any]:

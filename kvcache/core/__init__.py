@@ -17,6 +17,7 @@ from kvcache.core.protocol import (
     EventSink,
     ForkOrigin,
     NewestState,
+    NewRows,
     NullEventSink,
     NullOffloadHooks,
     OffloadAnswer,
@@ -25,10 +26,12 @@ from kvcache.core.protocol import (
     ReferenceKind,
     Reservation,
     RowBatch,
+    RowsAdmitted,
     RowsReserved,
     RowStates,
     RowTokens,
     TableChange,
+    joined,
     patch_of,
 )
 
@@ -42,6 +45,7 @@ __all__ = [
     "CoreStatistics",
     "EventSink",
     "ForkOrigin",
+    "NewRows",
     "NewestState",
     "NullEventSink",
     "NullOffloadHooks",
@@ -53,7 +57,9 @@ __all__ = [
     "RowBatch",
     "RowStates",
     "RowTokens",
+    "RowsAdmitted",
     "RowsReserved",
     "TableChange",
+    "joined",
     "patch_of",
 ]

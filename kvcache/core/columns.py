@@ -314,7 +314,7 @@ class Books:
         self._bind()
 
     def more_rows(self) -> None:
-        """Make more free rows: none is left."""
+        """Make more free rows, which are taken behind those that are left."""
         c = self.columns
         old, new = len(c.row), 2 * len(c.row)
         changes = max(c.change.shape[1], 2 * new * self.num_groups)
@@ -324,7 +324,7 @@ class Books:
             forward=_grown(c.forward, new),
             change=np.zeros((4, changes), np.int32),
         )
-        self.free_rows = list(range(new - 1, old - 1, -1))
+        self.free_rows = [*range(new - 1, old - 1, -1), *self.free_rows]
 
     def reach_units(self, num_units: int) -> None:
         """Make sure that tables and look-ups have room for so many units."""

@@ -76,12 +76,14 @@ from kvcache.core.protocol import (
     EventSink,
     ForkOrigin,
     NewestState,
+    NewRows,
     NullEventSink,
     NullOffloadHooks,
     OffloadHooks,
     ReferenceKind,
     Reservation,
     RowBatch,
+    RowsAdmitted,
     RowsReserved,
     TableChange,
     patch_of,
@@ -99,7 +101,9 @@ from kvcache.core.rows import (
     SINGLE_UNIT,
     SKIP,
     admit,
+    admit_rows,
     free_row,
+    free_rows,
     grant_rows,
     inspect,
     merge_row,
@@ -538,6 +542,58 @@ class FlatCore:
         self._settle()
         return RowsReserved(is_reserved, patch)
 
+    def admit_rows(self, table: RowTable, new: NewRows) -> RowsAdmitted | None:
+        """Do for new requests of a step, in order, what `look_up` and `reserve` do, in one piece;
+        note in `table` what their rows are. Those that find room get the next of its slots.
+
+        None, unchanged, where that takes more than one piece.
+        """
+        books, requests, slots = self.books, new.requests, new.slots
+        if self.order is not None or self._zeroes or self.teller.offload is not None:
+            return None
+        namespace = requests[0].namespace
+        for request in requests:
+            if not request.is_plain or request.namespace != namespace:
+                return None
+        root = self.root(namespace)
+        count, tokens = len(requests), requests[0].token_buffer
+        if count > 1:
+            tokens = np.concatenate([request.token_buffer for request in requests])
+        while len(books.free_rows) < len(slots):
+            books.more_rows()
+        self._reach_rows(count)
+        if slots:
+            self._reach_slot(slots[-1])
+        self._last = None
+        client = 0 if self.steps.current is None else self.steps.current.client
+        lines, answers = books.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
+        rows, num_admitted = np.array(lines, np.int32), -1
+        while num_admitted < 0:
+            num_admitted, num_published, num_units, num_columns = admit_rows(
+                books.book, root, client, self._may_publish(), books.num_reached,
+                new.client_index, new.num_running, new.num_spare, new.max_model_len, tokens,
+                new.wishes, rows, table.rows, table.ring, answers, self._published,
+            )  # fmt: skip
+            if num_admitted < 0:
+                books.reach_units(-(-num_published // self.hash_block_size))
+                books.reach_changes(num_columns)
+                self._reach_index(num_units)
+                if not books.reach_nodes(num_units):
+                    return None
+        if num_admitted:
+            del books.free_rows[-num_admitted:]
+        left = iter(lines)
+        for request, slot in zip(requests, answers[0].tolist(), strict=True):
+            if slot >= 0:
+                r = next(left)
+                self.rows[request.request_id], self.requests[r] = r, request.request_id
+                self._slot_of_row[r], self._row_of_slot[slot] = slot, r
+        patch = self._take_patch()
+        if num_published:
+            self.steps.note_rows(self._published[:num_published].copy())
+        self._settle()
+        return RowsAdmitted(answers[0], answers[1], answers[2], patch)
+
     def _reach_rows(self, count: int) -> None:
         """Make sure that a batch of so many rows has room in the scratch arrays."""
         if count > self._places.shape[1]:
@@ -594,9 +650,21 @@ class FlatCore:
 
     def free(self, request: Request) -> None:
         """Give all its blocks back, tail first. A request without blocks: no effect."""
+        r = self._forget_row(request)
+        if r != NO_ROW and free_row(self.books.book, r):
+            self._settle()
+
+    def free_all(self, requests: Sequence[Request]) -> None:
+        """Do `free` for each of these requests, in order."""
+        lines = [r for r in map(self._forget_row, requests) if r != NO_ROW]
+        if lines and free_rows(self.books.book, np.array(lines, np.int32)):
+            self._settle()
+
+    def _forget_row(self, request: Request) -> int:
+        """Know no more which row a request has; its blocks come free next. Return that row."""
         r = self.rows.pop(request.request_id, NO_ROW)
         if r == NO_ROW:
-            return
+            return r
         self._last = None
         if self.forks.copied:
             self.books.cells[IS_LOOSE] = 1
@@ -605,10 +673,8 @@ class FlatCore:
         del self.requests[r]
         if r in self._slot_of_row:
             self._row_of_slot[self._slot_of_row.pop(r)] = NO_ROW
-        books = self.books
-        books.free_rows.append(r)
-        if free_row(books.book, r):
-            self._settle()
+        self.books.free_rows.append(r)
+        return r
 
     def forget_hashes(self, request: Request) -> None:
         """Make no further block of this running request hittable (used while draining)."""
@@ -883,10 +949,7 @@ class FlatCore:
         books = self.books
         if books.has_nodes(num_more):
             return True
-        num_indexed = books.cells[NUM_INDEXED] + num_more
-        if 2 * num_indexed > len(books.columns.index):
-            books.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
-            index_again(books.book)
+        self._reach_index(num_more)
         while not books.reach_nodes(num_more):
             c = books.columns
             unheld = self._oldest_cached(max(16, len(c.block) // 64), spared)
@@ -896,6 +959,14 @@ class FlatCore:
         return True
 
     # --- inside ------------------------------------------------------------------------------
+
+    def _reach_index(self, num_more: int) -> None:
+        """Make sure that so many nodes can be found by the index."""
+        books = self.books
+        num_indexed = books.cells[NUM_INDEXED] + num_more
+        if 2 * num_indexed > len(books.columns.index):
+            books.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
+            index_again(books.book)
 
     def _settle(self) -> None:
         """Pass on what kernels wrote down: contents that are gone, then what became hittable."""
@@ -1239,7 +1310,9 @@ class FlatCore:
         if not count:
             return EMPTY_PATCH
         slots, groups, firsts, counts = c.change[:, :count].copy()
-        ids = np.abs(c.ids[: self.books.cells[NUM_IDS]])
+        ids = c.ids[: self.books.cells[NUM_IDS]].copy()
+        if self.books.keeps_states:
+            np.abs(ids, out=ids)
         self._drop_changes()
         return BlockTablePatch(slots, groups, firsts, counts, ids)
 

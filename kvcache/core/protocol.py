@@ -286,12 +286,41 @@ class RowBatch(NamedTuple):
             )
 
 
-def patch_of(
-    changes: Sequence[tuple[int, TableChange]], before: BlockTablePatch = EMPTY_PATCH
-) -> BlockTablePatch:
-    """Return `before`, followed by the changes of rows (slot, change), as one command."""
+class NewRows(NamedTuple):
+    """The new requests of a step, all without extra keys and of one namespace if a core is to take
+    them, in the order in which they are served.
+
+    `wishes` are, in tokens: how many a request has, how many of them may be found in the cache, how
+    many are computed at most, how many come from elsewhere, for how many more it wants slots, and
+    those of its encoder; whether nothing of it becomes hittable; a slot. Shape `(n, 8)`.
+    Those that find room get the first of `slots`, which stand in the first lines, as rows of client
+    `client_index`. While some request runs, of which there are `num_running` before, `num_spare`
+    blocks must stay free. Slots are given for `max_model_len` tokens at most.
+    """
+
+    requests: Sequence[Request]
+    wishes: npt.NDArray[np.int32]
+    slots: Sequence[int]
+    client_index: int
+    num_running: int
+    num_spare: int
+    max_model_len: int
+
+
+class RowsAdmitted(NamedTuple):
+    """For each new request its slot, or -1 without room; how many of its tokens were found, and how
+    many are computed now. `patches` are all of the tables of those that have one. Shapes `(n,)`."""
+
+    slots: Int32Array
+    num_hit_tokens: Int32Array
+    num_scheduled_tokens: Int32Array
+    patches: BlockTablePatch
+
+
+def patch_of(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
+    """Return the changes of rows (slot, change) as one command."""
     if not changes:
-        return before
+        return EMPTY_PATCH
     tables = [each.block_ids for _, each in changes]
     columns = np.array(
         [
@@ -302,13 +331,19 @@ def patch_of(
         ],
         np.int32,
     ).reshape(4, -1)
-    if before is not EMPTY_PATCH:
-        known = before.slots, before.groups, before.first_indices, before.counts
-        columns = np.concatenate((known, columns), axis=1)
-        tables.insert(0, before.block_ids)
     ids = np.concatenate(tables) if len(tables) > 1 else tables[0]
     slots, groups, first_indices, counts = columns
     return BlockTablePatch(slots, groups, first_indices, counts, ids)
+
+
+def joined(before: BlockTablePatch, then: BlockTablePatch) -> BlockTablePatch:
+    """Return two patches as one."""
+    if not len(then.slots):
+        return before
+    if not len(before.slots):
+        return then
+    pairs = zip(vars(before).values(), vars(then).values(), strict=True)
+    return BlockTablePatch(*map(np.concatenate, pairs))
 
 
 class RowsReserved(NamedTuple):
@@ -399,6 +434,9 @@ class Core(Protocol):
 
     def free(self, request: Request) -> None:
         """Give all its blocks back, tail first. A request without blocks: no effect."""
+
+    def free_all(self, requests: Sequence[Request]) -> None:
+        """Do `free` for each of these requests, in order."""
 
     def forget_hashes(self, request: Request) -> None:
         """Make no further block of this running request hittable (used while draining)."""

@@ -35,6 +35,7 @@ from kvcache.core.columns import (
     IS_FULL,
     IS_LOOSE,
     IS_MUTE,
+    IS_OPEN,
     IS_SHARING,
     KEPT,
     KEYS,
@@ -66,6 +67,7 @@ from kvcache.core.columns import (
     logs_of,
     search_of,
 )
+from kvcache.core.hits import fit, walk
 from kvcache.core.kinds.registry import next_skip, num_columns, num_skipped
 from kvcache.core.kinds.rule import COLUMN, EXTRA, FULL, KIND, LENGTH, NEVER, SIZE, STATE
 from kvcache.core.machine import (
@@ -84,7 +86,17 @@ from kvcache.core.machine import (
 )
 from kvcache.core.pool import hold, release, release_run, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
-from kvcache.core.running import END_OF_OWN, FIRST_IN_RING, TOKENS, append, note_ends
+from kvcache.core.running import (
+    CLIENT,
+    COMPUTED,
+    END_OF_OWN,
+    FIRST_IN_RING,
+    OWN,
+    SYNCED,
+    TOKENS,
+    append,
+    note_ends,
+)
 from kvcache.core.states import forget_ends, grow_states, lacking_states, note_end
 
 _types: Any = types
@@ -350,14 +362,13 @@ def open_row(
     return needed
 
 
-@kernel(INT, BOOK, *[INT] * 14, INTS, INTS, BYTE_ROWS)
-def admit(
+@routine
+def let_in(
     book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
-    slot: int, tokens: Any, keys: Any, digests: Any,
+    slot: int, tokens: int, keys: Any, digests: int,
 ) -> int:  # fmt: skip
-    """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
-    is only opened. Returns what `open_row` does. Changes are written down with a `slot` of 0."""
+    """Do `admit`; tokens and digests by their address."""
     c = columns_of(book)
     s = search_of(book)
     s.forward[r, OWN_END], s.forward[r, LAST_END] = own_end, -1
@@ -370,11 +381,23 @@ def admit(
     if end >= 0:
         grow(book, r, slot, computed, slot_tokens)
         if end > depth:
-            publish(
-                book, r, end, 0, address_of(tokens, 0), keys,
-                address_of(digests, 0) if len(digests) else 0,
-            )  # fmt: skip
+            publish(book, r, end, 0, tokens, keys, digests)
     return needed
+
+
+@kernel(INT, BOOK, *[INT] * 14, INTS, INTS, BYTE_ROWS)
+def admit(
+    book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
+    root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
+    slot: int, tokens: Any, keys: Any, digests: Any,
+) -> int:  # fmt: skip
+    """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
+    is only opened. Returns what `open_row` does. Changes are written down with a `slot` of 0."""
+    return let_in(
+        book, r, flags, first, other, own_end, num_encoder, root, depth, hit_tokens, computed,
+        slot_tokens, spare, end, slot, address_of(tokens, 0), keys,
+        address_of(digests, 0) if len(digests) else 0,
+    )  # fmt: skip
 
 
 @kernel(INT, BOOK, INT, INT, INT, INT)
@@ -442,10 +465,10 @@ def limit_row(book: Any, r: int) -> None:
     note_limits(book, r)
 
 
-@kernel(INT, BOOK, INT)
-def free_row(book: Any, r: int) -> int:
+@routine
+def close_row(book: Any, r: int) -> None:
     """Give all blocks of a row back, and close it: single ones first, each group from its end,
-    then those of ordered groups, the last tokens' first. Say whether that is to be told."""
+    then those of ordered groups, the last tokens' first."""
     c = columns_of(book)
     num_groups, front = len(c.group), np.int64(0)
     forget_ends(book, r, np.int64(0))
@@ -497,10 +520,115 @@ def free_row(book: Any, r: int) -> int:
     c.row[r, GENERATION] += 1
     if c.node[n, STANDING] == 0:
         prune(book, n)
-    return c.number[NUM_MOVED] | c.number[NUM_GONE] | c.number[IS_LOOSE] | c.number[IS_FULL]
+
+
+@routine
+def _is_to_tell(book: Any) -> int:
+    """Say whether Python is to pass something on."""
+    number = columns_of(book).number
+    return number[NUM_MOVED] | number[NUM_GONE] | number[IS_LOOSE] | number[IS_FULL]
+
+
+@kernel(INT, BOOK, INT)
+def free_row(book: Any, r: int) -> int:
+    """Do `close_row`; say whether that is to be told."""
+    close_row(book, r)
+    return _is_to_tell(book)
 
 
 # --- many rows ---------------------------------------------------------------------------------
+
+
+@kernel(INT, BOOK, INTS)
+def free_rows(book: Any, rows: Any) -> int:
+    """Do `close_row` for each of these; say whether that is to be told."""
+    for r in rows:
+        close_row(book, np.int64(r))
+    return _is_to_tell(book)
+
+
+NUM_TOKENS, NUM_READ, MOST_NEW, NUM_EXTERNAL, NUM_AHEAD, NUM_OF_ENCODER, IS_DELAYED, IN_SLOT = (
+    range(8)
+)
+"""Columns of the `wishes` of `NewRows`."""
+
+SLOT, NUM_HIT, NUM_SCHEDULED = range(3)
+"""Lines of `answers`: the first fields of `RowsAdmitted`."""
+
+
+@kernel(
+    _types.UniTuple(INT, 4), BOOK, *[INT] * 8, INTS, INT_ROWS, INTS, *[NEW_INT_ROWS] * 4,
+)  # fmt: skip
+def admit_rows(
+    book: Any, root: int, client: int, publishes: int, num_reached: int, client_index: int,
+    num_running: int, spare: int, max_model_len: int, tokens: Any, wishes: Any, rows: Any,
+    running: Any, ring: Any, answers: Any, published: Any,
+) -> Any:  # fmt: skip
+    """Look up and let in `NewRows`, one after the other; their tokens are behind each other. Those
+    that find room get the next slot and the next of `rows`; all of their tables is written down,
+    and units of theirs that become hittable have a line in `published`. Unless it `publishes`,
+    nothing is found or becomes hittable. Return how many were let in, and how many lines there are.
+
+    Where there must be room for more first, nothing is changed: return -1, the most slots that one
+    wants, and for how many nodes and columns of tables there must be room."""
+    c = columns_of(book)
+    unit, width, none, num_groups = c.tokens.shape[1], ring.shape[1], np.int64(0), len(c.group)
+    most = total = num_nodes = num_columns = none
+    for i in range(len(wishes)):
+        wanted = min(np.int64(wishes[i, NUM_TOKENS]) + wishes[i, NUM_AHEAD], max_model_len)
+        wanted = max(wanted, np.int64(wishes[i, NUM_OF_ENCODER]))
+        most, total = max(most, wanted), total + wanted
+        num_nodes += wishes[i, NUM_TOKENS] // unit
+    for g in range(num_groups):
+        num_columns += total // unit + len(wishes) * (1 + np.int64(c.group[g, EXTRA]))
+    num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
+    is_narrow = most > num_reached * unit or num_nodes > num_spare
+    is_narrow |= 2 * (c.number[NUM_INDEXED] + num_nodes) > len(search_of(book).index)
+    if is_narrow or num_columns > len(logs_of(book).ids):
+        return np.int64(-1), most, num_nodes, num_columns
+    start = count = num_published = none
+    for i in range(len(wishes)):
+        num_tokens, num_read = np.int64(wishes[i, NUM_TOKENS]), np.int64(wishes[i, NUM_READ])
+        these = tokens[start : start + num_tokens]
+        start += num_tokens
+        answers[SLOT, i], answers[NUM_HIT, i], answers[NUM_SCHEDULED, i] = -1, 0, 0
+        if count == len(rows):
+            continue
+        hit = depth = none
+        if publishes and num_read >= unit:
+            depth = walk(book, root, client, none, none, rows[:0], these, num_read // unit)
+            hit = fit(book, depth, num_read, client)
+            depth = min(depth, hit // unit)
+        computed = min(hit + wishes[i, NUM_EXTERNAL], num_tokens - 1)
+        end = min(computed + wishes[i, MOST_NEW], num_tokens)
+        num_units = end // unit if publishes and not wishes[i, IS_DELAYED] else none
+        r, slot = np.int64(rows[count]), np.int64(wishes[count, IN_SLOT])
+        needed = let_in(
+            book, r, np.int64(IS_OPEN), none, none, end, np.int64(wishes[i, NUM_OF_ENCODER]), root,
+            depth, hit, computed, min(end + wishes[i, NUM_AHEAD], max_model_len),
+            spare if num_running + count else none, num_units, np.int64(-1), address_of(these, 0),
+            rows[:0], none,
+        )  # fmt: skip
+        if needed < 0:
+            continue
+        for g in range(num_groups):
+            if c.row[r, COLUMNS + 2 * g]:
+                line, columns = r * num_groups + g, np.int64(c.row[r, COLUMNS + 2 * g])
+                note_change(book, slot, g, line, none, columns)
+        if num_units > depth:
+            published[num_published, 0], published[num_published, 1] = r, c.row[r, GENERATION]
+            published[num_published, 2], published[num_published, 3] = depth, num_units
+            num_published += 1
+        first = num_tokens - num_tokens % unit
+        running[slot, TOKENS] = running[slot, SYNCED] = num_tokens
+        running[slot, COMPUTED] = running[slot, OWN] = end
+        running[slot, CLIENT], running[slot, FIRST_IN_RING] = client_index, first
+        for k in range(first, num_tokens):
+            ring[slot, k % width] = these[k]
+        answers[SLOT, i], answers[NUM_HIT, i] = slot, hit
+        answers[NUM_SCHEDULED, i] = end - computed
+        count += 1
+    return count, num_published, none, none
 
 
 @routine

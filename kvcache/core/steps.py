@@ -150,7 +150,9 @@ class StepBook:
         """Seal the client's steps up to `through_step`; return them, with notes of what of them is
         sealed now."""
         self._keep_current()
-        waiting, completed = self._waiting.get(client_id), []
+        waiting, completed = self._waiting.get(client_id), list[OpenStep]()
+        if not waiting or waiting[0].step > through_step:
+            return completed
         c = self._books.columns
         # Without others' steps, only those who are told want to know what still stands.
         settles = self._books.cells[TELLS] or len(self._waiting) > 1

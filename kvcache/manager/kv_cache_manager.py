@@ -30,7 +30,7 @@ from kvcache.arguments import (
 )
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.clock import Clock, SystemClock
-from kvcache.commands import BlockTablePatch, Command
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
     CacheEvent,
@@ -723,6 +723,8 @@ class KVCacheManager:
 
     def _take_patch(self) -> BlockTablePatch:
         """Return the table changes of all calls since the last time."""
+        if not self._changed_columns:
+            return EMPTY_PATCH
         changes = []
         for slot, columns in self._changed_columns.items():
             request = self._table.request_in(slot)

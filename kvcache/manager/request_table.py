@@ -13,7 +13,7 @@ have the core give them back. Refuses to decide which request runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -147,7 +147,19 @@ class RequestTable:
 
         `num_computed` of its positions are computed or scheduled, drafts left out.
         """
-        request_id, slot = request.request_id, heappop(self.free_slots)
+        slot = heappop(self.free_slots)
+        known = self.seat(request, slot, client_index, num_encoder_tokens)
+        cells, at = self._cells, slot * NUM_COLUMNS
+        cells[at + CLIENT], cells[at + OWN] = client_index, num_computed
+        if client_index != CALLER:
+            self._adopt(slot, num_computed)
+        return known
+
+    def seat(
+        self, request: Request, slot: int, client_index: int, num_encoder_tokens: int
+    ) -> KnownRequest:
+        """Know the request, and that it sits in `slot`, which was taken; its row is not written."""
+        request_id = request.request_id
         generation = self._newest_generation = self._newest_generation + 1
         known = self.known.get(request_id)
         if known is None:
@@ -160,11 +172,17 @@ class RequestTable:
         self.slot_by_request[request_id] = slot
         self.generation[slot] = generation
         self.requests[slot] = request
-        cells, at = self._cells, slot * NUM_COLUMNS
-        cells[at + CLIENT], cells[at + OWN] = client_index, num_computed
-        if client_index != CALLER:
-            self._adopt(slot, num_computed)
         return known
+
+    def take_slots(self, count: int) -> list[int]:
+        """Take the lowest free slots, so many if there are as many."""
+        free = self.free_slots
+        return [heappop(free) for _ in range(min(count, len(free)))]
+
+    def give_back_slots(self, slots: Sequence[int]) -> None:
+        """Free slots in which nobody was seated."""
+        for slot in slots:
+            heappush(self.free_slots, slot)
 
     def preempt(self, known: KnownRequest) -> None:
         """Take the slot from a running request, which has no blocks any more; it stays known."""

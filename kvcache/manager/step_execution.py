@@ -9,7 +9,9 @@ what finds no room is said in the result. Refuses to look at time, clients' epoc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,14 @@ from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import (
     CacheHit,
     Core,
+    NewRows,
     OffloadAnswer,
     Reservation,
     RowBatch,
+    RowsAdmitted,
     RowStates,
     TableChange,
+    joined,
     patch_of,
 )
 from kvcache.core.running import END, END_OF_OWN, OWN, SETTLED, RunningRows, note_forwards
@@ -40,6 +45,9 @@ from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult, answer_to
 
 NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
 """Why a request is not admitted: fields of a `StepResult`."""
+
+_WISH = Struct("8i")
+"""A line of the wishes of `NewRows`."""
 
 
 @dataclass(slots=True)
@@ -77,6 +85,7 @@ class StepExecutor:
         self._max_model_len = limits.max_model_len
         self._keeps_states = limits.keeps_states
         self._run_at_once = getattr(core, "run_rows", lambda *rows: None)
+        self._admit_at_once = getattr(core, "admit_rows", lambda *rows: None)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do what the plan says and return what came of it. `seq` of the result is 0."""
@@ -91,8 +100,8 @@ class StepExecutor:
 
         record, answer = StepRecord(step.step), _Answer()
         core.open_step(client.client_id, step.step)
-        for known in plan.finished:
-            self.forget(known)
+        if plan.finished:
+            self._forget_all(plan.finished)
         if plan.preempted:
             self._preempt(plan, record)
         for request_id, change in core.take_merges():
@@ -116,15 +125,20 @@ class StepExecutor:
                 num_encoder_tokens=known.num_encoder_tokens,
             )
             self._admit(known.request, wish, client.index, answer, record.resumed)
-        for request, wish in plan.new:
-            self._admit(request, wish, client.index, answer, record.new)
+        admitted = self._admit_together(plan, record, answer) if plan.new else None
+        if admitted is None:
+            for request, wish in plan.new:
+                self._admit(request, wish, client.index, answer, record.new)
         core.close_step()
         if not record.is_empty:
             client.records.append(record)
         if answer.changes:
-            patch = patch_of(answer.changes, patch)
-        fields = self._fields(plan, answer)
-        return answer_to(step, running_scheduled=is_reserved, patches=patch, **fields)
+            patch = joined(patch, patch_of(answer.changes))
+        if admitted is not None:
+            patch = joined(patch, admitted.patches)
+        fields = {"running_scheduled": is_reserved, "patches": patch}
+        self._add_fields(fields, plan, answer, admitted)
+        return answer_to(step, fields)
 
     def forget(self, known: KnownRequest) -> None:
         """Give a request's blocks back, know it no more, and tell the tiers below."""
@@ -133,6 +147,14 @@ class StepExecutor:
         self._table.forget(known)
         if self._tiers.hooks is not None:
             self._tiers.hooks.on_request_finished(known.request.request_id)
+
+    def _forget_all(self, gone: Sequence[KnownRequest]) -> None:
+        """Do `forget` for each of these requests, in order."""
+        self._core.free_all([known.request for known in gone if known.slot != NO_SLOT])
+        for known in gone:
+            self._table.forget(known)
+            if self._tiers.hooks is not None:
+                self._tiers.hooks.on_request_finished(known.request.request_id)
 
     def _take_back(self, rollback: Rollback) -> list[Seating]:
         """Undo what failed; return the requests that had to be preempted for it."""
@@ -246,6 +268,53 @@ class StepExecutor:
         wanted = ends + np.int64(min(num_ahead, self._max_model_len)) * (ends > figures[SETTLED])
         return int32_array(np.minimum(wanted, self._max_model_len))
 
+    def _admit_together(
+        self, plan: StepPlan, record: StepRecord, answer: _Answer
+    ) -> RowsAdmitted | None:
+        """Let the new requests of a step in, in one piece; None, unchanged, where each has to be
+        looked at."""
+        table, admission, tiers = self._table, self._admission, self._tiers
+        is_asked = admission.has_tenants or tiers.hooks is not None or len(tiers.loads)
+        if is_asked or answer.admitted:
+            return None
+        most, num_running, place = self._max_model_len, table.num_taken, 0
+        count = len(plan.new)
+        slots = table.take_slots(count)
+        wishes = np.empty((count, 8), np.int32)
+        lines, none_left = wishes.data, [NO_SLOT] * (count - len(slots))
+        for (request, wish), slot in zip(plan.new, slots + none_left, strict=True):
+            num_tokens = request.num_tokens
+            _WISH.pack_into(
+                lines, place,
+                num_tokens, 0 if request.skip_reading_prefix_cache else num_tokens - 1,
+                min(wish.max_new_tokens, most), wish.num_external_computed_tokens,
+                min(wish.num_lookahead_tokens, most), wish.num_encoder_tokens,
+                wish.delay_cache_blocks, slot,
+            )  # fmt: skip
+            place += _WISH.size
+        rows = NewRows(
+            [request for request, _ in plan.new], wishes, slots, plan.client.index, num_running,
+            admission.watermark_blocks, most,
+        )  # fmt: skip
+        admitted: RowsAdmitted | None = self._admit_at_once(table, rows)
+        if admitted is None:
+            table.give_back_slots(slots)
+            return None
+        num_seated = 0
+        for (request, wish), slot, num_hit in zip(
+            plan.new, admitted.slots.tolist(), admitted.num_hit_tokens.tolist(), strict=True
+        ):
+            if slot == NO_SLOT:
+                answer.name(request.request_id, NO_ROOM)
+                continue
+            if admission.counts:
+                admission.record(request, num_hit)
+            known = table.seat(request, slot, plan.client.index, wish.num_encoder_tokens)
+            record.new.append(Seating(known, known.generation, request.num_tokens))
+            num_seated += 1
+        table.give_back_slots(slots[num_seated:])
+        return admitted
+
     def _admit(
         self,
         request: Request,
@@ -314,10 +383,20 @@ class StepExecutor:
             return LATER
         return WAITING if below is OffloadAnswer.HIT_PENDING else None
 
-    def _fields(self, plan: StepPlan, answer: _Answer) -> dict[str, Any]:
-        """Return what few steps have in their result."""
-        fields: dict[str, Any] = {reason: tuple(ids) for reason, ids in answer.named.items()}
-        if answer.admitted:
+    def _add_fields(
+        self,
+        fields: dict[str, Any],
+        plan: StepPlan,
+        answer: _Answer,
+        admitted: RowsAdmitted | None,
+    ) -> None:
+        """Add what few steps have in their result."""
+        for reason, ids in answer.named.items():
+            fields[reason] = tuple(ids)
+        if admitted is not None:
+            fields["admitted_slots"], fields["num_hit_tokens"] = admitted[:2]
+            fields["num_scheduled_tokens"] = admitted.num_scheduled_tokens
+        elif answer.admitted:
             slots, num_hit, num_scheduled = zip(*answer.admitted, strict=True)
             fields["admitted_slots"] = np.array(slots, np.int32)
             fields["num_hit_tokens"] = np.array(num_hit, np.int32)
@@ -335,7 +414,6 @@ class StepExecutor:
             columns = np.array(before, np.int32).reshape(-1, 3).T
             names = ("rolled_back_slots", "rolled_back_computed", "rolled_back_tokens")
             fields |= {n: c.copy() for n, c in zip(names, columns, strict=True)}
-        return fields
 
 
 def _take_back_tokens(request: Request, num_tokens: int) -> None:

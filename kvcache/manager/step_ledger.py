@@ -118,7 +118,8 @@ class ClientSteps:
         self.completed_step = step
         while self.records and self.records[0].step <= step:
             self.records.popleft()
-        self.void = [r for r in self.void if r[1] > step]
+        if self.void:
+            self.void = [r for r in self.void if r[1] > step]
 
     def fail(self, step: int, preempted: Sequence[Seating] = ()) -> None:
         """Drop the records of steps from `step` on; all of them are void.

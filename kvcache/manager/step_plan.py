@@ -280,12 +280,14 @@ def _names_nobody(request: StepRequest) -> bool:
 
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that is named twice, by one list or by lists that exclude each other."""
+    num_leaving = len(request.finished) + len(request.preempted_recompute)
+    num_leaving += len(request.preempted_swap)
+    if num_leaving + len(request.resumed) + len(request.new) + len(request.forks) < 2:
+        return
     leaving = (*request.finished, *request.preempted_recompute, *request.preempted_swap)
     resumed = [item.request_id for item in request.resumed]
     arriving = [*resumed, *[item.request_id for item in request.new]]
     arriving += [fork.child_id for fork in request.forks]
-    if len(leaving) + len(arriving) < 2:
-        return
     if len({*leaving, *arriving}) == len(leaving) + len(arriving):
         return
     for what, ids in (

@@ -667,6 +667,10 @@ class SlowCore:
             twin = row.twins.get((g, index))
             self.release([block] if twin is None else [twin, block])
 
+    def free_all(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.free(request)
+
     def forget_hashes(self, request: Request) -> None:
         if request.request_id in self.rows:
             self.rows[request.request_id].is_mute = True

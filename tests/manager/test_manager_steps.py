@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvcache.core import Core
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
+from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.request import Request
 from kvcache.step import StepResult
 from tests.manager.managers_under_test import (
+    ENCODER,
     FULL,
     HYBRID,
     MORE_SHAPES,
@@ -302,3 +305,53 @@ def test_a_request_of_a_call_is_its_caller_s_own_object() -> None:
     manager.allocate_slots(request, 6)
     assert manager.get_request("a") is request
     assert manager.request_in_slot(0) is request
+
+
+def one_by_one(settings: CoreSettings) -> Core:
+    """A core that does not let the new requests of a step in together."""
+    core = make_core(settings)
+    vars(core)["admit_rows"] = lambda *rows: None
+    return core
+
+
+@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, *MORE_SHAPES], ids=lambda s: s.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_let_in_together_are_let_in_as_one_by_one(shape: Shape, seed: int) -> None:
+    print(f"seed {seed}, shape {shape.name}")
+    rng = random.Random(seed)
+    settings = {"watermark": rng.choice([0.0, 0.1]), "log_stats": True, "max_num_seqs": 6}
+    together = make_manager(shape, 40, **settings)
+    singly = make_manager(shape, 40, core_factory=one_by_one, **settings)
+    engines, names, num_named = (Engine(together), Engine(singly)), [], 0
+    for step in range(1, 60):
+        fresh = []
+        for _ in range(rng.randrange(5)):
+            tokens = [rng.choice([0, 0, 0, 1])] * rng.randint(1, 24)
+            tokens += [rng.randrange(9)] * rng.randint(0, 9)
+            num_named += 1
+            fresh.append(
+                new(
+                    f"r{num_named}",
+                    tokens,
+                    rng.choice([1, 5, 1000, 1 << 40]),
+                    num_external_computed_tokens=rng.choice([0, 0, len(tokens) - 1]),
+                    num_lookahead_tokens=rng.choice([0, 3, 1 << 40]) if shape is FULL else 0,
+                    skip_reading_prefix_cache=rng.random() < 0.2,
+                    delay_cache_blocks=rng.random() < 0.2,
+                    num_encoder_tokens=rng.choice([0, 5]) if shape is ENCODER else 0,
+                )
+            )
+        ended = tuple(name for name in names if rng.random() < 0.3)
+        fields = {"new": tuple(fresh), "finished": ended, "completed_step": max(0, step - 2)}
+        mine, other = (engine.step(**fields) for engine in engines)
+        for name in ("admitted_slots", "num_hit_tokens", "num_scheduled_tokens"):
+            assert getattr(mine, name).tolist() == getattr(other, name).tolist()
+        for name in vars(mine.patches):
+            assert getattr(mine.patches, name).tolist() == getattr(other.patches, name).tolist()
+        assert mine.no_room == other.no_room
+        assert together.dump_state() == singly.dump_state()
+        together.check()
+        names = [name for name in names if name not in ended]
+        slots = mine.admitted_slots.tolist()
+        names += [n.request_id for n, slot in zip(fresh, slots, strict=True) if slot >= 0]
+    assert num_named > len(names) > 0
