@@ -151,7 +151,7 @@ def test_a_launch_that_waits_ends_soon_when_it_is_stopped(
     ray_cluster: str, what: str, make_config: Any, traces: Any
 ) -> None:
     num_cpus = 50.0 if what == "room" else 1.0
-    config = make_config(workers={"num_cpus_per_rank": num_cpus}, deadlines={"startup_s": 3600.0})
+    config = make_config(workers={"num_cpus_per_rank": num_cpus}, deadlines={"startup_s": 300.0})
 
     def is_waiting() -> bool:
         if what == "room":
