@@ -16,9 +16,9 @@ from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.planner import Plan, rank_layout_fingerprint
 from kvcache.recorder import (
     FileStepRecorder,
@@ -109,7 +109,7 @@ def make_coordinator(
     state_store: StateStore,
     keys: CurveKeys | None = None,
     *,
-    core_factory: CoreFactory = make_core,
+    core_factory: CoreFactory = FlatCore,
     tap: RequestTap | None = None,
 ) -> Coordinator:
     """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's, its

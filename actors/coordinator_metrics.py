@@ -18,7 +18,7 @@ from actors.step_spans import span_maker
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.manager.core_settings import CoreFactory, make_core
+from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.metrics import (
     AgeMeter,
     AnySample,
@@ -45,7 +45,7 @@ class CoordinatorMetrics:
         self._config = config
         self._reporter: MetricsReporter | None = None
         self._meters: CoordinatorMeters | None = None
-        self.core_factory: CoreFactory = make_core
+        self.core_factory: CoreFactory = FlatCore
         """The cores for the coordinator's managers."""
         settings = config.metrics
         if settings.enabled:

@@ -22,9 +22,9 @@ from kvcache.clock import SystemClock
 from kvcache.config.metrics import MetricsConfig
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.core.flat_core import FlatCore
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import make_core
 from kvcache.messages import Acknowledge, Applied, Attach, Granted, Hello, LabelReport
 from kvcache.metrics import AgeMeter, MeteredCoordinator, StepMeter
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -52,7 +52,7 @@ class Steps:
     def __init__(self, num_running: int, *, is_metered: bool) -> None:
         settings = MetricsConfig()
         ages = AgeMeter(settings.age_bounds_s)
-        core_factory = ages.watching() if is_metered else make_core
+        core_factory = ages.watching() if is_metered else FlatCore
         group = KVCacheGroupSpec(("layer",), FullAttentionSpec(16, 1, 8))
         config = KVCacheConfig(NUM_BLOCKS, (), (group,))
         coordinator = Coordinator(

@@ -11,11 +11,11 @@ from stopwatch import now_s
 
 from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.core import BlocksStored
+from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.digests import PackedDigests
 from kvcache.events import EventCodec
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.request import Request
 from kvcache.specs import (
     FullAttentionSpec,
@@ -48,7 +48,7 @@ class Stored:
 class OurManager:
     """Prompts go through the per-request calls, decoding through one `step` per step."""
 
-    def __init__(self, setup: Setup, core_factory: CoreFactory = make_core) -> None:
+    def __init__(self, setup: Setup, core_factory: CoreFactory = FlatCore) -> None:
         specs: list[KVCacheSpec] = [FullAttentionSpec(BLOCK_SIZE, 1, 8)]
         if setup.is_hybrid:
             specs.append(SlidingWindowSpec(BLOCK_SIZE, 1, 8, sliding_window=WINDOW_TOKENS))

@@ -63,13 +63,12 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "manager": (
         ("cache_blocks", "prefix_statistics", "pins"),
-        ("core_settings", "statistics", "events_buffer", "model_limits"),
+        ("settings", "statistics", "events_buffer", "model_limits"),
         ("request_table",),
         ("step_ledger", "admission", "forks"),
         ("cache_control", "loads", "tiers"),
         ("running_rows", "step_plan", "step_execution"),
         ("holds", "cache_view"),
-        ("parts",),
         ("kv_cache_manager",),
     ),
     "core": (
@@ -82,6 +81,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("rows", "telling"),
         ("forgetting", "steps", "forks"),
         ("eviction",),
+        ("settings",),
         ("audit", "rebuild", "flat_core"),
         ("block_pool",),
         ("single_type_managers",),

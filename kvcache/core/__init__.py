@@ -1,7 +1,7 @@
-"""What a core is, and the one that keeps its books in columns.
+"""One core: the books of a pool of blocks, and what goes into and comes out of them.
 
 `protocol.py` is what the rest of the package works with: its names are imported from here. The core
-itself (`flat_core.py`) is made by the manager, see `manager/core_settings.py`.
+itself (`flat_core.py`) is made from `CoreSettings`, see `settings.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from kvcache.core.protocol import (
     BlocksStored,
     CacheEvent,
     CacheHit,
-    Core,
     CoreStatistics,
     EventSink,
     ForkOrigin,
@@ -41,7 +40,6 @@ __all__ = [
     "BlocksStored",
     "CacheEvent",
     "CacheHit",
-    "Core",
     "CoreStatistics",
     "EventSink",
     "ForkOrigin",

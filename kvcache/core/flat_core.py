@@ -1,7 +1,8 @@
-"""The flat core: a `Core` whose state is a few columns and whose walks are compiled.
+"""The books of one pool of blocks: their state is a few columns, and their walks are compiled.
 
 Stands under `KVCacheManager`, which owns requests, slots and statistics. Python decides here what
 is to be done, and kernels do it; what comes from outside is checked before it reaches an index.
+Refuses to know tokens' meaning, workers or time.
 
     look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      reserve_rows ─▶ serve
     complete_steps ─▶ seal ─▶ tell            fail_steps, evict ─▶ mark ─▶ forget
@@ -10,11 +11,11 @@ is to be done, and kernels do it; what comes from outside is checked before it r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from math import gcd, lcm
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,6 @@ from kvcache.core.columns import (
     STANDING,
     TELLS,
     UNITS,
-    BlockAges,
     Books,
 )
 from kvcache.core.digesting import Digester
@@ -73,13 +73,10 @@ from kvcache.core.prefix_tree import drop_root, index_again, new_root
 from kvcache.core.protocol import (
     CacheHit,
     CoreStatistics,
-    EventSink,
     ForkOrigin,
     NewestState,
     NewRows,
-    NullEventSink,
     NullOffloadHooks,
-    OffloadHooks,
     ReferenceKind,
     Reservation,
     RowBatch,
@@ -116,22 +113,25 @@ from kvcache.core.rows import (
     tend,
 )
 from kvcache.core.running import END_OF_OWN, RowTable, RunningRows
+from kvcache.core.settings import CoreSettings
 from kvcache.core.steps import StepBook
 from kvcache.core.telling import Teller
 from kvcache.errors import BlockError, InvariantError, RequestError
-from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash, generate_block_hash_extra_keys
 from kvcache.labels import LabelSet
-from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
+from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.request import Namespace, Request
 from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.sealed_contents import SealedContents, sorted_contents
-from kvcache.specs import KVCacheConfig, can_cache_prefixes, require_eagle_support
+from kvcache.specs import can_cache_prefixes, require_eagle_support
 from kvcache.tenants import TenantAccount, TenantLedger
 
 NO_ROW = -1
+
+CoreFactory: TypeAlias = "Callable[[CoreSettings], FlatCore]"
+"""What watches a core, or stands in for it, is made by one that is handed to the manager."""
 
 _NO_DIGESTS = np.empty((0, 1), np.uint8)
 _FEW_ROOTS = 64
@@ -139,61 +139,44 @@ _FEW_KEYS = 4096
 
 
 class FlatCore:
-    """A `Core` with one node per unit of tokens behind its parent."""
+    """The books of one pool, with one node per unit of tokens behind its parent.
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        *,
-        none_hash: BlockHash,
-        hash_fn: HashFn,
-        enable_caching: bool = True,
-        use_eagle: bool = False,
-        policy_name: str = "lru",
-        policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
-        events: EventSink | None = None,
-        offload: OffloadHooks | None = None,
-        medium: str = "device",
-        publish_all_groups: bool = False,
-        zero_new_blocks: bool = False,
-        has_workers: bool = True,
-        slots: Mapping[str, int] | None = None,
-        merge_duplicates: bool = False,
-        tenants: TenantLedger | None = None,
-        ages: BlockAges | None = None,
-    ) -> None:
+    One owner, one thread. A raise leaves everything untouched.
+
+    Between `open_step` and the next one, whatever becomes hittable belongs to that step: it is
+    sealed by `complete_steps`, withdrawn by `fail_steps`. Until sealed only requests of the same
+    client hit it. Outside any step (`close_step`), what becomes hittable is sealed at once: such a
+    caller answers himself for running his forward before he uses the result.
+    """
+
+    def __init__(self, settings: CoreSettings) -> None:
         """Make the books of an empty pool.
-
-        `none_hash` is the parent of every first block. Events of ordered groups are published, of
-        all groups with `publish_all_groups` (or where no group is ordered). Without workers no
-        commands are kept. Owner slots for labels are read from `slots`, a live view by request id.
-        With `merge_duplicates` requests give up blocks whose content is in sealed ones of the tree,
-        when their steps are complete. `tenants` say who may take what. `ages` count how long blocks
-        are out of use.
 
         Raises:
             ConfigurationError: no block at all, an unknown policy, a kind that has no rules here.
         """
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        if use_eagle:
+        config, hash_fn = settings.kv_cache_config, settings.hash_fn
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        if settings.use_eagle:
             require_eagle_support(specs)
+        policy_name, policies = settings.eviction_policy, settings.policies
         require_eviction_policy(policy_name, policies)
         self.sizes = sizes = [spec.block_size for spec in specs]
         self.hash_block_size = gcd(*sizes) or 1
         self.books = books = Books(
-            kv_cache_config.num_blocks,
+            config.num_blocks,
             specs,
             self.hash_block_size,
             hash_fn.digest_bytes,
-            use_eagle=use_eagle,
+            use_eagle=settings.use_eagle,
             step_tokens=lcm(*sizes) if sizes else 1,
-            ages=ages,
+            ages=settings.ages,
         )
-        self.can_hit = enable_caching and can_cache_prefixes(specs)
+        self.can_hit = settings.enable_caching and can_cache_prefixes(specs)
         self.hits_stopped = False
         self.ordered = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
         self.digester = Digester(books, hash_fn)
-        self.none_hash = none_hash
+        self.none_hash = settings.none_hash
         self.roots: dict[Namespace, int] = {}
         self._root = 0  # of the default namespace
         self.namespaces: dict[int, Namespace] = {}
@@ -201,45 +184,44 @@ class FlatCore:
         self._keys_at_most = _FEW_KEYS
         self.rows: dict[str, int] = {}
         self.requests: dict[int, str] = {}
-        self._slots: Mapping[str, int] = {} if slots is None else slots
+        self._slots = settings.slots
         self._row_of_slot: Int32Array = np.empty(0, np.int32)
         self._slot_of_row: dict[int, int] = {}
         self._unseated: set[int] = set()  # rows that may have got a slot since
-        told = self.ordered if self.ordered and not publish_all_groups else range(len(specs))
+        tells_all = settings.publish_all_groups or not self.ordered
         self.teller = Teller(
             books,
             self.digester,
-            events or NullEventSink(),
-            medium=medium,
-            told_groups=frozenset(told),
-            has_workers=has_workers,
-            none_hash=none_hash,
-            offload=None if type(offload) is NullOffloadHooks else offload,
+            settings.events,
+            told_groups=frozenset(range(len(specs)) if tells_all else self.ordered),
+            has_workers=settings.has_workers,
+            none_hash=self.none_hash,
+            offload=None if type(settings.offload) is NullOffloadHooks else settings.offload,
             namespaces=self.namespaces,
             slots_of=self._slots_of,
         )
         books.columns.number[TELLS] = self.teller.tells
-        self._zeroes = zero_new_blocks and has_workers
-        self._merges_duplicates = merge_duplicates
+        self._zeroes = settings.zero_new_blocks and settings.has_workers
+        self._merges_duplicates = settings.merge_duplicates
         self._merges: list[tuple[str, TableChange]] = []
         self._num_merged = 0
         self._block_bytes = max(
             [
                 len(group.layer_names) * group.kv_cache_spec.page_size_bytes
-                for group in kv_cache_config.kv_cache_groups
+                for group in config.kv_cache_groups
             ],
             default=0,
         )
-        self.tenants = tenants
+        self.tenants = settings.tenants
         make = partial(make_eviction_policy, policy_name, policies=policies)
         self._make_order = partial(
             PolicyOrder,
             books,
             self.digester,
             lambda capacity, book: make(capacity=capacity, book=book),
-            tenants,
+            self.tenants,
         )
-        self._lists_cached = policies[policy_name] is LRUPolicy and tenants is None
+        self._lists_cached = policies[policy_name] is LRUPolicy and self.tenants is None
         self.order = None if self._lists_cached else self._make_order()
         self.steps = StepBook(books)
         self.forks = RowForks(books, self.teller)
@@ -329,7 +311,11 @@ class FlatCore:
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
-        """Give the request blocks, all or nothing over all groups; see `Core.reserve`.
+        """Give the request blocks, all or nothing over all groups.
+
+        Skipped blocks are freed first, and stay freed even when None says that there is no room;
+        nothing else changes then. `hit` is adopted by a request without blocks. Full blocks up to
+        `num_cached_tokens` become hittable.
 
         Raises:
             RequestError: it would cache tokens it does not have or has no slots for, or adopts a
@@ -414,6 +400,9 @@ class FlatCore:
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Do what `reserve` does for every running row of a step, in one call.
+
+        What any of the rows skips is freed before the first one is served. Rows whose tables jump
+        over columns (of states nobody keeps) are served after all others.
 
         Raises:
             RequestError: a row for which `reserve` would; nothing was changed.
@@ -625,6 +614,9 @@ class FlatCore:
     def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
         """Let `child`, which has no blocks, share those of `parent`; return its tables.
 
+        Before either of them writes a block that both hold, `reserve` gives it a block of its own
+        and adds a copy to the commands.
+
         Raises:
             RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
@@ -720,6 +712,8 @@ class FlatCore:
 
     def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
         """Return the sealed block of a group that holds `digest`, None if none does. O(nodes).
+
+        For whoever knows contents by their digests alone. Changes nothing that can be seen.
 
         Raises:
             BlockError: there is no such group.
@@ -868,6 +862,9 @@ class FlatCore:
 
     def restore(self, labels: Sequence[LabelSet]) -> int:
         """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
+
+        Kept is what every rank agrees on and is sealed, one block of duplicate contents, no child
+        without its kept ancestors. Everything is evictable afterwards.
 
         Raises:
             BlockError: something is held or cached here already; nothing was changed.

@@ -1,9 +1,8 @@
-"""What a core is: the books of one pool of blocks, and what it works with.
+"""What goes into a core and what comes out of it: hits, reservations, changes, events, figures.
 
-A request's way through it: look up (which prefix is cached), reserve (blocks for tokens to come),
-commit (full blocks become hittable), settle (a completed step seals, a failed one withdraws), free.
-`KVCacheManager` owns requests, slots, steps and statistics and talks to a core only through the
-protocol below, so that cores can be exchanged. Refuses to know tokens' meaning, workers or time.
+A request's way through a core: look up (which prefix is cached), reserve (blocks for tokens to
+come), commit (full blocks become hittable), settle (a completed step seals, a failed one
+withdraws), free.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.arrays import IndexArray, Int32Array
-from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.errors import RequestError
 from kvcache.hashing import BlockHash
-from kvcache.labels import LabelSet
 from kvcache.request import Namespace, Request
-from kvcache.sealed_contents import SealedContents
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,129 +370,3 @@ class CoreStatistics:
     references: dict[str, int] = field(default_factory=dict)
     num_merged_blocks: int = 0
     merged_bytes: int = 0
-
-
-class Core(Protocol):
-    """The books of one pool. One owner, one thread. A raise leaves everything untouched.
-
-    Between `open_step` and the next one, whatever becomes hittable belongs to that step: it is
-    sealed by `complete_steps`, withdrawn by `fail_steps`. Until sealed only requests of the same
-    client hit it. Outside any step (`close_step`), what becomes hittable is sealed at once: such a
-    caller answers himself for running his forward before he uses the result.
-    """
-
-    def open_step(self, client_id: str, step: int) -> None:
-        """Begin step `step` of `client_id`."""
-
-    def close_step(self) -> None:
-        """End the open step, if any."""
-
-    def complete_steps(self, client_id: str, through_step: int) -> None:
-        """Seal what the client's steps up to `through_step` made hittable."""
-
-    def take_merges(self) -> list[tuple[str, TableChange]]:
-        """Return the table changes of merged duplicates since the last call, by request."""
-
-    def fail_steps(self, client_id: str, from_step: int) -> None:
-        """Withdraw what the client's steps from `from_step` on made hittable."""
-
-    def look_up(self, request: Request) -> CacheHit:
-        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
-
-    def reserve(
-        self, request: Request, reservation: Reservation, hit: CacheHit | None = None
-    ) -> list[TableChange] | None:
-        """Give the request blocks, all or nothing over all groups.
-
-        Skipped blocks are freed first, and stay freed even when None says that there is no room;
-        nothing else changes then. `hit` is adopted by a request without blocks. Full blocks up to
-        `num_cached_tokens` become hittable.
-        """
-
-    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
-        """Do what `reserve` does for every running row of a step, in one call.
-
-        What any of the rows skips is freed before the first one is served. Rows whose tables jump
-        over columns (of states nobody keeps) are served after all others.
-        """
-
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """Make the request's full blocks up to `num_tokens` hittable."""
-
-    def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
-        """Let `child`, which has no blocks, share those of `parent`; return its tables.
-
-        Before either of them writes a block that both hold, `reserve` gives it a block of its own
-        and adds a copy to the commands.
-
-        Raises:
-            RequestError: the parent has no blocks for so many tokens; nothing was changed.
-        """
-
-    def free(self, request: Request) -> None:
-        """Give all its blocks back, tail first. A request without blocks: no effect."""
-
-    def free_all(self, requests: Sequence[Request]) -> None:
-        """Do `free` for each of these requests, in order."""
-
-    def forget_hashes(self, request: Request) -> None:
-        """Make no further block of this running request hittable (used while draining)."""
-
-    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Return copies of the request's tables, one list per group; empty lists if unknown."""
-
-    def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
-        """Return, per group, how many leading blocks every running request shares."""
-
-    def sealed_contents(self) -> SealedContents:
-        """Return what the labels of all sealed blocks say. For audits: reads all there is."""
-
-    def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
-        """Return a sealed block of a group that holds `digest`, None if none does. No mutation.
-
-        For whoever knows contents by their digests alone; may read everything that is cached.
-        Raises BlockError where there is no such group.
-        """
-
-    def pin(self, hit: CacheHit) -> None:
-        """Hold the blocks of `hit` by a pin reference."""
-
-    def unpin(self, hit: CacheHit) -> None:
-        """Give a pin reference back."""
-
-    def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks and of their cached descendants.
-
-        Requests that have one of them cache nothing more.
-        """
-
-    def reset(self) -> int:
-        """Forget every content if no block is in use. Return how many are in use (0: done)."""
-
-    def stop_hits(self) -> None:
-        """From now on nothing hits and nothing becomes hittable, until a `reset` succeeds."""
-
-    def take_commands(self) -> list[Command]:
-        """Return label, unlabel, zero and copy commands since the last call, in order."""
-
-    def num_free_blocks(self) -> int:
-        """Return how many blocks could be taken now, cached ones included."""
-
-    def usage(self) -> float:
-        """Return the share of blocks that are in use, 0.0 to 1.0."""
-
-    def statistics(self) -> CoreStatistics:
-        """Return figures, frozen."""
-
-    def check(self) -> None:
-        """Raise `InvariantError` with the failed sum if the books do not add up."""
-
-    def dump_state(self) -> dict[str, object]:
-        """Return the whole state in a canonical form made of plain values, for comparison."""
-
-    def restore(self, labels: Sequence[LabelSet]) -> int:
-        """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
-
-        Kept is what every rank agrees on and is sealed, one block of duplicate contents, no child
-        without its kept ancestors. Everything is evictable afterwards.
-        """

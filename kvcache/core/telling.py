@@ -35,6 +35,8 @@ from kvcache.request_content import namespace_name
 NodeNotes = Any
 """What became hittable: node, group, row, generation of the row, root. Shape `(n, 5)`, int32."""
 
+_MEDIUM = "device"
+
 
 class Teller:
     """Commands that wait to be taken, and the way to the event sink and the tiers below."""
@@ -45,7 +47,6 @@ class Teller:
         digester: Digester,
         sink: EventSink,
         *,
-        medium: str,
         told_groups: frozenset[int],
         has_workers: bool,
         none_hash: bytes,
@@ -64,7 +65,7 @@ class Teller:
         self.needs_digests = has_workers or bool(self.told_groups)
         self.copies = PendingCopies()
         self._books, self._digester, self._sink = books, digester, sink
-        self._medium, self._none_hash = medium, none_hash
+        self._none_hash = none_hash
         self._namespaces, self._slots_of = namespaces, slots_of
         self._commands: list[Command] = []
         # At most one of the first two is filled: the other one was turned into a command before.
@@ -94,7 +95,7 @@ class Teller:
             packed = digests[groups == g].tobytes()
             if packed:
                 size = digests.shape[1]
-                self._sink.emit(BlocksRemoved(g, self._medium, PackedDigests(packed, size)))
+                self._sink.emit(BlocksRemoved(g, _MEDIUM, PackedDigests(packed, size)))
 
     def unlabel(self, block_ids: Int32Array) -> None:
         """The labels of these blocks are void, before anything writes into them."""
@@ -196,7 +197,7 @@ class Teller:
         self._sink.emit(
             BlocksStored(
                 group=g,
-                medium=self._medium,
+                medium=_MEDIUM,
                 digests=PackedDigests(digests.tobytes(), digests.shape[1]),
                 parent_digest=None if parent == self._none_hash else BlockHash(parent),
                 token_ids=tokens,

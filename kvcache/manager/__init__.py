@@ -1,6 +1,6 @@
 """`KVCacheManager` and what it is made of: requests, slots, steps, pins and statistics.
 
-kv_cache_manager.py   the face; requests by call      parts.py           how it is put together
+kv_cache_manager.py   the face; requests by call      settings.py        its settings, checked
 request_table.py      who is known, and in which slot cache_blocks.py    blocks as calls return them
 step_plan.py          a step, checked                 running_rows.py    its running rows, checked
 step_execution.py     a step, carried out             step_ledger.py     what a failed step undoes

@@ -6,7 +6,7 @@ order in which requests come is the engine's choice.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from kvcache.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits
@@ -17,34 +17,23 @@ from kvcache.step import Refusal
 from kvcache.tenants import TenantLedger, TenantStatistics
 
 
-@dataclass(frozen=True)
-class AdmissionLimits:
-    """What every request must respect.
-
-    Slots are never reserved behind `max_model_len` tokens. While another request runs,
-    `watermark_blocks` must stay free when one is let in.
-    """
-
-    max_model_len: int
-    watermark_blocks: int
-
-
 class Admission:
     """What a request needs beside blocks, and counts of look-ups."""
 
     def __init__(
         self,
         table: RequestTable,
-        limits: AdmissionLimits,
+        watermark_blocks: int,
         model: ModelLimits,
         *,
         log_stats: bool,
         tenants: TenantLedger | None = None,
     ) -> None:
-        """Ask `tenants` who may have more; count look-ups if `log_stats`."""
+        """Ask `tenants` who may have more; count look-ups if `log_stats`. While another request
+        runs, `watermark_blocks` must stay free when one is let in."""
         self._tenants = tenants
         self._table = table
-        self.watermark_blocks = limits.watermark_blocks
+        self.watermark_blocks = watermark_blocks
         self._model = model
         self.counts = log_stats
         """Whether look-ups are counted."""

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from kvcache.clock import Clock
 from kvcache.commands import Command, Reset
-from kvcache.core import CacheHit, Core
+from kvcache.core import CacheHit
+from kvcache.core.flat_core import FlatCore
 from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
@@ -33,7 +34,7 @@ class CacheControl:
 
     def __init__(
         self,
-        core: Core,
+        core: FlatCore,
         table: RequestTable,
         admission: Admission,
         clock: Clock,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.arrays import Int32Array
-from kvcache.core import Core
+from kvcache.core.flat_core import FlatCore
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.pins import Pin, held_blocks
 from kvcache.manager.request_table import RequestTable
@@ -18,7 +18,7 @@ from kvcache.request import Request
 class CacheView:
     """The blocks of one manager, for looking."""
 
-    def __init__(self, core: Core, table: RequestTable, control: CacheControl) -> None:
+    def __init__(self, core: FlatCore, table: RequestTable, control: CacheControl) -> None:
         """Look at nothing yet."""
         self._core = core
         self._table = table

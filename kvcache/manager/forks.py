@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.core import Core, ForkOrigin, NewestState, TableChange
+from kvcache.core import ForkOrigin, NewestState, TableChange
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import RequestError
 from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.request import Request, copy_request
 
 
 def seat_fork(
-    table: RequestTable, core: Core, parent: KnownRequest, child: Request, num_tokens: int
+    table: RequestTable, core: FlatCore, parent: KnownRequest, child: Request, num_tokens: int
 ) -> tuple[KnownRequest, list[TableChange]] | None:
     """Let `child` start with the first `num_tokens` tokens of a running parent, in a slot of its
     own; return it, and its tables. None, unchanged, if no slot is free. Both have been checked.
@@ -38,7 +39,7 @@ def seat_fork(
 
 
 def seat_copy(
-    table: RequestTable, core: Core, parent: KnownRequest, child_id: str
+    table: RequestTable, core: FlatCore, parent: KnownRequest, child_id: str
 ) -> tuple[KnownRequest, list[TableChange]] | None:
     """Do `seat_fork` with a child that has the parent's tokens, up to what is computed of them."""
     table.sync(parent.slot)

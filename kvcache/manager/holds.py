@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.core import CacheHit, Core
+from kvcache.core import CacheHit
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import RequestError
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.step_plan import make_request
@@ -20,7 +21,7 @@ from kvcache.step import NewRequest, checked_new
 class PrefixHolds:
     """The holds of one manager, by owner."""
 
-    def __init__(self, core: Core, control: CacheControl, hasher: BlockHasher) -> None:
+    def __init__(self, core: FlatCore, control: CacheControl, hasher: BlockHasher) -> None:
         """Hold nothing."""
         self._core = core
         self._control = control

@@ -13,6 +13,7 @@ requests of steps, and steps those of calls. One owner, one thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import mul
 
@@ -27,6 +28,7 @@ from kvcache.arguments import (
     as_text,
     as_tuple,
     check_kind,
+    check_methods,
 )
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.clock import Clock, SystemClock
@@ -37,27 +39,38 @@ from kvcache.core import (
     CacheHit,
     EventSink,
     NewestState,
+    NullEventSink,
     NullOffloadHooks,
     OffloadHooks,
     Reservation,
     TableChange,
     patch_of,
 )
-from kvcache.errors import BlockError, RequestError
-from kvcache.hashing import DEFAULT_HASH_SEED
+from kvcache.core.flat_core import CoreFactory, FlatCore
+from kvcache.core.settings import CoreSettings
+from kvcache.errors import BlockError, ConfigurationError, RequestError, shown
+from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.labels import LabelSet
 from kvcache.logs import get_logger
+from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
-from kvcache.manager.cache_control import prefix_request
-from kvcache.manager.core_settings import CoreFactory, make_core
+from kvcache.manager.cache_control import CacheControl, prefix_request
+from kvcache.manager.cache_view import CacheView
+from kvcache.manager.events_buffer import EventBuffer
 from kvcache.manager.forks import require_continuation, seat_fork
+from kvcache.manager.holds import PrefixHolds
+from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.parts import ManagerParts, ManagerSettings
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.manager.request_table import CALLER, KnownRequest
+from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
+from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.statistics import ManagerStatistics
+from kvcache.manager.step_execution import StepExecutor
+from kvcache.manager.step_ledger import StepLedger
+from kvcache.manager.step_plan import StepPlanner
+from kvcache.manager.tiers import GuardedHooks, TierLink
 from kvcache.request import LoRARequest, Request, RequestView, TokenIds, check_request
 from kvcache.sealed_contents import SealedContents
 from kvcache.specs import KVCacheConfig
@@ -74,6 +87,13 @@ COUNTS = (
     "num_encoder_tokens",
 )
 """The numbers that an `allocate_slots` call brings."""
+
+
+HOOKS = ("look_up", "on_eviction_candidates", "on_sealed", "on_request_finished")
+"""What `offload_hooks` have to have."""
+
+MAX_UNFINISHED_STEPS = 256
+"""Steps of one client that may be neither complete nor failed at the same time."""
 
 
 class KVCacheManager:
@@ -103,7 +123,7 @@ class KVCacheManager:
         merge_duplicates: bool = False,
         publish_all_groups: bool = False,
         tenants: TenantsConfig | None = None,
-        core_factory: CoreFactory = make_core,
+        core_factory: CoreFactory = FlatCore,
     ) -> None:
         """Make a manager with an empty cache.
 
@@ -154,21 +174,76 @@ class KVCacheManager:
             publish_all_groups,
             tenants,
         )
-        parts = ManagerParts(
-            settings,
-            SystemClock() if clock is None else clock,
-            NullOffloadHooks() if offload_hooks is None else offload_hooks,
-            event_sink,
-            core_factory,
+        clock = SystemClock() if clock is None else clock
+        check_methods("clock", clock, ("now",), ConfigurationError)
+        hooks = NullOffloadHooks() if offload_hooks is None else offload_hooks
+        check_methods("offload_hooks", hooks, HOOKS, ConfigurationError)
+        if type(hooks) is not NullOffloadHooks:
+            hooks = GuardedHooks(hooks)
+        if event_sink is not None:
+            check_methods("event_sink", event_sink, ("emit",), ConfigurationError)
+        if not callable(core_factory):
+            raise ConfigurationError(
+                f"core_factory has to be a function that makes a core, not {shown(core_factory)}"
+            )
+        self._limits = limits = ModelLimits.of(kv_cache_config, settings.max_model_len)
+        self._hasher = hasher = get_request_block_hasher(
+            settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
         )
-        self._hasher, self._events = parts.hasher, parts.events
-        self._core, self._table, self._ledger = parts.core, parts.table, parts.ledger
-        self._admission, self._control = parts.admission, parts.control
-        self.holds, self.tiers, self.view = parts.holds, parts.tiers, parts.view
-        self._planner, self._executor = parts.planner, parts.executor
-        self._limits = parts.limits
+        self._events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
+        is_heard = settings.enable_kv_cache_events or event_sink is not None
+        self._table = table = RequestTable(settings.max_num_seqs, settings.hash_block_size)
+        ledger = settings.tenant_ledger()
+        self._core = core = core_factory(
+            CoreSettings(
+                kv_cache_config,
+                hasher.none_hash,
+                hasher.hash_fn,
+                settings.enable_caching,
+                settings.use_eagle,
+                settings.eviction_policy,
+                events=self._events if is_heard else NullEventSink(),
+                offload=hooks,
+                slots=table.slot_by_request,
+                zero_new_blocks=settings.zero_new_blocks,
+                has_workers=settings.has_workers,
+                merge_duplicates=settings.merge_duplicates,
+                publish_all_groups=settings.publish_all_groups,
+                tenants=ledger,
+            )
+        )
+        self._ledger = StepLedger()
+        watermark_blocks = int(settings.watermark * kv_cache_config.num_blocks)
+        self._admission = Admission(
+            table, watermark_blocks, limits, log_stats=settings.log_stats, tenants=ledger
+        )
+        self._control = CacheControl(
+            core,
+            table,
+            self._admission,
+            clock,
+            max_pinned_blocks=settings.max_pinned_blocks,
+            model_epoch=settings.model_epoch,
+            has_workers=settings.has_workers,
+            tenants=ledger,
+        )
+        self._block_sizes = sizes = settings.block_sizes
+        num_dropped = math.lcm(*sizes) if settings.use_eagle else 0
+        loads = PrefixLoads(
+            core,
+            self._control,
+            hasher,
+            self._ledger,
+            table,
+            block_sizes=sizes,
+            num_dropped_tokens=num_dropped,
+        )
+        self.tiers = TierLink(hooks, loads, self._events, sizes, hasher.none_hash)
+        self.holds = PrefixHolds(core, self._control, hasher)
+        self.view = CacheView(core, table, self._control)
+        self._planner = StepPlanner(table, limits, MAX_UNFINISHED_STEPS, hasher)
+        self._executor = StepExecutor(table, core, self._admission, self.tiers, limits)
         self._has_workers = settings.has_workers
-        self._block_sizes = settings.block_sizes
         # First column per group that the workers do not know, by slot, until a patch is taken.
         self._changed_columns: dict[int, list[int | None]] = {}
         self._nothing = (EMPTY_INT32,) * len(self._block_sizes)

@@ -22,7 +22,8 @@ from itertools import count
 import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
-from kvcache.core import Core, ForkOrigin, NewestState, Reservation, TableChange
+from kvcache.core import ForkOrigin, NewestState, Reservation, TableChange
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import RequestError
 from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.cache_control import CacheControl
@@ -80,7 +81,7 @@ class PrefixLoads:
 
     def __init__(
         self,
-        core: Core,
+        core: FlatCore,
         control: CacheControl,
         hasher: BlockHasher,
         ledger: StepLedger,

@@ -21,7 +21,6 @@ from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.core import (
     CacheHit,
-    Core,
     NewRows,
     OffloadAnswer,
     Reservation,
@@ -32,6 +31,7 @@ from kvcache.core import (
     joined,
     patch_of,
 )
+from kvcache.core.flat_core import FlatCore
 from kvcache.core.running import END, END_OF_OWN, OWN, SETTLED, RunningRows, note_forwards
 from kvcache.manager.admission import Admission
 from kvcache.manager.forks import seat_copy
@@ -72,7 +72,7 @@ class StepExecutor:
     def __init__(
         self,
         table: RequestTable,
-        core: Core,
+        core: FlatCore,
         admission: Admission,
         tiers: TierLink,
         limits: ModelLimits,

@@ -98,7 +98,6 @@ class TierLink:
         hooks: OffloadHooks,
         loads: PrefixLoads,
         events: EventSink,
-        *,
         block_sizes: tuple[int, ...],
         none_hash: BlockHash,
     ) -> None:

@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.core import Core
 from kvcache.core.columns import AT_EVICTION, AT_HIT, BlockAges
-from kvcache.manager.core_settings import CoreFactory, CoreSettings, make_core
+from kvcache.core.flat_core import CoreFactory, FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.metrics.metric import HistogramSample, Metric
 
 
@@ -56,10 +56,10 @@ class AgeMeter:
         idle = np.where(since >= 0, self._now() - since, -1.0)
         return idle.astype(np.float32)
 
-    def watching(self, make: CoreFactory = make_core) -> CoreFactory:
+    def watching(self, make: CoreFactory = FlatCore) -> CoreFactory:
         """Return what makes the same core, which counts ages here."""
 
-        def make_watched(settings: CoreSettings) -> Core:
+        def make_watched(settings: CoreSettings) -> FlatCore:
             self.tick()
             return make(replace(settings, ages=self._ages))
 

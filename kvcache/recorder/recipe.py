@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from kvcache.clock import Clock
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import EventSink
+from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreFactory, make_core
 from kvcache.specs import KVCacheConfig
 
 
@@ -50,7 +50,7 @@ class ManagerRecipe:
         event_sink: EventSink | None = None,
         *,
         publish_all_groups: bool = False,
-        core_factory: CoreFactory = make_core,
+        core_factory: CoreFactory = FlatCore,
     ) -> KVCacheManager:
         """Return a manager with an empty cache, which keeps commands for workers; `event_sink`
         hears what is cached. `core_factory` makes its core.

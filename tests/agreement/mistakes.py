@@ -16,7 +16,6 @@ from kvcache.core import (
     BlocksRemoved,
     CacheEvent,
     CacheHit,
-    Core,
     EventSink,
     Reservation,
     TableChange,
@@ -26,10 +25,10 @@ from kvcache.core import (
     steps,
 )
 from kvcache.core.columns import OPENED
-from kvcache.core.flat_core import FlatCore
+from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.pool import hold_all
+from kvcache.core.settings import CoreSettings
 from kvcache.errors import BlockError
-from kvcache.manager.core_settings import CoreFactory, CoreSettings
 from kvcache.request import Namespace, Request
 from tests.agreement.walk import FACTORIES
 
@@ -171,32 +170,13 @@ class _ForgetfulSink:
 class ForgetsAnEvent(FlatCore):
     """Some removed contents stay stored for those who listen."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "events": _ForgetfulSink(options["events"])})
-
-
-def made_from(core_class: type[FlatCore]) -> CoreFactory:
-    """Return what makes a core of this class from the settings of a manager."""
-
-    def make(settings: CoreSettings) -> Core:
-        return core_class(
-            settings.kv_cache_config,
-            none_hash=settings.none_hash,
-            hash_fn=settings.hash_fn,
-            enable_caching=settings.enable_caching,
-            use_eagle=settings.use_eagle,
-            events=settings.events,
-            zero_new_blocks=settings.zero_new_blocks,
-            has_workers=settings.has_workers,
-            slots=settings.slots,
-        )
-
-    return make
+    def __init__(self, settings: CoreSettings) -> None:
+        super().__init__(replace(settings, events=_ForgetfulSink(settings.events)))
 
 
 def with_variant(core_class: type[FlatCore]) -> Mapping[str, CoreFactory]:
     """Return the cores there are, and one more under the name `VARIANT`."""
-    return {**FACTORIES, VARIANT: made_from(core_class)}
+    return {**FACTORIES, VARIANT: core_class}
 
 
 def one_more(kernel: Any, *places: int) -> Callable[..., Any]:

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from kvcache.clock import VirtualClock
 from kvcache.commands import BlockTablePatch
-from kvcache.core import Core
+from kvcache.core.flat_core import CoreFactory, FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.errors import KVCacheError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreFactory, CoreSettings
 from kvcache.manager.pins import Pin
 from kvcache.request import Request
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
@@ -64,7 +64,7 @@ class Side:
         self.core = core
         self.clock = VirtualClock()
 
-        def make(settings: CoreSettings) -> Core:
+        def make(settings: CoreSettings) -> FlatCore:
             self.made = factories[core](settings)
             return self.made
 

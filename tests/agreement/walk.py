@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from kvcache.manager.core_settings import CoreFactory, make_core
+from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.step import NO_STEP, StepRequest
 from tests.agreement import operations as ops
 from tests.agreement.call_choice import CallChoice
@@ -24,7 +24,7 @@ from tests.agreement.step_choice import StepChoice
 from tests.audits import ONE_IN, Audits
 from tests.core.slow_core import SlowCore, make_slow_core
 
-FACTORIES: Mapping[str, CoreFactory] = {"flat": make_core, "slow": make_slow_core}
+FACTORIES: Mapping[str, CoreFactory] = {"flat": FlatCore, "slow": make_slow_core}
 BOTH, FLAT_ALONE = ("flat", "slow"), ("flat",)
 
 LARGE_POOL = 640

@@ -49,10 +49,10 @@ from kvcache.core import (
     ReferenceKind,
     Reservation,
 )
+from kvcache.core.flat_core import FlatCore
 from kvcache.core.single_type_managers import MANAGERS
 from kvcache.hashing import BlockHash
 from kvcache.labels import LabelSet
-from kvcache.manager.core_settings import make_core
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
@@ -346,7 +346,7 @@ def manager_subject() -> Subject:
             "merge_duplicates": False,
             "publish_all_groups": False,
             "tenants": None,
-            "core_factory": make_core,
+            "core_factory": FlatCore,
         },
         kv_cache_config=CONFIG,
         max_model_len=POSITIVE,

@@ -12,7 +12,6 @@ from kvcache.arrays import IndexArray
 from kvcache.core import (
     CacheEvent,
     CacheHit,
-    Core,
     Reservation,
     RowBatch,
     RowStates,
@@ -20,6 +19,7 @@ from kvcache.core import (
 )
 from kvcache.core.audit import free_list
 from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.request import Request
 from kvcache.specs import (
@@ -77,8 +77,9 @@ def plan(num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:
 
 
 def make_flat_core(num_blocks: int, *specs: KVCacheSpec, **options: Any) -> FlatCore:
-    settings: dict[str, Any] = {"hash_fn": get_hash_fn("sha256"), "none_hash": NONE_HASH, **options}
-    return FlatCore(plan(num_blocks, *(specs or (full(),))), **settings)
+    config = plan(num_blocks, *(specs or (full(),)))
+    made: dict[str, Any] = {"none_hash": NONE_HASH, "hash_fn": get_hash_fn("sha256"), **options}
+    return FlatCore(CoreSettings(config, **made))
 
 
 def make_request(name: str, tokens: Sequence[int], block_size: int = 4, **options: Any) -> Request:
@@ -87,7 +88,7 @@ def make_request(name: str, tokens: Sequence[int], block_size: int = 4, **option
 
 
 def run_request(
-    core: Core, request: Request, num_tokens: int | None = None
+    core: FlatCore, request: Request, num_tokens: int | None = None
 ) -> list[TableChange] | None:
     """Look up, then reserve and cache everything up to `num_tokens`."""
     hit = core.look_up(request)
@@ -95,7 +96,7 @@ def run_request(
     return core.reserve(request, Reservation(hit.num_tokens, end, end), hit)
 
 
-def extend(core: Core, request: Request, num_tokens: int) -> list[TableChange] | None:
+def extend(core: FlatCore, request: Request, num_tokens: int) -> list[TableChange] | None:
     """Append tokens and reserve for them; all before is computed."""
     computed = request.num_tokens
     request.append_output_token_ids(list(range(1000, 1000 + num_tokens)))

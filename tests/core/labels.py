@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvcache.arrays import int32_array
 from kvcache.commands import Command, Label, Unlabel
-from kvcache.core import Core
+from kvcache.core.flat_core import FlatCore
 from kvcache.labels import LabelSet, LabelTable
 
 DIGEST_BYTES = 32
@@ -21,7 +21,7 @@ def apply_commands(table: LabelTable, commands: Sequence[Command]) -> None:
             table.withdraw(command.block_ids)
 
 
-def label_table(core: Core, num_blocks: int, longest_block: int = 4) -> LabelTable:
+def label_table(core: FlatCore, num_blocks: int, longest_block: int = 4) -> LabelTable:
     """Return the labels of all commands that wait in `core`."""
     table = LabelTable(num_blocks, DIGEST_BYTES, longest_block)
     apply_commands(table, core.take_commands())

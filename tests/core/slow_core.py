@@ -38,11 +38,11 @@ from kvcache.core import (
 )
 from kvcache.core.columns import NODE
 from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.errors import BlockError, RequestError
 from kvcache.hash_algorithms import ExtraKeys, HashFn
 from kvcache.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from kvcache.labels import extra_keys_bytes
-from kvcache.manager.core_settings import CoreSettings
 from kvcache.request import Namespace, Request
 from kvcache.request_content import namespace_name
 from kvcache.sealed_contents import SealedContents, sorted_contents

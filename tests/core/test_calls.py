@@ -11,10 +11,10 @@ from kvcache.commands import Label, Unlabel, Zero
 from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
-    Core,
     Reservation,
     RowBatch,
 )
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import BlockError, RequestError
 from kvcache.labels import LabelSet, LabelTable
 from kvcache.request import Request
@@ -261,7 +261,7 @@ def test_common_prefix_counts_requests_only() -> None:
     assert core.common_prefix_blocks("a", 3) == [0, 0]
 
 
-def labels_of(core: Core, rank: int = 0) -> LabelSet:
+def labels_of(core: FlatCore, rank: int = 0) -> LabelSet:
     table = LabelTable(core.statistics().num_blocks + 1, 32, 4)
     for command in core.take_commands():
         if isinstance(command, Label):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcache.core import CacheHit, Core, NewestState, Reservation
+from kvcache.core import CacheHit, NewestState, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.errors import BlockError, RequestError
 from kvcache.hashing import BlockHash
@@ -35,7 +35,7 @@ def request(name: str, *numbers: int) -> Request:
     return make_request(name, units(*numbers))
 
 
-def probe(core: Core, *numbers: int) -> CacheHit:
+def probe(core: FlatCore, *numbers: int) -> CacheHit:
     return core.look_up(request("probe", *numbers, 99))
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvcache.commands import Copy
-from kvcache.core import Core, ForkOrigin, NewestState, Reservation
+from kvcache.core import ForkOrigin, NewestState, Reservation
+from kvcache.core.flat_core import FlatCore
 from kvcache.request import Request
 from tests.core.builders import full, make_flat_core, make_request, window
 
 PLANS = pytest.mark.parametrize("specs", [(full(),), (full(), window(9))], ids=["full", "window"])
 
 
-def forked(core: Core) -> tuple[Request, Request]:
+def forked(core: FlatCore) -> tuple[Request, Request]:
     """Return parent and child, which share a block of which half is filled."""
     parent, child = make_request("parent", range(6)), make_request("child", range(6))
     assert core.reserve(parent, Reservation(0, 6, 6), core.look_up(parent)) is not None
@@ -21,13 +22,13 @@ def forked(core: Core) -> tuple[Request, Request]:
     return parent, child
 
 
-def fill(core: Core, request: Request) -> None:
+def fill(core: FlatCore, request: Request) -> None:
     """Fill the block that has been shared."""
     request.append_output_token_ids([9, 9])
     assert core.reserve(request, Reservation(6, 8, 8)) is not None
 
 
-def take_all_there_is(core: Core, name: str = "taker") -> None:
+def take_all_there_is(core: FlatCore, name: str = "taker") -> None:
     end = 4 * (core.num_free_blocks() // len(core.block_ids(name)))
     taker = make_request(name, range(100, 100 + end))
     assert core.reserve(taker, Reservation(0, end, 0)) is not None

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from kvcache.core import Core, ForkOrigin, NewestState, Reservation
+from kvcache.core import ForkOrigin, NewestState, Reservation
+from kvcache.core.flat_core import FlatCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.audits import Audits
@@ -28,13 +29,13 @@ def request(name: str, *numbers: int) -> Request:
     return make_request(name, tokens, skip_reading_prefix_cache=True)
 
 
-def compute(core: Core, one: Request) -> None:
+def compute(core: FlatCore, one: Request) -> None:
     """Compute all of a request anew."""
     end = one.num_tokens
     assert core.reserve(one, Reservation(0, end, end)) is not None
 
 
-def in_step(core: Core, step: int, *requests: Request) -> None:
+def in_step(core: FlatCore, step: int, *requests: Request) -> None:
     core.open_step("engine", step)
     for one in requests:
         compute(core, one)

@@ -147,7 +147,7 @@ def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(policy: str) -> None:
-    core = make_flat_core(8, policy_name=policy)
+    core = make_flat_core(8, eviction_policy=policy)
     parent, child = make_request("parent", [1] * 6), make_request("child", [1] * 6)
     core.reserve(parent, Reservation(0, 6, 6))
     core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
@@ -166,7 +166,7 @@ def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(poli
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) -> None:
     for length in range(280, 305, 4):
-        core = make_flat_core(12, window(5), has_workers=False, policy_name=policy)
+        core = make_flat_core(12, window(5), has_workers=False, eviction_policy=policy)
         core.books.max_nodes = 76  # as many as there are from the start
         first = make_request("first", [1] * length)
         for end in range(8, length + 8, 8):

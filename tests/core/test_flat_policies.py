@@ -108,7 +108,7 @@ class Workload:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_books_add_up_where_a_policy_evicts_often(policy: str) -> None:
     for seed in range(2):
-        options = {"policy_name": policy, "policies": POLICIES, "has_workers": False}
+        options = {"eviction_policy": policy, "policies": POLICIES, "has_workers": False}
         facts = Workload(make_flat_core(40, **options), seed).go(NUM_TURNS)
         assert max(evictions for _, _, _, evictions in facts) > 50  # type: ignore[misc]  # facts
 
@@ -116,7 +116,7 @@ def test_books_add_up_where_a_policy_evicts_often(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("specs", [(full(), window(9)), (window(9),)], ids=["hybrid", "window"])
 def test_books_add_up_with_any_policy_and_kind(policy: str, specs: tuple[KVCacheSpec, ...]) -> None:
-    core = make_flat_core(60, *specs, policy_name=policy, policies=POLICIES)
+    core = make_flat_core(60, *specs, eviction_policy=policy, policies=POLICIES)
     facts = Workload(core, 3).go(NUM_TURNS)
     assert any(hit for hit, *_ in facts)  # type: ignore[misc, attr-defined]  # facts
     for request in list(Workload(core, 4).running):

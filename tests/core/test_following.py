@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.core import Core, ForkOrigin, NewestState, Reservation
+from kvcache.core import ForkOrigin, NewestState, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
@@ -20,21 +20,21 @@ NUM_BLOCKS = 60
 ALL_HITS = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def fork(core: Core, parent: Request, name: str, num_tokens: int = NUM_TOKENS) -> Request:
+def fork(core: FlatCore, parent: Request, name: str, num_tokens: int = NUM_TOKENS) -> Request:
     """Fork a request behind so many of its tokens."""
     child = make_request(name, TOKENS[:num_tokens])
     core.fork(parent, child, ForkOrigin(num_tokens, NewestState(num_tokens, 0)))
     return child
 
 
-def family(core: Core, num_shared: int = NUM_TOKENS) -> tuple[Request, Request]:
+def family(core: FlatCore, num_shared: int = NUM_TOKENS) -> tuple[Request, Request]:
     """Return a request none of whose blocks is cached, and a fork of it."""
     parent = make_request("parent", TOKENS)
     core.reserve(parent, Reservation(0, NUM_TOKENS, 0))
     return parent, fork(core, parent, "child", num_shared)
 
 
-def somebody_else(core: Core, num_tokens: int, name: str = "other") -> Request:
+def somebody_else(core: FlatCore, num_tokens: int, name: str = "other") -> Request:
     """Let a request with the same tokens, and one more, cache its blocks; it stays."""
     other = make_request(name, [*TOKENS[:num_tokens], 99])
     hit = core.look_up(other)
@@ -43,7 +43,7 @@ def somebody_else(core: Core, num_tokens: int, name: str = "other") -> Request:
     return other
 
 
-def leave(core: Core, *requests: Request) -> None:
+def leave(core: FlatCore, *requests: Request) -> None:
     """Let them go, one by one; at last nobody holds anything."""
     core.take_commands()
     for request in requests:
@@ -397,7 +397,7 @@ def test_a_fork_does_not_publish_what_was_to_be_found_no_more(how: str, column: 
 
 
 def test_a_policy_with_a_memory_knows_what_a_fork_offers() -> None:
-    core = make_flat_core(NUM_BLOCKS, full(), window(9), policy_name="hazard")
+    core = make_flat_core(NUM_BLOCKS, full(), window(9), eviction_policy="hazard")
     parent, child = family(core)
     other = somebody_else(core, 16)
     core.evict(core.block_ids("other")[1][:4])

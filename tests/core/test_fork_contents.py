@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcache.core import Core, ForkOrigin, NewestState, Reservation
+from kvcache.core import ForkOrigin, NewestState, Reservation
+from kvcache.core.flat_core import FlatCore
 from kvcache.request import Request
 from tests.core.builders import full, make_flat_core, make_request, row_batch, window
 
@@ -14,13 +15,13 @@ NUM_TOKENS = 32
 TOKENS = [number for number in range(1, 9) for _ in range(4)]
 
 
-def hits(core: Core) -> list[int]:
+def hits(core: FlatCore) -> list[int]:
     """Return how many blocks hit of prompts that share 1, 2, ... blocks with `TOKENS`."""
     prompts = [[*TOKENS[:end], 99] for end in range(4, NUM_TOKENS + 1, 4)]
     return [core.look_up(make_request("probe", prompt)).num_tokens // 4 for prompt in prompts]
 
 
-def fork_of_unpublished(core: Core) -> tuple[Request, Request]:
+def fork_of_unpublished(core: FlatCore) -> tuple[Request, Request]:
     """Fork a request none of whose blocks is cached; let it run on, past what its window reads."""
     parent, child = make_request("parent", TOKENS), make_request("child", TOKENS)
     core.reserve(parent, Reservation(0, NUM_TOKENS, 0))
@@ -30,7 +31,7 @@ def fork_of_unpublished(core: Core) -> tuple[Request, Request]:
     return parent, child
 
 
-def run_child(core: Core, child: Request, how: str) -> None:
+def run_child(core: FlatCore, child: Request, how: str) -> None:
     """Let the child cache its blocks; its window has passed those before token 16."""
     if how == "commit":
         core.commit(child, NUM_TOKENS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcache.core import Core, NewestState, Reservation, RowStates
+from kvcache.core import NewestState, Reservation, RowStates
+from kvcache.core.flat_core import FlatCore
 from kvcache.errors import ConfigurationError, RequestError
 from kvcache.request import Request
 from kvcache.specs import KVCacheSpec
@@ -24,13 +25,13 @@ from tests.core.builders import (
 from tests.core.test_calls import labels_of
 
 
-def table(core: Core, name: str, group: int = 0) -> list[int]:
+def table(core: FlatCore, name: str, group: int = 0) -> list[int]:
     """Return 1 for blocks of a table and 0 for null ones."""
     return [int(block_id > 0) for block_id in core.block_ids(name)[group]]
 
 
 def forward(  # noqa: PLR0917
-    core: Core, request: Request, start: int, own: int, drafts: int = 0, last: int = 0
+    core: FlatCore, request: Request, start: int, own: int, drafts: int = 0, last: int = 0
 ) -> bool:
     """Schedule the tokens `[start, own)` and some drafts, after a forward that ended at `last`."""
     hit = core.look_up(request) if start == 0 else None

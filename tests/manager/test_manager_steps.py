@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.core import Core
+from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.request import Request
 from kvcache.step import StepResult
 from tests.manager.managers_under_test import (
@@ -307,9 +307,9 @@ def test_a_request_of_a_call_is_its_caller_s_own_object() -> None:
     assert manager.request_in_slot(0) is request
 
 
-def one_by_one(settings: CoreSettings) -> Core:
+def one_by_one(settings: CoreSettings) -> FlatCore:
     """A core that does not let the new requests of a step in together."""
-    core = make_core(settings)
+    core = FlatCore(settings)
     vars(core)["admit_rows"] = lambda *rows: None
     return core
 

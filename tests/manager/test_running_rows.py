@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.core import Core, RowBatch, RowsReserved
+from kvcache.core import RowBatch, RowsReserved
+from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreSettings
 from tests.core.slow_core import make_slow_core
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
 from tests.manager.steps import Engine, ints, new, resume, row, running
@@ -97,7 +98,7 @@ def test_an_engine_may_use_its_arrays_again() -> None:
 class TokenReader:
     """A core that reads the newest full unit of each row before and after its core serves them."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: FlatCore) -> None:
         self.core = core
         self.num_read = 0
         self.num_behind = 0

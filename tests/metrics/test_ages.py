@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import KVCacheManager, Request
 from kvcache.clock import VirtualClock
-from kvcache.manager.core_settings import make_core
+from kvcache.core.flat_core import FlatCore
 from kvcache.metrics import AgeMeter, Kind, Metric
 from kvcache.policies import EVICTION_POLICIES
 from tests.protocol.scenario import make_config
@@ -30,7 +30,7 @@ class Cache:
             256,
             eviction_policy=policy,
             clock=self.clock,
-            core_factory=self.meter.watching() if is_watched else make_core,
+            core_factory=self.meter.watching() if is_watched else FlatCore,
         )
 
     def run(self, request_id: str, tokens: list[int]) -> int:

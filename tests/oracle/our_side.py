@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache.core import Core
+from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.request import Request
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
@@ -43,7 +43,7 @@ class OurSide:
     def __init__(self, scenario: Scenario, slow: type[SlowCore] | None = None) -> None:
         """Use the flat core, or a slow one."""
 
-        def make_slow(settings: CoreSettings) -> Core:
+        def make_slow(settings: CoreSettings) -> FlatCore:
             return make_slow_core(settings, slow or SlowCore)
 
         config = KVCacheConfig(
@@ -59,7 +59,7 @@ class OurSide:
             max_model_len=MAX_MODEL_LEN,
             use_eagle=scenario.use_eagle,
             watermark=scenario.watermark,
-            core_factory=make_core if slow is None else make_slow,
+            core_factory=FlatCore if slow is None else make_slow,
         )
 
     def new_request(self, name: str, tokens: list[int]) -> Request:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.core import Core
+from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.manager import KVCacheManager
-from kvcache.manager.core_settings import CoreSettings, make_core
 from kvcache.policies import EVICTION_POLICIES, LRUPolicy, make_eviction_policy
 from kvcache.request import Request
 from tests.manager.managers_under_test import FULL, make_manager
@@ -66,8 +66,8 @@ class Lying(LRUPolicy):
 def play(policy: Any) -> KVCacheManager:
     """Serve and reset requests on a small pool whose `lru` is `policy`; all books are checked."""
 
-    def make(settings: CoreSettings) -> Core:
-        return make_core(replace(settings, policies={"lru": policy}))
+    def make(settings: CoreSettings) -> FlatCore:
+        return FlatCore(replace(settings, policies={"lru": policy}))
 
     manager = make_manager(FULL, num_blocks=13, core_factory=make)
     for i in range(24):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvcache.clock import VirtualClock
-from kvcache.core import Core
-from kvcache.manager.core_settings import CoreSettings, make_core
+from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
@@ -31,8 +31,8 @@ NUM_LINES = 800
 
 
 def walk(policy: str, configuration: str, seed: int, num_operations: int) -> Walk:
-    def make(settings: CoreSettings) -> Core:
-        return make_core(replace(settings, eviction_policy=policy))
+    def make(settings: CoreSettings) -> FlatCore:
+        return FlatCore(replace(settings, eviction_policy=policy))
 
     one = Walk(
         configuration_named(configuration),

@@ -10,7 +10,7 @@ import cbor2
 import pytest
 
 from kvcache.commands import Unlabel
-from kvcache.core import Core
+from kvcache.core.flat_core import FlatCore
 from kvcache.hashing import get_hash_fn, hash_block_tokens
 from kvcache.labels import BlockLabel, LabelSet
 from kvcache.request import LoRARequest, Request
@@ -53,7 +53,7 @@ def prompt(num_blocks: int, **options: Any) -> Request:
 
 def restored(
     labels: Sequence[BlockLabel] | LabelSet, *specs: KVCacheSpec
-) -> tuple[Core, int, list[int]]:
+) -> tuple[FlatCore, int, list[int]]:
     """Return a core rebuilt from what two ranks say, blocks kept, and labels withdrawn."""
     core = make_flat_core(20, *specs)
     label_set = labels if isinstance(labels, LabelSet) else packed(labels)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from kvcache.commands import Command
 from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
 from kvcache.core.flat_core import FlatCore
+from kvcache.core.settings import CoreSettings
 from kvcache.hashing import get_request_block_hasher
 from kvcache.labels import BlockLabel, LabelSet
 from kvcache.request import Request
@@ -181,14 +181,16 @@ class RebuildWalk:
         """Return an empty core, and what listens to it."""
         configuration, log = self.configuration, EventLog()
         config = plan(self.num_blocks, *configuration.specs)
-        options: dict[str, Any] = {
-            "none_hash": NONE_HASH,
-            "enable_caching": configuration.enable_caching,
-            "use_eagle": configuration.use_eagle,
-            "events": log,
-            "publish_all_groups": True,
-        }
-        return FlatCore(config, hash_fn=HASH_FN, **options), log
+        settings = CoreSettings(
+            config,
+            NONE_HASH,
+            HASH_FN,
+            enable_caching=configuration.enable_caching,
+            use_eagle=configuration.use_eagle,
+            events=log,
+            publish_all_groups=True,
+        )
+        return FlatCore(settings), log
 
     def requests(self) -> Sequence[Request]:
         """Return requests for some of the sequences seen, cut anywhere."""
