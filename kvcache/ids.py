@@ -21,7 +21,7 @@ Rank = NewType("Rank", int)
 """Global rank of a worker: `pipeline_rank * tensor_parallel_size + tensor_rank`."""
 
 Epoch = NewType("Epoch", int)
-"""Reign of one coordinator over its workers. Starts at 1 and only grows."""
+"""A period in which one coordinator rules all workers. Starts at 1 and only grows."""
 
 Seq = NewType("Seq", int)
 """Number of a command message within an epoch: 1, 2, 3, ... contiguous for every worker."""

@@ -108,7 +108,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("offloading",),
         ("serving", "auditor", "recovery"),
         ("reattachment",),
-        ("reign",),
+        ("epoch_state",),
         ("coordinator",),
         ("watchdog",),
     ),

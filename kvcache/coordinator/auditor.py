@@ -1,9 +1,9 @@
 """Audits while the cluster runs: does every rank know of each block what the coordinator does?
 
-Beside the reign. An audit travels as the last command of a message, so that every rank compares
-its labels at the very point at which they were read here; it is reported like any other job. What
-differs is logged with the block's history and withdrawn everywhere, with all that was cached behind
-it: service goes on. Refuses to guess who is right: nobody is.
+Called by the epoch state. An audit travels as the last command of a message, so that every rank
+compares its labels at the very point at which they were read here; it is reported like any other
+job. What differs is logged with the block's history and withdrawn everywhere, with all that was
+cached behind it: service goes on. Refuses to guess who is right: nobody is.
 
     sealed contents ──Audit──▶ every rank ──JobReport──▶ wrong blocks ──▶ evicted, Unlabel
 """

@@ -2,7 +2,7 @@
 
 Three phases. *Fencing*: an epoch above every known one is saved, and every rank is asked to grant
 it. *Collecting*: all have granted, nothing of an older epoch runs, and each says what its blocks
-hold. *Running*: a `Reign` serves steps from the cache that all agree on. Another process for a
+hold. *Running*: a `EpochState` serves steps from the cache that all agree on. Another process for a
 rank, or the loss of one, ends the epoch; clients attach again. A coordinator that begins after a
 crash and one that has lost a worker go the same way.
 
@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from kvcache.clock import Clock
 from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.epoch_state import EpochIdentity, EpochState
 from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
 from kvcache.coordinator.job_book import JobBook
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
@@ -27,7 +28,6 @@ from kvcache.coordinator.membership import Membership
 from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.phase import OBEYED, Phase
 from kvcache.coordinator.recovery import ManagerFactory, Recovery, recover
-from kvcache.coordinator.reign import Reign, ReignIdentity
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.errors import (
@@ -89,7 +89,7 @@ NAMED_CLIENTS = 8
 class Coordinator:
     """One coordinator. `on_*` take what arrived or the clock, and return what to send, in order.
 
-    Invariant: a reign exists exactly while running, and everything in it belongs to `epoch`.
+    Invariant: an epoch state exists exactly while running, and everything in it belongs to `epoch`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Coordinator:
         self._jobs = JobBook(settings.num_ranks)
         self._clients = Clients(settings)
         self._phase = Phase.NEW
-        self._reign: Reign | None = None
+        self._epoch_state: EpochState | None = None
         self._collection: LabelCollection | None = None
         self._recovery = Recovery()
         self._returning: frozenset[str] = frozenset()
@@ -144,7 +144,7 @@ class Coordinator:
     @property
     def manager(self) -> KVCacheManager | None:
         """The manager of the present epoch, None unless running. For looking, not for changing."""
-        return None if self._reign is None else self._reign.manager
+        return None if self._epoch_state is None else self._epoch_state.manager
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not granted the present epoch."""
@@ -213,48 +213,48 @@ class Coordinator:
 
         What came of it is in `settle`. Not taken is what has to be looked at more closely.
         """
-        reign, now_s = self._reign, self._clock.now()
-        if reign is None or not reign.on_plain_applied(rank, payload, now_s):
+        epoch_state, now_s = self._epoch_state, self._clock.now()
+        if epoch_state is None or not epoch_state.on_plain_applied(rank, payload, now_s):
             return False
         self._members.heard_again(rank, now_s)
         return True
 
     def settle(self) -> list[Outgoing]:
         """Return what has become possible by what `on_plain_applied` took."""
-        return [] if self._reign is None else self._guarded(self._reign.settle)
+        return [] if self._epoch_state is None else self._guarded(self._epoch_state.settle)
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
         """Take a message of the client it names. Counts and drops what is foreign."""
         if self._phase is Phase.CLOSED:
             return []
-        client_id, reign = message.client_id, self._reign
+        client_id, epoch_state = message.client_id, self._epoch_state
         if isinstance(message, Detach):
             return self._on_detach(client_id)
-        if reign is None:
+        if epoch_state is None:
             return self._part_from([client_id])
         if isinstance(message, Attach):
-            answer = reign.attach(message)
+            answer = epoch_state.attach(message)
             if isinstance(answer, Unattached):
                 self._counts = self._counts.plus(unattached=1)
             return [Outgoing((ClientAddress(client_id),), answer)]
-        return self._on_attached_client(reign, message)
+        return self._on_attached_client(epoch_state, message)
 
     def _on_attached_client(
-        self, reign: Reign, message: ReceivedMessage | Acknowledge
+        self, epoch_state: EpochState, message: ReceivedMessage | Acknowledge
     ) -> list[Outgoing]:
         """Take a message that only an attached client may send; send others away."""
         ledger = self._clients.get(message.client_id)
         if message.epoch != self.epoch or ledger is None or ledger.is_leaving:
             return self._part_from([message.client_id])
-        return self._guarded(lambda: reign.on_client_message(ledger, message))
+        return self._guarded(lambda: epoch_state.on_client_message(ledger, message))
 
     def _on_detach(self, client_id: str) -> list[Outgoing]:
         """Serve a client no more, whatever epoch it was attached in: no id is used twice."""
-        reign = self._reign
-        if reign is None:
+        epoch_state = self._epoch_state
+        if epoch_state is None:
             self._clients.detach(client_id)
         confirmed = Outgoing((ClientAddress(client_id),), Detached(client_id, self.epoch))
-        freed = [] if reign is None else self._guarded(lambda: reign.detach(client_id))
+        freed = [] if epoch_state is None else self._guarded(lambda: epoch_state.detach(client_id))
         return [confirmed, *freed]
 
     def on_client_lost(self, client_id: str) -> None:
@@ -262,8 +262,8 @@ class Coordinator:
 
         It keeps what it has if it is heard again within `settings.client_return_s`.
         """
-        if self._reign is not None:
-            self._reign.on_client_lost(client_id)
+        if self._epoch_state is not None:
+            self._epoch_state.on_client_lost(client_id)
 
     def on_worker_lost(self, rank: int, incarnation: str, reason: str) -> list[Outgoing]:
         """A process is proven dead: begin a new epoch, which runs when the rank is served again.
@@ -284,14 +284,14 @@ class Coordinator:
         if collection is not None:
             asked = collection.on_tick(self._clock.now(), self.settings.labels_s)
             return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
-        if self._reign is None:
+        if self._epoch_state is None:
             return []
         out: list[Outgoing] = []
         silent = self._members.pings_due(self._clock.now(), self.settings.heartbeat_s)
         if silent:
             ping = Ping(self._members.nonce, self.epoch)
             out.append(Outgoing(tuple(WorkerAddress(rank) for rank in silent), ping))
-        return out + self._guarded(self._reign.on_tick)
+        return out + self._guarded(self._epoch_state.on_tick)
 
     def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
         """Take a payload that cannot be decoded, for `reason`: its sender would repeat it.
@@ -310,8 +310,8 @@ class Coordinator:
                 self._members.nonce, self.epoch, leading.kind.__name__, prose(reason)
             )
             return [Outgoing((sender,), unreadable)]
-        reign, client_id = self._reign, sender.client_id
-        if reign is None or what.get("client_id") != client_id:
+        epoch_state, client_id = self._epoch_state, sender.client_id
+        if epoch_state is None or what.get("client_id") != client_id:
             return []
         if leading.kind is Attach:
             return [Outgoing((sender,), Unattached(client_id, self.epoch, prose(reason)))]
@@ -319,7 +319,7 @@ class Coordinator:
         if not (is_call or leading.kind is StepRequest) or step is None or epoch is None:
             return []
         unread = UnreadableStep(client_id, step, epoch, is_call, reason)
-        return self._on_attached_client(reign, unread)
+        return self._on_attached_client(epoch_state, unread)
 
     def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
         """Return what to send in the place of a message that cannot travel, for `reason`.
@@ -342,7 +342,7 @@ class Coordinator:
             case Progress():
                 failures = tuple(replace(failure, detail="") for failure in message.failures)
                 return [Outgoing(item.to, replace(message, failures=failures))]
-            case StepCommands() if self._reign is not None and message.epoch == self.epoch:
+            case StepCommands() if self._epoch_state is not None and message.epoch == self.epoch:
                 return self._begin_epoch(
                     f"the commands of step {message.client_step} of client {message.client_id!r}, "
                     f"message {message.epoch}:{message.seq}, cannot be sent: {reason}"
@@ -361,7 +361,7 @@ class Coordinator:
         self._recorder.close()
         if self._phase in OBEYED:
             logger.info("epoch %d ends: coordinator %s closes", self.epoch, self._members.nonce)
-        self._end_reign()
+        self._end_epoch()
         self._events.close()
         self._phase = Phase.CLOSED
 
@@ -378,17 +378,20 @@ class Coordinator:
             num_kept_blocks=self._recovery.num_kept_blocks,
             cold_reason=self._recovery.reason,
         )
-        return counts if self._reign is None else self._reign.add_figures(counts)
+        return counts if self._epoch_state is None else self._epoch_state.add_figures(counts)
 
     def check(self) -> None:
         """Raise `InvariantError` if the books do not add up. Changes nothing."""
-        for phase, books in ((Phase.RUNNING, self._reign), (Phase.COLLECTING, self._collection)):
+        for phase, books in (
+            (Phase.RUNNING, self._epoch_state),
+            (Phase.COLLECTING, self._collection),
+        ):
             if (self._phase is phase) != (books is not None):
                 raise InvariantError(f"phase {self._phase.value} with the wrong books")
         self._jobs.check()
         self._clients.check()
-        if self._reign is not None:
-            self._reign.check()
+        if self._epoch_state is not None:
+            self._epoch_state.check()
 
     def _as_introduction(self, message: FromWorker) -> FromWorker:
         """What a process says to another coordinator introduces it, while its rank is not taken."""
@@ -447,9 +450,13 @@ class Coordinator:
         """Take a rank's labels; begin to run when all are there."""
         who, now_s = (report.rank, report.incarnation, report.nonce), self._clock.now()
         self._members.heard(*who, report.epoch, now_s)
-        collection, reign = self._collection, self._reign
-        if report.medium != DEVICE_MEDIUM and reign is not None and report.epoch == self.epoch:
-            return self._guarded(lambda: reign.on_tier_labels(report))
+        collection, epoch_state = self._collection, self._epoch_state
+        if (
+            report.medium != DEVICE_MEDIUM
+            and epoch_state is not None
+            and report.epoch == self.epoch
+        ):
+            return self._guarded(lambda: epoch_state.on_tier_labels(report))
         if collection is None or report.medium != DEVICE_MEDIUM:
             return []
         asked = collection.on_report(report, now_s)
@@ -462,7 +469,7 @@ class Coordinator:
             members.save_model_epoch(collection.settle_model_epoch())
         manager, self._recovery = recover(self._make_manager, members.model_epoch, collection)
         returning = self._returning | collection.clients
-        identity = ReignIdentity(
+        identity = EpochIdentity(
             self.epoch,
             members.nonce,
             members.incarnations,
@@ -470,7 +477,7 @@ class Coordinator:
             collection.applied_steps(),
             frozenset() if self._recovery.is_cold else returning,
         )
-        self._reign = Reign(
+        self._epoch_state = EpochState(
             self.settings,
             identity,
             manager,
@@ -492,7 +499,7 @@ class Coordinator:
             self._clock.now() - self._began_s,
             self._recovery.describe(),
         )
-        return self._reign.begin(self._recovery, collection)
+        return self._epoch_state.begin(self._recovery, collection)
 
     def _on_refused(self, refused: Refused) -> list[Outgoing]:
         logger.warning(
@@ -525,7 +532,7 @@ class Coordinator:
 
     def _give_way(self, reason: str) -> list[Outgoing]:
         """Another coordinator has taken over: send all clients away, for good."""
-        clients = self._end_reign()
+        clients = self._end_epoch()
         logger.warning(
             "epoch %d was superseded, coordinator %s serves no more: %s%s",
             self.epoch,
@@ -546,12 +553,12 @@ class Coordinator:
             self._members.serve(message.rank, message.incarnation, now_s)
             return self._grants()
         self._members.heard(*who, message.epoch, now_s)
-        reign = self._reign
-        return [] if reign is None else self._guarded(lambda: reign.on_report(message))
+        epoch_state = self._epoch_state
+        return [] if epoch_state is None else self._guarded(lambda: epoch_state.on_report(message))
 
     def _begin_epoch(self, reason: str) -> list[Outgoing]:
         """Void the present epoch and fence the next one. Clients must attach again."""
-        clients = self._end_reign()
+        clients = self._end_epoch()
         logger.warning("epoch %d ends: %s%s", self.epoch, reason, _who_attaches_again(clients))
         self._phase, self._reason = Phase.FENCING, reason
         self._members.doubt_epoch()
@@ -573,13 +580,15 @@ class Coordinator:
         due = self._members.grants_due(now_s, self.settings.resend_s)
         return [Outgoing((WorkerAddress(rank),), grant) for rank, grant in due.items()]
 
-    def _end_reign(self) -> list[str]:
+    def _end_epoch(self) -> list[str]:
         """Drop all books of the present epoch; return the clients that were attached."""
-        reign, self._reign = self._reign, None
+        epoch_state, self._epoch_state = self._epoch_state, None
         self._recorder.end_epoch()
         self._collection = None
-        if reign is not None:
-            self._counts = self._counts.with_reign(reign.counts, reign.window.num_resent)
+        if epoch_state is not None:
+            self._counts = self._counts.with_epoch(
+                epoch_state.counts, epoch_state.window.num_resent
+            )
         self._jobs.clear()
         clients = self._clients.clear()
         self._returning |= frozenset(clients)

@@ -1,9 +1,9 @@
 """What all ranks hold, asked of them when a new epoch begins.
 
 Between fencing, when every rank has granted the epoch and nothing of an older one runs any more,
-and the reign, whose manager is rebuilt from the labels. Each rank is asked piece by piece; what is
-not answered is asked again. Refuses to repair anything: where a rank speaks of other bytes than the
-plan, or cannot be understood, the epoch begins cold.
+and the epoch state, whose manager is rebuilt from the labels. Each rank is asked piece by piece;
+what is not answered is asked again. Refuses to repair anything: where a rank speaks of other bytes
+than the plan, or cannot be understood, the epoch begins cold.
 
     CollectLabels(0) ──▶ rank ──LabelReport 0..n──▶ CollectLabels(n) ──▶ ... ──▶ label sets of all
 """

@@ -1,8 +1,8 @@
 """The manager of a new epoch: rebuilt from what the ranks hold, or empty where that is no use.
 
-Between the collected labels and the reign. Warm is what every rank agrees on; whatever does not fit
-is dropped, and where nothing can be used the epoch begins cold, which is always right. Refuses to
-guess, and to fail: a rebuild that does not work out is a cold start with its reason.
+Between the collected labels and the epoch state. Warm is what every rank agrees on; whatever does
+not fit is dropped, and where nothing can be used the epoch begins cold, which is always right.
+Refuses to guess, and to fail: a rebuild that does not work out is a cold start with its reason.
 """
 
 from __future__ import annotations

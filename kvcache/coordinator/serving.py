@@ -1,8 +1,8 @@
 """One step or call, executed: the manager's answer, and the commands that carry it out.
 
-Between the reign, which numbers and sends, and the manager, which decides. Refuses steps that call
-complete what a rank may still write; what the manager refuses becomes an answer with its error.
-Whatever reaches the manager, a recorder hears of.
+Between the epoch state, which numbers and sends, and the manager, which decides. Refuses steps that
+call complete what a rank may still write; what the manager refuses becomes an answer with its
+error. Whatever reaches the manager, a recorder hears of.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class CoordinatorSettings:
 
 
 @dataclass
-class ReignCounts:
-    """What became of steps, messages and forwards in one epoch; counted on by its reign."""
+class EpochCounts:
+    """What became of steps, messages and forwards in one epoch; counted by its epoch state."""
 
     num_steps: int = 0
     num_refused_steps: int = 0
@@ -163,7 +163,7 @@ class CoordinatorStatistics:
         """Return these figures with one more message dropped."""
         return replace(self, num_dropped=self.num_dropped + 1, last_dropped=reason)
 
-    def with_reign(self, counts: ReignCounts, num_resent: int) -> CoordinatorStatistics:
+    def with_epoch(self, counts: EpochCounts, num_resent: int) -> CoordinatorStatistics:
         """Return these figures with those of one epoch added."""
         return replace(
             self,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcache.coordinator.coordinator import Coordinator
+from kvcache.coordinator.epoch_state import EpochState
 from kvcache.coordinator.phase import Phase
-from kvcache.coordinator.reign import Reign
 from kvcache.logs import get_logger
 
 logger = get_logger(__name__)
@@ -90,21 +90,21 @@ class Watchdog:
         if coordinator.phase is Phase.RUNNING:
             for rank, (_, heard_s) in signs_of_life(coordinator).items():
                 yield "silence", f"rank {rank} has not been heard of", limits.rank_s, heard_s
-        collection, reign = coordinator._collection, coordinator._reign
+        collection, epoch_state = coordinator._collection, coordinator._epoch_state
         if collection is not None:
             for rank in collection.missing():
                 what = f"rank {rank} has not told its labels in epoch {epoch}"
                 yield "labels", what, limits.rank_s, collection._ranks[rank].since_s
-        if reign is not None:
-            yield from self._waits_of(reign, coordinator)
+        if epoch_state is not None:
+            yield from self._waits_of(epoch_state, coordinator)
 
     def _waits_of(
-        self, reign: Reign, coordinator: Coordinator
+        self, epoch_state: EpochState, coordinator: Coordinator
     ) -> Iterator[tuple[str, str, float, float | None]]:
         """Yield what a running epoch waits for."""
         limits = self._limits
-        if reign.reattachment.is_waiting:
-            for client in reign.reattachment.missing():
+        if epoch_state.reattachment.is_waiting:
+            for client in epoch_state.reattachment.missing():
                 yield "client", f"client {client} has not come back", limits.client_s, None
         for job_id, job in coordinator._jobs._open.items():
             ranks = set(range(coordinator.settings.num_ranks)) - job.reported
@@ -113,7 +113,7 @@ class Watchdog:
                 f"on {_ranks(ranks)}"
             )
             yield "forward", what, limits.forward_s, None
-        window = reign.window
+        window = epoch_state.window
         if len(window):
             seq = window.applied_by_all + 1
             behind = {
@@ -155,7 +155,7 @@ def signs_of_progress(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
     """Return what changes as long as a rank does what it is asked: by rank, which process serves
     it, and when that was heard last or, while it has something to apply, how far it has got."""
     signs = signs_of_life(coordinator)
-    window = None if coordinator._reign is None else coordinator._reign.window
+    window = None if coordinator._epoch_state is None else coordinator._epoch_state.window
     if window is not None:
         for rank, (incarnation, _) in signs.items():
             applied = window.applied_by(rank)

@@ -130,8 +130,8 @@ class Storm:
 
     def _num_taken(self) -> int:
         """How many broken steps of the other client were taken for its own."""
-        reign = self.cluster.coordinator._reign
-        ledger = None if reign is None else reign._clients.get(self.other.client_id)
+        epoch_state = self.cluster.coordinator._epoch_state
+        ledger = None if epoch_state is None else epoch_state._clients.get(self.other.client_id)
         if ledger is None:
             return 0
         return ledger.receiver.next_step - self.other._connection.session.next_step

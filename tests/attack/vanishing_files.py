@@ -264,10 +264,10 @@ class Attack:
 
     @property
     def _tiers(self) -> TierHierarchy:
-        reign = self._cluster.coordinator._reign
-        assert reign is not None
-        assert reign._offloading is not None
-        return reign._offloading.tiers
+        epoch_state = self._cluster.coordinator._epoch_state
+        assert epoch_state is not None
+        assert epoch_state._offloading is not None
+        return epoch_state._offloading.tiers
 
     def _check_promises(self, promised: Callable[[TierHierarchy], set[bytes]]) -> None:
         """Routers were told of what the coordinator has, and of nothing else."""

@@ -587,8 +587,8 @@ class Cluster:
     @property
     def _tiers(self) -> TierHierarchy | None:
         """The tiers' books of the present epoch."""
-        reign = self.coordinator._reign
-        offloading = None if reign is None else reign._offloading
+        epoch_state = self.coordinator._epoch_state
+        offloading = None if epoch_state is None else epoch_state._offloading
         return None if offloading is None else offloading.tiers
 
     def _is_quiet(self) -> bool:
@@ -665,13 +665,15 @@ class Cluster:
         raise AssertionError(f"it is not quiet: {self._describe()}")
 
     def _are_tiers_busy(self) -> bool:
-        reign, tiers = self.coordinator._reign, self._tiers
-        assert reign is not None
-        assert reign._offloading is not None
+        epoch_state, tiers = self.coordinator._epoch_state, self._tiers
+        assert epoch_state is not None
+        assert epoch_state._offloading is not None
         assert tiers is not None
-        is_adopting = reign._offloading._adoption is not None
+        is_adopting = epoch_state._offloading._adoption is not None
         num_waiting = sum(disk.num_waiting for disk in self.disks.values())
-        return bool(is_adopting or num_waiting or tiers.num_open_jobs or reign._offloading.has_work)
+        return bool(
+            is_adopting or num_waiting or tiers.num_open_jobs or epoch_state._offloading.has_work
+        )
 
     def _compare_files(self) -> None:
         tiers = self._tiers

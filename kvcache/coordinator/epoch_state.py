@@ -1,9 +1,9 @@
 """One epoch in which all ranks obey: steps in, commands out, progress back.
 
-What the Coordinator does while it runs: it makes a `Reign` when every rank granted the epoch, and
-drops it, with everything in it, when the epoch ends. Begins with what was kept of the cache, and
-then waits for the clients that were there before. Refuses nothing by epoch, sender or process: the
-coordinator has checked all that before it hands a message over.
+What the Coordinator does while it runs: it makes an `EpochState` when every rank granted the epoch,
+and drops it, with everything in it, when the epoch ends. Begins with what was kept of the cache,
+and then waits for the clients that were there before. Refuses nothing by epoch, sender or process:
+the coordinator has checked all that before it hands a message over.
 
     client ──StepRequest / Call──▶ ClientLedger ─▶ StepServer ─▶ commands ─▶ CommandWindow ──▶ ranks
            ◀──answer, Progress────                                        ◀──Applied, Finished──
@@ -28,7 +28,7 @@ from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.reattachment import Reattachment
 from kvcache.coordinator.recovery import Recovery
 from kvcache.coordinator.serving import StepServer
-from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, ReignCounts
+from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, EpochCounts
 from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.delivery import CommandWindow
 from kvcache.errors import ClusterError, InvariantError, ProtocolError
@@ -67,7 +67,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class ReignIdentity:
+class EpochIdentity:
     """What every command message of an epoch carries, and which processes granted it.
 
     `first_event` is the lowest event number that is the epoch's own. `applied_steps` says, by
@@ -82,8 +82,8 @@ class ReignIdentity:
     returning: frozenset[str] = frozenset()
 
 
-class Reign:
-    """The books of one epoch. Every method returns what to send, in order.
+class EpochState:
+    """The state of one epoch. Every method returns what to send, in order.
 
     Invariant: a step is executed only when the command window has room for its message.
     """
@@ -91,7 +91,7 @@ class Reign:
     def __init__(
         self,
         settings: CoordinatorSettings,
-        identity: ReignIdentity,
+        identity: EpochIdentity,
         manager: KVCacheManager,
         clients: Clients,
         jobs: JobBook,
@@ -110,7 +110,7 @@ class Reign:
         self.window = CommandWindow(
             identity.epoch, identity.incarnations, settings.max_unacknowledged, settings.resend_s
         )
-        self.counts = ReignCounts()
+        self.counts = EpochCounts()
         self._auditor = Auditor(settings.audit, manager, jobs, clock.now(), self.counts.audits)
         self._settings = settings
         self._epoch = identity.epoch
@@ -496,7 +496,7 @@ class Reign:
     def add_figures(self, counts: CoordinatorStatistics) -> CoordinatorStatistics:
         """Return the coordinator's figures with those of this epoch."""
         return replace(
-            counts.with_reign(self.counts, self.window.num_resent),
+            counts.with_epoch(self.counts, self.window.num_resent),
             last_seq=self.window.next_seq - 1,
             applied_seq=self.window.applied_by_all,
             num_unacknowledged=len(self.window),
