@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import ray
 
 from actors.assembly import make_coordinator
-from actors.caretaker import Caretaker, CoordinatorLink
 from actors.connect import log_path, this_node
 from actors.coordinator_metrics import CoordinatorMetrics
 from actors.endpoints import EndpointBook
@@ -33,6 +32,7 @@ from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
 from actors.whereabouts import write_down
 from actors.worker_making import WorkerRecipe
+from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
 from actors.workforce import Workforce, look_for_workforce
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
@@ -84,7 +84,7 @@ class CoordinatorActor:
         self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
         self._tap = RequestTap(self._clock)
         self._coordinator: Coordinator | None = None
-        self._caretaker: Caretaker | None = None
+        self._supervisor: WorkerSupervisor | None = None
         self._problem = ""
         self._is_hopeless = False
         self._closed = threading.Event()
@@ -117,10 +117,10 @@ class CoordinatorActor:
         Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
         that cannot be used.
         """
-        caretaker = self._begin(workforce, {})
+        supervisor = self._begin(workforce, {})
         give_up_s = self._clock.now() + timeout_s
         while not self._is_running():
-            for rank, cause in caretaker.losses.items():
+            for rank, cause in supervisor.losses.items():
                 raise StartupError(f"rank {rank} died before it was taken over: {cause}")
             if self._clock.now() > give_up_s:
                 raise StartupError(
@@ -129,7 +129,7 @@ class CoordinatorActor:
                 )
             if self._closed.wait(READY_POLL_S):
                 raise StartupError(f"{self._config.name} was stopped")
-        caretaker.take_care()
+        supervisor.take_care()
         calm_garbage_collector()
         return self._endpoint_for(self._node)
 
@@ -179,7 +179,7 @@ class CoordinatorActor:
     @ray.method(concurrency_group=CONTROL)
     def pending(self) -> tuple[PendingWork, ...]:
         """Return everything that is waited for, as of some moment in the last second."""
-        return () if self._caretaker is None else self._caretaker.pending()
+        return () if self._supervisor is None else self._supervisor.pending()
 
     @ray.method(concurrency_group=CONTROL)
     def record_requests(self, listener: str, salt: bytes, is_last: bool) -> RecordedBatch:
@@ -201,9 +201,9 @@ class CoordinatorActor:
 
         Raises NotRunningError before `begin`, RequestError where this cannot be done.
         """
-        if self._caretaker is None:
+        if self._supervisor is None:
             raise NotRunningError(f"{self._config.name} has not taken its workers over yet: wait")
-        self._caretaker.replace_worker(rank, actor)
+        self._supervisor.replace_worker(rank, actor)
 
     # --- fallback transport
 
@@ -228,15 +228,15 @@ class CoordinatorActor:
         Repeatable."""
         was_closed = self._closed.is_set()
         self._closed.set()
-        caretaker = self._caretaker
-        if caretaker is not None:
-            caretaker.stop()
+        supervisor = self._supervisor
+        if supervisor is not None:
+            supervisor.stop()
         self._metrics.stop()
         if self._loop.stop(self._config.deadlines.closing_s):
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()
-        reports = () if caretaker is None else caretaker.workforce.reports
+        reports = () if supervisor is None else supervisor.workforce.reports
         process_ids = tuple(report.process_id for report in reports)
         actors = self._actors() if self._recipe.is_foreign else ()
         return LastWorkers(process_ids, actors, was_closed)
@@ -258,13 +258,13 @@ class CoordinatorActor:
         return self._call(lambda: book.endpoint_for(node))
 
     def _actors(self) -> tuple[Any, ...]:
-        return () if self._caretaker is None else self._caretaker.workforce.actors
+        return () if self._supervisor is None else self._supervisor.workforce.actors
 
     def _worker_of(self, rank: int) -> Any | None:
         actors = self._actors()
         return actors[rank] if 0 <= rank < len(actors) else None
 
-    def _begin(self, workforce: Workforce, lost: Mapping[int, str]) -> Caretaker:
+    def _begin(self, workforce: Workforce, lost: Mapping[int, str]) -> WorkerSupervisor:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
         metrics, store = self._metrics, RayStateStore(self._config.name)
         coordinator = make_coordinator(
@@ -286,11 +286,11 @@ class CoordinatorActor:
         self._coordinator = coordinator
         metrics.report(coordinator, self._service.statistics, self._call)
         link = CoordinatorLink(coordinator, self._call, self._service.send, self._endpoint_for)
-        caretaker = Caretaker(
+        supervisor = WorkerSupervisor(
             self._config, self._recipe, workforce, link, clock=self._clock, lost=lost
         )
-        self._caretaker = caretaker
-        return caretaker
+        self._supervisor = supervisor
+        return supervisor
 
     def _recover(self) -> None:
         """After a restart: ask the workers for the plan they obey, and take over again.
@@ -308,12 +308,12 @@ class CoordinatorActor:
             try:
                 sighting = look_for_workforce(self._config)
                 if sighting.workforce is not None:
-                    caretaker = self._begin(sighting.workforce, sighting.lost)
+                    supervisor = self._begin(sighting.workforce, sighting.lost)
                     self._problem = ""
                     if self._closed.is_set():
-                        caretaker.stop()
+                        supervisor.stop()
                     else:
-                        caretaker.take_care()
+                        supervisor.take_care()
                         self._tell_clients(give_up_s)
                     return
                 causes = "; ".join(f"rank {r}: {why}" for r, why in sorted(sighting.lost.items()))
@@ -358,9 +358,9 @@ class CoordinatorActor:
         return self._loop.call(action, CALL_TIMEOUT_S)
 
     def _status(self) -> ClusterStatus:
-        figures, caretaker = self._statistics_of_coordinator(), self._caretaker
-        plan = None if caretaker is None else caretaker.workforce.plan
-        ranks = () if caretaker is None else caretaker.describe_ranks()
+        figures, supervisor = self._statistics_of_coordinator(), self._supervisor
+        plan = None if supervisor is None else supervisor.workforce.plan
+        ranks = () if supervisor is None else supervisor.describe_ranks()
         lost = "; ".join(f"rank {r.rank}: {r.describe()}" for r in ranks if r.problem)
         problem = self._problem or "; ".join(filter(None, (lost, figures.problem)))
         state = "ready" if self._is_running() and not problem else "degraded"
@@ -375,7 +375,7 @@ class CoordinatorActor:
         elif self._coordinator is None:
             state = "degraded" if problem else "starting"
         own = with_faults(self._loop.statistics(), self._service.statistics())
-        loops = (own, *(caretaker.loops() if caretaker else ()))
+        loops = (own, *(supervisor.loops() if supervisor else ()))
         return ClusterStatus(
             name=self._config.name,
             state=state,
@@ -389,8 +389,8 @@ class CoordinatorActor:
             coordinator_process_id=os.getpid(),
             coordinator_node=self._node,
             ranks=ranks,
-            warnings=(*(caretaker.warnings() if caretaker else ()), *problems_of(loops)),
-            keepers=() if caretaker is None else caretaker.keepers.statuses(),
+            warnings=(*(supervisor.warnings() if supervisor else ()), *problems_of(loops)),
+            keepers=() if supervisor is None else supervisor.keepers.statuses(),
             loops=loops,
             log_path=log_path(),
         )

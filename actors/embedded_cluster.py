@@ -105,7 +105,7 @@ class EmbeddedCluster(ClusterAccess):
     @property
     def workers(self) -> tuple[Any, ...]:
         """The worker actors in rank order."""
-        return self._coordinator.caretaker.workforce.actors
+        return self._coordinator.supervisor.workforce.actors
 
     def status(self) -> ClusterStatus:
         """Return what the cluster is and how it does."""
@@ -113,7 +113,7 @@ class EmbeddedCluster(ClusterAccess):
 
     def pending(self) -> tuple[PendingWork, ...]:
         """Return everything the coordinator waits for, with its age."""
-        return self._coordinator.caretaker.pending()
+        return self._coordinator.supervisor.pending()
 
     def stop(self) -> None:
         """End the cluster in order; nothing of it is left when this returns. Repeatable.
@@ -142,7 +142,7 @@ class EmbeddedCluster(ClusterAccess):
         return not is_superseded
 
     def _parts(self) -> ClusterParts:
-        workforce = self._coordinator.caretaker.workforce
+        workforce = self._coordinator.supervisor.workforce
         parts = ClusterParts(self.name, self.config.deadlines)
         parts.process_ids = tuple(report.process_id for report in workforce.reports)
         if self._coordinator.record.has_given_workers:
@@ -153,7 +153,7 @@ class EmbeddedCluster(ClusterAccess):
         return parts
 
     def _begin_to_replace(self, rank: int, actor: Any) -> None:
-        self._coordinator.caretaker.replace_worker(rank, actor)
+        self._coordinator.supervisor.replace_worker(rank, actor)
 
     def _dialer(self) -> EmbeddedCoordinator:
         return self._coordinator

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from actors.assembly import make_coordinator
-from actors.caretaker import Caretaker, CoordinatorLink
 from actors.connect import this_node
 from actors.coordinator_metrics import CoordinatorMetrics
 from actors.embedded_record import EmbeddedRecord, load_record, take_record
@@ -33,6 +32,7 @@ from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
+from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
 from actors.workforce import Sighting, Workforce
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
@@ -65,7 +65,7 @@ class _Rule:
     """What there is once workers are being taken over."""
 
     coordinator: Coordinator
-    caretaker: Caretaker
+    supervisor: WorkerSupervisor
 
 
 class EmbeddedCoordinator:
@@ -115,7 +115,7 @@ class EmbeddedCoordinator:
         """
         rule = self._begin(self.config, workforce, {})
         self._await_running(rule, timeout_s, spares_nobody=True)
-        rule.caretaker.take_care()
+        rule.supervisor.take_care()
         self._successors.start()
 
     def take_over(self, sighting: Sighting, timeout_s: float) -> None:
@@ -132,7 +132,7 @@ class EmbeddedCoordinator:
         deadlines = self.config.deadlines.model_copy(update={"reattach_s": 0.0})
         config = self.config.model_copy(update={"deadlines": deadlines})
         rule = self._begin(config, workforce, sighting.lost)
-        rule.caretaker.take_care()
+        rule.supervisor.take_care()
         self._await_running(rule, timeout_s, spares_nobody=False)
         self._successors.start()
 
@@ -157,7 +157,7 @@ class EmbeddedCoordinator:
         rule = self._rule
         if rule is None:
             return ""
-        ranks = rule.caretaker.describe_ranks()
+        ranks = rule.supervisor.describe_ranks()
         lost = [f"rank {rank.rank} is {rank.describe()}" for rank in ranks if rank.problem]
         problem = self._service.call(rule.coordinator.problem)
         return "; ".join(lost) or (problem if "rank" in problem else "")
@@ -172,33 +172,33 @@ class EmbeddedCoordinator:
         return None if ended is None else type(ended)(str(ended))
 
     @property
-    def caretaker(self) -> Caretaker:
+    def supervisor(self) -> WorkerSupervisor:
         """Who looks after the workers. Raises NotRunningError before there are any."""
         if self._rule is None:
             raise NotRunningError(f"{self.config.name} has not taken its workers over yet")
-        return self._rule.caretaker
+        return self._rule.supervisor
 
     def status(self) -> ClusterStatus:
         """Return what the cluster is and how it does."""
-        figures, ranks = self.statistics()[0], self.caretaker.describe_ranks()
+        figures, ranks = self.statistics()[0], self.supervisor.describe_ranks()
         lost = "; ".join(f"rank {rank.rank}: {rank.describe()}" for rank in ranks if rank.problem)
         problem = "; ".join(filter(None, (lost, figures.problem)))
         is_running = figures.phase == Phase.RUNNING.value
         state = "ready" if is_running and not problem else "degraded"
         if self.ended is not None:
             state, problem = "failed", str(self.ended)
-        caretaker, service = self.caretaker, self._service.statistics()
+        supervisor, service = self.supervisor, self._service.statistics()
         own = with_faults(self._loop.statistics(), service)
-        loops = (own, *caretaker.loops(), self._successors.statistics())
+        loops = (own, *supervisor.loops(), self._successors.statistics())
         return embedded_status(
             self.config,
-            caretaker.workforce.plan,
+            supervisor.workforce.plan,
             this_process(),
             state=state,
             problem=problem,
             epoch=figures.epoch,
             ranks=ranks,
-            keepers=caretaker.keepers.statuses(),
+            keepers=supervisor.keepers.statuses(),
             loops=loops,
         )
 
@@ -243,7 +243,7 @@ class EmbeddedCoordinator:
         self._closed.set()
         self._successors.stop()
         if self._rule is not None:
-            self._rule.caretaker.stop()
+            self._rule.supervisor.stop()
         self._metrics.stop()
         if self._loop.stop(CLOSE_TIMEOUT_S):
             self._service.call(self._give_back)
@@ -251,7 +251,7 @@ class EmbeddedCoordinator:
         # cluster of its own, or crashes.
         self._successors.join(CLOSE_TIMEOUT_S)
         if self._rule is not None:
-            self._rule.caretaker.join()
+            self._rule.supervisor.join()
 
     # --- inside
 
@@ -275,10 +275,10 @@ class EmbeddedCoordinator:
         link = CoordinatorLink(
             coordinator, self._service.ask, self._service.send, self._endpoint_for
         )
-        caretaker = Caretaker(
+        supervisor = WorkerSupervisor(
             config, self.record.recipe, workforce, link, clock=self._clock, lost=lost
         )
-        self._rule = _Rule(coordinator, caretaker)
+        self._rule = _Rule(coordinator, supervisor)
         return self._rule
 
     def _await_running(self, rule: _Rule, timeout_s: float, *, spares_nobody: bool) -> None:
@@ -286,7 +286,7 @@ class EmbeddedCoordinator:
         coordinator, give_up_s = rule.coordinator, self._clock.now() + timeout_s
         while coordinator.phase is not Phase.RUNNING:
             self._require_alive()
-            for rank, cause in rule.caretaker.losses.items():
+            for rank, cause in rule.supervisor.losses.items():
                 if spares_nobody:
                     raise StartupError(f"rank {rank} died before it was taken over: {cause}")
             if coordinator.phase is Phase.SUPERSEDED:

@@ -4,8 +4,9 @@
       ▲                                                                   │
       └────── a pause that grows ◀── ended, and said why ◀── any failure ─┘    until the deadline
 
-Between the caretaker, who says that a rank is lost, and Ray. The plan stays what it is: a process
-that does not fit it is refused, with what is missing; nobody plans anew behind the engine's back.
+Between the worker supervisor, who says that a rank is lost, and Ray. The plan stays what it is: a
+process that does not fit it is refused, with what is missing; nobody plans anew behind the engine's
+back.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ import ray
 from ray.exceptions import RaySystemError
 
 from actors import health
-from actors.caretaker import Caretaker
 from actors.coordinator import CoordinatorActor
 from actors.health import DeathWatch, SilenceWatch
 from actors.process_ending import end_local_process
 from actors.process_start import started_ticks
 from actors.replacement import LONGEST_PAUSE_S, STABLE_S, Patience, patience_for, require_fit
 from actors.reports import NodeAddress, WorkerReport
+from actors.worker_supervisor import WorkerSupervisor
 from kvcache.config import layer_specs
 from kvcache.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
 from kvcache.planner import RankMemory
@@ -171,12 +171,12 @@ def test_a_process_whose_ending_went_wrong_is_ended_again() -> None:
     def fail(*_: object) -> None:
         raise ConnectionError("Ray is away")
 
-    loop = ServingLoop("caretaker", lambda: None)
+    loop = ServingLoop("supervisor", lambda: None)
     care: Any = SimpleNamespace(
         _loop=loop, _end_and_prove=fail, _dead={}, _ending={"p": "silent for 40 s"}
     )
     report = WorkerReport(0, "p", 7, NodeAddress("n", "10.0.0.7"), (), {}, RankMemory(0))
-    Caretaker._end(care, 0, None, report)
+    WorkerSupervisor._end(care, 0, None, report)
     assert care._ending == {}
     assert loop.statistics().last_fault == "the ending of rank 0: ConnectionError: Ray is away"
 

@@ -1,8 +1,8 @@
 """Looks after the processes of one schedule: starts them, hears of their ends, starts others.
 
-Does what Ray and the caretaker do on a cluster: says who is lost, makes another process for a rank
-or a coordinator, tells workers and clients where the coordinator listens. And it strikes. A thread
-of its own; what is not signals goes through its queue.
+Does what Ray and the worker supervisor do on a cluster: says who is lost, makes another process for
+a rank or a coordinator, tells workers and clients where the coordinator listens. And it strikes. A
+thread of its own; what is not signals goes through its queue.
 """
 
 from __future__ import annotations

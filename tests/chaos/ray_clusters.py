@@ -1,8 +1,8 @@
 """One schedule on a cluster on Ray: faults by seed, the replay finishes, nothing is left.
 
 The same game as on processes, and strikes at its moments, at what Ray has started: coordinator and
-workers die or stand still, one or several in a row; Ray and the caretaker see to the rest. In some
-schedules another driver attaches to the cluster, plays too, and may be killed.
+workers die or stand still, one or several in a row; Ray and the worker supervisor see to the rest.
+In some schedules another driver attaches to the cluster, plays too, and may be killed.
 """
 
 from __future__ import annotations

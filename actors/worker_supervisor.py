@@ -74,7 +74,7 @@ class CoordinatorLink:
     endpoint_for: Callable[[NodeAddress], Endpoint]
 
 
-class Caretaker:
+class WorkerSupervisor:
     """The workers of one coordinator. A `Site` for replacements. Any thread may call it."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Caretaker:
                 self._connect(rank)
         self.keepers = KeeperWatch(config, lambda: self._workforce, self.rules, clock)
         """Looks after the memory of the nodes."""
-        self._loop = ServingLoop("kvcache-caretaker", self._turn)
+        self._loop = ServingLoop("kvcache-worker-supervisor", self._turn)
         self._loop.start()
 
     # --- for the coordinator's process
