@@ -32,8 +32,8 @@ from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
 from actors.whereabouts import write_down
 from actors.worker_making import WorkerRecipe
+from actors.worker_set import WorkerSet, look_for_workers
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
-from actors.workforce import Workforce, look_for_workforce
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -111,13 +111,13 @@ class CoordinatorActor:
     # --- start-up
 
     @ray.method(concurrency_group=CONTROL)
-    def begin(self, workforce: Workforce, timeout_s: float) -> Endpoint:
+    def begin(self, worker_set: WorkerSet, timeout_s: float) -> Endpoint:
         """Take over the workers and return when all of them obey.
 
         Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
         that cannot be used.
         """
-        supervisor = self._begin(workforce, {})
+        supervisor = self._begin(worker_set, {})
         give_up_s = self._clock.now() + timeout_s
         while not self._is_running():
             for rank, cause in supervisor.losses.items():
@@ -236,7 +236,7 @@ class CoordinatorActor:
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()
-        reports = () if supervisor is None else supervisor.workforce.reports
+        reports = () if supervisor is None else supervisor.worker_set.reports
         process_ids = tuple(report.process_id for report in reports)
         actors = self._actors() if self._recipe.is_foreign else ()
         return LastWorkers(process_ids, actors, was_closed)
@@ -258,18 +258,18 @@ class CoordinatorActor:
         return self._call(lambda: book.endpoint_for(node))
 
     def _actors(self) -> tuple[Any, ...]:
-        return () if self._supervisor is None else self._supervisor.workforce.actors
+        return () if self._supervisor is None else self._supervisor.worker_set.actors
 
     def _worker_of(self, rank: int) -> Any | None:
         actors = self._actors()
         return actors[rank] if 0 <= rank < len(actors) else None
 
-    def _begin(self, workforce: Workforce, lost: Mapping[int, str]) -> WorkerSupervisor:
+    def _begin(self, worker_set: WorkerSet, lost: Mapping[int, str]) -> WorkerSupervisor:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
         metrics, store = self._metrics, RayStateStore(self._config.name)
         coordinator = make_coordinator(
             self._config,
-            workforce.plan,
+            worker_set.plan,
             self._clock,
             store,
             self._keys,
@@ -278,7 +278,7 @@ class CoordinatorActor:
         )
         incarnations = {
             rank: report.incarnation
-            for rank, report in enumerate(workforce.reports)
+            for rank, report in enumerate(worker_set.reports)
             if report.incarnation and rank not in lost
         }
         decider = metrics.around(coordinator)
@@ -287,7 +287,7 @@ class CoordinatorActor:
         metrics.report(coordinator, self._service.statistics, self._call)
         link = CoordinatorLink(coordinator, self._call, self._service.send, self._endpoint_for)
         supervisor = WorkerSupervisor(
-            self._config, self._recipe, workforce, link, clock=self._clock, lost=lost
+            self._config, self._recipe, worker_set, link, clock=self._clock, lost=lost
         )
         self._supervisor = supervisor
         return supervisor
@@ -306,9 +306,9 @@ class CoordinatorActor:
         give_up_s = self._clock.now() + self._config.deadlines.return_s
         while not self._closed.is_set():
             try:
-                sighting = look_for_workforce(self._config)
-                if sighting.workforce is not None:
-                    supervisor = self._begin(sighting.workforce, sighting.lost)
+                sighting = look_for_workers(self._config)
+                if sighting.worker_set is not None:
+                    supervisor = self._begin(sighting.worker_set, sighting.lost)
                     self._problem = ""
                     if self._closed.is_set():
                         supervisor.stop()
@@ -359,7 +359,7 @@ class CoordinatorActor:
 
     def _status(self) -> ClusterStatus:
         figures, supervisor = self._statistics_of_coordinator(), self._supervisor
-        plan = None if supervisor is None else supervisor.workforce.plan
+        plan = None if supervisor is None else supervisor.worker_set.plan
         ranks = () if supervisor is None else supervisor.describe_ranks()
         lost = "; ".join(f"rank {r.rank}: {r.describe()}" for r in ranks if r.problem)
         problem = self._problem or "; ".join(filter(None, (lost, figures.problem)))

@@ -26,7 +26,7 @@ from actors.names import placement_group_name
 from actors.reports import ClusterStatus
 from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
-from actors.workforce import Workforce, look_for_workforce
+from actors.worker_set import WorkerSet, look_for_workers
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.errors import NotRunningError, SupersededError
@@ -96,7 +96,7 @@ class EmbeddedCluster(ClusterAccess):
         coordinator = EmbeddedCoordinator(record)
         try:
             config = coordinator.config
-            coordinator.take_over(look_for_workforce(config), config.deadlines.startup_s)
+            coordinator.take_over(look_for_workers(config), config.deadlines.startup_s)
         except BaseException:
             coordinator.close()
             raise
@@ -105,7 +105,7 @@ class EmbeddedCluster(ClusterAccess):
     @property
     def workers(self) -> tuple[Any, ...]:
         """The worker actors in rank order."""
-        return self._coordinator.supervisor.workforce.actors
+        return self._coordinator.supervisor.worker_set.actors
 
     def status(self) -> ClusterStatus:
         """Return what the cluster is and how it does."""
@@ -142,11 +142,11 @@ class EmbeddedCluster(ClusterAccess):
         return not is_superseded
 
     def _parts(self) -> ClusterParts:
-        workforce = self._coordinator.supervisor.workforce
+        worker_set = self._coordinator.supervisor.worker_set
         parts = ClusterParts(self.name, self.config.deadlines)
-        parts.process_ids = tuple(report.process_id for report in workforce.reports)
+        parts.process_ids = tuple(report.process_id for report in worker_set.reports)
         if self._coordinator.record.has_given_workers:
-            parts.foreign_workers = [actor for actor in workforce.actors if actor is not None]
+            parts.foreign_workers = [actor for actor in worker_set.actors if actor is not None]
         else:
             parts.find_workers(self.config.parallel.num_ranks)
             parts.find_placement(placement_group_name(self.name))
@@ -186,10 +186,10 @@ class _EmbeddedLaunch(Launch):
         self._say(f"allocating {plan.num_blocks} blocks on every rank")
         self._allocate(ranked, plan)
         self._say("connecting coordinator and workers")
-        workforce = Workforce(plan, tuple(ranked), in_order, self.parts.placement)
+        worker_set = WorkerSet(plan, tuple(ranked), in_order, self.parts.placement)
         coordinator = EmbeddedCoordinator(self.records[0])
         try:
-            coordinator.launch(workforce, self._remaining_s())
+            coordinator.launch(worker_set, self._remaining_s())
         except BaseException:
             coordinator.close()
             raise

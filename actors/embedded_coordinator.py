@@ -32,8 +32,8 @@ from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
+from actors.worker_set import Sighting, WorkerSet
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
-from actors.workforce import Sighting, Workforce
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -107,13 +107,13 @@ class EmbeddedCoordinator:
 
     # --- start-up
 
-    def launch(self, workforce: Workforce, timeout_s: float) -> None:
+    def launch(self, worker_set: WorkerSet, timeout_s: float) -> None:
         """Take over workers that were just made; return when all of them obey.
 
         Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
         that cannot be used.
         """
-        rule = self._begin(self.config, workforce, {})
+        rule = self._begin(self.config, worker_set, {})
         self._await_running(rule, timeout_s, spares_nobody=True)
         rule.supervisor.take_care()
         self._successors.start()
@@ -121,8 +121,8 @@ class EmbeddedCoordinator:
     def take_over(self, sighting: Sighting, timeout_s: float) -> None:
         """Take over the workers that were found, replace those that are lost, and return when all
         of them obey. Raises as `launch`, and SupersededError when another process is faster."""
-        workforce = sighting.workforce
-        if workforce is None:
+        worker_set = sighting.worker_set
+        if worker_set is None:
             causes = "; ".join(f"rank {rank}: {why}" for rank, why in sighting.lost.items())
             raise StartupError(
                 f"no worker of {self.config.name} can say what the plan is ({causes or 'none'} "
@@ -131,7 +131,7 @@ class EmbeddedCoordinator:
         # Clients of the process before do not come back: they died with it, or are refused.
         deadlines = self.config.deadlines.model_copy(update={"reattach_s": 0.0})
         config = self.config.model_copy(update={"deadlines": deadlines})
-        rule = self._begin(config, workforce, sighting.lost)
+        rule = self._begin(config, worker_set, sighting.lost)
         rule.supervisor.take_care()
         self._await_running(rule, timeout_s, spares_nobody=False)
         self._successors.start()
@@ -192,7 +192,7 @@ class EmbeddedCoordinator:
         loops = (own, *supervisor.loops(), self._successors.statistics())
         return embedded_status(
             self.config,
-            supervisor.workforce.plan,
+            supervisor.worker_set.plan,
             this_process(),
             state=state,
             problem=problem,
@@ -255,19 +255,21 @@ class EmbeddedCoordinator:
 
     # --- inside
 
-    def _begin(self, config: ClusterConfig, workforce: Workforce, lost: Mapping[int, str]) -> _Rule:
+    def _begin(
+        self, config: ClusterConfig, worker_set: WorkerSet, lost: Mapping[int, str]
+    ) -> _Rule:
         """Make the Coordinator, tell the workers where it is, and watch over them."""
         metrics = self._metrics
         coordinator = make_coordinator(
             config,
-            workforce.plan,
+            worker_set.plan,
             self._clock,
             self._store,
             core_factory=metrics.core_factory,
         )
         incarnations = {
             rank: report.incarnation
-            for rank, report in enumerate(workforce.reports)
+            for rank, report in enumerate(worker_set.reports)
             if report.incarnation and rank not in lost
         }
         self._service.open(metrics.around(coordinator), lambda: coordinator.start(incarnations))
@@ -276,7 +278,7 @@ class EmbeddedCoordinator:
             coordinator, self._service.ask, self._service.send, self._endpoint_for
         )
         supervisor = WorkerSupervisor(
-            config, self.record.recipe, workforce, link, clock=self._clock, lost=lost
+            config, self.record.recipe, worker_set, link, clock=self._clock, lost=lost
         )
         self._rule = _Rule(coordinator, supervisor)
         return self._rule

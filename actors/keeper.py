@@ -38,7 +38,7 @@ from kvcache.logs import get_logger, log_to_stderr
 from kvcache.serving_loop import ServingLoop
 
 if TYPE_CHECKING:
-    from actors.workforce import Workforce
+    from actors.worker_set import WorkerSet
 
 logger = get_logger(__name__)
 
@@ -172,14 +172,14 @@ class KeeperWatch:
     def __init__(
         self,
         config: ClusterConfig,
-        workforce: Callable[[], Workforce],
+        worker_set: Callable[[], WorkerSet],
         rules: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        """Begin to watch, if the configuration wants memory kept. `workforce` says who serves which
-        rank now, `rules` whether it is still for this coordinator to act."""
+        """Begin to watch, if the configuration wants memory kept. `worker_set` says who serves
+        which rank now, `rules` whether it is still for this coordinator to act."""
         self._config = config
-        self._workforce = workforce
+        self._worker_set = worker_set
         self._rules = rules
         self._clock = clock
         self._nodes: dict[str, _WatchedNode] = {}
@@ -198,8 +198,8 @@ class KeeperWatch:
         self.loop.stop()
 
     def _turn(self) -> None:
-        workforce = self._workforce()
-        reports = dict(enumerate(workforce.reports))
+        worker_set = self._worker_set()
+        reports = dict(enumerate(worker_set.reports))
         seen = look_at_keepers(self._config.name, reports, ANSWER_S, self._handles)
         now_s = self._clock.now()
         for status in seen:
@@ -208,16 +208,16 @@ class KeeperWatch:
         self._nodes = {one.node_id: self._nodes[one.node_id] for one in seen}
         missing = [rank for one in seen if not one.problem for rank in one.missing_ranks]
         if not self.loop.is_stopping and (missing or any(one.problem for one in seen)):
-            self._act(workforce, missing, now_s)
+            self._act(worker_set, missing, now_s)
         self._told = tuple(self._nodes[one.node_id].describe(one, now_s) for one in seen)
         self.loop.pause(LOOK_S)
 
-    def _act(self, workforce: Workforce, missing: Sequence[int], now_s: float) -> None:
+    def _act(self, worker_set: WorkerSet, missing: Sequence[int], now_s: float) -> None:
         if not self._rules():
             return
         calls = {}
         for rank in missing:
-            actor = workforce.actors[rank]
+            actor = worker_set.actors[rank]
             if actor is not None:
                 calls[actor.kvcache_keep_memory.remote()] = rank
         for call, rank in calls.items():
@@ -227,7 +227,7 @@ class KeeperWatch:
                 rank,
                 f"is not kept: {reason}" if reason else "is kept again",
             )
-            node = self._nodes[workforce.reports[rank].node.node_id]
+            node = self._nodes[worker_set.reports[rank].node.node_id]
             node.reasons[rank] = reason
         limit_s = self._config.deadlines.worker_kill_s
         for node in self._nodes.values():

@@ -27,7 +27,7 @@ from actors.placement import create_placement
 from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
 from actors.worker_making import WorkerRecipe, code_options, make_worker
-from actors.workforce import Workforce
+from actors.worker_set import WorkerSet
 from kvcache.arguments import as_bool, as_tuple, check_methods
 from kvcache.config import ClusterConfig
 from kvcache.curve import generate_curve_keys
@@ -130,10 +130,10 @@ class Launch:
         coordinator: Any = self.parts.coordinator
         # First wait until it is there: its own time limit begins to count when it takes the call.
         self._await([coordinator.__ray_ready__.remote()], "start", who="the coordinator")
-        workforce = Workforce(
+        worker_set = WorkerSet(
             plan, tuple(ranked), tuple(reports[place] for place in order), self.parts.placement
         )
-        ready = coordinator.begin.remote(workforce, BEGIN_SHARE * self._remaining_s())
+        ready = coordinator.begin.remote(worker_set, BEGIN_SHARE * self._remaining_s())
         # What it says names the ranks that do not obey: worth waiting for a little longer.
         self._await([ready], "connect to the workers", who="the coordinator", grace_s=GRACE_S)
         self._say("ready")

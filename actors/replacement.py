@@ -25,7 +25,7 @@ from actors.health import describe_death
 from actors.names import RAY_NAMESPACE, worker_name
 from actors.reports import WorkerReport
 from actors.worker_making import WorkerRecipe, begin_making_worker
-from actors.workforce import Workforce
+from actors.worker_set import WorkerSet
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, NotEnoughMemoryError, PlanMismatchError, StartupError
@@ -60,7 +60,7 @@ class Site(Protocol):
     recipe: WorkerRecipe
 
     @property
-    def workforce(self) -> Workforce:
+    def worker_set(self) -> WorkerSet:
         """Who serves which rank now."""
 
     def rules(self) -> bool:
@@ -176,14 +176,14 @@ class Replacement:
         try:
             call = actor.kvcache_report.remote(site.num_to_allocate())
             report: WorkerReport = self._await(call, "start and report", give_up_s)
-            workforce = site.workforce
-            require_fit(workforce.plan, rank, report, workforce.reports[rank].specs)
+            worker_set = site.worker_set
+            require_fit(worker_set.plan, rank, report, worker_set.reports[rank].specs)
             self._enter(ALLOCATING)
-            call = actor.kvcache_allocate_again.remote(rank, workforce.plan)
+            call = actor.kvcache_allocate_again.remote(rank, worker_set.plan)
             fingerprint = self._await(call, "allocate its blocks", give_up_s)
-            if fingerprint != workforce.plan.fingerprint:
+            if fingerprint != worker_set.plan.fingerprint:
                 raise PlanMismatchError(
-                    f"its plan is {fingerprint}, the cluster's {workforce.plan.fingerprint}: run "
+                    f"its plan is {fingerprint}, the cluster's {worker_set.plan.fingerprint}: run "
                     "the same release everywhere"
                 )
             self.needs_memory = False
@@ -198,8 +198,8 @@ class Replacement:
     def _make(self, give_up_s: float) -> Any:
         """Return a new actor at the rank's place."""
         site = self._site
-        workforce, place = site.workforce, site.workforce.reports[self.rank].place
-        if site.recipe.is_foreign or workforce.placement is None:
+        worker_set, place = site.worker_set, site.worker_set.reports[self.rank].place
+        if site.recipe.is_foreign or worker_set.placement is None:
             raise StartupError(
                 f"rank {self.rank} is an actor of the engine's own: make another one and pass it "
                 "to KVCacheCluster.replace_worker"
@@ -212,7 +212,7 @@ class Replacement:
             name = worker_name(site.config.name, place)
             end_actor(ray.get_actor(name, namespace=RAY_NAMESPACE))
         self._enter(STARTING)
-        call = begin_making_worker(site.config, site.recipe, place, workforce.placement)
+        call = begin_making_worker(site.config, site.recipe, place, worker_set.placement)
         try:
             return self._await(call, "be made", give_up_s)
         except BaseException:
@@ -240,7 +240,7 @@ class Replacement:
 
     def _has_room(self) -> bool:
         """Whether Ray has a place for every stage. Raises StartupError when it was given back."""
-        group: PlacementGroup | None = self._site.workforce.placement
+        group: PlacementGroup | None = self._site.worker_set.placement
         if group is None:
             return True
         state = placement_group_table(group).get("state", "REMOVED")

@@ -26,7 +26,7 @@ from actors.reports import NodeAddress, RankStatus, WorkerReport
 from actors.state import RayStateStore
 from actors.transport import Endpoint
 from actors.worker_making import WorkerRecipe
-from actors.workforce import Workforce, save_roster
+from actors.worker_set import WorkerSet, save_roster
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.config.deadlines import ENDING_S
@@ -81,7 +81,7 @@ class WorkerSupervisor:
         self,
         config: ClusterConfig,
         recipe: WorkerRecipe,
-        workforce: Workforce,
+        worker_set: WorkerSet,
         link: CoordinatorLink,
         *,
         clock: Clock,
@@ -94,7 +94,7 @@ class WorkerSupervisor:
         """
         self.config = config
         self.recipe = recipe
-        self._workforce = workforce
+        self._worker_set = worker_set
         self._link = link
         self._clock = clock
         self._lock = threading.RLock()
@@ -108,12 +108,12 @@ class WorkerSupervisor:
         self._silence = SilenceWatch(LOOK_S)
         self._watchdog = Watchdog(_limits(config))
         self._pending: tuple[PendingWork, ...] = ()
-        save_roster(config.name, workforce)
+        save_roster(config.name, worker_set)
         self._watch = DeathWatch(lambda: link.coordinator.epoch, self._on_death)
-        for rank, report in enumerate(workforce.reports):
+        for rank, report in enumerate(worker_set.reports):
             if report.incarnation and rank not in lost:
                 self._connect(rank)
-        self.keepers = KeeperWatch(config, lambda: self._workforce, self.rules, clock)
+        self.keepers = KeeperWatch(config, lambda: self._worker_set, self.rules, clock)
         """Looks after the memory of the nodes."""
         self._loop = ServingLoop("kvcache-worker-supervisor", self._turn)
         self._loop.start()
@@ -121,9 +121,9 @@ class WorkerSupervisor:
     # --- for the coordinator's process
 
     @property
-    def workforce(self) -> Workforce:
+    def worker_set(self) -> WorkerSet:
         """Who serves which rank now."""
-        return self._workforce
+        return self._worker_set
 
     @property
     def losses(self) -> Mapping[int, str]:
@@ -156,7 +156,7 @@ class WorkerSupervisor:
             if rank not in self._losses and actor is None:
                 raise RequestError(f"rank {rank} is not lost: nothing has to be replaced")
             self._replacements.pop(rank, None)
-            incarnation = self._workforce.reports[rank].incarnation
+            incarnation = self._worker_set.reports[rank].incarnation
         if rank not in self._losses:
             self._on_death(rank, incarnation, "the engine has replaced it")
         self._replace(rank, actor)
@@ -175,7 +175,7 @@ class WorkerSupervisor:
                     problem=self._losses.get(rank, ""),
                     replacement=self._describe_replacement(rank),
                 )
-                for rank, report in enumerate(self._workforce.reports)
+                for rank, report in enumerate(self._worker_set.reports)
             )
 
     def pending(self) -> tuple[PendingWork, ...]:
@@ -203,7 +203,7 @@ class WorkerSupervisor:
 
     def warnings(self) -> list[str]:
         """Return what people should know: of the plan, and of host memory without a keeper."""
-        found = list(self._workforce.plan.warnings)
+        found = list(self._worker_set.plan.warnings)
         for keeper in self.keepers.statuses():
             found += keeper.warnings()
         return found
@@ -245,9 +245,9 @@ class WorkerSupervisor:
         if self._closed.is_set() or not self._rules():
             raise ClusterError("another coordinator has taken over: it replaces who is lost")
         with self._lock:
-            self._workforce = self._workforce.with_worker(rank, actor, report)
+            self._worker_set = self._worker_set.with_worker(rank, actor, report)
         with self._noting:
-            save_roster(self.config.name, self._workforce)
+            save_roster(self.config.name, self._worker_set)
         self._connect(rank)
 
     def is_served(self, rank: int, incarnation: str) -> bool:
@@ -280,7 +280,7 @@ class WorkerSupervisor:
 
     def _connect(self, rank: int) -> None:
         """Tell a rank's process where the coordinator is, and watch over it."""
-        actor, report = self._workforce.actors[rank], self._workforce.reports[rank]
+        actor, report = self._worker_set.actors[rank], self._worker_set.reports[rank]
         self._watch.watch(rank, report.incarnation, actor)
         actor.kvcache_attach.remote(self._link.endpoint_for(report.node))
 
@@ -289,7 +289,7 @@ class WorkerSupervisor:
         with self._lock:
             if incarnation and self._dead.setdefault(incarnation, cause) is not cause:
                 return  # heard before
-            if self._closed.is_set() or self._workforce.reports[rank].incarnation != incarnation:
+            if self._closed.is_set() or self._worker_set.reports[rank].incarnation != incarnation:
                 return
             self._losses[rank] = self._ending.pop(incarnation, cause)
             reason = self._losses[rank]
@@ -370,7 +370,7 @@ class WorkerSupervisor:
         for rank, silent_s in silent.items():
             if silent_s <= limit_s:
                 continue
-            actor, report = self._workforce.actors[rank], self._workforce.reports[rank]
+            actor, report = self._worker_set.actors[rank], self._worker_set.reports[rank]
             is_known = report.incarnation in self._ending or report.incarnation in self._dead
             if is_known or report.incarnation != heard[rank][0]:
                 continue

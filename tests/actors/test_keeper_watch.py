@@ -41,7 +41,7 @@ class Site:
         self.ended: list[ProcessIdentity] = []
         reports = [WorkerReport(r, f"p{r}", r, NODE, (), {}, RankMemory(0)) for r in (0, 1)]
         actors = [self.worker(rank) for rank in (0, 1)]
-        self.workforce: Any = SimpleNamespace(reports=tuple(reports), actors=tuple(actors))
+        self.worker_set: Any = SimpleNamespace(reports=tuple(reports), actors=tuple(actors))
 
     def worker(self, rank: int) -> Any:
         def put_again() -> str:
@@ -74,7 +74,7 @@ def watch(site: Site, make_config: Any) -> Iterator[KeeperWatch]:
     config = make_config(
         offload={"host_memory_per_rank": "1MiB"}, deadlines={"worker_kill_s": 30.0}
     )
-    made = KeeperWatch(config, lambda: site.workforce, lambda: site.rules, site.clock)
+    made = KeeperWatch(config, lambda: site.worker_set, lambda: site.rules, site.clock)
     yield made
     made.stop()
     assert made.loop.join(DEADLINE_S)
@@ -155,7 +155,7 @@ def test_errors_that_a_keeper_survived_are_told() -> None:
 def test_without_memory_to_keep_nothing_is_watched(site: Site, make_config: Any) -> None:
     config = make_config(offload={"host_memory_per_rank": "1MiB", "keeps_memory": False})
     for each in (config, make_config()):
-        made = KeeperWatch(each, lambda: site.workforce, lambda: True, site.clock)
+        made = KeeperWatch(each, lambda: site.worker_set, lambda: True, site.clock)
         assert not made.loop.is_running
         assert made.statuses() == ()
         made.stop()

@@ -36,7 +36,7 @@ ROSTER_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Workforce:
+class WorkerSet:
     """The workers of a cluster in rank order: actors, and what each of them reported.
 
     An actor is None where nobody is known, a report's incarnation empty where it is not known.
@@ -48,7 +48,7 @@ class Workforce:
     reports: tuple[WorkerReport, ...]
     placement: PlacementGroup | None = None
 
-    def with_worker(self, rank: int, actor: Any, report: WorkerReport) -> Workforce:
+    def with_worker(self, rank: int, actor: Any, report: WorkerReport) -> WorkerSet:
         """Return a copy in which `actor` serves `rank`."""
         actors, reports = list(self.actors), list(self.reports)
         actors[rank], reports[rank] = actor, report
@@ -73,23 +73,23 @@ class Roster:
 class Sighting:
     """What a coordinator finds when it looks for its workers.
 
-    `workforce` is None while nobody says what the plan is. `lost`: the ranks that have no process
+    `worker_set` is None while nobody says what the plan is. `lost`: the ranks that have no process
     any more, and why; `is_hopeless`: that are all of them.
     """
 
-    workforce: Workforce | None
+    worker_set: WorkerSet | None
     lost: Mapping[int, str] = field(default_factory=dict)
     is_hopeless: bool = False
 
 
-def save_roster(cluster: str, workforce: Workforce) -> None:
+def save_roster(cluster: str, worker_set: WorkerSet) -> None:
     """Write down who serves which rank. Raises ClusterError when Ray does not take it."""
     ranks = []
-    for actor, report in zip(workforce.actors, workforce.reports, strict=True):
+    for actor, report in zip(worker_set.actors, worker_set.reports, strict=True):
         handle = b"" if actor is None else handle_to_bytes(actor)
         plain = asdict(replace(report, specs={}))  # what layers keep is in the configuration
         ranks.append({"handle": base64.b64encode(handle).decode(), "report": plain})
-    group = workforce.placement
+    group = worker_set.placement
     placement = "" if group is None else group.id.hex()
     record = {"version": ROSTER_VERSION, "placement": placement, "ranks": ranks}
     RayRecordStore(cluster, _RECORD).save(json.dumps(record).encode())
@@ -122,20 +122,20 @@ def _read_roster(record: Any, config: ClusterConfig) -> Roster:
     return Roster(tuple(actors), tuple(reports), placement)
 
 
-def find_workforce(config: ClusterConfig) -> Workforce:
+def find_workers(config: ClusterConfig) -> WorkerSet:
     """Return the cluster's workers, all of them, as their names and their own words have them.
 
     Raises StartupError when one of them cannot be found or has no plan.
     """
-    sighting = look_for_workforce(config)
+    sighting = look_for_workers(config)
     for rank, cause in sighting.lost.items():
         raise StartupError(f"rank {rank} of {config.name} does not answer: {cause}")
-    if sighting.workforce is None or not all(r.incarnation for r in sighting.workforce.reports):
+    if sighting.worker_set is None or not all(r.incarnation for r in sighting.worker_set.reports):
         raise StartupError(f"not all workers of {config.name} answer")
-    return sighting.workforce
+    return sighting.worker_set
 
 
-def look_for_workforce(config: ClusterConfig) -> Sighting:
+def look_for_workers(config: ClusterConfig) -> Sighting:
     """Ask all workers for the plan they obey; who does not answer in time counts as hanging."""
     roster = load_roster(config)
     answers = _ask_all(config, _candidates(config, roster))
@@ -156,7 +156,7 @@ def look_for_workforce(config: ClusterConfig) -> Sighting:
     )
     placement = None if roster is None else roster.placement
     return Sighting(
-        Workforce(plan, tuple(seats[rank].actor for rank in ranks), reports, placement), lost
+        WorkerSet(plan, tuple(seats[rank].actor for rank in ranks), reports, placement), lost
     )
 
 
