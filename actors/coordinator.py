@@ -306,9 +306,9 @@ class CoordinatorActor:
         give_up_s = self._clock.now() + self._config.deadlines.return_s
         while not self._closed.is_set():
             try:
-                sighting = look_for_workers(self._config)
-                if sighting.worker_set is not None:
-                    supervisor = self._begin(sighting.worker_set, sighting.lost)
+                discovered = look_for_workers(self._config)
+                if discovered.worker_set is not None:
+                    supervisor = self._begin(discovered.worker_set, discovered.lost)
                     self._problem = ""
                     if self._closed.is_set():
                         supervisor.stop()
@@ -316,10 +316,10 @@ class CoordinatorActor:
                         supervisor.take_care()
                         self._tell_clients(give_up_s)
                     return
-                causes = "; ".join(f"rank {r}: {why}" for r, why in sorted(sighting.lost.items()))
+                causes = "; ".join(f"rank {r}: {why}" for r, why in sorted(discovered.lost.items()))
                 self._problem = f"the restarted coordinator finds no worker: {causes or 'silence'}"
                 logger.warning("%s: %s", self._config.name, self._problem)
-                self._is_hopeless = sighting.is_hopeless
+                self._is_hopeless = discovered.is_hopeless
             except Exception as error:
                 self._problem = f"the restarted coordinator could not take over: {error}"
                 logger.exception("recovery failed")

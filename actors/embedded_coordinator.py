@@ -32,7 +32,7 @@ from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
-from actors.worker_set import Sighting, WorkerSet
+from actors.worker_set import DiscoveredCluster, WorkerSet
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig
@@ -118,12 +118,12 @@ class EmbeddedCoordinator:
         rule.supervisor.take_care()
         self._successors.start()
 
-    def take_over(self, sighting: Sighting, timeout_s: float) -> None:
+    def take_over(self, discovered: DiscoveredCluster, timeout_s: float) -> None:
         """Take over the workers that were found, replace those that are lost, and return when all
         of them obey. Raises as `launch`, and SupersededError when another process is faster."""
-        worker_set = sighting.worker_set
+        worker_set = discovered.worker_set
         if worker_set is None:
-            causes = "; ".join(f"rank {rank}: {why}" for rank, why in sighting.lost.items())
+            causes = "; ".join(f"rank {rank}: {why}" for rank, why in discovered.lost.items())
             raise StartupError(
                 f"no worker of {self.config.name} can say what the plan is ({causes or 'none'} "
                 "answers): stop the cluster and launch it again"
@@ -131,7 +131,7 @@ class EmbeddedCoordinator:
         # Clients of the process before do not come back: they died with it, or are refused.
         deadlines = self.config.deadlines.model_copy(update={"reattach_s": 0.0})
         config = self.config.model_copy(update={"deadlines": deadlines})
-        rule = self._begin(config, worker_set, sighting.lost)
+        rule = self._begin(config, worker_set, discovered.lost)
         rule.supervisor.take_care()
         self._await_running(rule, timeout_s, spares_nobody=False)
         self._successors.start()

@@ -70,7 +70,7 @@ class Roster:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class DiscoveredCluster:
     """What a coordinator finds when it looks for its workers.
 
     `worker_set` is None while nobody says what the plan is. `lost`: the ranks that have no process
@@ -127,15 +127,17 @@ def find_workers(config: ClusterConfig) -> WorkerSet:
 
     Raises StartupError when one of them cannot be found or has no plan.
     """
-    sighting = look_for_workers(config)
-    for rank, cause in sighting.lost.items():
+    discovered = look_for_workers(config)
+    for rank, cause in discovered.lost.items():
         raise StartupError(f"rank {rank} of {config.name} does not answer: {cause}")
-    if sighting.worker_set is None or not all(r.incarnation for r in sighting.worker_set.reports):
+    if discovered.worker_set is None or not all(
+        r.incarnation for r in discovered.worker_set.reports
+    ):
         raise StartupError(f"not all workers of {config.name} answer")
-    return sighting.worker_set
+    return discovered.worker_set
 
 
-def look_for_workers(config: ClusterConfig) -> Sighting:
+def look_for_workers(config: ClusterConfig) -> DiscoveredCluster:
     """Ask all workers for the plan they obey; who does not answer in time counts as hanging."""
     roster = load_roster(config)
     answers = _ask_all(config, _candidates(config, roster))
@@ -147,7 +149,7 @@ def look_for_workers(config: ClusterConfig) -> Sighting:
     lost = {rank: seat.cause for rank, seat in sorted(seats.items()) if seat.cause}
     is_hopeless = len(lost) == config.parallel.num_ranks
     if not told:
-        return Sighting(None, lost, is_hopeless)
+        return DiscoveredCluster(None, lost, is_hopeless)
     plan = next(answer.plan for answer in told.values() if answer.plan is not None)
     ranks = range(config.parallel.num_ranks)
     reports = tuple(
@@ -155,7 +157,7 @@ def look_for_workers(config: ClusterConfig) -> Sighting:
         for rank in ranks
     )
     placement = None if roster is None else roster.placement
-    return Sighting(
+    return DiscoveredCluster(
         WorkerSet(plan, tuple(seats[rank].actor for rank in ranks), reports, placement), lost
     )
 
