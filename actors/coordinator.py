@@ -18,6 +18,7 @@ import ray
 from actors.assembly import make_coordinator
 from actors.connect import log_path, this_node
 from actors.coordinator_metrics import CoordinatorMetrics
+from actors.endpoint_record import save_endpoint
 from actors.endpoints import EndpointBook
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import OUR_LOGGERS, coordinator_name
@@ -30,7 +31,6 @@ from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.waking_clock import WakingClock
-from actors.whereabouts import write_down
 from actors.worker_making import WorkerRecipe
 from actors.worker_set import WorkerSet, look_for_workers
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
@@ -339,7 +339,7 @@ class CoordinatorActor:
         if self._closed.is_set():
             return
         try:
-            write_down(self._config.name, self._node.node_id, self._endpoint_for(self._node))
+            save_endpoint(self._config.name, self._node.node_id, self._endpoint_for(self._node))
         except KVCacheError as error:  # it has taken over all the same, and not to do so again
             logger.warning("clients have to ask where the coordinator is: %s", error)
 

@@ -8,10 +8,10 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from actors.connect import connect_peer, require_ray, this_node
+from actors.endpoint_record import load_endpoint
 from actors.reports import ClusterStatus
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
-from actors.whereabouts import noted_endpoint
 from kvcache.config import ClusterConfig
 from kvcache.errors import ClusterError, DeadlineError, NotRunningError
 
@@ -48,7 +48,7 @@ class Dialer:
     def noted(self) -> Endpoint | None:
         """Return where the coordinator has written down that it listens for this process."""
         try:
-            return noted_endpoint(self.config.name, this_node().node_id)
+            return load_endpoint(self.config.name, this_node().node_id)
         except ClusterError:
             return None  # it can be asked, later
 

@@ -187,7 +187,7 @@ def test_a_coordinator_that_cannot_write_down_where_it_is_has_taken_over_all_the
     def fail(*_: object) -> None:
         raise ClusterError("the state store is away")
 
-    monkeypatch.setattr("actors.coordinator.write_down", fail)
+    monkeypatch.setattr("actors.coordinator.save_endpoint", fail)
     actor: Any = SimpleNamespace(
         _is_running=lambda: True,
         _closed=Event(),

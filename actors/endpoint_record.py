@@ -15,7 +15,7 @@ from actors.transport import Endpoint
 _RECORD = "whereabouts"
 
 
-def write_down(cluster: str, node_id: str, endpoint: Endpoint) -> None:
+def save_endpoint(cluster: str, node_id: str, endpoint: Endpoint) -> None:
     """Say that processes of a node find the cluster's coordinator at `endpoint`.
 
     No effect where it asks for keys. Raises ClusterError when the store cannot be written.
@@ -25,7 +25,7 @@ def write_down(cluster: str, node_id: str, endpoint: Endpoint) -> None:
         RayRecordStore(cluster, _RECORD).save(json.dumps(record).encode())
 
 
-def noted_endpoint(cluster: str, node_id: str) -> Endpoint | None:
+def load_endpoint(cluster: str, node_id: str) -> Endpoint | None:
     """Return what is written down for processes of that node, None if nothing is.
 
     Raises ClusterError when the store cannot be read.
