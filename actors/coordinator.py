@@ -25,12 +25,12 @@ from actors.names import OUR_LOGGERS, coordinator_name
 from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
 from actors.service import CoordinatorService, ServiceStatistics, with_faults
+from actors.stall_aware_clock import StallAwareClock
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
-from actors.waking_clock import WakingClock
 from actors.worker_making import WorkerRecipe
 from actors.worker_set import WorkerSet, look_for_workers
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
@@ -81,7 +81,7 @@ class CoordinatorActor:
         self._config, self._keys = config, keys
         self._recipe = recipe
         self._node = this_node()
-        self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
+        self._clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
         self._tap = RequestTap(self._clock)
         self._coordinator: Coordinator | None = None
         self._supervisor: WorkerSupervisor | None = None

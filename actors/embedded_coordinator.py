@@ -26,12 +26,12 @@ from actors.process_identity import this_process
 from actors.reports import ClusterStatus, NodeAddress
 from actors.service import ServiceStatistics, with_faults
 from actors.shared_service import SharedService
+from actors.stall_aware_clock import StallAwareClock
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
-from actors.waking_clock import WakingClock
 from actors.worker_set import DiscoveredCluster, WorkerSet
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
 from kvcache.clock import SystemClock
@@ -82,7 +82,7 @@ class EmbeddedCoordinator:
         require_sockets(config)
         self.record = record
         self._node = this_node()
-        self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
+        self._clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
         self._store = RayStateStore(config.name)
         self._rule: _Rule | None = None
         self._closed = threading.Event()

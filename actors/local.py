@@ -17,10 +17,10 @@ from actors.client import KVCacheClient
 from actors.embedding import EmbeddedWorker
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
+from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.local import LocalServer
 from actors.transport.mailbox import Mailbox
-from actors.waking_clock import WakingClock
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -54,7 +54,7 @@ class LocalCluster:
         offload = config.offload.model_copy(update={"keeps_memory": False})
         self.config = config = config.model_copy(update={"offload": offload})
         self.needs_keeping_alive = False
-        waking = WakingClock(SystemClock(), config.transport.heartbeat_s)
+        waking = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
         self._clock: Clock = waking if clock is None else clock
         self._server = LocalServer()
         self._clients: list[KVCacheClient] = []

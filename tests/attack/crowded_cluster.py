@@ -19,6 +19,7 @@ from actors.placement import wait_until
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
 from actors.shared_service import SharedService
+from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.mailbox import Mailbox
@@ -28,7 +29,6 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, local_address
-from actors.waking_clock import WakingClock
 from kvcache.clock import SystemClock
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Phase
@@ -106,7 +106,7 @@ class CrowdedCluster:
             plan_options(config), [r.specs for r in reports], [r.memory for r in reports]
         )
         self._store = MemoryStateStore()
-        self._clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
+        self._clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
         self.coordinator = self._make_coordinator()
         self._closed = threading.Event()
         self._shared: SharedService | None = None

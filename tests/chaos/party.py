@@ -23,13 +23,13 @@ from actors.embedding import EmbeddedWorker
 from actors.loop import calm_garbage_collector
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
+from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
 from actors.transport.node_server import NodeServer
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import ZmqLimits
-from actors.waking_clock import WakingClock
 from kvcache.clock import Clock, SystemClock
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Coordinator
@@ -151,7 +151,7 @@ def be_coordinator(
     config: ClusterConfig, message: dict[str, Any], control: Control, trap: Trap
 ) -> None:
     """Take the workers over, and serve."""
-    clock = WakingClock(SystemClock(), config.transport.heartbeat_s)
+    clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
     limits = ZmqLimits(config.transport.max_message_bytes)
     server = NodeServer(limits)
     address = server.bind(unix_address(), is_guarded=False)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from actors.waking_clock import WakingClock
+from actors.stall_aware_clock import StallAwareClock
 from kvcache.arrays import int32_array
 from kvcache.clock import Clock, VirtualClock
 from kvcache.commands import Fence, Label, Reset, WriteExpected
@@ -580,7 +580,7 @@ def test_a_client_that_connects_again_in_time_keeps_everything() -> None:
 
 
 def test_a_coordinator_that_stood_still_blames_no_client_for_it() -> None:
-    bench = Bench(seen_by=lambda machine: WakingClock(machine, 2.0), **LOST).run()
+    bench = Bench(seen_by=lambda machine: StallAwareClock(machine, 2.0), **LOST).run()
     bench.step(1, new=(new("r"),))
     bench.coordinator.on_client_lost("c")
     bench.clock.advance(1000.0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from actors.waking_clock import WakingClock
+from actors.stall_aware_clock import StallAwareClock
 from kvcache.clock import VirtualClock
 
 
 def test_short_pauses_count_and_of_a_long_one_only_what_is_usual() -> None:
     machine = VirtualClock(100.0)
-    clock = WakingClock(machine, 1.0)
+    clock = StallAwareClock(machine, 1.0)
     started_s = clock.now()
     machine.advance(0.75)
     assert clock.now() - started_s == 0.75
@@ -22,7 +22,7 @@ def test_short_pauses_count_and_of_a_long_one_only_what_is_usual() -> None:
 
 def test_a_pause_is_skipped_once_whoever_asks_first() -> None:
     machine = VirtualClock(100.0)
-    clock = WakingClock(machine, 1.0)
+    clock = StallAwareClock(machine, 1.0)
     started_s = clock.now()
     machine.advance(50.0)
     seen: list[float] = []

@@ -13,7 +13,7 @@ import threading
 from kvcache.clock import Clock
 
 
-class WakingClock:
+class StallAwareClock:
     """A `Clock` that skips the times in which nobody in this process asked for the time.
 
     Whoever uses it asks often. Any thread may.
