@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcache.errors import BacklogFullError, ClusterError, MalformedMessageError, StaleEpochError
-from kvcache.heads import NO_ITEMS, MessageHead
+from kvcache.message_headers import NO_ITEMS, MessageHeader
 from kvcache.messages import (
     INT64_MAX,
     MAX_NAME_CHARS,
@@ -60,11 +60,11 @@ class ReceivedCommands:
 
 
 @dataclass(frozen=True)
-class _Heads:
+class _Headers:
     """How the messages of the present epoch begin: those that are obeyed, and their answers."""
 
-    commands: MessageHead
-    applied: MessageHead
+    commands: MessageHeader
+    applied: MessageHeader
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CommandReceiver:
         self._delivered_seq = 0
         self._buffered: dict[int, StepCommands] = {}
         self._pending_grant: Grant | None = None
-        self._heads: _Heads | None = None  # None while nothing is obeyed
+        self._headers: _Headers | None = None  # None while nothing is obeyed
         self._counts: Counter[str] = Counter()
 
     @property
@@ -167,15 +167,15 @@ class CommandReceiver:
                 return None
             return self._refuse(grant, f"epoch {grant.epoch} is not above {self.highest_epoch}")
         if is_busy:
-            self._pending_grant, self._heads = grant, None
+            self._pending_grant, self._headers = grant, None
             return None
         self._epoch, self._nonce = grant.epoch, grant.nonce
         self._applied_seq = self._delivered_seq = 0
         self._buffered.clear()
         self._pending_grant = None
-        self._heads = _Heads(
-            MessageHead(StepCommands, grant.nonce, self._fingerprint, grant.epoch),
-            MessageHead(Applied, grant.nonce, self.incarnation, self.rank, grant.epoch),
+        self._headers = _Headers(
+            MessageHeader(StepCommands, grant.nonce, self._fingerprint, grant.epoch),
+            MessageHeader(Applied, grant.nonce, self.incarnation, self.rank, grant.epoch),
         )
         self._count(num_grants=1)
         return self._granted()
@@ -221,10 +221,10 @@ class CommandReceiver:
         Taken is only what `on_commands` would hand out at once and alone; there is nothing to
         apply, so it counts as applied. The answer to all that were taken is `applied_payload`.
         """
-        heads = self._heads
-        if heads is None or self._buffered or not payload.endswith(NO_ITEMS):
+        headers = self._headers
+        if headers is None or self._buffered or not payload.endswith(NO_ITEMS):
             return None
-        rest = heads.commands.rest(payload)
+        rest = headers.commands.rest(payload)
         if rest is None:
             return None
         seq, client_id, client_step, commands = rest
@@ -240,9 +240,9 @@ class CommandReceiver:
 
     def applied_payload(self) -> bytes:
         """Return the encoded answer that everything up to `applied_seq` is applied."""
-        if self._heads is None:
+        if self._headers is None:
             return encode(self._applied())
-        return self._heads.applied.with_number(self._applied_seq)
+        return self._headers.applied.with_number(self._applied_seq)
 
     def confirm_applied(self, seq: int) -> Applied:
         """Note that `seq`, the next in order, is applied; return the answer, also kept."""

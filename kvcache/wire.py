@@ -34,7 +34,7 @@ from kvcache.arrays import EMPTY_INT32, Int32Array
 from kvcache.command_shapes import SHAPE_VALIDATORS
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.errors import MalformedMessageError, VersionMismatchError, shown
-from kvcache.heads import UNREADABLE, Envelope
+from kvcache.message_headers import UNREADABLE, Envelope
 from kvcache.messages import (
     INT64_MAX,
     INT64_MIN,

@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("step", "labels"),
     ("label_agreement",),
     ("messages",),
-    ("command_shapes", "heads"),
+    ("command_shapes", "message_headers"),
     ("wire", "state_store"),
     ("delivery",),
     ("step_delivery", "network"),

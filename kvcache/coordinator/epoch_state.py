@@ -32,10 +32,10 @@ from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatist
 from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.delivery import CommandWindow
 from kvcache.errors import ClusterError, InvariantError, ProtocolError
-from kvcache.heads import MessageHead
 from kvcache.label_agreement import agreed_labels
 from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
+from kvcache.message_headers import MessageHeader
 from kvcache.messages import (
     Acknowledge,
     Applied,
@@ -118,7 +118,7 @@ class EpochState:
         self._nonce = identity.nonce
         self._incarnations = identity.incarnations
         self._applied_heads = {
-            rank: MessageHead(Applied, identity.nonce, incarnation, rank, identity.epoch)
+            rank: MessageHeader(Applied, identity.nonce, incarnation, rank, identity.epoch)
             for rank, incarnation in identity.incarnations.items()
         }
         self._settled_seq = 0

@@ -22,10 +22,10 @@ import numpy as np
 
 from kvcache.arrays import Int32Array, int32_array
 from kvcache.errors import RequestError, shown
-from kvcache.heads import UNREADABLE
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
+from kvcache.message_headers import UNREADABLE
 from kvcache.messages import MAX_ITEMS, MAX_NAME_CHARS, Call
 from kvcache.request import LoRARequest, Request
 

@@ -32,7 +32,7 @@ UNREADABLE: tuple[type[Exception], ...] = (
 """What msgpack raises for bytes that it cannot unpack."""
 
 
-class MessageHead:
+class MessageHeader:
     """The first bytes of all messages of `kind` whose first fields have the values `first`."""
 
     def __init__(self, kind: type[Message], *first: str | int) -> None:
@@ -60,7 +60,7 @@ class MessageHead:
         return values
 
     def number(self, payload: bytes) -> int | None:
-        """Return the one field that follows if it is a number, for heads that leave one over;
+        """Return the one field that follows if it is a number, for headers that leave one over;
         None as in `rest`."""
         if not payload.startswith(self.prefix):
             return None
@@ -95,7 +95,7 @@ class Envelope:
         self._packer = msgpack.Packer()
         pack = self._packer.pack
         self.kind = kind
-        self.begin = MessageHead(kind).prefix
+        self.begin = MessageHeader(kind).prefix
         self._end = b"".join(pack(value) for value in packed_fields[num_varying:])
         self._names = names[:num_varying]
         self._get: Callable[[Any], Any] = attrgetter(*names)

@@ -13,7 +13,7 @@ import pytest
 from kvcache.commands import Reset
 from kvcache.delivery import CommandReceiver, PlainStep
 from kvcache.errors import MalformedMessageError
-from kvcache.heads import MessageHead
+from kvcache.message_headers import MessageHeader
 from kvcache.messages import Applied, Grant, Granted, Heartbeat, Message, Progress, StepCommands
 from kvcache.step import StepRequest, StepResult
 from kvcache.wire import decode, encode, envelope_of
@@ -36,11 +36,11 @@ def make_receiver() -> CommandReceiver:
 
 @pytest.mark.parametrize("seq", NUMBERS)
 def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
-    head = MessageHead(Applied, "nonce", "process", 3, 7)
+    head = MessageHeader(Applied, "nonce", "process", 3, 7)
     payload = encode(replace(APPLIED, seq=seq))
     assert head.number(payload) == seq
     assert head.with_number(seq) == payload
-    assert MessageHead(Applied, "nonce", "process").rest(payload) == [3, 7, seq]
+    assert MessageHeader(Applied, "nonce", "process").rest(payload) == [3, 7, seq]
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
     ],
 )
 def test_a_message_of_anything_else_has_another_head(other: Message) -> None:
-    assert MessageHead(Applied, "nonce", "process", 3, 7).number(encode(other)) is None
+    assert MessageHeader(Applied, "nonce", "process", 3, 7).number(encode(other)) is None
 
 
 def test_what_is_torn_or_has_something_else_in_place_of_the_number_is_not_read() -> None:
-    head = MessageHead(Applied, "nonce", "process", 3, 7)
+    head = MessageHeader(Applied, "nonce", "process", 3, 7)
     payload = encode(APPLIED)
     for end in range(len(payload)):
         assert head.number(payload[:end]) is None
@@ -159,10 +159,10 @@ def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
 
 
 def test_a_list_longer_than_any_message_has_is_not_unpacked() -> None:
-    head = MessageHead(Applied, "nonce", "process", 3, 7)
+    head = MessageHeader(Applied, "nonce", "process", 3, 7)
     items = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc0" * 2**20
     applied = head.prefix + items
-    progress = MessageHead(Progress).prefix + items + b"\x00\x00\x00\x00\x90"
+    progress = MessageHeader(Progress).prefix + items + b"\x00\x00\x00\x00\x90"
     tracemalloc.start()
     try:
         assert head.number(applied) is None
