@@ -37,7 +37,7 @@ class AsyncKVCacheClient(AsyncStepClient):
 
     async def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """See `KVCacheManager.get_computed_blocks`."""
-        return await self._run(self._book.get_computed_blocks(request))
+        return await self._run(self._call_table.get_computed_blocks(request))
 
     async def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
         self,
@@ -61,36 +61,38 @@ class AsyncKVCacheClient(AsyncStepClient):
             num_external_computed_tokens,
             num_encoder_tokens,
         )
-        call = self._book.allocate_slots(request, counts, new_computed_blocks, delay_cache_blocks)
+        call = self._call_table.allocate_slots(
+            request, counts, new_computed_blocks, delay_cache_blocks
+        )
         return await self._run(call)
 
     async def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
         """See `KVCacheManager.fork`. Forwards wait for `last_seq` afterwards."""
-        return await self._run(self._book.fork(parent_request, child_request))
+        return await self._run(self._call_table.fork(parent_request, child_request))
 
     async def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """See `KVCacheManager.cache_blocks`."""
-        await self._run(self._book.cache_blocks(request, num_computed_tokens))
+        await self._run(self._call_table.cache_blocks(request, num_computed_tokens))
 
     async def free(self, request: Request) -> None:
         """See `KVCacheManager.free`."""
-        await self._run(self._book.free(request))
+        await self._run(self._call_table.free(request))
 
     async def free_block_hashes(self, request: Request) -> None:
         """See `KVCacheManager.free_block_hashes`."""
-        await self._run(self._book.free_block_hashes(request))
+        await self._run(self._call_table.free_block_hashes(request))
 
     async def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int
     ) -> list[int]:
         """See `KVCacheManager.get_num_common_prefix_blocks`."""
         return await self._run(
-            self._book.get_num_common_prefix_blocks(request, num_running_requests)
+            self._call_table.get_num_common_prefix_blocks(request, num_running_requests)
         )
 
     async def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """See `KVCacheManager.get_blocks`."""
-        return await self._run(self._book.get_blocks(request_id))
+        return await self._run(self._call_table.get_blocks(request_id))
 
     async def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """See `KVCacheManager.get_block_ids`."""
@@ -98,15 +100,15 @@ class AsyncKVCacheClient(AsyncStepClient):
 
     async def usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
-        return await self._run(self._book.usage())
+        return await self._run(self._call_table.usage())
 
     async def reset_prefix_cache(self, drain: bool = False) -> bool:
         """See `KVCacheManager.reset_prefix_cache`."""
-        return await self._run(self._book.reset_prefix_cache(drain))
+        return await self._run(self._call_table.reset_prefix_cache(drain))
 
     async def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `KVCacheManager.evict_blocks`."""
-        await self._run(self._book.evict_blocks(block_ids))
+        await self._run(self._call_table.evict_blocks(block_ids))
 
     async def pin_prefix(
         self,
@@ -118,15 +120,17 @@ class AsyncKVCacheClient(AsyncStepClient):
         tenant: str | None = None,
     ) -> Pin:
         """See `KVCacheManager.pin_prefix`."""
-        return await self._run(self._book.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant))
+        return await self._run(
+            self._call_table.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant)
+        )
 
     async def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
-        return await self._run(self._book.unpin_prefix(pin))
+        return await self._run(self._call_table.unpin_prefix(pin))
 
     async def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """See `KVCacheManager.make_prefix_cache_stats`."""
-        return await self._run(self._book.make_prefix_cache_stats())
+        return await self._run(self._call_table.make_prefix_cache_stats())
 
     async def _run(self, call: RemoteCall[T]) -> T:
         """Make a call, wait for its answer, read it."""

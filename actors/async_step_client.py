@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from actors.calls import CallBook
+from actors.calls import CallTable
 from actors.connection import (
     ClientConnection,
     Dialing,
@@ -44,7 +44,7 @@ class AsyncStepClient(SessionView):
     def __init__(self, connection: ClientConnection) -> None:
         """Use `connect` instead."""
         self._connection = connection
-        self._book = CallBook()
+        self._call_table = CallTable()
         self._waiters: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -81,7 +81,7 @@ class AsyncStepClient(SessionView):
         session = self._connection.session
         limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         if session.state not in (SessionState.ATTACHED, SessionState.ATTACHING):
-            self._book.forget()
+            self._call_table.forget()
             self._connection.send(session.attach())
             self._drain_soon()
         try:

@@ -1,7 +1,7 @@
 """Per-request calls as a client makes them: arguments to bytes, answers to what they mean.
 
 The methods and their rules are `KVCacheManager`'s; here is only how they travel. A request's tokens
-are sent once: the book remembers how many the coordinator knows. Sends nothing itself.
+are sent once: the table remembers how many the coordinator knows. Sends nothing itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RemoteCall(Generic[T]):
     on_served: Callable[[], None] = lambda: None
 
 
-class CallBook:
+class CallTable:
     """Makes the calls of one client in one epoch. `forget` what an epoch's end made void.
 
     Arguments are checked here as a manager checks them: what is refused is not sent.

@@ -34,7 +34,7 @@ class KVCacheClient(StepClient):
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """See `KVCacheManager.get_computed_blocks`."""
-        return self._run(self._book.get_computed_blocks(request))
+        return self._run(self._call_table.get_computed_blocks(request))
 
     def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
         self,
@@ -58,34 +58,38 @@ class KVCacheClient(StepClient):
             num_external_computed_tokens,
             num_encoder_tokens,
         )
-        call = self._book.allocate_slots(request, counts, new_computed_blocks, delay_cache_blocks)
+        call = self._call_table.allocate_slots(
+            request, counts, new_computed_blocks, delay_cache_blocks
+        )
         return self._run(call)
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
         """See `KVCacheManager.fork`. Forwards wait for `last_seq` afterwards."""
-        return self._run(self._book.fork(parent_request, child_request))
+        return self._run(self._call_table.fork(parent_request, child_request))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """See `KVCacheManager.cache_blocks`."""
-        self._run(self._book.cache_blocks(request, num_computed_tokens))
+        self._run(self._call_table.cache_blocks(request, num_computed_tokens))
 
     def free(self, request: Request) -> None:
         """See `KVCacheManager.free`."""
-        self._run(self._book.free(request))
+        self._run(self._call_table.free(request))
 
     def free_block_hashes(self, request: Request) -> None:
         """See `KVCacheManager.free_block_hashes`."""
-        self._run(self._book.free_block_hashes(request))
+        self._run(self._call_table.free_block_hashes(request))
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int
     ) -> list[int]:
         """See `KVCacheManager.get_num_common_prefix_blocks`."""
-        return self._run(self._book.get_num_common_prefix_blocks(request, num_running_requests))
+        return self._run(
+            self._call_table.get_num_common_prefix_blocks(request, num_running_requests)
+        )
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """See `KVCacheManager.get_blocks`."""
-        return self._run(self._book.get_blocks(request_id))
+        return self._run(self._call_table.get_blocks(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """See `KVCacheManager.get_block_ids`."""
@@ -93,15 +97,15 @@ class KVCacheClient(StepClient):
 
     def usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
-        return self._run(self._book.usage())
+        return self._run(self._call_table.usage())
 
     def reset_prefix_cache(self, drain: bool = False) -> bool:
         """See `KVCacheManager.reset_prefix_cache`."""
-        return self._run(self._book.reset_prefix_cache(drain))
+        return self._run(self._call_table.reset_prefix_cache(drain))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `KVCacheManager.evict_blocks`."""
-        self._run(self._book.evict_blocks(block_ids))
+        self._run(self._call_table.evict_blocks(block_ids))
 
     def pin_prefix(
         self,
@@ -113,15 +117,15 @@ class KVCacheClient(StepClient):
         tenant: str | None = None,
     ) -> Pin:
         """See `KVCacheManager.pin_prefix`."""
-        return self._run(self._book.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant))
+        return self._run(self._call_table.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant))
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
-        return self._run(self._book.unpin_prefix(pin))
+        return self._run(self._call_table.unpin_prefix(pin))
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """See `KVCacheManager.make_prefix_cache_stats`."""
-        return self._run(self._book.make_prefix_cache_stats())
+        return self._run(self._call_table.make_prefix_cache_stats())
 
     def _run(self, call: RemoteCall[T]) -> T:
         """Make a call, wait for its answer, read it."""

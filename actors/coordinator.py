@@ -19,7 +19,7 @@ from actors.assembly import make_coordinator
 from actors.connect import log_path, this_node
 from actors.coordinator_metrics import CoordinatorMetrics
 from actors.endpoint_record import save_endpoint
-from actors.endpoints import EndpointBook
+from actors.endpoints import EndpointTable
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import OUR_LOGGERS, coordinator_name
 from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
@@ -88,7 +88,7 @@ class CoordinatorActor:
         self._problem = ""
         self._is_hopeless = False
         self._closed = threading.Event()
-        self._endpoints: EndpointBook | None = None
+        self._endpoints: EndpointTable | None = None
         log_to_stderr(OUR_LOGGERS)
         self._metrics = CoordinatorMetrics(config)
         self._transport = transport = self._open_transport(keys)
@@ -248,7 +248,7 @@ class CoordinatorActor:
         if self._config.transport.kind == "ray":
             return RayServer(self._worker_of, limits)
         server = NodeServer(limits, keys)
-        self._endpoints = EndpointBook(server, self._config.transport, keys, self._node)
+        self._endpoints = EndpointTable(server, self._config.transport, keys, self._node)
         return server
 
     def _endpoint_for(self, node: NodeAddress) -> Endpoint:

@@ -20,7 +20,7 @@ from actors.connect import this_node
 from actors.coordinator_metrics import CoordinatorMetrics
 from actors.embedded_record import EmbeddedRecord, load_record, take_record
 from actors.embedded_status import embedded_status
-from actors.endpoints import EndpointBook
+from actors.endpoints import EndpointTable
 from actors.loop import ServiceLoop
 from actors.process_identity import this_process
 from actors.reports import ClusterStatus, NodeAddress
@@ -89,7 +89,7 @@ class EmbeddedCoordinator:
         self._metrics = CoordinatorMetrics(config)
         limits, keys = ZmqLimits(config.transport.max_message_bytes), generate_curve_keys()
         sockets = NodeServer(limits, keys)
-        self._endpoints = EndpointBook(sockets, config.transport, keys, self._node)
+        self._endpoints = EndpointTable(sockets, config.transport, keys, self._node)
         self._transport = transport = InProcessServer(sockets, limits)
         self._service = SharedService(
             transport,

@@ -17,7 +17,7 @@ from kvcache.config import TransportConfig
 from kvcache.curve import CurveKeys
 
 
-class EndpointBook:
+class EndpointTable:
     """The endpoints of one server. Owned by the thread that owns the server."""
 
     def __init__(

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from actors.calls import CallBook
+from actors.calls import CallTable
 from actors.connection import (
     ClientConnection,
     Dialing,
@@ -61,7 +61,7 @@ class StepClient(SessionView):
         WorkerLostError when it waits for a rank.
         """
         self._connection = ClientConnection(dialer, client_name)
-        self._book = CallBook()
+        self._call_table = CallTable()
         self._changed = threading.Condition()
         self._num_blocked = 0
         self._is_reading = False
@@ -100,7 +100,7 @@ class StepClient(SessionView):
             if session.state is SessionState.ATTACHED:
                 return
             if session.state is not SessionState.ATTACHING:
-                self._book.forget()
+                self._call_table.forget()
                 self._connection.send(session.attach())
         finally:
             self._end_to_write()

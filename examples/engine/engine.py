@@ -31,8 +31,8 @@ from examples.engine.config import EngineConfig
 from examples.engine.executor import Executor, LocalExecutor
 from examples.engine.model_config import DecoderConfig
 from examples.engine.outputs import EngineStatistics, Output
-from examples.engine.request_book import BuiltRow, RequestBook
 from examples.engine.request_checks import check_limits, check_names, checked_tokens
+from examples.engine.request_table import BuiltRow, RequestTable
 from examples.engine.sampling import SamplingParams
 from examples.engine.scheduler import ScheduledRow, Scheduler, SchedulerLimits, StepPlan
 from examples.engine.sequence import Sequence
@@ -113,7 +113,9 @@ class Engine:
         self._startup_s = config.cluster_config().deadlines.startup_s
         self._stuck_since_s: float | None = None
         self._tally = EngineTally()
-        self._book = RequestBook(self._scheduler, tokenizer, self.model.max_model_len, self._tally)
+        self._table = RequestTable(
+            self._scheduler, tokenizer, self.model.max_model_len, self._tally
+        )
         self._is_shut_down = False
 
     @classmethod
@@ -169,21 +171,21 @@ class Engine:
             tokens = checked_tokens(prompt_token_ids, self.model)
             check_names(request_id, cache_salt)
             if request_id is None:
-                request_id = self._book.new_id()
-            if request_id in self._book.requests:
+                request_id = self._table.new_id()
+            if request_id in self._table.requests:
                 raise RequestError(f"request {request_id} runs already: use another id")
             check_limits(params, lora_name, self.config)
-            self._book.open(request_id, tokens, params, lora_name, cache_salt)
+            self._table.open(request_id, tokens, params, lora_name, cache_salt)
             return request_id
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; say whether it was there. What it held is given back with
         the next step; its samples end with the reason "abort"."""
         with self._lock:
-            request = self._book.requests.get(request_id)
+            request = self._table.requests.get(request_id)
             if request is None:
                 return False
-            self._book.end(request, "abort")
+            self._table.end(request, "abort")
             return True
 
     def stream(self, request_id: str) -> TokenStream:
@@ -193,7 +195,7 @@ class Engine:
         Raises RequestError when no such request runs.
         """
         with self._lock:
-            request = self._book.requests.get(request_id)
+            request = self._table.requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} does not run: add it first")
             if request.unread is None:
@@ -202,7 +204,7 @@ class Engine:
 
     def runs(self, request_id: str, unread: deque[Output]) -> bool:
         """Say whether the request that writes to `unread` has not ended."""
-        request = self._book.requests.get(request_id)
+        request = self._table.requests.get(request_id)
         return request is not None and request.unread is unread
 
     def abandon(self, request_id: str) -> None:
@@ -212,7 +214,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether some request has not ended."""
-        return bool(self._book.requests)
+        return bool(self._table.requests)
 
     # --- steps
 
@@ -238,7 +240,7 @@ class Engine:
                 self._come_back()
             self._give_up_stuck()
             self._tally.step_s += self._now_s() - start_s
-            return self._book.take_outputs()
+            return self._table.take_outputs()
 
     def generate(
         self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams | None = None
@@ -246,7 +248,7 @@ class Engine:
         """Run these prompts to their end; return the tokens of each one's first sample."""
         ids = [self.add_request(prompt, params) for prompt in prompts]
         tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
-        while any(request_id in self._book.requests for request_id in ids):
+        while any(request_id in self._table.requests for request_id in ids):
             for output in self.step():
                 if output.index == 0 and output.request_id in tokens:
                     tokens[output.request_id] += output.token_ids
@@ -286,9 +288,9 @@ class Engine:
         scheduled = self._scheduler.settle(asked.plan, result)
         self._tally.num_cached_tokens += int(result.num_hit_tokens.sum())
         for refusal in result.refused:  # by its tenant's limit, whoever else leaves
-            request = self._book.requests.get(refusal.request_id.rpartition("/")[0])
+            request = self._table.requests.get(refusal.request_id.rpartition("/")[0])
             if request is not None:
-                self._book.end(request, "error", refusal.reason)
+                self._table.end(request, "error", refusal.reason)
         return result.step, result.epoch, result.seq, scheduled
 
     def _begin_forward(self, asked: _Asked) -> None:
@@ -344,7 +346,7 @@ class Engine:
         self._forward, self._num_failed = None, 0
         self._completed_step = forward.work.step
         self._tally.compute_s += output.compute_s
-        self._book.digest(forward.rows, output)
+        self._table.digest(forward.rows, output)
         return True
 
     # --- when something is lost
@@ -399,8 +401,8 @@ class Engine:
         if now_s - self._stuck_since_s < self.config.no_room_s:
             return
         self._stuck_since_s = None
-        self._book.end(
-            self._book.requests[sequence.request_id],
+        self._table.end(
+            self._table.requests[sequence.request_id],
             "error",
             f"request {sequence.request_id} finds no room for its {len(sequence.tokens)} tokens "
             "though nothing else runs: shorten it, raise num_blocks, or free what pins and other "

@@ -4,7 +4,7 @@
     membership.py    which processes obey, in which epoch   epoch_state.py    what one epoch knows
     clients.py       who is attached                        client_ledger.py  one client's steps
     serving.py       a step or call, answered               remote_calls.py   calls by name
-    forward_plan.py  content-checked forwards               job_book.py       who has reported
+    forward_plan.py  content-checked forwards               job_table.py      who has reported
     label_collection.py  what ranks hold, when asked        recovery.py       kept from before
     reattachment.py  clients of before                      auditor.py        labels against books
     phase.py         how far it is                          watchdog.py       what is overdue

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcache.commands import Audit, Command
-from kvcache.coordinator.job_book import EndedJob, JobBook
+from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.settings import AuditCounts, AuditSettings
 from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
@@ -30,7 +30,7 @@ class Auditor:
 
     settings: AuditSettings
     manager: KVCacheManager
-    jobs: JobBook
+    jobs: JobTable
     now_s: float
     counts: AuditCounts = field(default_factory=AuditCounts)
     wrong_blocks: set[int] = field(default_factory=set)

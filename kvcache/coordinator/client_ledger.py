@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvcache.coordinator.job_book import EndedJob
+from kvcache.coordinator.job_table import EndedJob
 from kvcache.errors import InvariantError, RequestError
 from kvcache.messages import Call, FailedForward, Progress
 from kvcache.step import NO_STEP

@@ -22,7 +22,7 @@ from kvcache.clock import Clock
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.epoch_state import EpochIdentity, EpochState
 from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.membership import Membership
 from kvcache.coordinator.offload_parts import OffloadParts
@@ -119,7 +119,7 @@ class Coordinator:
         self._members = Membership(
             settings.num_ranks, settings.fingerprint, nonce, state_store, patience_s=patience_s
         )
-        self._jobs = JobBook(settings.num_ranks)
+        self._jobs = JobTable(settings.num_ranks)
         self._clients = Clients(settings)
         self._phase = Phase.NEW
         self._epoch_state: EpochState | None = None

@@ -21,7 +21,7 @@ from kvcache.coordinator.auditor import Auditor
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.event_feed import EventFeed
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.offloading import Offloading
@@ -94,7 +94,7 @@ class EpochState:
         identity: EpochIdentity,
         manager: KVCacheManager,
         clients: Clients,
-        jobs: JobBook,
+        jobs: JobTable,
         *,
         clock: Clock,
         problem: Callable[[], str],
@@ -117,7 +117,7 @@ class EpochState:
         self._first_event = identity.first_event
         self._nonce = identity.nonce
         self._incarnations = identity.incarnations
-        self._applied_heads = {
+        self._applied_headers = {
             rank: MessageHeader(Applied, identity.nonce, incarnation, rank, identity.epoch)
             for rank, incarnation in identity.incarnations.items()
         }
@@ -293,8 +293,8 @@ class EpochState:
         Its first bytes say all that `on_report` and the coordinator would ask. A number that was
         never sent is not taken. `settle` returns what came of it.
         """
-        head = self._applied_heads.get(rank)
-        seq = None if head is None else head.number(payload)
+        header = self._applied_headers.get(rank)
+        seq = None if header is None else header.number(payload)
         if seq is None:
             return False
         try:

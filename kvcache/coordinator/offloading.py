@@ -33,7 +33,7 @@ from kvcache.commands import (
     Store,
     Unlabel,
 )
-from kvcache.coordinator.job_book import EndedJob, JobBook
+from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels
 from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.offload_statistics import OffloadStatistics
@@ -75,7 +75,7 @@ class Offloading:
         self,
         parts: OffloadParts,
         manager: KVCacheManager,
-        jobs: JobBook,
+        jobs: JobTable,
         clock: Clock,
         recorder: StepRecorder | None = None,
     ) -> None:

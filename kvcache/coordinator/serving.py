@@ -15,7 +15,7 @@ import numpy as np
 from kvcache.commands import Command
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.forward_plan import ForwardPlanner
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.remote_calls import RemoteCalls
 from kvcache.coordinator.settings import CoordinatorSettings
@@ -52,7 +52,7 @@ class StepServer:
         self,
         settings: CoordinatorSettings,
         manager: KVCacheManager,
-        jobs: JobBook,
+        jobs: JobTable,
         recorder: StepRecorder | None = None,
         offloading: Offloading | None = None,
     ) -> None:

@@ -90,7 +90,7 @@ class TierHierarchy:
     @property
     def num_open_jobs(self) -> int:
         """Jobs whose end has not been reported."""
-        return len(self._tiers.book)
+        return len(self._tiers.transfers)
 
     @property
     def has_discards(self) -> bool:
@@ -189,7 +189,7 @@ class TierHierarchy:
             return None
         stored = [keys[i] for i in reserved.positions.tolist()]
         self._tiers.discards.drop_addresses(reserved.addresses)
-        job = self._tiers.book.open(
+        job = self._tiers.transfers.open(
             JobKind.STORE, stored, reserved.addresses, now_s, is_private=is_private
         )
         return StoreJob(job.job_id, job.keys, reserved.positions, reserved.addresses)
@@ -204,7 +204,7 @@ class TierHierarchy:
         if self.disk is None or not self.is_disk_in_use:
             return None
         is_wanted = (self.disk.states_of(keys) == READY) & (in_host == NOTHING)
-        room = self.options.max_fetching_blocks - self._tiers.book.num_keys(JobKind.FETCH)
+        room = self.options.max_fetching_blocks - self._tiers.transfers.num_keys(JobKind.FETCH)
         wanted = [keys[i] for i in np.flatnonzero(is_wanted)[: max(room, 0)].tolist()]
         if not wanted:
             return None
@@ -224,7 +224,7 @@ class TierHierarchy:
             return None
         self.disk.hold(fetched)
         self._tiers.discards.drop_addresses(reserved.addresses)
-        job = self._tiers.book.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
+        job = self._tiers.transfers.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
         return FetchJob(job.job_id, job.keys, reserved.addresses)
 
     def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> LoadJob | None:
@@ -239,7 +239,7 @@ class TierHierarchy:
         loaded = keys[: len(addresses)]
         if self.disk is not None:
             self.disk.touch(loaded)
-        job = self._tiers.book.open(JobKind.LOAD, loaded, addresses, now_s)
+        job = self._tiers.transfers.open(JobKind.LOAD, loaded, addresses, now_s)
         return LoadJob(job.job_id, job.keys, addresses)
 
     def plan_spills(self, now_s: float) -> SpillJob | None:
@@ -268,7 +268,9 @@ class TierHierarchy:
         self._tiers.discards.add_keys(reserved.evicted_keys)
         spilled = [wanted[i] for i in reserved.positions.tolist()]
         self._tiers.discards.drop_keys(spilled)
-        job = self._tiers.book.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
+        job = self._tiers.transfers.open(
+            JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s
+        )
         return SpillJob(job.job_id, job.keys, job.addresses)
 
     def _tenant(self, namespace: Namespace | None) -> str:
@@ -277,7 +279,7 @@ class TierHierarchy:
         return "" if tenants is None or namespace is None else tenants.shares.name_in(namespace)
 
     def _room_to_spill(self) -> int:
-        return self.options.max_spilling_blocks - self._tiers.book.num_keys(JobKind.SPILL)
+        return self.options.max_spilling_blocks - self._tiers.transfers.num_keys(JobKind.SPILL)
 
     # Ending
 
@@ -416,10 +418,10 @@ class TierHierarchy:
         return HierarchyStatistics(
             host=self.host.statistics(),
             disk=None if self.disk is None else self.disk.statistics(),
-            open_jobs=self._tiers.book.by_kind(),
-            num_overdue=self._tiers.book.num_overdue(),
-            num_failed_jobs=self._tiers.book.num_failed,
-            num_expired_jobs=self._tiers.book.num_expired,
+            open_jobs=self._tiers.transfers.by_kind(),
+            num_overdue=self._tiers.transfers.num_overdue(),
+            num_failed_jobs=self._tiers.transfers.num_failed,
+            num_expired_jobs=self._tiers.transfers.num_expired,
             num_disk_rests=self._tiers.rest.num_rests,
             disk_problem=self._tiers.disk_problem
             or self._tiers.adoption_problem

@@ -139,7 +139,7 @@ class OpenJob:
         return [k for k, there in zip(self.keys, is_there, strict=True) if there and k in known]
 
 
-class TransferBook:
+class TransferTable:
     """Open jobs by number. Bounded by what the hierarchy plans."""
 
     def __init__(self, new_job_id: Callable[[], int], deadlines: Deadlines) -> None:

@@ -30,7 +30,7 @@ class JobSettlement:
     def stored(self, job_id: int, ok: bool) -> Int32Array:
         """End a store; return what is to be sealed."""
         tiers = self._tiers
-        job = tiers.book.require(job_id, JobKind.STORE)
+        job = tiers.transfers.require(job_id, JobKind.STORE)
         tiers.host.complete_store(job.keys, success=ok)
         self._close(job, is_good=ok)
         if not ok or job.is_private:
@@ -46,7 +46,7 @@ class JobSettlement:
     ) -> Int32Array:
         """End a fetch; return what is to be sealed."""
         tiers = self._tiers
-        job = tiers.book.require(job_id, JobKind.FETCH)
+        job = tiers.transfers.require(job_id, JobKind.FETCH)
         good, bad = job.split(ok, failed)
         if job.is_overdue:
             tiers.host.complete_store(job.keys, success=False)
@@ -66,7 +66,7 @@ class JobSettlement:
     def spilled(self, job_id: int, ok: bool, failed: Collection[int]) -> None:
         """End a spill. A file of what host memory has forgotten meanwhile is no good."""
         tiers = self._tiers
-        job = tiers.book.require(job_id, JobKind.SPILL)
+        job = tiers.transfers.require(job_id, JobKind.SPILL)
         good, bad = job.split(ok and not job.is_overdue, () if job.is_overdue else failed)
         is_known = tiers.host.states_of(good) == READY
         bad += [good[i] for i in np.flatnonzero(~is_known).tolist()]
@@ -83,7 +83,7 @@ class JobSettlement:
     def loaded(self, job_id: int, ok: bool, failed: Collection[int]) -> None:
         """End a load."""
         tiers = self._tiers
-        job = tiers.book.require(job_id, JobKind.LOAD)
+        job = tiers.transfers.require(job_id, JobKind.LOAD)
         _, bad = job.split(ok, failed)
         tiers.host.complete_load(job.keys)
         tiers.host.forget(bad)
@@ -94,7 +94,7 @@ class JobSettlement:
         """Put what overdue jobs write into quarantine; return those that were not before."""
         tiers = self._tiers
         tiers.rest.look(now_s)
-        late = tiers.book.expire(now_s)
+        late = tiers.transfers.expire(now_s)
         for job in late:
             if job.kind in (JobKind.STORE, JobKind.FETCH):
                 tiers.host.forget(job.keys)
@@ -107,5 +107,5 @@ class JobSettlement:
         return job.addresses[self._tiers.host.are_ready_at(job.addresses)]
 
     def _close(self, job: OpenJob, *, is_good: bool) -> None:
-        self._tiers.book.close(job, is_good=is_good)
+        self._tiers.transfers.close(job, is_good=is_good)
         self._tiers.spills.wake()

@@ -51,7 +51,7 @@ from kvcache.offload.slot_table import (
 )
 from kvcache.offload.specs import HostLoadStoreSpec, LoadStoreSpec
 from kvcache.offload.statistics import TierStatistics
-from kvcache.offload.tier_books import TierBooks, first_of_each
+from kvcache.offload.tier_tables import TierTables, first_of_each
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.tenants import TenantLedger
 
@@ -102,9 +102,9 @@ class TierManager(OffloadingManager):
         check_kind("policies", policies, Mapping, ConfigurationError)
         check_methods("spec_of", spec_of, ("__call__",), ConfigurationError)
         self.options = options
-        self._books = TierBooks(options, policies)
-        self._table = self._books.table
-        self._counts = self._books.counts
+        self._tables = TierTables(options, policies)
+        self._table = self._tables.table
+        self._counts = self._tables.counts
         self._checks = KeyChecks(self._table, options.medium)
         num_blocks = options.num_slots * options.blocks_per_slot
         self._sightings = Sightings(options.store_after, SIGHTINGS_PER_BLOCK * num_blocks)
@@ -172,25 +172,25 @@ class TierManager(OffloadingManager):
 
         Without those in slots that are being spilled. Changes nothing.
         """
-        ahead = self._books.eviction.dirty_ahead(as_int("num_slots", num_slots))
+        ahead = self._tables.eviction.dirty_ahead(as_int("num_slots", num_slots))
         addresses = self._table.addresses_in(ahead)
         return self._table.keys_at(addresses[self._table.is_dirty[addresses]])
 
     def labels_of(self, keys: Sequence[OffloadKey]) -> Label | None:
         """Return the labels of keys that are all here, one row each; None unless all have one."""
-        if self._books.contents is None:
+        if self._tables.contents is None:
             self._table.addresses_of(keys)
             return None
         addresses = self._checks.require(keys, (STORING, READY), "here")
         if not len(addresses):
             return None
-        labelled, labels = self._books.contents.read(addresses)
+        labelled, labels = self._tables.contents.read(addresses)
         return labels if len(labelled) == len(keys) else None
 
     @property
     def tenants(self) -> TenantLedger | None:
         """Who has which slot; None where there are no tenants."""
-        return self._books.tenants
+        return self._tables.tenants
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> list[str]:
         """Return whose slots these keys, all of which are here, lie in; no names without tenants.
@@ -210,7 +210,7 @@ class TierManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         addresses = self._table.addresses_of(keys)
-        self._books.eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
+        self._tables.eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
 
     def count_look_up(self, num_hits: int, num_misses: int) -> None:
         """Add to the figures what was asked for by other ways than `lookup`."""
@@ -246,7 +246,7 @@ class TierManager(OffloadingManager):
         addresses = self._checks.require_read(keys, self._table.num_loads, "being loaded")
         self._table.add_loads(addresses, -1)
         self._counts.num_loaded += len(keys)
-        self._books.end_jobs(addresses)
+        self._tables.end_jobs(addresses)
 
     def prepare_spill(self, keys: Sequence[OffloadKey]) -> Int32Array:
         """Keep ready keys where they are until `complete_spill`; return their addresses.
@@ -261,7 +261,7 @@ class TierManager(OffloadingManager):
         """End a spill; raises InvalidInputError if one of the keys is not being spilled."""
         addresses = self._checks.require_read(keys, self._table.num_spills, "being spilled")
         self._table.add_spills(addresses, -1)
-        self._books.end_jobs(addresses)
+        self._tables.end_jobs(addresses)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
@@ -303,7 +303,7 @@ class TierManager(OffloadingManager):
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
-        books, table = self._books, self._table
+        tables, table = self._tables, self._table
         addresses, spared = table.addresses_of(keys), table.addresses_of(spares)
         is_forced = as_bool("is_forced", is_forced)
         drops_dirty = as_bool("drops_dirty", drops_dirty)
@@ -313,32 +313,32 @@ class TierManager(OffloadingManager):
             as_bytes("behind", behind)
         if labels is not None:
             check_kind("labels", labels, Label)
-            if books.contents is not None:
-                books.contents.validate(labels, len(keys))
+            if tables.contents is not None:
+                tables.contents.validate(labels, len(keys))
         positions = self._wanted(keys, addresses, is_forced)
         if self._is_adopting:
             self._counts.num_refused += len(positions)
             return None
-        if (tenants := books.tenants) is not None:
+        if (tenants := tables.tenants) is not None:
             tenants.serve(tenants.account_named(tenant))
         placement = place_keys(table, keys, addresses, positions, behind)
         present = np.concatenate([spared, addresses])
         here = np.concatenate([table.slots_of(present[present != NO_ADDRESS]), placement.slots])
         here = here[here < table.num_slots]
-        books.eviction.withhold(here)
-        num_obtainable = books.num_obtainable_slots(drops_dirty=drops_dirty)
+        tables.eviction.withhold(here)
+        num_obtainable = tables.num_obtainable_slots(drops_dirty=drops_dirty)
         if needs_all and num_obtainable < placement.num_new_slots:
             self._counts.num_refused += len(positions)
-            books.eviction.update(here)
+            tables.eviction.update(here)
             return None
         placement = placement.leading(table.num_slots, num_obtainable)
         num_refused = len(positions) - len(placement.positions)
         self._counts.num_refused += num_refused
         if num_refused and tenants is not None:
             tenants.refuse(tenants.served, num_refused, num_obtainable)
-        evicted = books.make_room(placement.num_new_slots, drops_dirty=drops_dirty)
-        places = books.occupy(keys, placement, labels)
-        books.eviction.update(here)
+        evicted = tables.make_room(placement.num_new_slots, drops_dirty=drops_dirty)
+        places = tables.occupy(keys, placement, labels)
+        tables.eviction.update(here)
         return ReservedPlaces(
             int32_array(placement.positions), int32_array(places), evicted, num_refused
         )
@@ -357,11 +357,11 @@ class TierManager(OffloadingManager):
         if success:
             table.states[alive] = READY
             self._counts.num_stored += len(alive)
-            self._books.tell(alive, removed=False)
+            self._tables.tell(alive, removed=False)
         else:
             table.states[written] = FORGOTTEN
             self._counts.num_failed_stores += len(written)
-        self._books.end_jobs(written)
+        self._tables.end_jobs(written)
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Let keys vanish at once; return those that were ready. Unknown ones are passed over.
@@ -369,10 +369,10 @@ class TierManager(OffloadingManager):
         What a job works on stays in its slot, in quarantine, until that job is completed: no other
         key comes there before, and the key itself is not stored again before.
         """
-        return self._books.forget(keys)
+        return self._tables.forget(keys)
 
     def reset_cache(self) -> None:
-        self._books.forget(list(self._table.index))
+        self._tables.forget(list(self._table.index))
         self._sightings.clear()
 
     def begin_adoption(self) -> None:
@@ -403,21 +403,21 @@ class TierManager(OffloadingManager):
             raise InvalidInputError(
                 f"{len(addresses)} addresses for {len(keys)} keys: pass one for each key"
             )
-        if labels is not None and self._books.contents is not None:
-            self._books.contents.validate(labels, len(keys))
+        if labels is not None and self._tables.contents is not None:
+            self._tables.contents.validate(labels, len(keys))
         places = None if addresses is None else index_array(int32_array(addresses))
-        kept = self._books.adopt(keys, places, labels)
+        kept = self._tables.adopt(keys, places, labels)
         self._is_adopting = False
         refused: IndexArray = np.setdiff1d(np.arange(len(keys)), kept)
         return refused
 
     def present_event(self) -> OffloadingEvent | None:
         """Return an event that says all that is ready now, parents first; None without labels."""
-        return self._books.present()
+        return self._tables.present()
 
     def take_events(self) -> tuple[OffloadingEvent, ...]:
-        events = tuple(self._books.events)
-        self._books.events.clear()
+        events = tuple(self._tables.events)
+        self._tables.events.clear()
         return events
 
     def restate(self) -> OffloadingEvent | None:
@@ -425,7 +425,7 @@ class TierManager(OffloadingManager):
 
         For subscribers that have to begin anew. Changes nothing.
         """
-        return self._books.present()
+        return self._tables.present()
 
     def statistics(self) -> TierStatistics:
         told = () if self.tenants is None else self.tenants.statistics()
@@ -454,17 +454,17 @@ class TierManager(OffloadingManager):
 
     def order(self) -> list[int]:
         """Return the slots that nobody uses, the next to be evicted first. For audits."""
-        return self._books.eviction.order()
+        return self._tables.eviction.order()
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""
-        self._books.check()
+        self._tables.check()
         if self._is_adopting and self._table.index:
             raise InvariantError(f"{len(self._table.index)} keys in a tier that is being adopted")
 
     def _hold_at(self, addresses: IndexArray) -> Int32Array:
         self._table.add_loads(addresses, 1)
-        self._books.eviction.update(self._table.slots_of(addresses))
+        self._tables.eviction.update(self._table.slots_of(addresses))
         return int32_array(addresses)
 
     def _wanted(

@@ -13,7 +13,7 @@ import numpy as np
 from kvcache.errors import InvariantError
 from kvcache.offload.discards import DiscardList
 from kvcache.offload.disk_rest import DiskRest
-from kvcache.offload.jobs import JobKind, OpenJob, TransferBook
+from kvcache.offload.jobs import JobKind, OpenJob, TransferTable
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import HierarchyOptions
 from kvcache.offload.slot_table import NO_ADDRESS, READY
@@ -35,7 +35,7 @@ class TierSet:
         self.host = host
         self.disk = disk
         self.options = options
-        self.book = TransferBook(new_job_id, options.deadlines)
+        self.transfers = TransferTable(new_job_id, options.deadlines)
         self.spills = SpillChoice(host, options.spare_share)
         self.discards = DiscardList()
         self.rest = DiskRest()
@@ -50,7 +50,7 @@ class TierSet:
             self.disk_problem
             or self.adoption_problem
             or self.rest.is_on
-            or self.book.num_overdue(JobKind.SPILL, JobKind.FETCH)
+            or self.transfers.num_overdue(JobKind.SPILL, JobKind.FETCH)
         ):
             return None
         return self.disk
@@ -93,7 +93,7 @@ class TierSet:
         if num_clean:
             raise InvariantError(f"{num_clean} host keys are dirty without need")
         stores, loads, spills, fetches = (
-            sum(len(job.keys) for job in self.book.jobs() if job.kind is kind)
+            sum(len(job.keys) for job in self.transfers.jobs() if job.kind is kind)
             for kind in (JobKind.STORE, JobKind.LOAD, JobKind.SPILL, JobKind.FETCH)
         )
         expected = [(stores + fetches, loads, spills), (spills, fetches, 0)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvcache.commands import Command
 from kvcache.coordinator.client_ledger import ClientLedger
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder
@@ -86,7 +86,7 @@ class ReplayedEpoch:
             raise _unreadable(placed, f"its manager cannot be made: {error}") from error
         settings = CoordinatorSettings(num_ranks=1, fingerprint=self._head.fingerprint or "none")
         self.manager = manager
-        self._server = StepServer(settings, manager, JobBook(1), self._seen)
+        self._server = StepServer(settings, manager, JobTable(1), self._seen)
         commands = digests_of_commands(manager.take_commands())
         return Outcome(commands=record.commands).difference(Outcome(commands=commands))
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.errors import BacklogFullError, KVCacheError
-from kvcache.worker.file_books import NUM_DIRECTORIES
 from kvcache.worker.file_errors import LOST, FileTierError
 from kvcache.worker.file_format import FileHead
 from kvcache.worker.file_lanes import Lanes, Task
 from kvcache.worker.file_store import FileStore, ScannedDirectory
+from kvcache.worker.file_table import NUM_DIRECTORIES
 
 MAX_TRIED_AGAIN = 64
 """Files that could not be removed and are tried again at once."""

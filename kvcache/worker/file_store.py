@@ -29,7 +29,6 @@ from kvcache.errors import InvariantError, MalformedMessageError
 from kvcache.logs import get_logger
 from kvcache.offload.keys import label_keys
 from kvcache.worker.checksums import ChecksumRule, checksum_of
-from kvcache.worker.file_books import FileBooks, FileTierStatistics
 from kvcache.worker.file_buffers import fill, read_start, write_all
 from kvcache.worker.file_errors import SET_ASIDE, FileTierError, Problem, from_os_error
 from kvcache.worker.file_format import (
@@ -41,6 +40,7 @@ from kvcache.worker.file_format import (
     unpack_head,
 )
 from kvcache.worker.file_system import FileSystem, IrregularFileError
+from kvcache.worker.file_table import FileTable, FileTierStatistics
 from kvcache.worker.set_aside import SetAside
 
 logger = get_logger(__name__)
@@ -130,7 +130,7 @@ class FileStore:
         self._sync = limits.sync
         self._writer = writer
         self._make_again = make_again
-        self._books = FileBooks(limits.max_bytes)
+        self._table = FileTable(limits.max_bytes)
         self._aside = SetAside(files, limits.max_set_aside)
 
     def write(self, head: FileHead, payload: Sequence[memoryview]) -> int:
@@ -145,7 +145,7 @@ class FileStore:
         packed = pack_head(head)
         name, num_bytes = _name(head.key), len(packed) + head.block_bytes
         unfinished = f"{name[:2]}/.{head.key.hex()}.{self._writer}{UNFINISHED}"
-        self._books.reserve(num_bytes)
+        self._table.reserve(num_bytes)
         try:
             self._write_file(unfinished, name, [memoryview(packed), *payload])
         except OSError as error:
@@ -155,7 +155,7 @@ class FileStore:
             self._give_up_write(unfinished, num_bytes)
             self._counted(error)
             raise
-        self._books.wrote(head.key, num_bytes)
+        self._table.wrote(head.key, num_bytes)
         if self._sync == "directory":
             self._sync_directory(name[:2])
         return num_bytes
@@ -170,7 +170,7 @@ class FileStore:
         try:
             descriptor = self._files.open(name)
         except (FileNotFoundError, NotADirectoryError) as error:
-            self._books.vanished(key)
+            self._table.vanished(key)
             raise self._counted(FileTierError("missing", f"{what} has no file")) from error
         except OSError as error:
             raise self._counted(self._unopened(name, what, error)) from error
@@ -191,7 +191,7 @@ class FileStore:
             raise self._counted(told) from error
         finally:
             self._quietly(lambda: self._files.close(descriptor))
-        self._books.read()
+        self._table.read()
         return head
 
     def discard(self, key: bytes) -> bool:
@@ -203,7 +203,7 @@ class FileStore:
         try:
             self._clear(name)
         except (FileNotFoundError, NotADirectoryError):
-            if self._books.vanished(key):
+            if self._table.vanished(key):
                 logger.warning(
                     "files of rank %d: that of block %s has vanished before it was discarded: let "
                     "nothing else clean the tier",
@@ -213,7 +213,7 @@ class FileStore:
             return False
         except OSError as error:
             raise self._counted(from_os_error(f"block {_shown(key)}", error)) from error
-        self._books.discarded(key)
+        self._table.discarded(key)
         return True
 
     def scan(self, prefix: int) -> ScannedDirectory:
@@ -247,7 +247,7 @@ class FileStore:
             if found is not None:
                 head, sizes[head.key] = found
                 heads.append(head)
-        num_vanished = self._books.scanned(prefix, sizes)
+        num_vanished = self._table.scanned(prefix, sizes)
         if num_vanished:
             logger.warning(
                 "files of rank %d: %d have vanished from directory %s: let nothing else clean it",
@@ -259,16 +259,16 @@ class FileStore:
 
     def forget_all(self) -> None:
         """The directory is gone, with all that it held, and an empty one takes its place."""
-        self._books.all_vanished()
+        self._table.all_vanished()
         self._aside.forget()
 
     def statistics(self) -> FileTierStatistics:
         """Return the figures, frozen."""
-        return self._books.statistics()
+        return self._table.statistics()
 
     def count(self, kind: Problem) -> None:
         """Count a problem that was met before this was asked."""
-        self._books.count(kind)
+        self._table.count(kind)
 
     def _require_whole(self, payload: Sequence[memoryview]) -> None:
         """Raise InvariantError unless `payload` is the memory of one block."""
@@ -310,7 +310,7 @@ class FileStore:
 
     def _give_up_write(self, unfinished: str, num_bytes: int) -> None:
         self._remove_quietly(unfinished)
-        self._books.release(num_bytes)
+        self._table.release(num_bytes)
 
     def _make_directory(self, directory: str) -> None:
         """Make a directory, in place of what is none, and the store's own where that is gone."""
@@ -428,7 +428,7 @@ class FileStore:
         except OSError:
             self.count("io")
             return False
-        self._books.set_aside(_key_of(name))
+        self._table.set_aside(_key_of(name))
         return True
 
     def _remove_quietly(self, name: str) -> None:
@@ -451,7 +451,7 @@ class FileStore:
             self.identity.rank,
             path and f"{path}: ",
             error,
-            self._books.count(error.kind),
+            self._table.count(error.kind),
         )
         return error
 

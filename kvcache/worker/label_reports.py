@@ -18,10 +18,10 @@ from kvcache.labels import LABEL_VERSION, LabelSet
 from kvcache.messages import ClientStep, LabelReport
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
 from kvcache.worker.executor import CommandExecutor
-from kvcache.worker.file_books import NUM_DIRECTORIES
 from kvcache.worker.file_format import FileHead, labels_of_heads
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_store import ScannedDirectory
+from kvcache.worker.file_table import NUM_DIRECTORIES
 from kvcache.worker.settings import WorkerSettings
 
 HEAD_BYTES = 256

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcache.worker.file_books import FileTierStatistics
+from kvcache.worker.file_table import FileTierStatistics
 from kvcache.worker.host_segment import HostSegment
 from kvcache.worker.label_rows import SlotState
 

@@ -171,7 +171,7 @@ def test_a_request_can_be_aborted_in_every_state(state: str, is_pipelined: bool)
                 engine.step()
                 engine.step()
             elif state == "decoding":
-                sequence = engine._book.requests[gone].samples[0].sequence
+                sequence = engine._table.requests[gone].samples[0].sequence
                 until(engine, lambda: sequence.num_output > 2)
         assert engine.abort(gone)
         assert not engine.abort(gone)

@@ -199,7 +199,7 @@ def test_equal_prompts_that_are_computed_at_once_end_in_the_same_blocks(merges: 
     params = SamplingParams(max_tokens=12)
     with launch(sections={"cache": {"merge_duplicates": merges}}) as engine:
         ids = [engine.add_request(prompt, params) for _ in range(2)]
-        samples = [engine._book.requests[name].samples[0].sequence for name in ids]
+        samples = [engine._table.requests[name].samples[0].sequence for name in ids]
         manager = coordinator(engine).manager
         assert manager is not None
         while min(sequence.num_output for sequence in samples) < 8:

@@ -28,7 +28,7 @@ def play(num_requests: int, seed: int) -> None:
         said: dict[tuple[str, int], list[int]] = {}
         num_added = num_aborted = 0
         for _ in range(50 * num_requests):
-            while num_added < num_requests and len(engine._book.requests) < 40:
+            while num_added < num_requests and len(engine._table.requests) < 40:
                 num_added += 1
                 prompt = [*SYSTEM[: random_.choice((0, 9, 20))], *tokens(random_.randrange(9), 5)]
                 params = SamplingParams(
@@ -44,7 +44,7 @@ def play(num_requests: int, seed: int) -> None:
                 for index in range(params.n):
                     wanted[request_id, index] = expected("llama", prompt, params, index, adapter)
             if random_.random() < 0.05 and engine.has_unfinished:
-                engine.abort(random_.choice(list(engine._book.requests)))
+                engine.abort(random_.choice(list(engine._table.requests)))
                 num_aborted += 1
             for output in engine.step():
                 key = output.request_id, output.index
@@ -59,7 +59,7 @@ def play(num_requests: int, seed: int) -> None:
         assert num_aborted > num_requests // 200
         settle(engine)
         require_nothing_is_held(engine)
-        assert not engine._book._samples
+        assert not engine._table._samples
         assert engine._scheduler.is_idle
 
 

@@ -108,7 +108,7 @@ def test_a_request_can_be_aborted_while_its_prompt_is_loaded(tmp_path: Path) -> 
         for prompt in PROMPTS:
             run_one(engine, prompt, GREEDY)
         gone = engine.add_request(PROMPTS[0], GREEDY)
-        sequence = engine._book.requests[gone].samples[0].sequence
+        sequence = engine._table.requests[gone].samples[0].sequence
         engine.step()
         assert sequence.is_loading
         assert engine.abort(gone)

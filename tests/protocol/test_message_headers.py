@@ -36,10 +36,10 @@ def make_receiver() -> CommandReceiver:
 
 @pytest.mark.parametrize("seq", NUMBERS)
 def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
-    head = MessageHeader(Applied, "nonce", "process", 3, 7)
+    header = MessageHeader(Applied, "nonce", "process", 3, 7)
     payload = encode(replace(APPLIED, seq=seq))
-    assert head.number(payload) == seq
-    assert head.with_number(seq) == payload
+    assert header.number(payload) == seq
+    assert header.with_number(seq) == payload
     assert MessageHeader(Applied, "nonce", "process").rest(payload) == [3, 7, seq]
 
 
@@ -54,19 +54,19 @@ def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
         Heartbeat("nonce", "process", 3, 7, 70_000),
     ],
 )
-def test_a_message_of_anything_else_has_another_head(other: Message) -> None:
+def test_a_message_of_anything_else_has_another_header(other: Message) -> None:
     assert MessageHeader(Applied, "nonce", "process", 3, 7).number(encode(other)) is None
 
 
 def test_what_is_torn_or_has_something_else_in_place_of_the_number_is_not_read() -> None:
-    head = MessageHeader(Applied, "nonce", "process", 3, 7)
+    header = MessageHeader(Applied, "nonce", "process", 3, 7)
     payload = encode(APPLIED)
     for end in range(len(payload)):
-        assert head.number(payload[:end]) is None
-        assert head.rest(payload[:end]) is None
+        assert header.number(payload[:end]) is None
+        assert header.rest(payload[:end]) is None
     for value in (True, 1.0, "1", None, [1], b"1"):
-        assert head.number(head.prefix + msgpack.packb(value)) is None
-    assert head.number(payload + b"\x00") is None
+        assert header.number(header.prefix + msgpack.packb(value)) is None
+    assert header.number(payload + b"\x00") is None
 
 
 def test_a_plain_step_is_taken_exactly_once_and_in_order() -> None:
@@ -159,14 +159,14 @@ def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
 
 
 def test_a_list_longer_than_any_message_has_is_not_unpacked() -> None:
-    head = MessageHeader(Applied, "nonce", "process", 3, 7)
+    header = MessageHeader(Applied, "nonce", "process", 3, 7)
     items = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc0" * 2**20
-    applied = head.prefix + items
+    applied = header.prefix + items
     progress = MessageHeader(Progress).prefix + items + b"\x00\x00\x00\x00\x90"
     tracemalloc.start()
     try:
-        assert head.number(applied) is None
-        assert head.rest(applied) is None
+        assert header.number(applied) is None
+        assert header.rest(applied) is None
         with pytest.raises(MalformedMessageError):
             decode(progress)
         _, peak_bytes = tracemalloc.get_traced_memory()

@@ -14,7 +14,7 @@ from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
 from kvcache.commands import Discard, Label, Reset, Spill, Store
 from kvcache.config.tenants import TenantsConfig
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
@@ -69,7 +69,7 @@ class Bench:
                 make_tier(host), make_tier(disk) if has_files else None, new_job_id
             ),
         )
-        self.offloading = Offloading(parts, self.manager, JobBook(1), self.clock)
+        self.offloading = Offloading(parts, self.manager, JobTable(1), self.clock)
 
     def computed(self) -> list[Label]:
         """Compute a prompt by a call, and say what became of it."""

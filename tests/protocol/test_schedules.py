@@ -14,7 +14,7 @@ import pytest
 
 from kvcache.client_session import ClientSession, SessionState
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import OPENED
@@ -174,12 +174,12 @@ def test_a_farewell_that_is_said_once_turns_the_simulation_red(
 
 
 def test_a_report_counted_twice_turns_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    report, numbers = JobBook.report, count()
+    report, numbers = JobTable.report, count()
 
-    def by_number(self: JobBook, rank: int, job: Any) -> Any:
+    def by_number(self: JobTable, rank: int, job: Any) -> Any:
         return report(self, next(numbers), job)
 
-    monkeypatch.setattr(JobBook, "report", by_number)
+    monkeypatch.setattr(JobTable, "report", by_number)
     assert turns_red()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.clock import VirtualClock
 from kvcache.commands import Command, Load, Store, Unlabel
-from kvcache.coordinator.job_book import EndedJob, JobBook
+from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.swapped_tails import MAX_HOST_SHARE, SwapRule, SwapWhen
@@ -70,7 +70,7 @@ class Bench:
             finder,
             lambda new_job_id: TierHierarchy(make_tier(host), None, new_job_id),
         )
-        self.jobs = JobBook(1)
+        self.jobs = JobTable(1)
         self.offloading = Offloading(parts, self.manager, self.jobs, self.clock)
         self.engine = Engine(self.manager)
         self.device: dict[int, tuple[str, int, int]] = {}

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.calls import CallBook, RemoteCall, read_answer
+from actors.calls import CallTable, RemoteCall, read_answer
 from kvcache.clock import VirtualClock
 from kvcache.commands import Command, Label, Reset, Unlabel
 from kvcache.coordinator.client_ledger import ClientLedger
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.coordinator.step_recorder import LabelSource
@@ -118,8 +118,8 @@ class RecordedLife:
             self._labels.reset()
         self.recorder.begin_epoch(self._epoch, self.manager, labels, commands)
         settings = CoordinatorSettings(NUM_RANKS, "a plan")
-        self.server = StepServer(settings, self.manager, JobBook(NUM_RANKS), self.recorder)
-        self._book = CallBook()
+        self.server = StepServer(settings, self.manager, JobTable(NUM_RANKS), self.recorder)
+        self._call_table = CallTable()
         self._callers: list[Request] = []
         self._pins: list[int] = []
 
@@ -165,7 +165,7 @@ class RecordedLife:
             self.withdraw,
             self._visit,
             self._be_refused,
-            lambda: self.call(self._book.reset_prefix_cache(self.rng.random() < 0.5)),
+            lambda: self.call(self._call_table.reset_prefix_cache(self.rng.random() < 0.5)),
         ]
         if self.rng.random() < 0.7:
             with suppress(RequestError):
@@ -189,35 +189,39 @@ class RecordedLife:
         groups = self.recipe.kv_cache_config.kv_cache_groups
         num_encoder_tokens = int(any(g.kv_cache_spec.keeps_encoder_tokens for g in groups))
         request = Request(self._name("call"), self._prompt(30))
-        found = self.call(self._book.get_computed_blocks(request))
+        found = self.call(self._call_table.get_computed_blocks(request))
         assert isinstance(found, tuple)
         blocks, num_hit = found
         counts = (request.num_tokens - num_hit, num_hit, 0, 0, 0, num_encoder_tokens)
-        given = self.call(self._book.allocate_slots(request, counts, blocks, False))
+        given = self.call(self._call_table.allocate_slots(request, counts, blocks, False))
         if isinstance(given, KVCacheBlocks):
             request.num_computed_tokens = request.num_tokens
             self._callers.append(request)
             if self.rng.random() < 0.3:
                 child = Request(self._name("fork"), request.all_token_ids)
-                if self.call(self._book.fork(request, child)) is not None:
+                if self.call(self._call_table.fork(request, child)) is not None:
                     self._callers.append(child)
 
     def _free_a_caller(self) -> None:
         while len(self._callers) > 1:
-            self.call(self._book.free(self._callers.pop(self.rng.randrange(len(self._callers)))))
+            self.call(
+                self._call_table.free(self._callers.pop(self.rng.randrange(len(self._callers))))
+            )
 
     def pin(self) -> None:
         self.call(
-            self._book.pin_prefix(self._prompt(40), self.rng.uniform(0.1, 9.0), None, None, None)
+            self._call_table.pin_prefix(
+                self._prompt(40), self.rng.uniform(0.1, 9.0), None, None, None
+            )
         )
 
     def _look(self) -> None:
-        book = self._book
-        self.call(self.rng.choice([book.usage(), book.make_prefix_cache_stats()]))
+        calls = self._call_table
+        self.call(self.rng.choice([calls.usage(), calls.make_prefix_cache_stats()]))
 
     def _evict(self) -> None:
         ids = [self.rng.randrange(1, self._num_blocks + 3) for _ in range(4)]
-        self.call(self._book.evict_blocks(ids))
+        self.call(self._call_table.evict_blocks(ids))
 
     def withdraw(self) -> None:
         ids = [self.rng.randrange(1, self._num_blocks) for _ in range(self.rng.randrange(3))]

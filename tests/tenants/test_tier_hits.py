@@ -12,7 +12,7 @@ import pytest
 from kvcache.arrays import int32_array
 from kvcache.clock import VirtualClock
 from kvcache.config.tenants import TenantConfig, TenantsConfig
-from kvcache.coordinator.job_book import JobBook
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.tier_hits import TierHitFinder
@@ -39,7 +39,7 @@ class Site:
     def __init__(self, shape: Shape, tenants: TenantsConfig, sizes: tuple[int, int, int]) -> None:
         device, host, disk = sizes
         self.manager = make_manager(shape, device + 1, tenants=tenants, log_stats=True)
-        self._jobs = JobBook(1)
+        self._jobs = JobTable(1)
         tiers = [
             TierOptions(medium, num_slots, tenants=tenants)
             for medium, num_slots in ((HOST_MEDIUM, host), (FILE_MEDIUM, disk))

@@ -33,7 +33,7 @@ from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import NOBODY
 
 
-class TierBooks:
+class TierTables:
     """The books of one tier. What is where is in `table`, who goes next in `eviction`."""
 
     def __init__(self, options: TierOptions, policies: Mapping[str, PolicyFactory]) -> None:

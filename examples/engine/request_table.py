@@ -33,7 +33,7 @@ class BuiltRow:
     takers: tuple[Sequence, ...]
 
 
-class RequestBook:
+class RequestTable:
     """Requests by id. Invariant: a sample is in `_samples` until its end was put out."""
 
     def __init__(

@@ -36,7 +36,7 @@ class FileTierStatistics:
     problems: Mapping[str, int]
 
 
-class FileBooks:
+class FileTable:
     """Counts, from any thread.
 
     Invariant: `_used` is the sum of `_sizes[p]`, by key the bytes of the files in directory `p`;

@@ -46,7 +46,7 @@ class EndedJob:
     has_unread: bool = False
 
 
-class JobBook:
+class JobTable:
     """Open jobs of one epoch. Numbers are never given twice, over epochs neither."""
 
     def __init__(self, num_ranks: int) -> None:
