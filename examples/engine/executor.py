@@ -17,7 +17,7 @@ from actors import KVCacheClient
 from actors.local import LocalCluster
 from examples.engine.checkpoint import weight_source
 from examples.engine.config import EngineConfig
-from examples.engine.parallel import Alone, Communicator, RankGroup, local_store
+from examples.engine.parallel import Communicator, RankGroup, SingleRank, local_store
 from examples.engine.runner import RankRunner
 from examples.engine.weights import RankPlace
 from examples.engine.work import StepOutput, StepWork
@@ -144,7 +144,7 @@ class LocalExecutor:
 
     def _connect(self) -> list[Communicator]:
         if self._threads is None:
-            return [Alone()]
+            return [SingleRank()]
         store = local_store()
         meeting = [
             self._threads.submit(

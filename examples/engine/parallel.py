@@ -37,7 +37,7 @@ class Communicator(Protocol):
         """Say whether every rank of the model is well."""
 
 
-class Alone:
+class SingleRank:
     """The only rank there is."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Alone:
         return like
 
     def all_agree(self, is_well: bool) -> bool:
-        """Nobody else has to agree."""
+        """No other rank has to agree."""
         return is_well
 
 

@@ -25,9 +25,9 @@ from examples.engine.checkpoint import weight_source
 from examples.engine.config import EngineConfig
 from examples.engine.parallel import (
     LOOPBACK,
-    Alone,
     Communicator,
     RankGroup,
+    SingleRank,
     join_store,
     open_store,
 )
@@ -99,7 +99,7 @@ class EngineRank(WorkerActor):
     def _meet(self, host: str, port: int, generation: int) -> Communicator:
         place = self._place
         if place.tensor_size * place.num_stages == 1:
-            return Alone()
+            return SingleRank()
         settings = self.kvcache.worker.settings
         timeout_s = PATIENCE * self._forward_s
         return RankGroup(

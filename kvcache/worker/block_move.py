@@ -17,7 +17,7 @@ import xxhash
 
 from kvcache.arrays import Int32Array
 from kvcache.worker.checksums import Int64Array, as_checksums
-from kvcache.worker.copy_crew import Crew
+from kvcache.worker.copy_pool import CopyPool
 from kvcache.worker.host_pool import HostPool
 from kvcache.worker.row_kernel import BoolArray, can_hash
 from kvcache.worker.row_mover import BlockHashes, PieceHashes, RowMover, Side
@@ -49,14 +49,14 @@ PIECE_BYTES = 1 << 19
 class HotMove:
     """Carries a move out, a piece of some blocks after another, and hashes what it copies."""
 
-    def __init__(self, move: BlockMove, is_hashed: BoolArray, crew: Crew) -> None:
+    def __init__(self, move: BlockMove, is_hashed: BoolArray, pool: CopyPool) -> None:
         """Look at the ids, of which there is at least one; copy nothing yet. `is_hashed[i]` says
-        it of block `i`. `crew` copies, and gives way between copies of a piece's size. Raises
+        it of block `i`. `pool` copies, and gives way between copies of a piece's size. Raises
         ValueError where there are not as many of these as blocks."""
         if not len(move.block_ids) == len(move.slots) == len(is_hashed):
             counts = len(move.block_ids), len(move.slots), len(is_hashed)
             raise ValueError("{} blocks, {} slots, {} marks: one for each".format(*counts))
-        self._crew = crew
+        self._pool = pool
         self._hashes = BlockHashes.of(is_hashed)
         sides = [
             (Side(rows.numpy(), move.block_ids), Side(host.numpy(), move.slots))
@@ -89,7 +89,7 @@ class HotMove:
                 raise
 
         if len(starts) >= HELPED_PIECES:
-            self._crew.run(copy_pieces)
+            self._pool.run(copy_pieces)
         else:
             copy_pieces()
         return as_checksums(self._hashes.digests[self._hashes.is_hashed])
@@ -100,7 +100,7 @@ class HotMove:
         piece = PieceHashes(self._hashes, first, end)
         for mover, width in zip(self._movers, self._widths, strict=True):
             for low in range(0, width, PIECE_BYTES):
-                self._crew.give_way()
+                self._pool.give_way()
                 high = min(width, low + PIECE_BYTES)
                 if self._does_hash and self._can_hash:
                     mover.copy_hashed(piece, low, high)

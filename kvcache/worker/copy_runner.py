@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from kvcache.logs import get_logger
-from kvcache.worker.copy_crew import ALONE, CopyCrew, Crew
 from kvcache.worker.copy_engine import PendingCopy
+from kvcache.worker.copy_pool import INLINE, CopyPool, CopyThreadPool
 from kvcache.worker.copy_priority import CopyPriority, take_priority
 from kvcache.worker.copy_task import CopyResult, CopyTask
 
@@ -77,11 +77,11 @@ class _RunningTask:
         """See `PendingCopy.wait`."""
         return self.copied.wait(timeout_s)
 
-    def advance(self, crew: Crew = ALONE) -> bool:
-        """Begin it if it may, for `crew` to copy; say whether it is copied."""
+    def advance(self, pool: CopyPool = INLINE) -> bool:
+        """Begin it if it may, for `pool` to copy; say whether it is copied."""
         if not self.has_begun and self.task.can_begin():
             self.has_begun = True
-            self.task.begin(crew)
+            self.task.begin(pool)
         if self.has_begun and not self.copied.is_set() and self.task.is_copied():
             self.copied.set()
         return self.copied.is_set()
@@ -163,7 +163,7 @@ class CopyThread:
         self._submitted: SimpleQueue[_RunningTask | None] = SimpleQueue()
         self._finished: deque[FinishedCopy] = deque()
         self._is_closing = False
-        self._crew = CopyCrew(num_threads - 1, name, priority)
+        self._pool = CopyThreadPool(num_threads - 1, name, priority)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: CopyTask) -> PendingCopy:
@@ -186,7 +186,7 @@ class CopyThread:
 
     def pause(self) -> None:
         """See `CopyRunner.pause`."""
-        self._crew.pause()
+        self._pool.pause()
 
     @property
     def has_finished(self) -> bool:
@@ -216,7 +216,7 @@ class CopyThread:
                 tasks += self._take_submitted(POLL_S if is_copying else None)
                 tasks = [running for running in tasks if not self._advance(running)]
         finally:
-            self._crew.close()
+            self._pool.close()
 
     def _take_submitted(self, timeout_s: float | None) -> Iterator[_RunningTask]:
         """Yield what has been submitted; wait for it, or for a sign, at most `timeout_s`."""
@@ -234,7 +234,7 @@ class CopyThread:
         if self._is_closing and not running.has_begun:
             return True
         try:
-            if not running.advance(self._crew):
+            if not running.advance(self._pool):
                 return False
             result = running.task.finish()
         except Exception as error:  # a device that has failed says so to whoever asks it

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.worker.block_move import BlockMove, HotMove
 from kvcache.worker.checksums import Int64Array, checksums_of_rows
-from kvcache.worker.copy_crew import ALONE, Crew
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
+from kvcache.worker.copy_pool import INLINE, CopyPool
 from kvcache.worker.host_labels import NO_CHECKSUM
 from kvcache.worker.row_kernel import BoolArray
 
@@ -103,14 +103,14 @@ class CopyTask:
         """Block until that is so, at most `timeout_s`; say whether it is."""
         return _wait_all(self._after, timeout_s)
 
-    def begin(self, crew: Crew = ALONE) -> None:
+    def begin(self, pool: CopyPool = INLINE) -> None:
         """Compare what is to be loaded, and start the copies. Where the processor copies by itself,
-        `crew` does."""
+        `pool` does."""
         try:
             if not len(self._move.slots):
                 return
             if self._engine.copies_at_once:
-                self._copy_hot(crew)
+                self._copy_hot(pool)
             else:
                 self._start_all()
         except Exception as error:  # whoever runs this has other tasks
@@ -141,9 +141,9 @@ class CopyTask:
 
     # --- where the processor copies
 
-    def _copy_hot(self, crew: Crew) -> None:
+    def _copy_hot(self, pool: CopyPool) -> None:
         """Copy everything now, and hash each piece while it is in the processor's cache."""
-        found = HotMove(self._move, self._is_hashed, crew).run()
+        found = HotMove(self._move, self._is_hashed, pool).run()
         hashed = self._is_hashed.nonzero()[0]
         if self._comparison is None:
             self._checksums[hashed] = found

@@ -17,9 +17,9 @@ from kvcache.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
 from kvcache.errors import ConfigurationError, DeadlineError
 from kvcache.messages import Applied, JobReport
 from kvcache.offload.keys import label_keys
-from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_crew, transfers
+from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_pool, transfers
 from kvcache.worker.checksums import ChecksumRule, checksum_of
-from kvcache.worker.copy_crew import LONGEST_PAUSE_S, PAUSE_S, CopyCrew
+from kvcache.worker.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyThreadPool
 from kvcache.worker.copy_runner import CopyThread
 from kvcache.worker.copy_task import CopyTask
 from kvcache.worker.file_tier import FileTierSettings
@@ -309,19 +309,19 @@ def test_copies_rest_while_the_worker_is_busy_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SleptTime()
-    monkeypatch.setattr(copy_crew, "time", clock)
-    crew = CopyCrew(0, "kvcache-copies", "normal")
-    crew.give_way()
+    monkeypatch.setattr(copy_pool, "time", clock)
+    pool = CopyThreadPool(0, "kvcache-copies", "normal")
+    pool.give_way()
     assert clock.slept == []
-    crew.pause()
-    crew.give_way()
+    pool.pause()
+    pool.give_way()
     assert clock.slept == pytest.approx([PAUSE_S])
-    crew.give_way()
+    pool.give_way()
     assert len(clock.slept) == 1
     clock.slept.clear()
-    clock.on_sleep = crew.pause  # a message comes in every pause
-    crew.pause()
-    crew.give_way()
+    clock.on_sleep = pool.pause  # a message comes in every pause
+    pool.pause()
+    pool.give_way()
     assert sum(clock.slept) == pytest.approx(LONGEST_PAUSE_S)
 
 

@@ -14,7 +14,7 @@ from kvcache.worker import CpuCopyEngine, HostPool, block_move, row_mover
 from kvcache.worker import copy_task as tasks
 from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import checksum_of
-from kvcache.worker.copy_crew import Alone
+from kvcache.worker.copy_pool import InlineCopyPool
 from kvcache.worker.copy_runner import InlineCopies
 from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
 from kvcache.worker.host_segment import HostSegment, SegmentShape
@@ -282,7 +282,7 @@ def test_a_task_gives_way_between_pieces(takes_checksums: bool) -> None:
         task = CopyTask(
             whole_move(Memories(1, widths)), CpuCopyEngine(), takes_checksums=takes_checksums
         )
-        task.begin(Alone(lambda seen=calls: seen.append(None)))  # type: ignore[misc]
+        task.begin(InlineCopyPool(lambda seen=calls: seen.append(None)))  # type: ignore[misc]
         assert len(calls) == expected
 
 
@@ -308,5 +308,5 @@ def test_marks_for_other_blocks_than_those_that_move_are_refused(count: int) -> 
     memories = Memories(1, (4096,))
     before = [tensor.clone() for tensor in memories.host.tensors]
     with pytest.raises(ValueError, match=f"3 blocks, 3 slots, {count} marks: one for each"):
-        block_move.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), Alone())
+        block_move.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), InlineCopyPool())
     assert all(map(torch.equal, memories.host.tensors, before))

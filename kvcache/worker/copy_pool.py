@@ -1,8 +1,8 @@
-"""Who copies the pieces of a store or load: one thread, or some at once.
+"""The threads that copy the pieces of a store or load: the caller's alone, or several.
 
-Below copy_runner.py, whose thread has a crew, and block_move.py, which asks it for help. A crew
-calls what it is given in several threads; who copies which piece is for them to settle. It also
-says when copies rest, because all of its threads do. Refuses to know what is copied.
+The thread of `copy_runner.py` has a pool; `block_move.py` copies with it. A pool calls one function
+in several threads, and these share the pieces out among themselves. The pool also says when copies
+pause, since all of its threads pause together. It does not know what is copied.
 """
 
 from __future__ import annotations
@@ -30,55 +30,56 @@ END_S = 1.0
 """How long the end of helpers is waited for."""
 
 
-class Crew(Protocol):
-    """Threads that copy together. One of them is the caller's."""
+class CopyPool(Protocol):
+    """Threads that copy together, the caller's among them."""
 
     def give_way(self) -> None:
-        """Rest while somebody else is wanted more; called between pieces, in any of the threads."""
+        """Pause while other work is more urgent. Any of the threads calls it between pieces."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call `work` here and, where there are other threads, there too; return when no call is
-        under way. Raises what one of them raised."""
+        """Call `work` in this thread and in the pool's others; return when no call is running.
+
+        Raises what one of them raised."""
 
 
-class Alone:
-    """The calling thread, and nobody else."""
+class InlineCopyPool:
+    """Copies in the calling thread, without others."""
 
     def __init__(self, give_way: Callable[[], None] = lambda: None) -> None:
         """Call `give_way` between pieces."""
         self.give_way = give_way
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `Crew.run`."""
+        """See `CopyPool.run`."""
         work()
 
 
-ALONE = Alone()
+INLINE = InlineCopyPool()
 
 
-class CopyCrew:
+class CopyThreadPool:
     """The caller and `num_helpers` threads, which begin with the first work and end with `close` or
     the process. One thread calls `run` and `close`."""
 
     def __init__(self, num_helpers: int, name: str, priority: CopyPriority) -> None:
-        """Start nobody yet."""
+        """Start no thread yet."""
         self._num_helpers = num_helpers
         self._name = name
         self._priority: CopyPriority = priority
         self._helpers: list[threading.Thread] = []
-        self._shifts: SimpleQueue[_Shift | None] = SimpleQueue()
+        self._batches: SimpleQueue[_CopyBatch | None] = SimpleQueue()
         self._rests_until_s = 0.0
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `Crew.run`. A helper that comes when the caller has finished does nothing: nobody
-        waits for one that gets no processor."""
+        """See `CopyPool.run`. A helper that starts after the caller has finished does nothing, so
+        the caller never waits for a helper without a processor."""
         self._start_helpers()
-        shift = _Shift(work)
+        batch = _CopyBatch(work)
         # Of what is over by now the queue keeps nothing: helpers may get no processor for long.
         self._drop_waiting()
         for _ in self._helpers:
-            self._shifts.put(shift)
-        shift.lead()
+            self._batches.put(batch)
+        batch.lead()
 
     def pause(self) -> None:
         """Let no other piece be copied for a moment. Any thread; never blocks."""
@@ -96,16 +97,16 @@ class CopyCrew:
     def close(self) -> None:
         """End the helpers, which have nothing to do; leave one behind that gets no processor."""
         for _ in self._helpers:
-            self._shifts.put(None)
+            self._batches.put(None)
         end_s = time.monotonic() + END_S
         for helper in self._helpers:
             helper.join(max(0.0, end_s - time.monotonic()))
 
     def _drop_waiting(self) -> None:
-        """Take out what no helper has come to; each shift is over."""
+        """Remove batches that no helper has taken; each of them is over."""
         with suppress(Empty):
             while True:
-                self._shifts.get_nowait()
+                self._batches.get_nowait()
 
     def _start_helpers(self) -> None:
         while len(self._helpers) < self._num_helpers:
@@ -113,7 +114,7 @@ class CopyCrew:
             helper = threading.Thread(target=self._help, name=name, daemon=True)
             try:
                 helper.start()
-            except RuntimeError as error:  # whoever is there copies all of it
+            except RuntimeError as error:  # the threads that run copy all of it
                 there, wanted = len(self._helpers) + 1, self._num_helpers + 1
                 logger.warning("%d of %d threads copy: no other starts (%s)", there, wanted, error)
                 self._num_helpers = len(self._helpers)
@@ -122,12 +123,12 @@ class CopyCrew:
 
     def _help(self) -> None:
         take_priority(self._priority)
-        while (shift := self._shifts.get()) is not None:
-            shift.join()
+        while (batch := self._batches.get()) is not None:
+            batch.join()
 
 
-class _Shift:
-    """One piece of work and who is at it.
+class _CopyBatch:
+    """One call of `run`, and how many helpers are in it.
 
     Invariant: `_num_inside` counts helpers that are in `work`; none enters once `_is_over`.
     """
@@ -140,7 +141,8 @@ class _Shift:
         self._error: Exception | None = None
 
     def lead(self) -> None:
-        """Work, and wait for those who have begun to: they copy, and end as surely as we do."""
+        """Work, then wait for the helpers that have begun: they copy, and end as surely as we
+        do."""
         try:
             self._work()
         finally:

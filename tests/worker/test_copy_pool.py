@@ -12,9 +12,9 @@ import pytest
 
 from kvcache.commands import Load, Store
 from kvcache.errors import ConfigurationError
-from kvcache.worker import CpuCopyEngine, block_move, copy_crew
+from kvcache.worker import CpuCopyEngine, block_move, copy_pool
 from kvcache.worker.block_move import BlockMove, HotMove
-from kvcache.worker.copy_crew import CopyCrew
+from kvcache.worker.copy_pool import CopyThreadPool
 from kvcache.worker.copy_priority import CopyPriority
 from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
 from tests.worker.test_copy_thread import make
@@ -22,7 +22,7 @@ from tests.worker.test_row_mover import Memories
 from tests.worker.worker_support import block_bytes, fill_block, ids
 
 TIMEOUT_S = 60.0
-NAME = "kvcache-crew"
+NAME = "kvcache-copy-pool"
 
 
 def helpers() -> list[threading.Thread]:
@@ -30,8 +30,8 @@ def helpers() -> list[threading.Thread]:
 
 
 @pytest.fixture
-def crew() -> Iterator[CopyCrew]:
-    made = CopyCrew(2, NAME, "normal")
+def pool() -> Iterator[CopyThreadPool]:
+    made = CopyThreadPool(2, NAME, "normal")
     yield made
     made.close()
     for helper in helpers():
@@ -39,7 +39,7 @@ def crew() -> Iterator[CopyCrew]:
         assert not helper.is_alive()
 
 
-def test_all_threads_work_at_once(crew: CopyCrew) -> None:
+def test_all_threads_work_at_once(pool: CopyThreadPool) -> None:
     together, names = threading.Barrier(3), set()
 
     def work() -> None:
@@ -48,12 +48,12 @@ def test_all_threads_work_at_once(crew: CopyCrew) -> None:
 
     for _ in range(3):
         names.clear()
-        crew.run(work)
+        pool.run(work)
         assert names == {threading.current_thread().name, f"{NAME}-1", f"{NAME}-2"}
 
 
 def test_nobody_waits_for_a_helper_that_does_not_come(
-    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
+    pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, calls = threading.Event(), []
 
@@ -63,18 +63,18 @@ def test_nobody_waits_for_a_helper_that_does_not_come(
     def work() -> None:
         calls.append(threading.current_thread())
 
-    monkeypatch.setattr(copy_crew, "take_priority", sleep_in)
+    monkeypatch.setattr(copy_pool, "take_priority", sleep_in)
     for _ in range(3):
-        crew.run(work)
+        pool.run(work)
     gate.set()
-    crew.close()
+    pool.close()
     for helper in helpers():
         helper.join(TIMEOUT_S)
     assert calls == [threading.current_thread()] * 3
 
 
 def test_what_is_over_is_not_kept_for_helpers_that_do_not_come(
-    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
+    pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, works = threading.Event(), []
 
@@ -85,15 +85,15 @@ def test_what_is_over_is_not_kept_for_helpers_that_do_not_come(
     def sleep_in(priority: CopyPriority) -> None:
         assert gate.wait(TIMEOUT_S)
 
-    monkeypatch.setattr(copy_crew, "take_priority", sleep_in)
+    monkeypatch.setattr(copy_pool, "take_priority", sleep_in)
     for _ in range(20):
-        crew.run(Work())
+        pool.run(Work())
     assert [work() is None for work in works[:-1]] == [True] * 19
     gate.set()
 
 
 @pytest.mark.parametrize("does_fail", [False, True])
-def test_a_helper_that_has_begun_is_waited_for(crew: CopyCrew, does_fail: bool) -> None:
+def test_a_helper_that_has_begun_is_waited_for(pool: CopyThreadPool, does_fail: bool) -> None:
     begun, go_on, led = (threading.Event() for _ in range(3))
     ended: list[str] = []
 
@@ -110,7 +110,7 @@ def test_a_helper_that_has_begun_is_waited_for(crew: CopyCrew, does_fail: bool) 
 
     def lead() -> None:
         try:
-            crew.run(work)
+            pool.run(work)
         except MemoryError:
             ended.append("failure")
         ended.append("leader")
@@ -127,7 +127,7 @@ def test_a_helper_that_has_begun_is_waited_for(crew: CopyCrew, does_fail: bool) 
     assert ("failure" in ended) is does_fail
 
 
-def test_what_a_helper_raises_is_raised(crew: CopyCrew) -> None:
+def test_what_a_helper_raises_is_raised(pool: CopyThreadPool) -> None:
     together, here = threading.Barrier(3), threading.current_thread()
 
     def work() -> None:
@@ -137,7 +137,7 @@ def test_what_a_helper_raises_is_raised(crew: CopyCrew) -> None:
 
     for _ in range(2):  # and the helpers are still there
         with pytest.raises(ValueError, match="a bug"):
-            crew.run(work)
+            pool.run(work)
 
 
 def test_where_no_thread_starts_the_caller_does_all(
@@ -148,17 +148,17 @@ def test_where_no_thread_starts_the_caller_does_all(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     calls: list[None] = []
-    crew = CopyCrew(3, NAME, "normal")
+    pool = CopyThreadPool(3, NAME, "normal")
     for _ in range(2):
-        crew.run(lambda: calls.append(None))
-    crew.close()
+        pool.run(lambda: calls.append(None))
+    pool.close()
     assert len(calls) == 2
     assert [record.message for record in caplog.records] == [
         "1 of 4 threads copy: no other starts (can't start new thread)"
     ]
 
 
-def test_what_was_copied_is_given_back_by_the_one_who_asked(crew: CopyCrew) -> None:
+def test_what_was_copied_is_given_back_by_the_one_who_asked(pool: CopyThreadPool) -> None:
     class Work:
         """Says which thread drops it last."""
 
@@ -170,16 +170,16 @@ def test_what_was_copied_is_given_back_by_the_one_who_asked(crew: CopyCrew) -> N
 
     together, dropped = threading.Barrier(3), []  # type: ignore[var-annotated]
     for _ in range(50):
-        crew.run(Work())
+        pool.run(Work())
     assert dropped == [threading.current_thread()] * 50
     threads = helpers()
     assert len(threads) == 2
-    crew.close()
+    pool.close()
     assert not any(thread.is_alive() for thread in threads)
 
 
 class Company:
-    """Lets a crew's threads copy their first piece only when all of them have one."""
+    """Lets a pool's threads copy their first piece only when all of them have one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
         self.threads: set[int] = set()
@@ -196,15 +196,15 @@ class Company:
         return met
 
 
-def run(task: CopyTask, crew: CopyCrew) -> CopyResult:
-    task.begin(crew)
+def run(task: CopyTask, pool: CopyThreadPool) -> CopyResult:
+    task.begin(pool)
     assert task.is_copied()
     return task.finish()
 
 
 @pytest.mark.parametrize("widths", [(4096,), (1 << 14, 24), (1 << 16,), (72_000, 9)])
 def test_every_block_arrives_and_is_hashed_whoever_copies_it(
-    crew: CopyCrew, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    pool: CopyThreadPool, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(block_move, "HELPED_PIECES", 3)
@@ -217,7 +217,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
         with monkeypatch.context() as only_here:
             company = Company(only_here, 3)
             if to_host:
-                result = run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew)
+                result = run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), pool)
                 assert result.checksums.tolist() == memories.checksums(move.slots)
                 wrong = -1
             else:
@@ -226,7 +226,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
                 )
                 wrong = seed
                 memories.host.tensors[0][int(move.slots[wrong]), 7] ^= 1
-                result = run(CopyTask(move, CpuCopyEngine(), comparison=comparison), crew)
+                result = run(CopyTask(move, CpuCopyEngine(), comparison=comparison), pool)
                 assert result.wrong.tolist() == [wrong]
         assert result.problem == ""
         assert len(company.threads) == 3
@@ -240,7 +240,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
 
 
 def test_one_thread_that_fails_ends_the_move(
-    crew: CopyCrew, monkeypatch: pytest.MonkeyPatch
+    pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 12)
     Company(monkeypatch, 3)
@@ -261,7 +261,7 @@ def test_one_thread_that_fails_ends_the_move(
     task = CopyTask(move, CpuCopyEngine(), takes_checksums=True)
     # The others go on when what is left has been thrown away.
     monkeypatch.setattr(block_move, "deque", lambda items: Told(items, failed))
-    result = run(task, crew)
+    result = run(task, pool)
     assert "no room" in result.problem
     assert len(copied) == 3
 
@@ -278,23 +278,23 @@ class Told(block_move.deque):  # type: ignore[type-arg,name-defined,misc]
         self._emptied.set()
 
 
-def test_few_pieces_are_copied_by_one_thread(crew: CopyCrew) -> None:
+def test_few_pieces_are_copied_by_one_thread(pool: CopyThreadPool) -> None:
     memories = Memories(1, (4096,))
     move = memories.move(to_host=True)
-    assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), crew).problem == ""
+    assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), pool).problem == ""
     assert helpers() == []
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="NO PRIORITIES HERE")
 def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, together, found = CopyCrew(1, NAME, "idle"), threading.Barrier(2), {}
+    pool, together, found = CopyThreadPool(1, NAME, "idle"), threading.Barrier(2), {}
 
     def work() -> None:
         together.wait(TIMEOUT_S)
         found[threading.current_thread().name] = os.sched_getscheduler(0)
 
-    crew.run(work)
-    crew.close()
+    pool.run(work)
+    pool.close()
     assert found[f"{NAME}-1"] == os.SCHED_IDLE
 
 
