@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
-from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
+from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import ConfigurationError
 from kvcache.hashing import get_hash_fn

@@ -102,7 +102,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("step_recorder",),
         ("settings", "recorded_tiers"),
-        ("client_ledger", "clients", "label_collection", "swapped_tails"),
+        ("client_ledger", "clients", "label_collection", "partial_block_swap"),
         ("prefix_loading", "offload_parts"),
         ("tier_adoption",),
         ("offloading",),

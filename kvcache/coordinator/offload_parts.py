@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvcache.coordinator.swapped_tails import SwapRule
+from kvcache.coordinator.partial_block_swap import SwapRule
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.offload.hierarchy import TierHierarchy
 

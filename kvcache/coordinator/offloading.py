@@ -37,10 +37,10 @@ from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels
 from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.partial_block_swap import PartialBlockSwap
 from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
-from kvcache.coordinator.swapped_tails import SwappedTails
 from kvcache.coordinator.tier_adoption import TierAdoption
 from kvcache.coordinator.tier_tenants import rows_by_tenant
 from kvcache.core import OffloadHit
@@ -88,7 +88,7 @@ class Offloading:
         self.tiers = tiers = parts.make_tiers(lambda: jobs.open("", 0))
         self._manager = manager
         self._clock = clock
-        self._tails = SwappedTails(
+        self._tails = PartialBlockSwap(
             settings.swap,
             parts.finder,
             tiers,

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Fetch, Load
+from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.coordinator.recorded_tiers import RecordedLoads
-from kvcache.coordinator.swapped_tails import SwappedTail, SwappedTails
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
 from kvcache.coordinator.tier_tenants import NOTHING_LOADED, LoadedTokens, count_for_tenant
 from kvcache.core import OffloadAnswer, OffloadHit
@@ -93,7 +93,7 @@ class PrefixLoading:
         finder: TierHitFinder,
         tiers: TierHierarchy,
         loads: RecordedLoads,
-        tails: SwappedTails,
+        tails: PartialBlockSwap,
         cancel_job: Callable[[int], None],
         *,
         min_load_tokens: int,

@@ -23,8 +23,8 @@ from kvcache.clock import Clock, VirtualClock
 from kvcache.commands import WriteExpected
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
+from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
-from kvcache.coordinator.swapped_tails import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import MalformedMessageError
 from kvcache.keeper import KeeperAddress, MemoryKeeper

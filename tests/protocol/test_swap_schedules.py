@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.coordinator.offloading import Offloading
-from kvcache.coordinator.swapped_tails import SwappedTail, SwappedTails
+from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.manager.step_ledger import ClientSteps
 from kvcache.network import NetworkFaults
 from tests.protocol.scenario import MODELS, MODELS_BY_CONTENT, Scenario
@@ -113,8 +113,8 @@ def test_a_block_that_is_written_while_a_store_reads_it_turns_the_simulation_red
 def test_a_tail_that_stays_when_its_request_has_gone_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def forget_name_only(self: SwappedTails, request_id: str) -> None:
+    def forget_name_only(self: PartialBlockSwap, request_id: str) -> None:
         self._tails.pop(request_id, None)
 
-    monkeypatch.setattr(SwappedTails, "forget", forget_name_only)
+    monkeypatch.setattr(PartialBlockSwap, "forget", forget_name_only)
     assert turns_red()

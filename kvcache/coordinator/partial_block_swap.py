@@ -90,7 +90,7 @@ class SwappedTail:
         return self.keys[self.places.index(place)] if place in self.places else None
 
 
-class SwappedTails:
+class PartialBlockSwap:
     """The tails of one epoch, by request. Its owner sends the stores and says how they ended."""
 
     def __init__(

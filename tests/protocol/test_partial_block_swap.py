@@ -12,7 +12,7 @@ from kvcache.commands import Command, Load, Store, Unlabel
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
-from kvcache.coordinator.swapped_tails import MAX_HOST_SHARE, SwapRule, SwapWhen
+from kvcache.coordinator.partial_block_swap import MAX_HOST_SHARE, SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.errors import InvariantError
