@@ -25,8 +25,8 @@ from kvcache.recorder import (
     ManagerRecipe,
     RecorderLimits,
     RecordingOrigin,
-    RequestTap,
-    TappedRecorder,
+    RequestTracer,
+    TracedRecorder,
 )
 from kvcache.recorder.segments import SegmentLimits
 from kvcache.specs import require_eagle_support
@@ -110,10 +110,10 @@ def make_coordinator(
     keys: CurveKeys | None = None,
     *,
     core_factory: CoreFactory = FlatCore,
-    tap: RequestTap | None = None,
+    tracer: RequestTracer | None = None,
 ) -> Coordinator:
     """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's, its
-    managers' cores come from `core_factory`, `tap` hears of requests.
+    managers' cores come from `core_factory`, `tracer` hears of requests.
 
     Raises ConfigurationError for a kind of attention that EAGLE cannot be used with, and for events
     that cannot be published.
@@ -143,7 +143,7 @@ def make_coordinator(
             clock=clock,
             nonce=secrets.token_hex(16),
             state_store=state_store,
-            recorder=recorder if tap is None else _tapped(recorder, tap),
+            recorder=recorder if tracer is None else _traced(recorder, tracer),
             offload=offload,
             events=feed,
         )
@@ -153,5 +153,5 @@ def make_coordinator(
         raise
 
 
-def _tapped(recorder: StepRecorder | None, tap: RequestTap) -> StepRecorder:
-    return TappedRecorder(NullStepRecorder() if recorder is None else recorder, tap)
+def _traced(recorder: StepRecorder | None, tracer: RequestTracer) -> StepRecorder:
+    return TracedRecorder(NullStepRecorder() if recorder is None else recorder, tracer)

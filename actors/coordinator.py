@@ -44,7 +44,7 @@ from kvcache.curve import CurveKeys
 from kvcache.errors import KVCacheError, NotRunningError, StartupError
 from kvcache.logs import get_logger, log_to_stderr
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
-from kvcache.recorder import RecordedBatch, RequestTap, record_request
+from kvcache.recorder import RecordedBatch, RequestTracer, record_request
 from kvcache.serving_loop import problems_of
 
 logger = get_logger(__name__)
@@ -82,7 +82,7 @@ class CoordinatorActor:
         self._recipe = recipe
         self._node = this_node()
         self._clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
-        self._tap = RequestTap(self._clock)
+        self._tracer = RequestTracer(self._clock)
         self._coordinator: Coordinator | None = None
         self._supervisor: WorkerSupervisor | None = None
         self._problem = ""
@@ -188,9 +188,9 @@ class CoordinatorActor:
 
         Raises AlreadyRunningError while another listener records.
         """
-        tap, block_size = self._tap, self._config.cache.block_size
+        tracer, block_size = self._tracer, self._config.cache.block_size
         seen = self._call(
-            lambda: tap.finish(listener) if is_last else tap.take(listener, MOST_RECORDED)
+            lambda: tracer.finish(listener) if is_last else tracer.take(listener, MOST_RECORDED)
         )
         requests = tuple(record_request(one, block_size, salt) for one in seen.requests)
         return RecordedBatch(requests, seen.num_lost, block_size)
@@ -274,7 +274,7 @@ class CoordinatorActor:
             store,
             self._keys,
             core_factory=metrics.core_factory,
-            tap=self._tap,
+            tracer=self._tracer,
         )
         incarnations = {
             rank: report.incarnation

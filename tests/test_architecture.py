@@ -142,8 +142,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("inspection",),
     ),
     "recorder": (
-        ("frames", "operation_clock", "recipe", "label_codec", "outcomes", "request_tap"),
-        ("request_digests", "tapped_recorder"),
+        ("frames", "operation_clock", "recipe", "label_codec", "outcomes", "request_tracer"),
+        ("request_digests", "traced_recorder"),
         ("tier_codec", "repeating_tiers"),
         ("records",),
         ("segments",),

@@ -8,13 +8,13 @@
     label_codec.py      labels as plain values       repeating_tiers.py what tiers said then, again
     tier_codec.py       tiers' calls and loads
 
-Beside it, for traces of requests:
+For traces of requests:
 
-    request_tap.py      requests as they are served  tapped_recorder.py both hear of steps
+    request_tracer.py   requests as they are served  traced_recorder.py both hear of steps
     request_digests.py  what may be told of them
 
-A recorder writes where a directory is configured, a tap hears while somebody asks. Nothing here is
-needed to serve.
+A recorder writes if a directory is configured. A tracer listens while a client asks it for
+requests. Serving needs neither.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvcache.recorder.request_digests import (
     RecordedRequest,
     record_request,
 )
-from kvcache.recorder.request_tap import RequestTap, SeenRequest, SeenRequests, TapLimits
-from kvcache.recorder.tapped_recorder import TappedRecorder
+from kvcache.recorder.request_tracer import RequestTracer, SeenRequest, SeenRequests, TracerLimits
+from kvcache.recorder.traced_recorder import TracedRecorder
 
 __all__ = [
     "SALT_BYTES",
@@ -44,11 +44,11 @@ __all__ = [
     "Recording",
     "RecordingOrigin",
     "ReplayDifference",
-    "RequestTap",
+    "RequestTracer",
     "SeenRequest",
     "SeenRequests",
-    "TapLimits",
-    "TappedRecorder",
+    "TracedRecorder",
+    "TracerLimits",
     "open_recording",
     "record_request",
 ]

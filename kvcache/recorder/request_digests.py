@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvcache.recorder.request_tap import SeenRequest
+from kvcache.recorder.request_tracer import SeenRequest
 from kvcache.step import NewRequest
 
 DIGEST_BYTES = 16

@@ -1,6 +1,6 @@
-"""A recorder of steps with a tap beside it, so that both hear of what happens.
+"""A recorder of steps that also tells a tracer of requests.
 
-What a `StepRecorder` is told goes on to the one behind it; the tap hears of steps and of clients
+What a `StepRecorder` is told goes on to the one behind it; the tracer hears of steps and of clients
 that are gone.
 """
 
@@ -13,17 +13,17 @@ from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics, S
 from kvcache.coordinator.tier_calls import TierCall, WantedLoad
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
-from kvcache.recorder.request_tap import RequestTap
+from kvcache.recorder.request_tracer import RequestTracer
 from kvcache.step import NewRequest, StepRequest, StepResult
 from kvcache.step_delivery import StepAnswer, StepMessage
 
 
-class TappedRecorder:
-    """A `StepRecorder` that tells `recorder` everything and `tap` of requests."""
+class TracedRecorder:
+    """A `StepRecorder` that tells `recorder` everything and `tracer` of requests."""
 
-    def __init__(self, recorder: StepRecorder, tap: RequestTap) -> None:
+    def __init__(self, recorder: StepRecorder, tracer: RequestTracer) -> None:
         self._recorder = recorder
-        self._tap = tap
+        self._tracer = tracer
 
     def begin_epoch(
         self,
@@ -38,19 +38,19 @@ class TappedRecorder:
     def executed(
         self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
     ) -> None:
-        """Pass it on, and steps to the tap."""
+        """Pass it on, and steps to the tracer."""
         self._recorder.executed(message, answer, commands)
         if isinstance(message, StepRequest) and isinstance(answer, StepResult):
-            self._tap.executed(message, answer)
+            self._tracer.executed(message, answer)
 
     def refused(self, message: StepMessage, error: Exception) -> None:
         """Pass it on."""
         self._recorder.refused(message, error)
 
     def released(self, client_id: str) -> None:
-        """Pass it on, also to the tap."""
+        """Pass it on, also to the tracer."""
         self._recorder.released(client_id)
-        self._tap.released(client_id)
+        self._tracer.released(client_id)
 
     def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
         """Pass it on."""
@@ -81,9 +81,9 @@ class TappedRecorder:
         self._recorder.load_released(load_id)
 
     def end_epoch(self) -> None:
-        """Pass it on, also to the tap."""
+        """Pass it on, also to the tracer."""
         self._recorder.end_epoch()
-        self._tap.end_epoch()
+        self._tracer.end_epoch()
 
     def on_tick(self) -> None:
         """Pass it on."""

@@ -11,9 +11,9 @@ from kvcache.clock import VirtualClock
 from kvcache.coordinator.step_recorder import NullStepRecorder
 from kvcache.errors import AlreadyRunningError
 from kvcache.manager import KVCacheManager
-from kvcache.recorder import RequestTap, TapLimits, TappedRecorder, record_request
+from kvcache.recorder import RequestTracer, TracedRecorder, TracerLimits, record_request
 from kvcache.recorder.request_digests import DIGEST_BYTES, block_digests
-from kvcache.recorder.request_tap import SeenRequest
+from kvcache.recorder.request_tracer import SeenRequest
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvcache.step import Fork, NewRequest, ResumedRequest, RunningRequests, RunningRow, StepRequest
 
@@ -21,15 +21,15 @@ SALT = bytes(range(32))
 
 
 class Served:
-    """A manager whose steps a tapped recorder hears of, as behind a coordinator."""
+    """A manager whose steps a traced recorder hears of, as behind a coordinator."""
 
-    def __init__(self, num_blocks: int = 100, limits: TapLimits | None = None) -> None:
+    def __init__(self, num_blocks: int = 100, limits: TracerLimits | None = None) -> None:
         spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=1)
         config = KVCacheConfig(num_blocks, (), (KVCacheGroupSpec(("layer.0",), spec),))
         self.manager = KVCacheManager(config, 512)
         self.clock = VirtualClock()
-        self.tap = RequestTap(self.clock, limits)
-        self.recorder = TappedRecorder(NullStepRecorder(), self.tap)
+        self.tracer = RequestTracer(self.clock, limits)
+        self.recorder = TracedRecorder(NullStepRecorder(), self.tracer)
         self._step = 0
 
     def step(self, **parts: object) -> list[int]:
@@ -48,7 +48,7 @@ class Served:
         return result.admitted_slots.tolist()
 
     def taken(self, listener: str = "me", most: int = 100) -> list[tuple[str, float, int]]:
-        seen = self.tap.take(listener, most)
+        seen = self.tracer.take(listener, most)
         return [(s.request.request_id, s.arrival_s, s.num_output_tokens) for s in seen.requests]
 
 
@@ -126,28 +126,28 @@ def test_the_end_tells_of_all_that_still_run_and_keeps_nothing() -> None:
     served = Served()
     served.taken()
     served.step(new=(prompt("a"),))
-    assert [s.request.request_id for s in served.tap.finish("me").requests] == ["a"]
+    assert [s.request.request_id for s in served.tracer.finish("me").requests] == ["a"]
     served.step(finished=("a",), new=(prompt("b"),))
     served.step(finished=("b",))
     assert served.taken("you") == []
-    assert served.tap.finish("me").requests == ()
+    assert served.tracer.finish("me").requests == ()
 
 
 def test_what_waits_is_bounded_and_what_is_lost_is_counted() -> None:
-    served = Served(limits=TapLimits(most_requests=3, most_tokens=35))
+    served = Served(limits=TracerLimits(most_requests=3, most_tokens=35))
     served.taken()
     served.step(new=tuple(prompt(name) for name in "abcd"))
     served.step(finished=tuple("abcd"))
-    assert served.tap.take("me", 2).num_lost == 1
+    assert served.tracer.take("me", 2).num_lost == 1
     served.step(new=(prompt("e"), prompt("f", 30)))
     served.step(finished=("e", "f"))
-    seen = served.tap.take("me", 10)
+    seen = served.tracer.take("me", 10)
     assert [s.request.request_id for s in seen.requests] == ["c", "e"]
     assert seen.num_lost == 2
 
 
 def test_one_that_never_ends_holds_back_only_so_many() -> None:
-    served = Served(limits=TapLimits(most_held=2))
+    served = Served(limits=TracerLimits(most_held=2))
     served.taken()
     served.step(new=tuple(prompt(name) for name in "abc"))
     served.step(finished=("b", "c"))
@@ -155,7 +155,7 @@ def test_one_that_never_ends_holds_back_only_so_many() -> None:
 
 
 def test_a_second_listener_waits_until_the_first_is_taken_to_be_dead() -> None:
-    served = Served(limits=TapLimits(lease_s=30.0))
+    served = Served(limits=TracerLimits(lease_s=30.0))
     served.taken()
     served.clock.advance(12.0)
     with pytest.raises(AlreadyRunningError) as caught:
@@ -173,7 +173,7 @@ def test_a_second_listener_waits_until_the_first_is_taken_to_be_dead() -> None:
 
 
 def test_nothing_is_kept_for_a_listener_that_has_died() -> None:
-    served = Served(limits=TapLimits(lease_s=30.0))
+    served = Served(limits=TracerLimits(lease_s=30.0))
     served.taken()
     served.clock.advance(31.0)
     served.step(new=(prompt("a"),))

@@ -1,11 +1,11 @@
-"""Which requests a coordinator serves, for whoever records a trace of them.
+"""Traces the requests that a coordinator serves, for clients that record them.
 
-    steps ──▶ RequestTap: admitted ─▶ counts output ─▶ finished ──take──▶ digests, a file
+    steps ──▶ RequestTracer: admitted ─▶ counts output ─▶ finished ──take──▶ digests, a file
 
-Costs a comparison a step while nobody records. While somebody does, prompts wait here until they
-are taken, at most so many; what does not fit is counted as lost, and service goes on. Who has not
-asked for `lease_s` is taken to be gone. Requests are given out in the order in which they were
-admitted, so one that goes on for long holds back those behind it, at most `most_held` of them.
+While no client records, it costs one comparison per step. While one does, prompts wait here until
+it takes them. `TracerLimits` bounds how many; the tracer counts the others as lost, and service
+continues. A client that has not asked for `lease_s` is considered gone. Requests are handed out in
+the order of admission, so a long request delays those admitted after it, at most `most_held`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
 
 
 @dataclass(frozen=True)
-class TapLimits:
+class TracerLimits:
     """How much waits to be taken, in requests and prompt tokens, and how long for anybody."""
 
     most_held: int = 4_096
@@ -61,17 +61,17 @@ class _Open:
     is_void: bool = False
 
 
-class RequestTap:
+class RequestTracer:
     """Hears of steps, and keeps what was asked in them for one listener at a time.
 
     Invariant: every value of `_running` and `_slots` that is not void waits in `_waiting`, or was
     given out before its end.
     """
 
-    def __init__(self, clock: Clock, limits: TapLimits | None = None) -> None:
+    def __init__(self, clock: Clock, limits: TracerLimits | None = None) -> None:
         """Keep nothing before somebody asks."""
         self._clock = clock
-        self._limits = TapLimits() if limits is None else limits
+        self._limits = TracerLimits() if limits is None else limits
         self._listener = ""
         self._asked_s = 0.0
         self._forget()
