@@ -22,7 +22,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.planner import Plan, rank_layout_fingerprint
 from kvcache.recorder import (
     FileStepRecorder,
-    ManagerRecipe,
+    ManagerConfig,
     RecorderLimits,
     RecordingOrigin,
     RequestTracer,
@@ -59,13 +59,13 @@ def make_manager(
     config: ClusterConfig, plan: Plan, clock: Clock, model_epoch: int = 0
 ) -> KVCacheManager:
     """Return an empty manager for the whole model."""
-    return manager_recipe(config, plan).make(clock, model_epoch)
+    return manager_config_of(config, plan).make(clock, model_epoch)
 
 
-def manager_recipe(config: ClusterConfig, plan: Plan) -> ManagerRecipe:
+def manager_config_of(config: ClusterConfig, plan: Plan) -> ManagerConfig:
     """Return what every manager of the cluster is made from."""
     cache = config.cache
-    return ManagerRecipe(
+    return ManagerConfig(
         plan.model_config,
         plan.max_model_len,
         enable_caching=cache.enable_prefix_caching and plan.can_prefix_cache,
@@ -96,7 +96,7 @@ def make_recorder(config: ClusterConfig, plan: Plan, clock: Clock) -> FileStepRe
         recording_id=secrets.token_hex(8),
         fingerprint=plan.fingerprint,
         configuration=config.model_dump_json(),
-        recipe=manager_recipe(config, plan),
+        manager_config=manager_config_of(config, plan),
         has_tiers=config.offload.host_memory_per_rank is not None,
     )
     return FileStepRecorder(RecorderLimits(limits, recorder.flush_s, recorder.sync), origin, clock)
@@ -124,11 +124,11 @@ def make_coordinator(
     manager_clock = clock if recorder is None else recorder.clock
     offload = offload_parts(config, plan)
     feed = make_event_feed(config, plan, clock, keys)
-    recipe = manager_recipe(config, plan)
+    manager_config = manager_config_of(config, plan)
 
     def make_one(model_epoch: int) -> KVCacheManager:
         tells_all = config.events.publish_groups == "all"
-        return recipe.make(
+        return manager_config.make(
             manager_clock,
             model_epoch,
             feed,

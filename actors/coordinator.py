@@ -31,7 +31,7 @@ from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
-from actors.worker_making import WorkerRecipe
+from actors.worker_making import WorkerOptions
 from actors.worker_set import WorkerSet, look_for_workers
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
 from kvcache.clock import SystemClock
@@ -73,13 +73,15 @@ READY_POLL_S = 0.002
 class CoordinatorActor:
     """One cluster's coordinator. Named, restarted by Ray for ever, its calls never retried."""
 
-    def __init__(self, config: ClusterConfig, keys: CurveKeys, recipe: WorkerRecipe) -> None:
+    def __init__(
+        self, config: ClusterConfig, keys: CurveKeys, worker_options: WorkerOptions
+    ) -> None:
         """Start the loop's thread; after a crash also the one that finds the workers again.
 
-        `recipe`: how other workers are made for ranks that are lost.
+        `worker_options`: how other workers are made for ranks that are lost.
         """
         self._config, self._keys = config, keys
-        self._recipe = recipe
+        self._worker_options = worker_options
         self._node = this_node()
         self._clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
         self._tracer = RequestTracer(self._clock)
@@ -238,7 +240,7 @@ class CoordinatorActor:
             self._transport.close()
         reports = () if supervisor is None else supervisor.worker_set.reports
         process_ids = tuple(report.process_id for report in reports)
-        actors = self._actors() if self._recipe.is_foreign else ()
+        actors = self._actors() if self._worker_options.is_foreign else ()
         return LastWorkers(process_ids, actors, was_closed)
 
     # --- inside
@@ -287,7 +289,7 @@ class CoordinatorActor:
         metrics.report(coordinator, self._service.statistics, self._call)
         link = CoordinatorLink(coordinator, self._call, self._service.send, self._endpoint_for)
         supervisor = WorkerSupervisor(
-            self._config, self._recipe, worker_set, link, clock=self._clock, lost=lost
+            self._config, self._worker_options, worker_set, link, clock=self._clock, lost=lost
         )
         self._supervisor = supervisor
         return supervisor

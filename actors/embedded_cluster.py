@@ -171,7 +171,7 @@ class _EmbeddedLaunch(Launch):
 
     def _create_coordinator(self) -> None:
         """Take the launch lock. There is no actor to make."""
-        self.records.append(claim_launch(self.config, self._recipe))
+        self.records.append(claim_launch(self.config, self._worker_options))
 
     def _start(self) -> None:
         workers = self._obtain_workers()

@@ -278,7 +278,7 @@ class EmbeddedCoordinator:
             coordinator, self._service.ask, self._service.send, self._endpoint_for
         )
         supervisor = WorkerSupervisor(
-            config, self.record.recipe, worker_set, link, clock=self._clock, lost=lost
+            config, self.record.worker_options, worker_set, link, clock=self._clock, lost=lost
         )
         self._rule = _Rule(coordinator, supervisor)
         return self._rule

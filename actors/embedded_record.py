@@ -18,7 +18,7 @@ import ray
 from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.process_identity import ProcessIdentity, is_process_alive, this_process
 from actors.state import RayRecordStore
-from actors.worker_making import WorkerRecipe
+from actors.worker_making import WorkerOptions
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.errors import (
     AlreadyRunningError,
@@ -67,12 +67,12 @@ class EmbeddedRecord:
         return parse_config(json.loads(self.configuration), "the record of an embedded cluster")
 
     @property
-    def recipe(self) -> WorkerRecipe:
+    def worker_options(self) -> WorkerOptions:
         """How other workers are made for those that are lost.
 
         Raises ConfigurationError when their class cannot be imported here.
         """
-        return WorkerRecipe(self.has_given_workers, _imported(self.worker_class))
+        return WorkerOptions(self.has_given_workers, _imported(self.worker_class))
 
     def to_bytes(self) -> bytes:
         """Return the record as versioned JSON."""
@@ -136,7 +136,7 @@ def _imported(place: str) -> type[Any] | None:
     return found
 
 
-def claim_launch(config: ClusterConfig, recipe: WorkerRecipe) -> EmbeddedRecord:
+def claim_launch(config: ClusterConfig, worker_options: WorkerOptions) -> EmbeddedRecord:
     """Write the record of a launch by this process, and return it.
 
     Raises AlreadyRunningError when a cluster of that name lives, or is being launched.
@@ -147,8 +147,8 @@ def claim_launch(config: ClusterConfig, recipe: WorkerRecipe) -> EmbeddedRecord:
         secrets.token_hex(8),
         config.model_dump_json(),
         this_process(),
-        recipe.is_foreign,
-        "" if recipe.subclass is None else _place_of(recipe.subclass),
+        worker_options.is_foreign,
+        "" if worker_options.subclass is None else _place_of(worker_options.subclass),
     )
     refuse_if_embedded(name)
     if not store.claim(record.to_bytes()):

@@ -26,7 +26,7 @@ from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
-from actors.worker_making import WorkerRecipe, code_options, make_worker
+from actors.worker_making import WorkerOptions, code_options, make_worker
 from actors.worker_set import WorkerSet
 from kvcache.arguments import as_bool, as_tuple, check_methods
 from kvcache.config import ClusterConfig
@@ -89,7 +89,7 @@ class Launch:
     def __post_init__(self) -> None:
         self.parts = ClusterParts(self.config.name, self.config.deadlines)
         is_foreign = bool(self.options.worker_actors)
-        self._recipe = WorkerRecipe(is_foreign, self.options.worker_class)
+        self._worker_options = WorkerOptions(is_foreign, self.options.worker_class)
         self._give_up_s = time.monotonic() + self.config.deadlines.startup_s
 
     def run(self) -> ClusterParts:
@@ -151,7 +151,7 @@ class Launch:
                 max_task_retries=0,
                 num_cpus=0,
                 **code_options(),
-            ).remote(self.config, generate_curve_keys(), self._recipe)
+            ).remote(self.config, generate_curve_keys(), self._worker_options)
         except ValueError as error:
             if not is_actor_known(name):
                 raise
@@ -176,7 +176,7 @@ class Launch:
         self.parts.placement, self.parts.num_places = group, num_ranks
         lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
         workers = [
-            make_worker(self.config, self._recipe, place, group, lifetime)
+            make_worker(self.config, self._worker_options, place, group, lifetime)
             for place in range(num_ranks)
         ]
         self.parts.workers = workers

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from actors.health import describe_death
 from actors.names import RAY_NAMESPACE, worker_name
 from actors.reports import WorkerReport
-from actors.worker_making import WorkerRecipe, begin_making_worker
+from actors.worker_making import WorkerOptions, begin_making_worker
 from actors.worker_set import WorkerSet
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
@@ -57,7 +57,7 @@ class Site(Protocol):
     """What a replacement needs of the cluster it works for. Any thread may call it."""
 
     config: ClusterConfig
-    recipe: WorkerRecipe
+    worker_options: WorkerOptions
 
     @property
     def worker_set(self) -> WorkerSet:
@@ -199,7 +199,7 @@ class Replacement:
         """Return a new actor at the rank's place."""
         site = self._site
         worker_set, place = site.worker_set, site.worker_set.reports[self.rank].place
-        if site.recipe.is_foreign or worker_set.placement is None:
+        if site.worker_options.is_foreign or worker_set.placement is None:
             raise StartupError(
                 f"rank {self.rank} is an actor of the engine's own: make another one and pass it "
                 "to KVCacheCluster.replace_worker"
@@ -212,7 +212,7 @@ class Replacement:
             name = worker_name(site.config.name, place)
             end_actor(ray.get_actor(name, namespace=RAY_NAMESPACE))
         self._enter(STARTING)
-        call = begin_making_worker(site.config, site.recipe, place, worker_set.placement)
+        call = begin_making_worker(site.config, site.worker_options, place, worker_set.placement)
         try:
             return self._await(call, "be made", give_up_s)
         except BaseException:

@@ -20,8 +20,8 @@ from kvcache.config import ClusterConfig
 
 
 @dataclass(frozen=True)
-class WorkerRecipe:
-    """What a cluster's workers are made from, beside its configuration.
+class WorkerOptions:
+    """How a cluster makes its workers; its configuration says the rest.
 
     `is_foreign`: they are the engine's own actors, which only the engine can make. `subclass`: of
     `WorkerActor`, None for that class itself.
@@ -48,7 +48,7 @@ def code_options() -> dict[str, Any]:
 
 def make_worker(
     config: ClusterConfig,
-    recipe: WorkerRecipe,
+    worker_options: WorkerOptions,
     place: int,
     group: PlacementGroup,
     lifetime: Literal["detached"] | None,
@@ -60,7 +60,7 @@ def make_worker(
     from actors.worker import WORKER_CONCURRENCY_GROUPS
 
     make_remote: Any = ray.remote
-    actor = make_remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)(recipe.worker_class())
+    actor = make_remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)(worker_options.worker_class())
     stage = place // config.parallel.tensor_parallel_size
     return actor.options(
         name=worker_name(config.name, place),
@@ -78,16 +78,16 @@ def make_worker(
 
 
 def begin_making_worker(
-    config: ClusterConfig, recipe: WorkerRecipe, place: int, group: PlacementGroup
+    config: ClusterConfig, worker_options: WorkerOptions, place: int, group: PlacementGroup
 ) -> Any:
     """Have a process that may load torch make the worker that takes a lost one's place; return the
     call, whose answer is the actor. Raises nothing."""
     make_remote: Any = ray.remote
     make = make_remote(num_cpus=0, max_retries=0)(_make_without_owner)
-    return make.remote(config, recipe, place, group)
+    return make.remote(config, worker_options, place, group)
 
 
 def _make_without_owner(
-    config: ClusterConfig, recipe: WorkerRecipe, place: int, group: PlacementGroup
+    config: ClusterConfig, worker_options: WorkerOptions, place: int, group: PlacementGroup
 ) -> Any:
-    return make_worker(config, recipe, place, group, "detached")
+    return make_worker(config, worker_options, place, group, "detached")

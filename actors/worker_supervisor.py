@@ -25,7 +25,7 @@ from actors.replacement import Replacement, end_actor, patience_for
 from actors.reports import NodeAddress, RankStatus, WorkerReport
 from actors.state import RayStateStore
 from actors.transport import Endpoint
-from actors.worker_making import WorkerRecipe
+from actors.worker_making import WorkerOptions
 from actors.worker_set import WorkerSet, save_roster
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
@@ -80,7 +80,7 @@ class WorkerSupervisor:
     def __init__(
         self,
         config: ClusterConfig,
-        recipe: WorkerRecipe,
+        worker_options: WorkerOptions,
         worker_set: WorkerSet,
         link: CoordinatorLink,
         *,
@@ -93,7 +93,7 @@ class WorkerSupervisor:
         `take_care`. Raises ClusterError when Ray takes no notes.
         """
         self.config = config
-        self.recipe = recipe
+        self.worker_options = worker_options
         self._worker_set = worker_set
         self._link = link
         self._clock = clock
@@ -145,9 +145,9 @@ class WorkerSupervisor:
         num_ranks = self.config.parallel.num_ranks
         if not 0 <= rank < num_ranks:
             raise RequestError(f"rank {rank} does not exist: the ranks are 0 to {num_ranks - 1}")
-        if self.recipe.is_foreign != (actor is not None):
-            whose = "the engine's own" if self.recipe.is_foreign else "made by the cluster"
-            remedy = "pass another one" if self.recipe.is_foreign else "pass none"
+        if self.worker_options.is_foreign != (actor is not None):
+            whose = "the engine's own" if self.worker_options.is_foreign else "made by the cluster"
+            remedy = "pass another one" if self.worker_options.is_foreign else "pass none"
             raise RequestError(f"the workers of {self.config.name} are {whose}: {remedy}")
         with self._lock:
             under_way = self._replacements.get(rank)
@@ -273,7 +273,7 @@ class WorkerSupervisor:
         """See `Site`. Who has died since it obeyed, before anybody looked, is next."""
         with self._lock:
             has_worked = self._replacements[rank].has_worked
-        if has_worked and rank in self.losses and not self.recipe.is_foreign:
+        if has_worked and rank in self.losses and not self.worker_options.is_foreign:
             self._replace(rank)
 
     # --- inside
@@ -303,7 +303,7 @@ class WorkerSupervisor:
 
     def _replace(self, rank: int, given: Any = None) -> None:
         """Begin to replace a rank, unless that is under way, forbidden, or not ours to do."""
-        is_ours = not self.recipe.is_foreign and self.config.deadlines.replacement_s > 0
+        is_ours = not self.worker_options.is_foreign and self.config.deadlines.replacement_s > 0
         if not (is_ours or given is not None) or not self._rules():
             return
         with self._lock:
@@ -319,7 +319,7 @@ class WorkerSupervisor:
         replacement = self._replacements.get(rank)
         if replacement is not None and not replacement.has_worked:
             return replacement.state
-        if self.recipe.is_foreign:
+        if self.worker_options.is_foreign:
             return TO_BE_HANDED_OVER
         return "" if self.config.deadlines.replacement_s else "none, deadlines.replacement_s is 0"
 
@@ -365,7 +365,7 @@ class WorkerSupervisor:
     ) -> None:
         """End the processes that have been silent for too long."""
         limit_s = self.config.deadlines.worker_kill_s
-        if not limit_s or self.recipe.is_foreign or not self._has_care:
+        if not limit_s or self.worker_options.is_foreign or not self._has_care:
             return
         for rank, silent_s in silent.items():
             if silent_s <= limit_s:

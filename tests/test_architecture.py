@@ -142,7 +142,14 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("inspection",),
     ),
     "recorder": (
-        ("frames", "operation_clock", "recipe", "label_codec", "outcomes", "request_tracer"),
+        (
+            "frames",
+            "operation_clock",
+            "manager_config",
+            "label_codec",
+            "outcomes",
+            "request_tracer",
+        ),
         ("request_digests", "traced_recorder"),
         ("tier_codec", "repeating_tiers"),
         ("records",),

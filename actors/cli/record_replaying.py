@@ -34,10 +34,12 @@ def replay_recording(path: Path, *, as_json: bool, has_progress: bool) -> bool:
 
 def _print(report: RecordReplayReport, path: Path, recording: Recording) -> None:
     head = recording.segments[0].head
-    recipe = head.recipe
+    manager_config = head.manager_config
     facts = {
         "recorded": f"{len(recording.segments):,} segments, {bytes_text(recording.size_bytes)}",
-        "manager": (f"{recipe.kv_cache_config.num_blocks:,} blocks, plan {head.fingerprint[:16]}"),
+        "manager": (
+            f"{manager_config.kv_cache_config.num_blocks:,} blocks, plan {head.fingerprint[:16]}"
+        ),
         "epochs": f"{report.num_epochs:,}",
         "records": f"{report.num_records:,} ({report.num_skipped_records:,} left out)",
         "steps": f"{report.num_steps:,}",

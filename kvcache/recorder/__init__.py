@@ -3,7 +3,7 @@
     recorder.py         told by the coordinator      recording.py       segments, read back
     segments.py         files, bounded               replay.py          all of it done again
     frames.py           length, checksum, payload    replayed_epoch.py  an epoch's manager, again
-    records.py          what a record says           recipe.py          what a manager is made from
+    records.py          what a record says           manager_config.py  a manager's settings
     operation_clock.py  the times a manager saw      outcomes.py        what came of it, as digests
     label_codec.py      labels as plain values       repeating_tiers.py what tiers said then, again
     tier_codec.py       tiers' calls and loads
@@ -19,7 +19,7 @@ requests. Serving needs neither.
 
 from __future__ import annotations
 
-from kvcache.recorder.recipe import ManagerRecipe
+from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.recorder import FileStepRecorder, RecorderLimits, RecordingOrigin
 from kvcache.recorder.recording import Recording, open_recording
 from kvcache.recorder.replay import RecordReplay, RecordReplayReport, ReplayDifference
@@ -35,7 +35,7 @@ from kvcache.recorder.traced_recorder import TracedRecorder
 __all__ = [
     "SALT_BYTES",
     "FileStepRecorder",
-    "ManagerRecipe",
+    "ManagerConfig",
     "RecordReplay",
     "RecordReplayReport",
     "RecordedBatch",

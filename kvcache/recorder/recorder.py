@@ -22,6 +22,7 @@ from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
 from kvcache.recorder.frames import frame
+from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.operation_clock import RememberingClock
 from kvcache.recorder.outcomes import (
     digests_of_commands,
@@ -29,7 +30,6 @@ from kvcache.recorder.outcomes import (
     outcome_of,
     outcome_of_error,
 )
-from kvcache.recorder.recipe import ManagerRecipe
 from kvcache.recorder.records import (
     EpochBegun,
     Executed,
@@ -75,7 +75,7 @@ class RecordingOrigin:
     recording_id: str
     fingerprint: str
     configuration: str
-    recipe: ManagerRecipe
+    manager_config: ManagerConfig
     has_tiers: bool = False
 
 
@@ -290,7 +290,7 @@ class FileStepRecorder:
             self._epoch,
             origin.fingerprint,
             origin.configuration,
-            origin.recipe,
+            origin.manager_config,
             origin.has_tiers,
         )
         return frame(pack_head(head))

@@ -22,8 +22,8 @@ from kvcache.coordinator.tier_calls import TierCall
 from kvcache.errors import KVCacheError, MalformedMessageError, VersionMismatchError
 from kvcache.labels import LabelSet
 from kvcache.recorder.label_codec import pack_label_sets, unpack_label_sets
+from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.outcomes import Digests, Outcome
-from kvcache.recorder.recipe import ManagerRecipe
 from kvcache.recorder.tier_codec import pack_calls, unpack_calls
 
 RECORD_VERSION = 2
@@ -48,7 +48,7 @@ class SegmentHead:
     epoch: int
     fingerprint: str
     configuration: str
-    recipe: ManagerRecipe
+    manager_config: ManagerConfig
     has_tiers: bool = False
 
 
@@ -181,7 +181,7 @@ def pack_head(head: SegmentHead) -> bytes:
             head.epoch,
             head.fingerprint,
             head.configuration,
-            head.recipe.to_dict(),
+            head.manager_config.to_dict(),
             head.has_tiers,
         ]
     )
@@ -209,7 +209,9 @@ def unpack_head(payload: bytes) -> SegmentHead:
     types = [type(value) for value in values[2:]]
     if types != [str, int, int, int, str, str, dict, bool]:
         raise MalformedMessageError(f"the head of a segment has fields of types {types}")
-    recording_id, index, number, epoch, fingerprint, configuration, recipe, has_tiers = values[2:]
+    recording_id, index, number, epoch, fingerprint, configuration, manager_config, has_tiers = (
+        values[2:]
+    )
     return SegmentHead(
         recording_id,
         index,
@@ -217,7 +219,7 @@ def unpack_head(payload: bytes) -> SegmentHead:
         epoch,
         fingerprint,
         configuration,
-        ManagerRecipe.from_dict(recipe),
+        ManagerConfig.from_dict(manager_config),
         has_tiers,
     )
 

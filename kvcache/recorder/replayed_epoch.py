@@ -76,7 +76,7 @@ class ReplayedEpoch:
     def begin(self, record: EpochBegun, placed: PlacedRecord) -> str:
         """Make the manager, and restore it if it was."""
         try:
-            manager = self._head.recipe.make(self._clock, record.model_epoch)
+            manager = self._head.manager_config.make(self._clock, record.model_epoch)
             if self._head.has_tiers:
                 self._tiers = RepeatingTiers(manager.tiers.loads)
                 manager.tiers.connect(self._tiers, self._tiers)

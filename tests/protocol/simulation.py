@@ -44,7 +44,7 @@ from kvcache.offload.jobs import Deadlines
 from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.recorder import FileStepRecorder, ManagerRecipe
+from kvcache.recorder import FileStepRecorder, ManagerConfig
 from kvcache.specs import KVCacheConfig
 from kvcache.state_store import MemoryStateStore
 from kvcache.wire import decode, encode
@@ -449,7 +449,7 @@ class Cluster:
                 heartbeat_s=0.5,
                 audit=AuditSettings(self._audit_mode, interval_s=0.1),
             ),
-            manager_factory=lambda model_epoch: self.recipe.make(clock, model_epoch),
+            manager_factory=lambda model_epoch: self.manager_config.make(clock, model_epoch),
             clock=self.clock,
             nonce=f"nonce-{self.num_coordinators}",
             state_store=self._store,
@@ -497,9 +497,9 @@ class Cluster:
         return self.scenario.seed % 3 == 0 and supports_eagle(self.config)
 
     @property
-    def recipe(self) -> ManagerRecipe:
+    def manager_config(self) -> ManagerConfig:
         """What every manager is made from."""
-        return ManagerRecipe(
+        return ManagerConfig(
             self.config,
             MAX_MODEL_LEN,
             max_num_seqs=MAX_NUM_SEQS,

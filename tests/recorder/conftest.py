@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from kvcache.clock import VirtualClock
-from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
+from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the segments of two epochs, recorded and closed in order."""
     directory = tmp_path_factory.mktemp("recorded")
-    clock, recipe = VirtualClock(), recipe_of("full, window")
-    recorder = make_recorder(directory, recipe, clock, segment_bytes=8_000)
-    life = RecordedLife(recorder, recipe, clock, "to be looked at")
+    clock, manager_config = VirtualClock(), manager_config_of("full, window")
+    recorder = make_recorder(directory, manager_config, clock, segment_bytes=8_000)
+    life = RecordedLife(recorder, manager_config, clock, "to be looked at")
     for restores in (False, True):
         life.begin(restores=restores)
         life.play()

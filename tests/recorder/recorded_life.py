@@ -30,7 +30,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.messages import Call
-from kvcache.recorder import FileStepRecorder, ManagerRecipe, RecorderLimits, RecordingOrigin
+from kvcache.recorder import FileStepRecorder, ManagerConfig, RecorderLimits, RecordingOrigin
 from kvcache.recorder.segments import OpenFile, SegmentLimits, create_file
 from kvcache.replay import EngineLimits, ManagerStepper, ModelTraits, ReplayEngine
 from kvcache.request import Request
@@ -44,10 +44,10 @@ DIGEST_BYTES = 32
 NUM_RANKS = 2
 
 
-def recipe_of(model: str, num_blocks: int = 400) -> ManagerRecipe:
+def manager_config_of(model: str, num_blocks: int = 400) -> ManagerConfig:
     """Return the settings of a small manager for one of the tests' models."""
     config = config_of(model, num_blocks)
-    return ManagerRecipe(
+    return ManagerConfig(
         config,
         MAX_MODEL_LEN,
         enable_caching=all(g.kv_cache_spec.can_prefix_cache for g in config.kv_cache_groups),
@@ -60,7 +60,7 @@ def recipe_of(model: str, num_blocks: int = 400) -> ManagerRecipe:
 
 def make_recorder(
     directory: Path,
-    recipe: ManagerRecipe,
+    manager_config: ManagerConfig,
     clock: VirtualClock,
     *,
     recording_id: str = "first",
@@ -71,7 +71,7 @@ def make_recorder(
 ) -> FileStepRecorder:
     """Return a recorder that writes to `directory`."""
     limits = RecorderLimits(SegmentLimits(directory, segment_bytes, max_bytes), 1.0, is_synced)
-    origin = RecordingOrigin(recording_id, "a plan", "{}", recipe)
+    origin = RecordingOrigin(recording_id, "a plan", "{}", manager_config)
     return FileStepRecorder(limits, origin, clock, open_file)
 
 
@@ -81,18 +81,20 @@ class RecordedLife:
     def __init__(
         self,
         recorder: FileStepRecorder,
-        recipe: ManagerRecipe,
+        manager_config: ManagerConfig,
         clock: VirtualClock,
         seed: int | str = 0,
     ) -> None:
         self.recorder = recorder
-        self.recipe = recipe
+        self.manager_config = manager_config
         self.clock = clock
         self.rng = random.Random(f"recorded life {seed}")
         self.num_refused = 0
         self.num_calls = 0
-        self._num_blocks = recipe.kv_cache_config.num_blocks
-        width = max(g.kv_cache_spec.block_size for g in recipe.kv_cache_config.kv_cache_groups)
+        self._num_blocks = manager_config.kv_cache_config.num_blocks
+        width = max(
+            g.kv_cache_spec.block_size for g in manager_config.kv_cache_config.kv_cache_groups
+        )
         self._labels = LabelTable(self._num_blocks, DIGEST_BYTES, width)
         self._epoch = 0
         self._steps: dict[str, int] = {}
@@ -102,7 +104,7 @@ class RecordedLife:
         """Begin an epoch, cold or with what the labels say."""
         self._epoch += 1
         model_epoch = self.manager.model_epoch if self._epoch > 1 else 0
-        self.manager: KVCacheManager = self.recipe.make(self.recorder.clock, model_epoch)
+        self.manager: KVCacheManager = self.manager_config.make(self.recorder.clock, model_epoch)
         labels: LabelSource | None = None
         commands: list[Command] = []
         if restores:
@@ -126,7 +128,7 @@ class RecordedLife:
     def play(self, num_requests: int = 12) -> None:
         """Play random prompts, with everybody else in between, until all of them are done."""
         engine_sees: Any = _Disturbed(self)
-        groups = self.recipe.kv_cache_config.kv_cache_groups
+        groups = self.manager_config.kv_cache_config.kv_cache_groups
         limits = EngineLimits(
             MAX_MODEL_LEN,
             max_num_batched_tokens=64,
@@ -186,7 +188,7 @@ class RecordedLife:
         return read_answer(call, served.answer.result)
 
     def _call_for_blocks(self) -> None:
-        groups = self.recipe.kv_cache_config.kv_cache_groups
+        groups = self.manager_config.kv_cache_config.kv_cache_groups
         num_encoder_tokens = int(any(g.kv_cache_spec.keeps_encoder_tokens for g in groups))
         request = Request(self._name("call"), self._prompt(30))
         found = self.call(self._call_table.get_computed_blocks(request))

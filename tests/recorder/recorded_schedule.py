@@ -15,7 +15,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.recorder import (
     FileStepRecorder,
-    ManagerRecipe,
+    ManagerConfig,
     RecorderLimits,
     RecordingOrigin,
     RecordReplay,
@@ -77,10 +77,10 @@ class RecordedCluster(Cluster):
         super().__init__(scenario, directory)
 
     @property
-    def recipe(self) -> ManagerRecipe:
+    def manager_config(self) -> ManagerConfig:
         chance = random.Random(self.scenario.seed * 15485867 + 5)
         return replace(
-            super().recipe,
+            super().manager_config,
             log_stats=True,
             eviction_policy=chance.choice(POLICIES),
             watermark=chance.choice((0.0, 0.05)),
@@ -89,7 +89,7 @@ class RecordedCluster(Cluster):
     def _make_recorder(self) -> WatchedRecorder:
         name = f"coordinator-{self.num_coordinators}"
         has_tiers = self.scenario.num_host_blocks > 0
-        origin = RecordingOrigin(name, "plan", "{}", self.recipe, has_tiers)
+        origin = RecordingOrigin(name, "plan", "{}", self.manager_config, has_tiers)
         self.recorders.append(WatchedRecorder(self._records / name, origin, self.clock))
         return self.recorders[-1]
 

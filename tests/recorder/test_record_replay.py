@@ -22,7 +22,7 @@ from kvcache.recorder.records import (
 )
 from kvcache.step import StepRequest
 from kvcache.wire import decode
-from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
+from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 from tests.recorder.segments_at_rest import change, records_of, replay, write
 
 MODELS = ("full", "full, window", "mla, chunk, align", "full, none", "full, cross")
@@ -35,9 +35,9 @@ def test_a_random_life_replays_to_the_identical_state(
     tmp_path: Path, model: str, seed: int
 ) -> None:
     print(f"seed {seed}")
-    clock, recipe = VirtualClock(), recipe_of(model)
-    recorder = make_recorder(tmp_path, recipe, clock, segment_bytes=8_000)
-    life = RecordedLife(recorder, recipe, clock, f"{model} {seed}")
+    clock, manager_config = VirtualClock(), manager_config_of(model)
+    recorder = make_recorder(tmp_path, manager_config, clock, segment_bytes=8_000)
+    life = RecordedLife(recorder, manager_config, clock, f"{model} {seed}")
     life.begin()
     life.play()
     life.begin(restores=True)

@@ -17,9 +17,9 @@ from kvcache.errors import InvariantError
 from kvcache.recorder import FileStepRecorder, RecordReplay, RecordReplayReport, open_recording
 from kvcache.recorder.segments import SegmentFile, create_file
 from kvcache.step import NewRequest, StepRequest
-from tests.recorder.recorded_life import RecordedLife, make_recorder, recipe_of
+from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 
-RECIPE = recipe_of("full")
+MANAGER_CONFIG = manager_config_of("full")
 PROMPT = np.arange(20, dtype=np.int32)
 
 
@@ -64,8 +64,10 @@ class Served:
     def __init__(self, directory: Path, **options: Any) -> None:
         self.clock = VirtualClock()
         self.directory = directory
-        self.recorder: FileStepRecorder = make_recorder(directory, RECIPE, self.clock, **options)
-        self.life = RecordedLife(self.recorder, RECIPE, self.clock)
+        self.recorder: FileStepRecorder = make_recorder(
+            directory, MANAGER_CONFIG, self.clock, **options
+        )
+        self.life = RecordedLife(self.recorder, MANAGER_CONFIG, self.clock)
         self.begin()
 
     def begin(self) -> None:
@@ -290,7 +292,7 @@ def test_what_broke_the_manager_is_the_last_thing_recorded(
 
 def test_closing_twice_or_without_an_epoch_is_harmless(tmp_path: Path) -> None:
     clock = VirtualClock()
-    recorder = make_recorder(tmp_path / "records", RECIPE, clock)
+    recorder = make_recorder(tmp_path / "records", MANAGER_CONFIG, clock)
     recorder.on_tick()
     recorder.end_epoch()
     recorder.close()

@@ -208,15 +208,23 @@ def test_a_head_that_no_manager_can_be_made_from_is_an_error(copied: list[Path])
     assert not isinstance(first, SegmentHead)
     write(
         copied[0],
-        [replace(head, recipe=replace(head.recipe, eviction_policy="of another house")), first],
+        [
+            replace(
+                head,
+                manager_config=replace(head.manager_config, eviction_policy="of another house"),
+            ),
+            first,
+        ],
     )
     with pytest.raises(RecordingError, match=r"its manager cannot be made: .*of another house"):
         replay(copied[0])
     values = msgpack.unpackb(pack_head(head))
-    *place, recipe, has_tiers = values
-    copied[0].write_bytes(frame(msgpack.packb([*place, {**recipe, "core": "flat"}, has_tiers])))
+    *place, manager_config, has_tiers = values
+    copied[0].write_bytes(
+        frame(msgpack.packb([*place, {**manager_config, "core": "flat"}, has_tiers]))
+    )
     assert open_recording(copied[0]).segments[0].head == head
-    for wrong in ({}, {**recipe, "max_model_len": "long"}, {**recipe, "extra": 1}):
+    for wrong in ({}, {**manager_config, "max_model_len": "long"}, {**manager_config, "extra": 1}):
         copied[0].write_bytes(frame(msgpack.packb([*place, wrong, has_tiers])))
         with pytest.raises(RecordingError, match="is no segment of a recording: "):
             open_recording(copied[0])

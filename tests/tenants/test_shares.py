@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from kvcache.config import load_config, parse_config
 from kvcache.config.tenants import TenantsConfig
 from kvcache.errors import ConfigurationError, MalformedMessageError
-from kvcache.recorder.recipe import ManagerRecipe
+from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.tenants import TierShares
-from tests.recorder.recorded_life import recipe_of
+from tests.recorder.recorded_life import manager_config_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -164,11 +164,11 @@ def test_a_file_is_refused_with_the_key_the_value_and_what_helps(
 
 def test_a_recording_keeps_the_tenants_of_its_manager() -> None:
     config = load_config(CONFIGS / "cpu_tenants.yaml").tenants
-    recipe = replace(recipe_of("full"), tenants=config)
-    again = ManagerRecipe.from_dict(msgpack.unpackb(msgpack.packb(recipe.to_dict())))
-    assert again == recipe
-    old = {key: value for key, value in recipe.to_dict().items() if key != "tenants"}
-    assert ManagerRecipe.from_dict(old).tenants is None
-    broken = {**recipe.to_dict(), "tenants": {"named": {"a": {"weight": 0}}}}
+    manager_config = replace(manager_config_of("full"), tenants=config)
+    again = ManagerConfig.from_dict(msgpack.unpackb(msgpack.packb(manager_config.to_dict())))
+    assert again == manager_config
+    old = {key: value for key, value in manager_config.to_dict().items() if key != "tenants"}
+    assert ManagerConfig.from_dict(old).tenants is None
+    broken = {**manager_config.to_dict(), "tenants": {"named": {"a": {"weight": 0}}}}
     with pytest.raises(MalformedMessageError, match="no plan or tenants of a manager"):
-        ManagerRecipe.from_dict(broken)
+        ManagerConfig.from_dict(broken)

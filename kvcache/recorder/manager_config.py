@@ -22,7 +22,7 @@ from kvcache.specs import KVCacheConfig
 
 
 @dataclass(frozen=True)
-class ManagerRecipe:
+class ManagerConfig:
     """The settings of a coordinator's manager, all but its epoch; `KVCacheManager` explains each.
 
     `kv_cache_config` is the plan with the groups of the whole model.
@@ -76,7 +76,7 @@ class ManagerRecipe:
         return {**values, "kv_cache_config": self.kv_cache_config.to_dict(), "tenants": tenants}
 
     @classmethod
-    def from_dict(cls, data: object) -> ManagerRecipe:
+    def from_dict(cls, data: object) -> ManagerConfig:
         """Return what `to_dict` made `data` from; raises MalformedMessageError."""
         known = {field.name: field for field in fields(cls)}
         if isinstance(data, dict):
