@@ -392,7 +392,7 @@ class CoordinatorActor:
             coordinator_node=self._node,
             ranks=ranks,
             warnings=(*(supervisor.warnings() if supervisor else ()), *problems_of(loops)),
-            keepers=() if supervisor is None else supervisor.keepers.statuses(),
+            memory_services=() if supervisor is None else supervisor.memory_services.statuses(),
             loops=loops,
             log_path=log_path(),
         )

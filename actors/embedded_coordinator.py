@@ -198,7 +198,7 @@ class EmbeddedCoordinator:
             problem=problem,
             epoch=figures.epoch,
             ranks=ranks,
-            keepers=supervisor.keepers.statuses(),
+            memory_services=supervisor.memory_services.statuses(),
             loops=loops,
         )
 

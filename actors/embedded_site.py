@@ -16,10 +16,10 @@ from actors.cluster import KVCacheCluster
 from actors.cluster_access import answer_or_none
 from actors.embedded_record import EmbeddedRecord, load_record
 from actors.embedded_status import embedded_status
-from actors.keeper import ANSWER_S, keeps_memory, look_at_keepers
+from actors.memory_service import ANSWER_S, keeps_memory, look_at_memory_services
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
 from actors.process_identity import is_process_alive
-from actors.reports import ClusterStatus, KeeperStatus, RankStatus, WorkerReport
+from actors.reports import ClusterStatus, MemoryServiceStatus, RankStatus, WorkerReport
 from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
 from actors.state import RayStateStore
@@ -56,9 +56,9 @@ class EmbeddedSite:
         epochs = [worker.epoch for worker in seen]
         problem = "; ".join(filter(None, (self._missing_process(), self._missing_ranks(seen))))
         reports = {worker.rank: worker.report for worker in seen}
-        keepers: list[KeeperStatus] = []
+        memory_services: list[MemoryServiceStatus] = []
         if keeps_memory(self.config):
-            keepers = look_at_keepers(self.name, reports, ANSWER_S)
+            memory_services = look_at_memory_services(self.name, reports, ANSWER_S)
         return embedded_status(
             self.config,
             seen[0].plan if seen else None,
@@ -67,7 +67,7 @@ class EmbeddedSite:
             problem=problem,
             epoch=max(epochs, default=self._record.epoch),
             ranks=[_describe(worker) for worker in sorted(seen, key=lambda worker: worker.rank)],
-            keepers=keepers,
+            memory_services=memory_services,
         )
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:

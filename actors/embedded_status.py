@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.process_identity import ProcessIdentity
-from actors.reports import ClusterStatus, KeeperStatus, NodeAddress, RankStatus
+from actors.reports import ClusterStatus, MemoryServiceStatus, NodeAddress, RankStatus
 from kvcache.config import ClusterConfig
 from kvcache.planner import Plan
 from kvcache.serving_loop import LoopStatistics, problems_of
@@ -26,14 +26,14 @@ def embedded_status(
     problem: str,
     epoch: int,
     ranks: Sequence[RankStatus],
-    keepers: Sequence[KeeperStatus] = (),
+    memory_services: Sequence[MemoryServiceStatus] = (),
     loops: Sequence[LoopStatistics] = (),
 ) -> ClusterStatus:
     """Return the status of a cluster whose coordinator is in `process`."""
     where = process or NO_PROCESS
     warnings = [] if plan is None else list(plan.warnings)
-    for keeper in keepers:
-        warnings += keeper.warnings()
+    for service in memory_services:
+        warnings += service.warnings()
     return ClusterStatus(
         name=config.name,
         state=state,
@@ -49,6 +49,6 @@ def embedded_status(
         ranks=tuple(ranks),
         warnings=(*warnings, *problems_of(loops)),
         is_embedded=True,
-        keepers=tuple(keepers),
+        memory_services=tuple(memory_services),
         loops=tuple(loops),
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 from actors.memory import free_memory_bytes, plannable_bytes
-from actors.names import keeper_address
+from actors.names import memory_service_address
 from actors.process_start import started_ticks
 from actors.reports import HostStatistics, NodeAddress, WorkerReport
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
@@ -26,8 +26,8 @@ from kvcache.config import ClusterConfig, layer_specs
 from kvcache.config.sections import Location
 from kvcache.errors import NotRunningError, ProtocolError
 from kvcache.hashing import get_hash_fn
-from kvcache.keeper.client import KeeperAddress
 from kvcache.logs import get_logger
+from kvcache.memory_service.client import MemoryServiceAddress
 from kvcache.messages import Message, ToWorker
 from kvcache.planner import (
     Plan,
@@ -163,7 +163,7 @@ class EmbeddedWorker:
             held_up_s=config.deadlines.held_up_s,
             max_buffered=4 * config.transport.window,
             max_report_bytes=min(2**20, config.transport.max_message_bytes // 4),
-            host_keeper=self._keeper(),
+            memory_service=self._service(),
             file_tier=self._file_tier(plan.configs[rank]),
             verify=config.offload.verify,
             copy_priority=config.offload.copy_priority,
@@ -182,13 +182,15 @@ class EmbeddedWorker:
         )
         return settings.fingerprint
 
-    def _keeper(self) -> KeeperAddress | None:
+    def _service(self) -> MemoryServiceAddress | None:
         """Return who keeps host memory on this node, if the configuration wants it kept."""
         offload = self._config.offload
         if offload.host_memory_per_rank is None or not offload.keeps_memory:
             return None
         node_id = "" if self._report is None else self._report.node.node_id
-        return KeeperAddress(keeper_address(self._config.name, node_id), self._config.name)
+        return MemoryServiceAddress(
+            memory_service_address(self._config.name, node_id), self._config.name
+        )
 
     def _file_tier(self, plan: KVCacheConfig) -> FileTierSettings | None:
         disk = self._config.offload.disk

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
 from actors.embedded_record import refuse_if_embedded
 from actors.health import known_part
-from actors.keeper import make_keepers
+from actors.memory_service import make_memory_services
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.placement import create_placement
 from actors.reports import WorkerReport
@@ -202,7 +202,9 @@ class Launch:
     def _keep_memory(self, reports: Sequence[WorkerReport]) -> None:
         """Make what host memory outlives its workers by. Ray ends who nobody has a handle of."""
         lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
-        self.parts.keepers = make_keepers(self.config, reports, lifetime, self._remaining_s())
+        self.parts.memory_services = make_memory_services(
+            self.config, reports, lifetime, self._remaining_s()
+        )
 
     def _allocate(self, ranked: Sequence[Any], plan: Plan) -> None:
         calls = [worker.kvcache_allocate.remote(rank, plan) for rank, worker in enumerate(ranked)]

@@ -22,18 +22,18 @@ def worker_name(cluster: str, place: int) -> str:
     return f"{cluster}/worker-{place}"
 
 
-def keeper_prefix(cluster: str) -> str:
-    """Return what the names of the cluster's memory keepers begin with."""
+def memory_service_prefix(cluster: str) -> str:
+    """Return what the names of the cluster's memory services begin with."""
     return f"{cluster}/keeper-"
 
 
-def keeper_name(cluster: str, node_id: str) -> str:
-    """Return the name of the memory keeper of a node."""
-    return f"{keeper_prefix(cluster)}{node_id}"
+def memory_service_name(cluster: str, node_id: str) -> str:
+    """Return the name of the memory service of a node."""
+    return f"{memory_service_prefix(cluster)}{node_id}"
 
 
-def keeper_address(cluster: str, node_id: str) -> str:
-    """Return where the keeper of a cluster listens on a node."""
+def memory_service_address(cluster: str, node_id: str) -> str:
+    """Return where the memory service of a cluster listens on a node."""
     name = hashlib.sha256(f"{cluster}/{node_id}".encode()).hexdigest()[:24]
     return f"unix:@kvcache-keeper-{name}"
 

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from actors.transport.protocol import TransportStatistics
-from kvcache.keeper import KeeperStatistics
+from kvcache.memory_service import MemoryServiceStatistics
 from kvcache.planner import RankMemory
 from kvcache.serving_loop import LoopStatistics
 from kvcache.specs import KVCacheSpec
@@ -91,19 +91,19 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
-class KeeperReport:
-    """What a keeper's process says of itself. `statistics` is None while it cannot serve, which
-    `problem` explains."""
+class MemoryServiceReport:
+    """What a memory service's process says of itself. `statistics` is None while it cannot serve,
+    which `problem` explains."""
 
     process_id: int
     started_ticks: int
-    statistics: KeeperStatistics | None
+    statistics: MemoryServiceStatistics | None
     problem: str = ""
 
 
 @dataclass(frozen=True)
-class KeeperStatus:
-    """One node's keeper. `problem` is empty while it serves; it has been so for `silent_s`.
+class MemoryServiceStatus:
+    """One node's memory service. `problem` is empty while it serves; it has been so for `silent_s`.
 
     `kept_ranks` and `missing_ranks` are the node's ranks whose memory it has and has not; `reasons`
     says why not, where that is known. `num_restarts` as far as the coordinator has seen.
@@ -120,7 +120,7 @@ class KeeperStatus:
     missing_ranks: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
     num_restarts: int = 0
-    statistics: KeeperStatistics | None = None
+    statistics: MemoryServiceStatistics | None = None
 
     def warnings(self) -> list[str]:
         """Return what people should know of it: which memory ends with whom, and errors."""
@@ -128,12 +128,12 @@ class KeeperStatus:
             since = f" for {self.silent_s:.0f} s" if self.silent_s >= 1 else ""
             several = len(self.missing_ranks) > 1
             return [
-                f"the memory keeper of node {self.host} does not serve{since} ({self.problem}): "
+                f"the memory service of node {self.host} does not serve{since} ({self.problem}): "
                 f"host memory of {_ranks(self.missing_ranks)} now ends with "
                 f"{'their processes' if several else 'its process'}"
             ]
         found = [
-            f"host memory of rank {rank} ends with its process: the memory keeper of node "
+            f"host memory of rank {rank} ends with its process: the memory service of node "
             f"{self.host} has it not{': ' + reason if reason else ' yet'}"
             for rank, reason in zip_longest(self.missing_ranks, self.reasons, fillvalue="")
         ]
@@ -148,9 +148,9 @@ class ClusterStatus:
 
     `state`: "starting", "ready", "degraded" (a rank is lost: clients get errors that name it),
     "failed" (the coordinator itself has ended by an error, see `problem`). `is_embedded`: the
-    coordinator is no actor, but in a process of the engine. `keepers`: of the nodes' host memory,
-    where the cluster has any. `loops`: the threads of the coordinator's process that serve others.
-    `log_path`: the file on the coordinator's node with its log, empty where there is none.
+    coordinator is no actor, but in a process of the engine. `memory_services`: of the nodes' host
+    memory, where the cluster has any. `loops`: the threads of the coordinator's process that serve
+    others. `log_path`: the file on the coordinator's node with its log, empty where there is none.
     """
 
     name: str
@@ -167,7 +167,7 @@ class ClusterStatus:
     ranks: tuple[RankStatus, ...]
     warnings: tuple[str, ...]
     is_embedded: bool = False
-    keepers: tuple[KeeperStatus, ...] = ()
+    memory_services: tuple[MemoryServiceStatus, ...] = ()
     loops: tuple[LoopStatistics, ...] = ()
     log_path: str = ""
 

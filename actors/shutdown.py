@@ -19,7 +19,11 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.keeper import await_no_keepers, end_keepers, find_keepers
+from actors.memory_service import (
+    await_no_memory_services,
+    end_memory_services,
+    find_memory_services,
+)
 from actors.names import (
     RAY_NAMESPACE,
     coordinator_name,
@@ -43,7 +47,7 @@ class ClusterParts:
     workers: list[Any] = field(default_factory=list)
     foreign_workers: list[Any] = field(default_factory=list)
     placement: PlacementGroup | None = None
-    keepers: list[Any] = field(default_factory=list)
+    memory_services: list[Any] = field(default_factory=list)
     process_ids: tuple[int, ...] = ()
     num_places: int = 0
     was_stopped: bool = False
@@ -96,8 +100,8 @@ def take_down(parts: ClusterParts) -> None:
     parts.find_workers(parts.num_places)
     _kill(parts.workers)
     _await_gone(parts, give_up_s + shutdown_s)
-    end_keepers(find_keepers(parts.name))
-    await_no_keepers(parts.name, give_up_s + shutdown_s)
+    end_memory_services(find_memory_services(parts.name))
+    await_no_memory_services(parts.name, give_up_s + shutdown_s)
     if parts.placement is not None:
         remove_placement(parts.placement, shutdown_s)
     RayStateStore(parts.name).clear()

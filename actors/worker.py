@@ -110,7 +110,8 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_keep_memory(self) -> str:
-        """Have the node's keeper keep this rank's host memory again; return why it does not."""
+        """Have the node's memory service keep this rank's host memory again; return why it does
+        not."""
         return self.kvcache.worker.keep_host_memory()
 
     @ray.method(concurrency_group=CONTROL)

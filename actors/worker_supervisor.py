@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actors.health import DeathWatch, SilenceWatch
-from actors.keeper import KeeperWatch, keeps_memory
+from actors.memory_service import MemoryServiceWatch, keeps_memory
 from actors.process_ending import end_process
 from actors.process_identity import ProcessIdentity
 from actors.replacement import Replacement, end_actor, patience_for
@@ -113,7 +113,9 @@ class WorkerSupervisor:
         for rank, report in enumerate(worker_set.reports):
             if report.incarnation and rank not in lost:
                 self._connect(rank)
-        self.keepers = KeeperWatch(config, lambda: self._worker_set, self.rules, clock)
+        self.memory_services = MemoryServiceWatch(
+            config, lambda: self._worker_set, self.rules, clock
+        )
         """Looks after the memory of the nodes."""
         self._loop = ServingLoop("kvcache-worker-supervisor", self._turn)
         self._loop.start()
@@ -198,14 +200,15 @@ class WorkerSupervisor:
         """Return how the threads that watch over the workers do."""
         loops = [self._loop, self._watch.loop]
         if keeps_memory(self.config):
-            loops.append(self.keepers.loop)
+            loops.append(self.memory_services.loop)
         return tuple(loop.statistics() for loop in loops)
 
     def warnings(self) -> list[str]:
-        """Return what people should know: of the plan, and of host memory without a keeper."""
+        """Return what people should know: of the plan, and of host memory without a memory
+        service."""
         found = list(self._worker_set.plan.warnings)
-        for keeper in self.keepers.statuses():
-            found += keeper.warnings()
+        for service in self.memory_services.statuses():
+            found += service.warnings()
         return found
 
     def stop(self) -> None:
@@ -213,7 +216,7 @@ class WorkerSupervisor:
         self._closed.set()
         self._loop.stop()
         self._watch.stop()
-        self.keepers.stop()
+        self.memory_services.stop()
         with self._lock:
             replacements = list(self._replacements.values())
         for one in replacements:
@@ -225,7 +228,7 @@ class WorkerSupervisor:
     def join(self) -> None:
         """Wait at most `STOP_S`, after `stop`, until none of its threads uses Ray any more."""
         give_up_s = self._clock.now() + STOP_S
-        for loop in (self._watch.loop, self.keepers.loop, self._loop):
+        for loop in (self._watch.loop, self.memory_services.loop, self._loop):
             loop.join(max(0.0, give_up_s - self._clock.now()))
 
     # --- for replacements
@@ -347,7 +350,7 @@ class WorkerSupervisor:
         if self._loop.pause(LOOK_S):
             return
         self._watch.loop.ensure_running()
-        self.keepers.loop.ensure_running()
+        self.memory_services.loop.ensure_running()
         now_s = self._clock.now()
         try:
             heard, self._pending = self._link.call(partial(self._look, now_s))

@@ -36,7 +36,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("manager",),
     ("sequences",),
-    ("offload", "keeper"),
+    ("offload", "memory_service"),
     ("worker",),
     ("events",),
     ("coordinator",),

@@ -1,9 +1,9 @@
 """Where a rank's host segment comes from: the process before this one, or nowhere.
 
-Between a worker that starts and the keeper of its node. What the keeper has is used if it is
-exactly what this rank needs; otherwise it is let go first, so that its memory can be had again, and
-a new one is made: cold, and said why. Without a keeper the segment is private, and ends with the
-process. Refuses to fail for want of a keeper; want of memory is an error.
+Between a worker that starts and the memory service of its node. What the memory service has is used
+if it is exactly what this rank needs; otherwise it is let go first, so that its memory can be had
+again, and a new one is made: cold, and said why. Without a memory service the segment is private,
+and ends with the process. Refuses to fail for want of a memory service; want of memory is an error.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 
 from kvcache.errors import ClusterError, ExhaustedError, PlanMismatchError, ProtocolError
-from kvcache.keeper.client import KeeperAddress, KeeperClient
 from kvcache.logs import get_logger
+from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.worker.free_memory import SYSTEM_ROOT
 from kvcache.worker.host_segment import HostSegment, SegmentShape
 from kvcache.worker.shared_memory import make_memory
@@ -23,22 +23,22 @@ ATTACHED = "attached"
 FRESH = "fresh"
 PRIVATE = "private"
 
-_KEEPER_ERRORS = (ClusterError, ProtocolError, ExhaustedError)
+_MEMORY_SERVICE_ERRORS = (ClusterError, ProtocolError, ExhaustedError)
 
 
-def open_segment(shape: SegmentShape, keeper: KeeperAddress | None = None) -> HostSegment:
+def open_segment(shape: SegmentShape, service: MemoryServiceAddress | None = None) -> HostSegment:
     """Return the rank's segment; its `origin` says where it is from.
 
     `attached`: the memory of an earlier process, with what it had sealed. `fresh`: new, and the
-    keeper has it; a reason follows where it could not be attached. `private`: the keeper has it
-    not.
+    memory service has it; a reason follows where it could not be attached. `private`: the memory
+    service has it not.
 
     Raises NotEnoughMemoryError.
     """
-    if keeper is None:
-        return _make(shape, f"{PRIVATE}: no keeper is configured")
-    client = KeeperClient(keeper.address, keeper.timeout_s)
-    name = keeper.name_of(shape.rank)
+    if service is None:
+        return _make(shape, f"{PRIVATE}: no memory service is configured")
+    client = MemoryServiceClient(service.address, service.timeout_s)
+    name = service.name_of(shape.rank)
     origin = FRESH
     try:
         descriptor = client.attach(name)
@@ -50,24 +50,28 @@ def open_segment(shape: SegmentShape, keeper: KeeperAddress | None = None) -> Ho
                 origin = f"{FRESH}: {error}"
                 logger.warning("rank %d starts with cold host memory: %s", shape.rank, error)
                 client.drop(name)
-    except _KEEPER_ERRORS as error:
+    except _MEMORY_SERVICE_ERRORS as error:
         return _private(shape, error)
     segment = _make(shape, origin)
-    reason = keep_segment(segment, segment.descriptor, keeper)
+    reason = keep_segment(segment, segment.descriptor, service)
     if reason:
         segment.origin = f"{PRIVATE}: {reason}"
     return segment
 
 
-def keep_segment(segment: HostSegment, descriptor: int, keeper: KeeperAddress) -> str:
-    """Have the keeper keep a segment, `descriptor` of it; return why it does not, empty if it does.
+def keep_segment(segment: HostSegment, descriptor: int, service: MemoryServiceAddress) -> str:
+    """Have the memory service keep a segment, `descriptor` of it; return why it does not, empty if
+    it does.
 
-    May be called again, and from any thread: a keeper that has died and come back keeps nothing.
+    May be called again, and from any thread: a memory service that has died and come back keeps
+    nothing.
     """
     rank = segment.shape.rank
     try:
-        KeeperClient(keeper.address, keeper.timeout_s).put(keeper.name_of(rank), descriptor)
-    except _KEEPER_ERRORS as error:
+        MemoryServiceClient(service.address, service.timeout_s).put(
+            service.name_of(rank), descriptor
+        )
+    except _MEMORY_SERVICE_ERRORS as error:
         logger.warning("host memory of rank %d ends with its process: %s", rank, error)
         return str(error)
     if segment.origin.startswith(PRIVATE):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvcache.delivery import ReceiverStatistics
 from kvcache.errors import ConfigurationError
-from kvcache.keeper.client import KeeperAddress
+from kvcache.memory_service.client import MemoryServiceAddress
 from kvcache.specs import KVCacheConfig, require_count
 from kvcache.worker.checksums import VerifyMode
 from kvcache.worker.copy_priority import CopyPriority
@@ -24,7 +24,7 @@ class WorkerSettings:
     `incarnation` is unique to the process. `fingerprint` is of the plan of all ranks,
     `layout_fingerprint` says which bytes the labels speak about. `device` is a torch device name.
     A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
-    `host_keeper` host slots end with the process; without `file_tier` there are no files.
+    `memory_service` host slots end with the process; without `file_tier` there are no files.
     `verify` says which blocks' checksums are compared before they are loaded (`ChecksumRule`).
     `held_up_s`: how long a content-checked forward is held up by transfers; it fails then.
     `copy_priority` is that of the threads that carry stores and loads out; on CPU, `copy_threads`
@@ -47,7 +47,7 @@ class WorkerSettings:
     held_up_s: float = 30.0
     max_buffered: int = 256
     max_report_bytes: int = 2**20
-    host_keeper: KeeperAddress | None = None
+    memory_service: MemoryServiceAddress | None = None
     file_tier: FileTierSettings | None = None
     verify: VerifyMode = "always"
     copy_priority: CopyPriority = "low"

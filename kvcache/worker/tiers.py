@@ -84,7 +84,7 @@ def make_tiers(
         max_block_tokens=max_block_tokens,
     )
     holds = SlotHolds(num_slots)
-    host = HostPool(open_segment(shape, settings.host_keeper), is_pinned=device.type == "cuda")
+    host = HostPool(open_segment(shape, settings.memory_service), is_pinned=device.type == "cuda")
     logger.info("rank %d has %d host slots: %s", settings.rank, num_slots, host.segment.origin)
     if settings.file_tier is None:
         return Tiers(holds, host)

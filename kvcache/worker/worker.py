@@ -332,18 +332,19 @@ class KVCacheWorker:
     # --- books
 
     def keep_host_memory(self) -> str:
-        """Have the keeper of the node keep this rank's host memory again: a keeper that was made
-        again has nothing. Return why it does not, empty if it does, or there is nothing to keep.
+        """Have the memory service of the node keep this rank's host memory again: a memory service
+        that was made again has nothing. Return why it does not, empty if it does, or there is
+        nothing to keep.
 
-        Holds up no step: the keeper is waited for outside the lock.
+        Holds up no step: the memory service is waited for outside the lock.
         """
         with self._condition:
-            host, keeper = self.host_pool, self.settings.host_keeper
-            if self._is_closed or host is None or keeper is None:
+            host, service = self.host_pool, self.settings.memory_service
+            if self._is_closed or host is None or service is None:
                 return ""
             descriptor = os.dup(host.segment.descriptor)
         try:
-            return keep_segment(host.segment, descriptor, keeper)
+            return keep_segment(host.segment, descriptor, service)
         finally:
             os.close(descriptor)
 

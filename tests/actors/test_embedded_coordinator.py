@@ -272,7 +272,11 @@ def test_no_thread_of_a_coordinator_that_was_left_can_ask_ray_any_more(
     config = make_config(offload={"host_memory_per_rank": "1MiB"})
     before = set(threading.enumerate())
     cluster = embed(config)
-    looking_after = {"kvcache-sentinels", "kvcache-worker-supervisor", "kvcache-keeper-watch"}
+    looking_after = {
+        "kvcache-sentinels",
+        "kvcache-worker-supervisor",
+        "kvcache-memory-service-watch",
+    }
     assert looking_after <= {thread.name for thread in threading.enumerate()}
     cluster.leave()
     left = {thread.name for thread in set(threading.enumerate()) - before}

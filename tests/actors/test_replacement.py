@@ -30,7 +30,7 @@ from actors import (
     connect_peer,
 )
 from actors.cli import app
-from actors.keeper import find_keepers
+from actors.memory_service import find_memory_services
 from actors.placement import wait_until
 from actors.reports import WorkerReport
 from kvcache.config import ClusterConfig
@@ -474,7 +474,7 @@ def test_actors_keep_compiled_code_where_the_launching_process_does(
     kill(cluster, 1)
     assert wait_until(lambda: cluster.status().ranks[1].process_id != first, SOON_S)
     assert wait_until(lambda: cluster.status().state == "ready", SOON_S)
-    actors = [cluster._parts.coordinator, *find_keepers(cluster.name), *cluster.workers]
+    actors = [cluster._parts.coordinator, *find_memory_services(cluster.name), *cluster.workers]
     told = [
         ray.get(actor.__ray_call__.remote(lambda self: os.environ.get("NUMBA_CACHE_DIR")))
         for actor in actors

@@ -40,7 +40,7 @@ DRIVER = """
 import json, sys, threading
 import ray
 from actors import KVCacheCluster
-from actors.keeper import find_keepers
+from actors.memory_service import find_memory_services
 from kvcache.config import parse_config
 from tests.actors.tier_driver import play
 
@@ -49,8 +49,8 @@ cluster = KVCacheCluster.launch(parse_config(json.loads(sys.argv[1])))
 client = cluster.client()
 for number in range(4):
     play(client, number)
-(keeper,) = find_keepers(cluster.name)
-print("keeps", ray.get(keeper.report.remote()).statistics.num_segments, "segments", flush=True)
+(service,) = find_memory_services(cluster.name)
+print("keeps", ray.get(service.report.remote()).statistics.num_segments, "segments", flush=True)
 threading.Event().wait()
 """
 

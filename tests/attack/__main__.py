@@ -2,7 +2,7 @@
 
     python -m tests.attack messages --minutes 5     broken messages, clusters in this process
     python -m tests.attack sockets --minutes 5      garbage on all sockets of a cluster on Ray
-    python -m tests.attack keeper --minutes 10      its keeper and its workers killed
+    python -m tests.attack memory-service --minutes 10  its host memory and workers killed
 
 The seed is printed; exit code 1 where something was found.
 """
@@ -58,13 +58,13 @@ def attack_sockets(seed: int, give_up_s: float) -> int:
     return rounds
 
 
-def attack_keeper(seed: int, give_up_s: float) -> int:
-    """Kill a cluster's keeper and a worker, again and again; return how often."""
+def attack_memory_service(seed: int, give_up_s: float) -> int:
+    """Kill a cluster's memory service and a worker, again and again; return how often."""
     rounds = 0
     with ray_of_our_own(), tempfile.TemporaryDirectory() as folder:
         from actors import KVCacheCluster
         from tests.actors.tier_driver import play
-        from tests.attack.siege import PROMPTS, kill_keeper_and_worker, siege_config
+        from tests.attack.siege import PROMPTS, kill_service_and_worker, siege_config
 
         with (
             KVCacheCluster.launch(siege_config(Path(folder))) as cluster,
@@ -73,7 +73,7 @@ def attack_keeper(seed: int, give_up_s: float) -> int:
             while not rounds or time.monotonic() < give_up_s:
                 for number in PROMPTS:
                     play(client, number)
-                kill_keeper_and_worker(cluster, (seed + rounds) % 2)
+                kill_service_and_worker(cluster, (seed + rounds) % 2)
                 rounds += 1
             assert client.failures == ()
     return rounds
@@ -82,7 +82,7 @@ def attack_keeper(seed: int, give_up_s: float) -> int:
 PARTS: dict[str, Callable[[int, float], int]] = {
     "messages": attack_messages,
     "sockets": attack_sockets,
-    "keeper": attack_keeper,
+    "memory-service": attack_memory_service,
 }
 
 

@@ -1,8 +1,8 @@
 """A real cluster under garbage: every socket of ours that its processes listen on, while it serves.
 
-The cluster has host memory and publishes events, so that a keeper, a coordinator, workers and a
-publisher are there. An honest client, an honest follower and the keeper's books say what it does to
-them. Ray's own ports are Ray's.
+The cluster has host memory and publishes events, so that a memory service, a coordinator, workers
+and a publisher are there. An honest client, an honest follower and the memory service's books say
+what it does to them. Ray's own ports are Ray's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import psutil
 
 from actors import KVCacheClient, KVCacheCluster
 from actors.placement import wait_until
-from actors.reports import ClusterStatus, KeeperStatus
+from actors.reports import ClusterStatus, MemoryServiceStatus
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.events.subscriber import KVEventSubscriber
-from kvcache.keeper import KeeperClient
+from kvcache.memory_service import MemoryServiceClient
 from tests.actors.tier_driver import FOUND, play, play_all, tier_config
 from tests.attack.sockets import Attacker, tcp_connector, unix_connector
 from tests.fuzz.targets import make_targets
@@ -90,7 +90,7 @@ class Siege:
         ]
         targets = make_targets()
         good = {
-            "packets": targets["keeper"].good,
+            "packets": targets["memory service"].good,
             "stream": targets["messages"].good,
             "zmq": (b"",),
         }
@@ -114,9 +114,9 @@ class Siege:
                     attacker.attack_zmq(tcp_connector(listening.place), listening.place)
 
     def steal_memory(self) -> None:
-        """Have the keeper let go of a rank's memory; it is put again."""
+        """Have the memory service let go of a rank's memory; it is put again."""
         (place,) = [one.place for one in self.sockets if one.kind == "packets"]
-        KeeperClient(f"unix:@{place}", SOON_S).drop(f"{self.cluster.name}/rank0")
+        MemoryServiceClient(f"unix:@{place}", SOON_S).drop(f"{self.cluster.name}/rank0")
         self._settled()
 
     def check(self) -> None:
@@ -160,7 +160,7 @@ class Siege:
 
         def is_well() -> bool:
             seen[:] = [self.cluster.status()]
-            kept = [rank for keeper in seen[0].keepers for rank in keeper.kept_ranks]
+            kept = [rank for service in seen[0].memory_services for rank in service.kept_ranks]
             return seen[0].state == "ready" and sorted(kept) == [0, 1]
 
         assert wait_until(is_well, SOON_S), seen
@@ -171,7 +171,9 @@ class Siege:
         status = status or self.cluster.status()
         found = {"coordinator": status.coordinator_process_id}
         found |= {f"rank {rank.rank}": rank.process_id for rank in status.ranks}
-        found |= {f"keeper {i}": one.process_id for i, one in enumerate(status.keepers)}
+        found |= {
+            f"memory service {i}": one.process_id for i, one in enumerate(status.memory_services)
+        }
         found["publisher"] = int(str(self._event_figures()["process_id"]))
         return found
 
@@ -190,31 +192,33 @@ def besieged(cluster: KVCacheCluster, seed: int) -> Iterator[Siege]:
             siege.close()
 
 
-# --- keepers that are killed
+# --- memory services that are killed
 
 
-def wait_for_keeper(cluster: KVCacheCluster, holds: Callable[[KeeperStatus], bool]) -> KeeperStatus:
-    """Return the status of a cluster's only keeper once it is as wanted."""
-    seen: list[KeeperStatus] = []
+def wait_for_memory_service(
+    cluster: KVCacheCluster, holds: Callable[[MemoryServiceStatus], bool]
+) -> MemoryServiceStatus:
+    """Return the status of a cluster's only memory service once it is as wanted."""
+    seen: list[MemoryServiceStatus] = []
 
     def is_so() -> bool:
-        seen[:] = cluster.status().keepers
+        seen[:] = cluster.status().memory_services
         return len(seen) == 1 and holds(seen[0])
 
     assert wait_until(is_so, SOON_S), seen
     return seen[0]
 
 
-def is_keeping_all(status: KeeperStatus) -> bool:
+def is_keeping_all(status: MemoryServiceStatus) -> bool:
     return not status.problem and not status.missing_ranks
 
 
-def kill_keeper_and_worker(cluster: KVCacheCluster, rank: int) -> None:
-    """Kill the keeper, wait until it has all memory again, kill a worker: another process has found
-    that memory when this returns."""
-    victim = wait_for_keeper(cluster, is_keeping_all).process_id
+def kill_service_and_worker(cluster: KVCacheCluster, rank: int) -> None:
+    """Kill the memory service, wait until it has all memory again, kill a worker: another process
+    has found that memory when this returns."""
+    victim = wait_for_memory_service(cluster, is_keeping_all).process_id
     os.kill(victim, signal.SIGKILL)
-    wait_for_keeper(cluster, lambda one: one.process_id != victim and is_keeping_all(one))
+    wait_for_memory_service(cluster, lambda one: one.process_id != victim and is_keeping_all(one))
     worker = cluster.status().ranks[rank].process_id
     psutil.Process(worker).kill()
 

@@ -25,7 +25,7 @@ from actors.transport.zmq_server import ZmqLimits, network_address
 from kvcache.clock import SystemClock
 from kvcache.coordinator import Coordinator
 from kvcache.events.subscriber import KVEventSubscriber
-from kvcache.keeper import KeeperClient, MemoryKeeper
+from kvcache.memory_service import HostMemoryService, MemoryServiceClient
 from kvcache.messages import (
     Address,
     Attach,
@@ -66,17 +66,17 @@ def attacker(cleanup: ExitStack, seed: int, target: str) -> Attacker:
     return made
 
 
-def test_a_keeper_keeps_what_it_has_under_garbage(cleanup: ExitStack) -> None:
+def test_a_memory_service_keeps_what_it_has_under_garbage(cleanup: ExitStack) -> None:
     name = f"kvcache-test-attack-{os.getpid()}-{next(NUMBERS)}"
-    keeper = MemoryKeeper(f"unix:@{name}", max_segments=20, max_bytes=2**20)
-    cleanup.callback(keeper.close)
-    keeper.serve()
-    client = KeeperClient(f"unix:@{name}", DEADLINE_S)
+    service = HostMemoryService(f"unix:@{name}", max_segments=20, max_bytes=2**20)
+    cleanup.callback(service.close)
+    service.serve()
+    client = MemoryServiceClient(f"unix:@{name}", DEADLINE_S)
     memory = make_memory("test", 4096)
     cleanup.callback(os.close, memory)
     os.pwrite(memory, b"precious", 0)
     client.put("mine", memory)
-    evil = attacker(cleanup, 1, "keeper")
+    evil = attacker(cleanup, 1, "memory service")
     connect = unix_connector(name, socket.SOCK_SEQPACKET)
     for number in range(NUM_ATTACKS):
         evil.attack_packets(connect)
@@ -85,7 +85,7 @@ def test_a_keeper_keeps_what_it_has_under_garbage(cleanup: ExitStack) -> None:
             assert found is not None
             assert os.pread(found, 8, 0) == b"precious"
             os.close(found)
-    told = keeper.statistics()
+    told = service.statistics()
     assert told.loop.is_running
     assert (told.loop.num_faults, told.loop.last_fault) == (0, "")
     assert told.num_refused > 0
@@ -230,5 +230,5 @@ def test_a_message_that_causes_an_error_is_found(
 
 def test_good_packets_are_good() -> None:
     """What is broken was good before: attacks begin where honest peers do."""
-    assert all(msgpack.unpackb(good)[0] == 1 for good in targets()["keeper"].good)
+    assert all(msgpack.unpackb(good)[0] == 1 for good in targets()["memory service"].good)
     assert all(decode(good) is not None for good in targets()["messages"].good)

@@ -23,7 +23,7 @@ def test_a_cluster_serves_under_garbage_on_all_of_its_sockets(
     cluster = launch(siege_config(tmp_path))
     with besieged(cluster, seed=1) as siege:
         owners = {listening.owner for listening in siege.sockets}
-        assert {"coordinator", "keeper 0", "publisher"} <= owners
+        assert {"coordinator", "memory service 0", "publisher"} <= owners
         for _ in range(3):
             siege.attack(NUM_ATTACKS // 3)
             siege.check()

@@ -36,8 +36,8 @@ from kvcache.events import EventCodec, decode_batch
 from kvcache.events.feed_frames import FrameReader as FeedReader
 from kvcache.events.feed_frames import pack_frame
 from kvcache.events.subscription import Subscription
-from kvcache.keeper import protocol as keeper_protocol
 from kvcache.manager import KVCacheManager
+from kvcache.memory_service import protocol as memory_protocol
 from kvcache.messages import Call
 from kvcache.planner.hf_config import model_from_hf_config
 from kvcache.recorder.frames import FrameReader, frame
@@ -75,7 +75,7 @@ def make_targets() -> dict[str, Target]:
         _wire(),
         *_events(),
         _feed(),
-        _keeper(),
+        _service(),
         _file_heads(),
         *_records(),
         _small_state(),
@@ -147,20 +147,20 @@ def _feed() -> Target:
     return Target("feed", (good,), read, (MalformedMessageError,))
 
 
-def _keeper() -> Target:
+def _service() -> Target:
     good = tuple(
-        msgpack.packb([keeper_protocol.KEEPER_VERSION, *values])
+        msgpack.packb([memory_protocol.MEMORY_SERVICE_VERSION, *values])
         for values in (["attach", "name"], ["put", "name"], ["drop", "name"])
     )
 
     def read(data: bytes) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            theirs.send(data[: 2 * keeper_protocol.MAX_PACKET_BYTES] or b"\0")
-            keeper_protocol.receive(ours)
+            theirs.send(data[: 2 * memory_protocol.MAX_PACKET_BYTES] or b"\0")
+            memory_protocol.receive(ours)
 
     errors = (MalformedMessageError, VersionMismatchError)
-    return Target("keeper", good, read, errors, mutate_msgpack)
+    return Target("memory service", good, read, errors, mutate_msgpack)
 
 
 def _file_heads() -> Target:

@@ -27,7 +27,7 @@ from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.errors import MalformedMessageError
-from kvcache.keeper import KeeperAddress, MemoryKeeper
+from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
 from kvcache.messages import (
     ClientAddress,
     Finished,
@@ -113,10 +113,10 @@ class Cluster:
                 for rank in range(scenario.num_ranks)
             }
         self._directory = directory
-        self._keeper: KeeperAddress | None = None
+        self._service: MemoryServiceAddress | None = None
         self.resources = ExitStack()
         if scenario.keeps_memory:
-            self._keeper = self._keep_memory()
+            self._service = self._keep_memory()
         for rank in range(scenario.num_ranks):
             self._start_worker(rank)
         num_engines = scenario.num_clients + scenario.num_visitors
@@ -169,13 +169,13 @@ class Cluster:
             disk.kill()
         self.resources.close()
 
-    def _keep_memory(self) -> KeeperAddress:
-        """Start a keeper, as a node has one."""
+    def _keep_memory(self) -> MemoryServiceAddress:
+        """Start a memory service, as a node has one."""
         address = f"unix:@kvcache-test-{secrets.token_hex(8)}"
-        keeper = MemoryKeeper(address, max_segments=8, max_bytes=2**26)
-        self.resources.callback(keeper.close)
-        keeper.serve()
-        return KeeperAddress(address, "simulated")
+        service = HostMemoryService(address, max_segments=8, max_bytes=2**26)
+        self.resources.callback(service.close)
+        service.serve()
+        return MemoryServiceAddress(address, "simulated")
 
     def _tick(self) -> None:
         if self._losses_s and self.clock.now() >= self._losses_s[0]:
@@ -407,7 +407,7 @@ class Cluster:
                 hello_interval_s=0.1,
                 repeat_interval_s=0.1,
                 heartbeat_interval_s=0.5,
-                host_keeper=self._keeper,
+                memory_service=self._service,
                 file_tier=self._file_tier(rank),
             ),
             clock=self.clock,
@@ -613,7 +613,7 @@ class Cluster:
         for engine in self.engines.values():
             assert engine.session.failures == (), engine.session.failures
         for worker in (*self.workers.values(), *self.lost_workers):
-            if self._keeper is None or worker not in self.lost_workers:
+            if self._service is None or worker not in self.lost_workers:
                 worker.check()  # memory that is kept is another process's now
             figures = worker.statistics()
             has_fenced = self.num_departed or self.num_killed  # forwards of theirs are refused

@@ -1,4 +1,5 @@
-"""Keepers are watched: what is missing is put again, what hangs is ended, and status says so."""
+"""Memory services are watched: what is missing is put again, what hangs is ended, and status says
+so."""
 
 from __future__ import annotations
 
@@ -11,25 +12,27 @@ from typing import Any
 
 import pytest
 
-from actors import keeper
-from actors.keeper import KeeperActor, KeeperWatch
+from actors import memory_service
+from actors.memory_service import MemoryServiceActor, MemoryServiceWatch
 from actors.process_identity import ProcessIdentity
-from actors.reports import KeeperStatus, NodeAddress, WorkerReport
+from actors.reports import MemoryServiceStatus, NodeAddress, WorkerReport
 from kvcache.clock import VirtualClock
 from kvcache.errors import AlreadyRunningError
-from kvcache.keeper import KeeperClient, KeeperStatistics, MemoryKeeper
+from kvcache.memory_service import HostMemoryService, MemoryServiceClient, MemoryServiceStatistics
 from kvcache.planner import RankMemory
 from kvcache.serving_loop import LoopStatistics
 
 DEADLINE_S = 30.0
 NODE = NodeAddress("node-1", "10.0.0.7")
-SERVING = KeeperStatus("node-1", "10.0.0.7", process_id=70, started_ticks=5, kept_ranks=(0, 1))
-AWAY = KeeperStatus("node-1", "10.0.0.7", problem="it died", missing_ranks=(0, 1))
+SERVING = MemoryServiceStatus(
+    "node-1", "10.0.0.7", process_id=70, started_ticks=5, kept_ranks=(0, 1)
+)
+AWAY = MemoryServiceStatus("node-1", "10.0.0.7", problem="it died", missing_ranks=(0, 1))
 EMPTY = replace(SERVING, process_id=71, kept_ranks=(), missing_ranks=(0, 1))
 
 
 class Site:
-    """Two ranks on a node, and a keeper that does what it is told."""
+    """Two ranks on a node, and a memory service that does what it is told."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -50,7 +53,7 @@ class Site:
 
         return SimpleNamespace(kvcache_keep_memory=SimpleNamespace(remote=put_again))
 
-    def look(self, cluster: str, reports: object, *_: object) -> list[KeeperStatus]:
+    def look(self, cluster: str, reports: object, *_: object) -> list[MemoryServiceStatus]:
         self.num_looks += 1
         return [self.seen]
 
@@ -62,19 +65,19 @@ class Site:
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site()
-    monkeypatch.setattr(keeper, "LOOK_S", 0.001)
-    monkeypatch.setattr(keeper, "look_at_keepers", made.look)
-    monkeypatch.setattr(keeper, "end_process", made.end)
-    monkeypatch.setattr(keeper.ray, "get", lambda call, timeout: call)
+    monkeypatch.setattr(memory_service, "LOOK_S", 0.001)
+    monkeypatch.setattr(memory_service, "look_at_memory_services", made.look)
+    monkeypatch.setattr(memory_service, "end_process", made.end)
+    monkeypatch.setattr(memory_service.ray, "get", lambda call, timeout: call)
     return made
 
 
 @pytest.fixture
-def watch(site: Site, make_config: Any) -> Iterator[KeeperWatch]:
+def watch(site: Site, make_config: Any) -> Iterator[MemoryServiceWatch]:
     config = make_config(
         offload={"host_memory_per_rank": "1MiB"}, deadlines={"worker_kill_s": 30.0}
     )
-    made = KeeperWatch(config, lambda: site.worker_set, lambda: site.rules, site.clock)
+    made = MemoryServiceWatch(config, lambda: site.worker_set, lambda: site.rules, site.clock)
     yield made
     made.stop()
     assert made.loop.join(DEADLINE_S)
@@ -93,7 +96,9 @@ def look_again(site: Site) -> None:
     wait_until(lambda: site.num_looks > number + 2)
 
 
-def test_memory_is_put_again_when_its_keeper_has_come_back(site: Site, watch: KeeperWatch) -> None:
+def test_memory_is_put_again_when_its_service_has_come_back(
+    site: Site, watch: MemoryServiceWatch
+) -> None:
     wait_until(lambda: bool(watch.statuses()))
     assert watch.statuses()[0].warnings() == []
     site.seen = AWAY
@@ -102,19 +107,19 @@ def test_memory_is_put_again_when_its_keeper_has_come_back(site: Site, watch: Ke
     site.clock.advance(7.0)
     look_again(site)
     assert watch.statuses()[0].warnings() == [
-        "the memory keeper of node 10.0.0.7 does not serve for 7 s (it died): host memory of ranks "
-        "0, 1 now ends with their processes"
+        "the memory service of node 10.0.0.7 does not serve for 7 s (it died): host memory of "
+        "ranks 0, 1 now ends with their processes"
     ]
-    site.answers[1] = "no keeper answers"
+    site.answers[1] = "no memory service answers"
     site.seen = EMPTY
     look_again(site)
     assert {0, 1} <= set(site.put)
     assert watch.statuses()[0].num_restarts == 1
     assert watch.statuses()[0].warnings() == [
-        "host memory of rank 0 ends with its process: the memory keeper of node 10.0.0.7 has it "
+        "host memory of rank 0 ends with its process: the memory service of node 10.0.0.7 has it "
         "not yet",
-        "host memory of rank 1 ends with its process: the memory keeper of node 10.0.0.7 has it "
-        "not: no keeper answers",
+        "host memory of rank 1 ends with its process: the memory service of node 10.0.0.7 has it "
+        "not: no memory service answers",
     ]
     site.seen = replace(SERVING, process_id=71)
     look_again(site)
@@ -125,7 +130,7 @@ def test_memory_is_put_again_when_its_keeper_has_come_back(site: Site, watch: Ke
 
 
 def test_a_coordinator_that_was_taken_over_from_does_nothing(
-    site: Site, watch: KeeperWatch
+    site: Site, watch: MemoryServiceWatch
 ) -> None:
     site.rules = False
     site.seen = EMPTY
@@ -133,7 +138,7 @@ def test_a_coordinator_that_was_taken_over_from_does_nothing(
     assert site.put == []
 
 
-def test_a_keeper_that_hangs_is_ended_once(site: Site, watch: KeeperWatch) -> None:
+def test_a_memory_service_that_hangs_is_ended_once(site: Site, watch: MemoryServiceWatch) -> None:
     wait_until(lambda: bool(watch.statuses()))
     site.seen = replace(AWAY, problem="it does not answer", is_silent=True)
     look_again(site)
@@ -144,18 +149,19 @@ def test_a_keeper_that_hangs_is_ended_once(site: Site, watch: KeeperWatch) -> No
     assert site.ended == [ProcessIdentity("node-1", "10.0.0.7", 70, 5)]
 
 
-def test_errors_that_a_keeper_survived_are_told() -> None:
-    loop = LoopStatistics("kvcache-keeper", True, 2, "a question: KeyError: 'x'")
-    told = KeeperStatistics(2, 100, 5, 2, ("a", "b"), loop)
+def test_errors_that_a_memory_service_survived_are_reported() -> None:
+    loop = LoopStatistics("kvcache-memory-service", True, 2, "a question: KeyError: 'x'")
+    told = MemoryServiceStatistics(2, 100, 5, 2, ("a", "b"), loop)
     assert replace(SERVING, statistics=told).warnings() == [
-        "node 10.0.0.7: kvcache-keeper survived 2 errors, the last: a question: KeyError: 'x'"
+        "node 10.0.0.7: kvcache-memory-service survived 2 errors, the last: a question: KeyError: "
+        "'x'"
     ]
 
 
 def test_without_memory_to_keep_nothing_is_watched(site: Site, make_config: Any) -> None:
     config = make_config(offload={"host_memory_per_rank": "1MiB", "keeps_memory": False})
     for each in (config, make_config()):
-        made = KeeperWatch(each, lambda: site.worker_set, lambda: True, site.clock)
+        made = MemoryServiceWatch(each, lambda: site.worker_set, lambda: True, site.clock)
         assert not made.loop.is_running
         assert made.statuses() == ()
         made.stop()
@@ -165,20 +171,20 @@ def test_an_actor_that_is_made_again_waits_until_it_can_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(keeper.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(memory_service.ray, "get_runtime_context", lambda: context)
     address = f"unix:@kvcache-test-actor-{threading.get_native_id()}"
-    before = MemoryKeeper(address, max_segments=1, max_bytes=1)
+    before = HostMemoryService(address, max_segments=1, max_bytes=1)
     with pytest.raises(AlreadyRunningError):
-        KeeperActor(address, 1, 4096)
+        MemoryServiceActor(address, 1, 4096)
     context.was_current_actor_reconstructed = True
-    actor = KeeperActor(address, 1, 4096)
+    actor = MemoryServiceActor(address, 1, 4096)
     report = actor.report()
     assert report.statistics is None
-    assert report.problem.startswith(f"no keeper can listen at {address} ")
+    assert report.problem.startswith(f"no memory service can listen at {address} ")
     before.close()
     report = actor.report()
     assert report.statistics is not None
     assert (report.statistics.names, report.problem) == ((), "")
-    assert KeeperClient(address).attach("a") is None
-    assert actor._keeper is not None
-    actor._keeper.close()
+    assert MemoryServiceClient(address).attach("a") is None
+    assert actor._service is not None
+    actor._service.close()

@@ -4,9 +4,9 @@ One for each node of a cluster that offloads, made at launch before any memory i
 node find it by an address that follows from the names of cluster and node. It lives as long as the
 cluster, and its process holds descriptors only. Refuses to know what is in the memory.
 
-    worker ──put──▶ keeper (dies, Ray makes it again, empty) ◀──asks every second── KeeperWatch
-       ▲                                                                               │
-       └────────────────────────── put your memory again ──────────────────────────────┘
+    worker ──put──▶ memory service (dies, Ray restarts it, empty) ◀──asks──┐
+       ▲                                                     MemoryServiceWatch, every second
+       └──────────────────── put your memory again ────────────────────────┘
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.names import OUR_LOGGERS, RAY_NAMESPACE, keeper_address, keeper_name, keeper_prefix
+from actors.names import (
+    OUR_LOGGERS,
+    RAY_NAMESPACE,
+    memory_service_address,
+    memory_service_name,
+    memory_service_prefix,
+)
 from actors.process_ending import end_process
 from actors.process_identity import ProcessIdentity
 from actors.process_start import started_ticks
-from actors.reports import KeeperReport, KeeperStatus, NodeAddress, WorkerReport
+from actors.reports import MemoryServiceReport, MemoryServiceStatus, NodeAddress, WorkerReport
 from actors.worker_making import code_options
 from kvcache.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.errors import KVCacheError, StartupError
-from kvcache.keeper.client import segment_name
-from kvcache.keeper.memory_keeper import MemoryKeeper
 from kvcache.logs import get_logger, log_to_stderr
+from kvcache.memory_service.client import segment_name
+from kvcache.memory_service.service import HostMemoryService
 from kvcache.serving_loop import ServingLoop
 
 if TYPE_CHECKING:
@@ -46,22 +52,25 @@ LOOK_S = 1.0
 """How long the watch rests between two looks."""
 
 ANSWER_S = 2.0
-"""How long keepers have to say what they keep."""
+"""How long memory services have to say what they keep."""
 
 PUT_S = 10.0
 """How long a worker may take to put its memory again."""
 
 
-class KeeperActor:
-    """Serves one `MemoryKeeper` until it is ended. Ray makes it again when its process dies: it
-    keeps nothing then, until the workers have put their memory again."""
+class MemoryServiceActor:
+    """Serves one `HostMemoryService` until it is ended. Ray makes it again when its process dies:
+    it keeps nothing then, until the workers have put their memory again."""
 
     def __init__(self, address: str, max_segments: int, max_bytes: int) -> None:
-        """Serve at `address`. Raises AlreadyRunningError at launch, if another keeper does; made
-        again it tries with each `report`, as an actor whose `__init__` raises is dead for good."""
+        """Serve at `address`. Raises AlreadyRunningError at launch, if another memory service does;
+        made again it tries with each `report`, as an actor whose `__init__` raises is dead for
+        good."""
         log_to_stderr(OUR_LOGGERS)
-        self._make = partial(MemoryKeeper, address, max_segments=max_segments, max_bytes=max_bytes)
-        self._keeper: MemoryKeeper | None = None
+        self._make = partial(
+            HostMemoryService, address, max_segments=max_segments, max_bytes=max_bytes
+        )
+        self._service: HostMemoryService | None = None
         self._problem = ""
         is_made_again = ray.get_runtime_context().was_current_actor_reconstructed
         try:
@@ -71,33 +80,34 @@ class KeeperActor:
                 raise
             self._problem = str(error)
 
-    def report(self) -> KeeperReport:
+    def report(self) -> MemoryServiceReport:
         """Say what is kept; see to it that it is served."""
         try:
-            if self._keeper is None:
+            if self._service is None:
                 self._serve()
         except KVCacheError as error:
             self._problem = str(error)
-        keeper = self._keeper
-        if keeper is not None:
-            keeper.ensure_serving()
-        statistics = None if keeper is None else keeper.statistics()
+        service = self._service
+        if service is not None:
+            service.ensure_serving()
+        statistics = None if service is None else service.statistics()
         process_id = os.getpid()
-        return KeeperReport(process_id, started_ticks(process_id), statistics, self._problem)
+        return MemoryServiceReport(process_id, started_ticks(process_id), statistics, self._problem)
 
     def _serve(self) -> None:
-        keeper = self._make()
-        keeper.serve()
-        self._keeper, self._problem = keeper, ""
+        service = self._make()
+        service.serve()
+        self._service, self._problem = service, ""
 
 
-def make_keepers(
+def make_memory_services(
     config: ClusterConfig,
     reports: Sequence[WorkerReport],
     lifetime: Literal["detached"] | None,
     timeout_s: float,
 ) -> list[Any]:
-    """Make a keeper on each node that has workers, if the configuration wants any; return them.
+    """Make a memory service on each node that has workers, if the configuration wants any; return
+    them.
 
     Raises StartupError for one that does not answer within `timeout_s`.
     """
@@ -105,13 +115,13 @@ def make_keepers(
     if host_bytes is None or not keeps_memory(config):
         return []
     make_remote: Any = ray.remote
-    keepers = []
+    memory_services = []
     for node_id in sorted({report.node.node_id for report in reports}):
         num_ranks = sum(report.node.node_id == node_id for report in reports)
         # A rank's memory is let go before it is made anew, but rows and heads come on top.
         most_bytes = 2 * num_ranks * host_bytes + (64 << 20)
-        actor = make_remote(KeeperActor).options(
-            name=keeper_name(config.name, node_id),
+        actor = make_remote(MemoryServiceActor).options(
+            name=memory_service_name(config.name, node_id),
             namespace=RAY_NAMESPACE,
             lifetime=lifetime,
             max_restarts=-1,
@@ -120,53 +130,56 @@ def make_keepers(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             **code_options(),
         )
-        address = keeper_address(config.name, node_id)
-        keepers.append(actor.remote(address, 2 * num_ranks, most_bytes))
-    waiting = [keeper.__ray_ready__.remote() for keeper in keepers]
+        address = memory_service_address(config.name, node_id)
+        memory_services.append(actor.remote(address, 2 * num_ranks, most_bytes))
+    waiting = [service.__ray_ready__.remote() for service in memory_services]
     ended, late = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
     if late:
-        end_keepers(keepers)
+        end_memory_services(memory_services)
         raise StartupError(
-            f"{len(late)} of {len(waiting)} memory keepers did not start within {timeout_s:.0f} s: "
-            "look at the Ray logs of the nodes, or set offload.keeps_memory to false"
+            f"{len(late)} of {len(waiting)} memory services did not start within {timeout_s:.0f} "
+            "s: look at the Ray logs of the nodes, or set offload.keeps_memory to false"
         )
     try:
         ray.get(ended)
     except RayError as error:
-        end_keepers(keepers)
-        raise StartupError(f"a memory keeper cannot start: {error}") from error
-    return keepers
+        end_memory_services(memory_services)
+        raise StartupError(f"a memory service cannot start: {error}") from error
+    return memory_services
 
 
-def find_keepers(cluster: str) -> list[Any]:
-    """Return the keepers of a cluster, wherever they run."""
+def find_memory_services(cluster: str) -> list[Any]:
+    """Return the memory services of a cluster, wherever they run."""
     found = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == RAY_NAMESPACE and actor["name"].startswith(keeper_prefix(cluster)):
+        if actor["namespace"] == RAY_NAMESPACE and actor["name"].startswith(
+            memory_service_prefix(cluster)
+        ):
             with contextlib.suppress(ValueError):
                 found.append(ray.get_actor(actor["name"], namespace=RAY_NAMESPACE))
     return found
 
 
-def end_keepers(keepers: Sequence[Any]) -> None:
+def end_memory_services(memory_services: Sequence[Any]) -> None:
     """End these; the memory goes with the last worker that has it."""
-    for keeper in keepers:
+    for service in memory_services:
         with contextlib.suppress(RayError, ValueError):
-            ray.kill(keeper, no_restart=True)
+            ray.kill(service, no_restart=True)
 
 
-def await_no_keepers(cluster: str, give_up_s: float) -> None:
-    """Wait until no keeper of the cluster is known any more, or it is `give_up_s` (monotonic)."""
-    while find_keepers(cluster) and time.monotonic() < give_up_s:
+def await_no_memory_services(cluster: str, give_up_s: float) -> None:
+    """Wait until no memory service of the cluster is known any more, or it is `give_up_s`
+    (monotonic)."""
+    while find_memory_services(cluster) and time.monotonic() < give_up_s:
         time.sleep(0.02)
 
 
-class KeeperWatch:
+class MemoryServiceWatch:
     """Sees to it that the host memory of every rank is kept, from a thread of its own.
 
-    Asks the keepers what they keep, and has workers put again what is missing. A keeper that hangs
-    is ended, so that Ray makes another. Refuses to do any of it for a coordinator that another one
-    has taken over from.
+    Asks the memory services what they keep, and has workers put again what is missing. A memory
+    service that hangs is ended, so that Ray makes another. Refuses to do any of it for a
+    coordinator that another one has taken over from.
     """
 
     def __init__(
@@ -184,13 +197,13 @@ class KeeperWatch:
         self._clock = clock
         self._nodes: dict[str, _WatchedNode] = {}
         self._handles: dict[str, Any] = {}
-        self._told: tuple[KeeperStatus, ...] = ()
-        self.loop = ServingLoop("kvcache-keeper-watch", self._turn)
+        self._told: tuple[MemoryServiceStatus, ...] = ()
+        self.loop = ServingLoop("kvcache-memory-service-watch", self._turn)
         if keeps_memory(config):
             self.loop.start()
 
-    def statuses(self) -> tuple[KeeperStatus, ...]:
-        """Return how the keepers do, as of the last look."""
+    def statuses(self) -> tuple[MemoryServiceStatus, ...]:
+        """Return how the memory services do, as of the last look."""
         return self._told
 
     def stop(self) -> None:
@@ -200,7 +213,7 @@ class KeeperWatch:
     def _turn(self) -> None:
         worker_set = self._worker_set()
         reports = dict(enumerate(worker_set.reports))
-        seen = look_at_keepers(self._config.name, reports, ANSWER_S, self._handles)
+        seen = look_at_memory_services(self._config.name, reports, ANSWER_S, self._handles)
         now_s = self._clock.now()
         for status in seen:
             node = self._nodes.setdefault(status.node_id, _WatchedNode(now_s))
@@ -223,7 +236,7 @@ class KeeperWatch:
         for call, rank in calls.items():
             reason = _reason_of(call)
             logger.warning(
-                "host memory of rank %d, which its keeper had not, %s",
+                "host memory of rank %d, which its memory service had not, %s",
                 rank,
                 f"is not kept: {reason}" if reason else "is kept again",
             )
@@ -232,14 +245,14 @@ class KeeperWatch:
         limit_s = self._config.deadlines.worker_kill_s
         for node in self._nodes.values():
             if limit_s and node.process is not None and node.hangs_s(now_s) > limit_s:
-                logger.error("the memory keeper of %s hangs: it is ended", node.process.host)
+                logger.error("the memory service of %s hangs: it is ended", node.process.host)
                 end_process(node.process)
                 node.process = None
 
 
 @dataclass
 class _WatchedNode:
-    """What the watch remembers of one node's keeper. `process`: which one answered last."""
+    """What the watch remembers of one node's memory service. `process`: which one answered last."""
 
     answered_s: float
     process: ProcessIdentity | None = None
@@ -247,7 +260,7 @@ class _WatchedNode:
     is_silent: bool = False
     reasons: dict[int, str] = field(default_factory=dict)
 
-    def note(self, status: KeeperStatus, now_s: float) -> None:
+    def note(self, status: MemoryServiceStatus, now_s: float) -> None:
         """Take note of a look."""
         self.is_silent = status.is_silent
         if status.problem:
@@ -259,17 +272,17 @@ class _WatchedNode:
         if self.process not in (None, process):
             self.num_restarts += 1
             logger.warning(
-                "the memory keeper of %s was made again: process %d",
+                "the memory service of %s was made again: process %d",
                 status.host,
                 status.process_id,
             )
         self.process = process
 
     def hangs_s(self, now_s: float) -> float:
-        """Return for how long the keeper has not answered although its process is there."""
+        """Return for how long the memory service has not answered although its process is there."""
         return now_s - self.answered_s if self.is_silent else 0.0
 
-    def describe(self, status: KeeperStatus, now_s: float) -> KeeperStatus:
+    def describe(self, status: MemoryServiceStatus, now_s: float) -> MemoryServiceStatus:
         """Return a status with what only several looks can say."""
         return replace(
             status,
@@ -280,19 +293,20 @@ class _WatchedNode:
 
 
 def keeps_memory(config: ClusterConfig) -> bool:
-    """Say whether a cluster of this configuration has keepers."""
+    """Say whether a cluster of this configuration has memory services."""
     return config.offload.host_memory_per_rank is not None and config.offload.keeps_memory
 
 
-def look_at_keepers(
+def look_at_memory_services(
     cluster: str,
     reports: Mapping[int, WorkerReport],
     timeout_s: float,
     handles: dict[str, Any] | None = None,
-) -> list[KeeperStatus]:
-    """Ask the keepers of all nodes that have ranks, within `timeout_s` together.
+) -> list[MemoryServiceStatus]:
+    """Ask the memory services of all nodes that have ranks, within `timeout_s` together.
 
-    `reports` are the workers', by rank. `handles` remembers the keepers that were found, by node.
+    `reports` are the workers', by rank. `handles` remembers the memory services that were found, by
+    node.
     """
     handles = {} if handles is None else handles
     ranks: dict[NodeAddress, list[int]] = {}
@@ -304,7 +318,7 @@ def look_at_keepers(
     for node in ranks:
         try:
             if node.node_id not in handles:
-                name = keeper_name(cluster, node.node_id)
+                name = memory_service_name(cluster, node.node_id)
                 handles[node.node_id] = ray.get_actor(name, namespace=RAY_NAMESPACE)
             calls[node] = handles[node.node_id].report.remote()
         except (ValueError, RayError) as error:
@@ -324,13 +338,13 @@ def look_at_keepers(
 
 def _status_of(
     cluster: str, node: NodeAddress, ranks: Sequence[int], call: Any, problem: str
-) -> KeeperStatus:
+) -> MemoryServiceStatus:
     """Return what an ended call has answered; one that is under way has been given its time."""
-    away = KeeperStatus(node.node_id, node.host, missing_ranks=tuple(ranks), problem=problem)
+    away = MemoryServiceStatus(node.node_id, node.host, missing_ranks=tuple(ranks), problem=problem)
     if call is None:
         return away
     try:
-        report: KeeperReport = ray.get(call, timeout=0)
+        report: MemoryServiceReport = ray.get(call, timeout=0)
     except GetTimeoutError:
         return replace(away, problem="it does not answer", is_silent=True)
     except RayError as error:

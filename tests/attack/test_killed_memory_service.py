@@ -1,4 +1,5 @@
-"""The keeper of a node is killed, or stands still: it comes back, and memory is kept again."""
+"""The memory service of a node is killed, or stands still: it comes back, and memory is kept
+again."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import pytest
 from tests.actors.conftest import launch, traces  # noqa: F401  fixtures
 from tests.actors.test_tier_restarts import ALL_FOUND, HOST_BLOCKS, Player
 from tests.actors.tier_driver import tier_config
-from tests.attack.siege import is_keeping_all, wait_for_keeper
+from tests.attack.siege import is_keeping_all, wait_for_memory_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
 
-def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
+def test_a_killed_memory_service_comes_back_and_memory_outlives_its_worker_again(
     launch: Any,  # noqa: F811
     traces: Any,  # noqa: F811
     tmp_path: Path,
@@ -27,19 +28,19 @@ def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
     with cluster.client() as client:
         player = Player(cluster, client)
         player.play_all()
-        before = wait_for_keeper(cluster, is_keeping_all)
+        before = wait_for_memory_service(cluster, is_keeping_all)
         assert cluster.status().warnings == ()
 
         os.kill(before.process_id, signal.SIGSTOP)
-        away = wait_for_keeper(cluster, lambda status: bool(status.problem))
+        away = wait_for_memory_service(cluster, lambda status: bool(status.problem))
         assert away.problem == "it does not answer"
-        assert player.play_all() == ALL_FOUND  # no step waits for a keeper
+        assert player.play_all() == ALL_FOUND  # no step waits for a memory service
         (warning,) = cluster.status().warnings
         assert "host memory of ranks 0, 1 now ends with their processes" in warning
         assert cluster.status().state == "ready"
 
         os.kill(before.process_id, signal.SIGKILL)
-        after = wait_for_keeper(
+        after = wait_for_memory_service(
             cluster,
             lambda status: status.process_id != before.process_id and is_keeping_all(status),
         )
@@ -52,6 +53,6 @@ def test_a_killed_keeper_comes_back_and_memory_outlives_its_worker_again(
         assert player.play_all() == ALL_FOUND
         assert [player.transfers(rank).host.origin for rank in (0, 1)] == ["fresh", "attached"]
         assert player.figures().num_failed_jobs == 0
-        assert is_keeping_all(wait_for_keeper(cluster, lambda status: True))
+        assert is_keeping_all(wait_for_memory_service(cluster, lambda status: True))
     cluster.stop()
     traces.check(cluster.name)

@@ -1,9 +1,9 @@
-"""What a worker and the keeper of its node say to each other, and whom they believe.
+"""What a worker and the memory service of its node say to each other, and whom they believe.
 
 Below both ends. One request for each connection, one answer; a message is one packet of msgpack,
 and a descriptor travels beside it. The address is an abstract Unix socket: no file is left, a
-second keeper is refused, and as everybody can see such a name, both ends ask the kernel whose
-process the other one is.
+second memory service is refused, and as everybody can see such a name, both ends ask the kernel
+whose process the other one is.
 
     attach, name               answered with the descriptor, or without one: nothing is kept
     put, name, + descriptor    kept from now on, in place of what was
@@ -22,7 +22,7 @@ import msgpack
 from kvcache.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
 from kvcache.serving_loop import describe_error
 
-KEEPER_VERSION = 1
+MEMORY_SERVICE_VERSION = 1
 MAX_PACKET_BYTES = 4096
 MAX_NAME_BYTES = 512
 
@@ -41,8 +41,8 @@ def socket_name(address: str) -> bytes:
     name = b"\0" + address.removeprefix(ADDRESS_SCHEME).encode()
     if not address.startswith(ADDRESS_SCHEME) or not 1 < len(name) <= MAX_ADDRESS_BYTES:
         raise ConfigurationError(
-            f"keeper address {address!r}: use {ADDRESS_SCHEME} and a name, together at most "
-            f"{MAX_ADDRESS_BYTES} bytes"
+            f"memory service address {address!r}: use {ADDRESS_SCHEME} and a name, together at "
+            f"most {MAX_ADDRESS_BYTES} bytes"
         )
     return name
 
@@ -63,7 +63,7 @@ def is_trusted(connected: socket.socket) -> bool:
 
 def send(connected: socket.socket, values: list[Any], descriptor: int | None = None) -> None:
     """Send one packet. Raises OSError."""
-    packed: bytes = msgpack.packb([KEEPER_VERSION, *values])
+    packed: bytes = msgpack.packb([MEMORY_SERVICE_VERSION, *values])
     socket.send_fds(connected, [packed], [] if descriptor is None else [descriptor])
 
 
@@ -102,9 +102,9 @@ def _values_of(data: bytes, flags: int) -> list[Any]:
         raise MalformedMessageError(f"a packet that cannot be read: {text}") from error
     if type(values) is not list or not values or type(values[0]) is not int:
         raise MalformedMessageError("a packet without a version")
-    if values[0] != KEEPER_VERSION:
+    if values[0] != MEMORY_SERVICE_VERSION:
         raise VersionMismatchError(
-            f"the other end speaks version {values[0]}, this package {KEEPER_VERSION}: run the "
-            "same release everywhere"
+            f"the other end speaks version {values[0]}, this package {MEMORY_SERVICE_VERSION}: "
+            "run the same release everywhere"
         )
     return values[1:]

@@ -25,21 +25,21 @@ from kvcache.errors import (
     ExhaustedError,
     NotRunningError,
 )
-from kvcache.keeper import client as keeper_client
-from kvcache.keeper import memory_keeper
-from kvcache.keeper.client import KeeperAddress, KeeperClient
-from kvcache.keeper.memory_keeper import MemoryKeeper
-from kvcache.keeper.protocol import make_socket, receive, send, socket_name
+from kvcache.memory_service import client as memory_client
+from kvcache.memory_service import service as memory_service
+from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
+from kvcache.memory_service.protocol import make_socket, receive, send, socket_name
+from kvcache.memory_service.service import HostMemoryService
 from kvcache.worker.label_rows import SlotState
 from kvcache.worker.segment_source import keep_segment, open_segment
 from kvcache.worker.shared_memory import make_memory
-from tests.worker.keeper_party import PAYLOADS, keeper_of
+from tests.worker.memory_service_process import PAYLOADS, service_of
 from tests.worker.tier_support import SHAPE, fill
 
 TIMEOUT_S = 60.0
 NUMBERS = itertools.count()
-OF_A_KEEPER = 2
-"""Descriptors of a keeper that keeps nothing: its socket, and what it waits with."""
+OF_A_SERVICE = 2
+"""Descriptors of a memory service that keeps nothing: its socket, and what it waits with."""
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def address() -> str:
 
 
 @pytest.fixture
-def keeper(address: str) -> Iterator[MemoryKeeper]:
-    made = MemoryKeeper(address, max_segments=3, max_bytes=2**20, timeout_s=5.0)
+def service(address: str) -> Iterator[HostMemoryService]:
+    made = HostMemoryService(address, max_segments=3, max_bytes=2**20, timeout_s=5.0)
     made.serve()
     yield made
     made.close()
@@ -59,8 +59,10 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_is_put_is_handed_out_until_it_is_dropped(keeper: MemoryKeeper, address: str) -> None:
-    client = KeeperClient(address)
+def test_what_is_put_is_handed_out_until_it_is_dropped(
+    service: HostMemoryService, address: str
+) -> None:
+    client = MemoryServiceClient(address)
     memory = make_memory("test", 4096)
     before = open_descriptors()
     assert client.attach("a") is None
@@ -71,20 +73,20 @@ def test_what_is_put_is_handed_out_until_it_is_dropped(keeper: MemoryKeeper, add
     assert os.pread(found, 13, 0) == b"written later"
     assert not os.get_inheritable(found)
     os.close(found)
-    assert (keeper.statistics().num_segments, keeper.statistics().num_bytes) == (1, 4096)
+    assert (service.statistics().num_segments, service.statistics().num_bytes) == (1, 4096)
     client.drop("a")
     client.drop("a")
     assert client.attach("a") is None
-    assert keeper.statistics().num_segments == 0
-    keeper.close()
-    assert open_descriptors() == before - OF_A_KEEPER
+    assert service.statistics().num_segments == 0
+    service.close()
+    assert open_descriptors() == before - OF_A_SERVICE
     os.close(memory)
 
 
 def test_another_memory_under_the_name_takes_the_place_of_the_first(
-    keeper: MemoryKeeper, address: str
+    service: HostMemoryService, address: str
 ) -> None:
-    client = KeeperClient(address)
+    client = MemoryServiceClient(address)
     for size in (4096, 8192):
         memory = make_memory("test", size)
         client.put("a", memory)
@@ -93,33 +95,33 @@ def test_another_memory_under_the_name_takes_the_place_of_the_first(
     assert found is not None
     assert os.fstat(found).st_size == 8192
     os.close(found)
-    assert (keeper.statistics().num_segments, keeper.statistics().num_bytes) == (1, 8192)
+    assert (service.statistics().num_segments, service.statistics().num_bytes) == (1, 8192)
 
 
-def test_no_more_is_kept_than_the_bounds_allow(keeper: MemoryKeeper, address: str) -> None:
-    client = KeeperClient(address)
+def test_no_more_is_kept_than_the_bounds_allow(service: HostMemoryService, address: str) -> None:
+    client = MemoryServiceClient(address)
     large, small = make_memory("large", 2**20 + 4096), make_memory("small", 4096)
     with pytest.raises(ExhaustedError) as caught:
         client.put("large", large)
     assert str(caught.value) == (
-        f"the keeper at {address} refuses: 'large' would make it 1 segments of 1052672 bytes, at "
-        "most 3 of 1048576 are kept"
+        f"the memory service at {address} refuses: 'large' would make it 1 segments of 1052672 "
+        "bytes, at most 3 of 1048576 are kept"
     )
     for name in "abc":
         client.put(name, small)
     with pytest.raises(ExhaustedError, match="'d' would make it 4 segments"):
         client.put("d", small)
     client.put("a", small)
-    assert keeper.statistics().num_refused == 2
+    assert service.statistics().num_refused == 2
     for descriptor in (large, small):
         os.close(descriptor)
 
 
-def test_a_pipe_is_no_memory(keeper: MemoryKeeper, address: str) -> None:
+def test_a_pipe_is_no_memory(service: HostMemoryService, address: str) -> None:
     reading, writing = os.pipe()
     with pytest.raises(ExhaustedError, match="what is put under 'a' is no memory"):
-        KeeperClient(address).put("a", reading)
-    assert keeper.statistics().num_segments == 0
+        MemoryServiceClient(address).put("a", reading)
+    assert service.statistics().num_segments == 0
     os.close(reading)
     os.close(writing)
 
@@ -189,8 +191,8 @@ def attach_with_memory(connected: socket.socket) -> None:
         attach_with_memory,
     ],
 )
-def test_whatever_is_said_the_keeper_goes_on(
-    keeper: MemoryKeeper, address: str, speak: Callable[[socket.socket], None]
+def test_whatever_is_said_the_service_goes_on(
+    service: HostMemoryService, address: str, speak: Callable[[socket.socket], None]
 ) -> None:
     before = open_descriptors()
     with make_socket(TIMEOUT_S) as connected:
@@ -199,52 +201,52 @@ def test_whatever_is_said_the_keeper_goes_on(
         (is_ok, reason), descriptor = receive(connected)
     assert (is_ok, descriptor) == (False, None)
     assert reason
-    assert KeeperClient(address).attach("a") is None
-    assert keeper.statistics().num_refused == 1
-    keeper.close()
-    assert open_descriptors() == before - OF_A_KEEPER
+    assert MemoryServiceClient(address).attach("a") is None
+    assert service.statistics().num_refused == 1
+    service.close()
+    assert open_descriptors() == before - OF_A_SERVICE
 
 
 def test_connections_that_say_nothing_hold_up_no_other_and_are_cut_off(address: str) -> None:
-    keeper = MemoryKeeper(address, max_segments=1, max_bytes=4096, timeout_s=0.2)
-    keeper.serve()
+    service = HostMemoryService(address, max_segments=1, max_bytes=4096, timeout_s=0.2)
+    service.serve()
     with ExitStack() as silent:
         connections = [connect(silent, address) for _ in range(50)]
-        assert KeeperClient(address, TIMEOUT_S).attach("a") is None
+        assert MemoryServiceClient(address, TIMEOUT_S).attach("a") is None
         assert [connected.recv(1) for connected in connections] == [b""] * 50
-    assert keeper.statistics().num_refused == 50
-    assert keeper.statistics().loop.num_faults == 0
-    keeper.close()
+    assert service.statistics().num_refused == 50
+    assert service.statistics().loop.num_faults == 0
+    service.close()
 
 
 def test_more_silent_connections_than_are_kept_hold_up_no_question(
-    keeper: MemoryKeeper, address: str
+    service: HostMemoryService, address: str
 ) -> None:
-    client = KeeperClient(address, TIMEOUT_S)
+    client = MemoryServiceClient(address, TIMEOUT_S)
     with ExitStack() as silent:
         first = connect(silent, address)
-        for _ in range(memory_keeper.MAX_SILENT):
+        for _ in range(memory_service.MAX_SILENT):
             connect(silent, address)
         assert client.attach("a") is None
         assert first.recv(1) == b""
 
 
 def test_an_error_of_any_kind_costs_one_question(
-    keeper: MemoryKeeper, address: str, monkeypatch: pytest.MonkeyPatch
+    service: HostMemoryService, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryKeeper, "_obey", raise_memory_error)
+        patch.setattr(HostMemoryService, "_obey", raise_memory_error)
         with pytest.raises(ExhaustedError, match=r"a question: MemoryError: far too much$"):
-            KeeperClient(address).attach("a")
-    assert KeeperClient(address).attach("a") is None
-    told = keeper.statistics()
+            MemoryServiceClient(address).attach("a")
+    assert MemoryServiceClient(address).attach("a") is None
+    told = service.statistics()
     assert (told.num_answered, told.num_refused, told.loop.num_faults) == (1, 1, 1)
     assert told.loop.last_fault == "a question: MemoryError: far too much"
     assert told.loop.is_running
 
 
-def test_without_descriptors_the_keeper_waits_and_goes_on(
-    keeper: MemoryKeeper, address: str, monkeypatch: pytest.MonkeyPatch
+def test_without_descriptors_the_service_waits_and_goes_on(
+    service: HostMemoryService, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_refused = threading.Event()
 
@@ -256,7 +258,7 @@ def test_without_descriptors_the_keeper_waits_and_goes_on(
         patch.setattr(socket.socket, "accept", no_descriptor)
         connect(stack, address)
         assert is_refused.wait(TIMEOUT_S)
-    assert KeeperClient(address, TIMEOUT_S).attach("a") is None
+    assert MemoryServiceClient(address, TIMEOUT_S).attach("a") is None
 
 
 def raise_memory_error(*_: object) -> None:
@@ -275,67 +277,73 @@ def connect(stack: ExitStack, address: str) -> socket.socket:
 
 
 def test_strangers_are_refused_by_both_ends(
-    keeper: MemoryKeeper, address: str, monkeypatch: pytest.MonkeyPatch
+    service: HostMemoryService, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_keeper, "is_trusted", lambda connected: False)
+    monkeypatch.setattr(memory_service, "is_trusted", lambda connected: False)
     with pytest.raises((ExhaustedError, NotRunningError)):
-        KeeperClient(address).attach("a")
-    assert keeper.statistics().num_refused == 1
-    monkeypatch.setattr(keeper_client, "is_trusted", lambda connected: False)
-    with pytest.raises(NotRunningError, match=f"^the keeper at {address} is another user's$"):
-        KeeperClient(address).attach("a")
+        MemoryServiceClient(address).attach("a")
+    assert service.statistics().num_refused == 1
+    monkeypatch.setattr(memory_client, "is_trusted", lambda connected: False)
+    with pytest.raises(
+        NotRunningError, match=f"^the memory service at {address} is another user's$"
+    ):
+        MemoryServiceClient(address).attach("a")
 
 
-def test_a_second_keeper_is_refused(keeper: MemoryKeeper, address: str) -> None:
+def test_a_second_service_is_refused(service: HostMemoryService, address: str) -> None:
     with pytest.raises(AlreadyRunningError) as caught:
-        MemoryKeeper(address, max_segments=1, max_bytes=1)
+        HostMemoryService(address, max_segments=1, max_bytes=1)
     assert str(caught.value) == (
-        f"no keeper can listen at {address} (Address already in use): end the one that is there, "
-        "or use another name"
+        f"no memory service can listen at {address} (Address already in use): end the one that is "
+        "there, or use another name"
     )
-    assert keeper.statistics().num_segments == 0
+    assert service.statistics().num_segments == 0
 
 
-def test_a_keeper_that_is_not_there_or_silent_is_said(address: str) -> None:
+def test_a_service_that_is_absent_or_silent_is_reported(address: str) -> None:
     with pytest.raises(NotRunningError) as caught:
-        KeeperClient(address).attach("a")
-    assert str(caught.value) == f"no keeper answers at {address} (Connection refused)"
-    silent = MemoryKeeper(address, max_segments=1, max_bytes=1)
+        MemoryServiceClient(address).attach("a")
+    assert str(caught.value) == f"no memory service answers at {address} (Connection refused)"
+    silent = HostMemoryService(address, max_segments=1, max_bytes=1)
     with pytest.raises(DeadlineError) as late:
-        KeeperClient(address, timeout_s=0.01).attach("a")
-    assert str(late.value) == f"the keeper at {address} does not answer within 0.01 s"
+        MemoryServiceClient(address, timeout_s=0.01).attach("a")
+    assert str(late.value) == f"the memory service at {address} does not answer within 0.01 s"
     silent.close()
     with pytest.raises(NotRunningError):
-        KeeperClient(address).attach("a")
+        MemoryServiceClient(address).attach("a")
 
 
 @pytest.mark.parametrize("wrong", ["tcp://x", "unix:@", "unix:@" + "x" * 107])
 def test_addresses_that_cannot_be_are_refused(wrong: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^keeper address '{wrong}': use unix:@ and a"):
-        KeeperAddress(wrong, "cluster")
+    with pytest.raises(
+        ConfigurationError, match=f"^memory service address '{wrong}': use unix:@ and a"
+    ):
+        MemoryServiceAddress(wrong, "cluster")
 
 
-# --- segments from a keeper
+# --- segments from a memory service
 
 
-def test_without_a_keeper_a_segment_is_private_and_says_so(address: str) -> None:
-    assert open_segment(SHAPE).origin == "private: no keeper is configured"
-    segment = open_segment(SHAPE, KeeperAddress(address, "cluster"))
-    assert segment.origin == f"private: no keeper answers at {address} (Connection refused)"
+def test_without_a_service_a_segment_is_private_and_says_so(address: str) -> None:
+    assert open_segment(SHAPE).origin == "private: no memory service is configured"
+    segment = open_segment(SHAPE, MemoryServiceAddress(address, "cluster"))
+    assert segment.origin == f"private: no memory service answers at {address} (Connection refused)"
     segment.close()
 
 
-def test_a_segment_that_the_keeper_does_not_take_is_private(
-    keeper: MemoryKeeper, address: str
+def test_a_segment_that_the_service_does_not_take_is_private(
+    service: HostMemoryService, address: str
 ) -> None:
-    segment = open_segment(replace(SHAPE, num_slots=4000), KeeperAddress(address, "cluster"))
-    assert segment.origin.startswith(f"private: the keeper at {address} refuses: 'cluster/rank1' ")
-    assert keeper.statistics().num_segments == 0
+    segment = open_segment(replace(SHAPE, num_slots=4000), MemoryServiceAddress(address, "cluster"))
+    assert segment.origin.startswith(
+        f"private: the memory service at {address} refuses: 'cluster/rank1' "
+    )
+    assert service.statistics().num_segments == 0
     segment.close()
 
 
-def test_a_segment_is_found_again(keeper: MemoryKeeper, address: str) -> None:
-    kept_at = KeeperAddress(address, "cluster")
+def test_a_segment_is_found_again(service: HostMemoryService, address: str) -> None:
+    kept_at = MemoryServiceAddress(address, "cluster")
     first = open_segment(SHAPE, kept_at)
     assert first.origin == "fresh"
     fill(first, PAYLOADS)
@@ -345,14 +353,14 @@ def test_a_segment_is_found_again(keeper: MemoryKeeper, address: str) -> None:
     assert {slot: b"".join(again.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS
     assert again.labels.num_in(SlotState.SEALED) == 2
     assert again.labels.num_in(SlotState.EMPTY) == 4
-    assert keeper.statistics().num_segments == 1
+    assert service.statistics().num_segments == 1
     again.close()
 
 
 def test_a_segment_of_another_plan_is_let_go_and_a_new_one_is_kept(
-    keeper: MemoryKeeper, address: str
+    service: HostMemoryService, address: str
 ) -> None:
-    kept_at = KeeperAddress(address, "cluster")
+    kept_at = MemoryServiceAddress(address, "cluster")
     first = open_segment(SHAPE, kept_at)
     fill(first, PAYLOADS)
     first.close()
@@ -360,50 +368,50 @@ def test_a_segment_of_another_plan_is_let_go_and_a_new_one_is_kept(
     assert other.origin == "fresh: the host segment has layout fingerprint layout, rank 1 needs new"
     assert other.labels.num_in(SlotState.SEALED) == 0
     other.close()
-    assert keeper.statistics().num_segments == 1
+    assert service.statistics().num_segments == 1
     assert open_segment(replace(SHAPE, layout_fingerprint="new"), kept_at).origin == "attached"
 
 
-def test_a_keeper_that_was_made_again_is_given_the_segment_again(address: str) -> None:
-    kept_at = KeeperAddress(address, "cluster")
-    keeper = serving_at(address)
+def test_a_service_that_was_made_again_is_given_the_segment_again(address: str) -> None:
+    kept_at = MemoryServiceAddress(address, "cluster")
+    service = serving_at(address)
     segment = open_segment(SHAPE, kept_at)
     fill(segment, PAYLOADS)
-    keeper.close()
+    service.close()
     reason = keep_segment(segment, segment.descriptor, kept_at)
-    assert reason == f"no keeper answers at {address} (Connection refused)"
+    assert reason == f"no memory service answers at {address} (Connection refused)"
     assert segment.origin == "fresh"
-    keeper = serving_at(address)
-    assert KeeperClient(address).attach("cluster/rank1") is None
+    service = serving_at(address)
+    assert MemoryServiceClient(address).attach("cluster/rank1") is None
     for _ in range(2):
         assert keep_segment(segment, segment.descriptor, kept_at) == ""
-    assert keeper.statistics().names == ("cluster/rank1",)
+    assert service.statistics().names == ("cluster/rank1",)
     segment.close()
     again = open_segment(SHAPE, kept_at)
     assert again.origin == "attached"
     assert {slot: b"".join(again.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS
     again.close()
-    keeper.close()
+    service.close()
 
 
-def test_a_private_segment_is_kept_once_there_is_a_keeper(address: str) -> None:
-    kept_at = KeeperAddress(address, "cluster")
+def test_a_private_segment_is_kept_once_there_is_a_service(address: str) -> None:
+    kept_at = MemoryServiceAddress(address, "cluster")
     segment = open_segment(SHAPE, kept_at)
-    assert segment.origin.startswith("private: no keeper answers at ")
-    keeper = serving_at(address)
+    assert segment.origin.startswith("private: no memory service answers at ")
+    service = serving_at(address)
     assert keep_segment(segment, segment.descriptor, kept_at) == ""
     assert segment.origin == "fresh"
     segment.close()
     again = open_segment(SHAPE, kept_at)
     assert again.origin == "attached"
     again.close()
-    keeper.close()
+    service.close()
 
 
-def serving_at(address: str) -> MemoryKeeper:
-    keeper = MemoryKeeper(address, max_segments=3, max_bytes=2**20)
-    keeper.serve()
-    return keeper
+def serving_at(address: str) -> HostMemoryService:
+    service = HostMemoryService(address, max_segments=3, max_bytes=2**20)
+    service.serve()
+    return service
 
 
 # --- processes that are killed
@@ -411,72 +419,72 @@ def serving_at(address: str) -> MemoryKeeper:
 
 @pytest.fixture
 def start(address: str) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
-    """Start a party and wait for what it says."""
-    parties: list[subprocess.Popen[str]] = []
+    """Start a process and wait for what it says."""
+    processes: list[subprocess.Popen[str]] = []
 
     def start_one(role: str) -> tuple[subprocess.Popen[str], str]:
-        party = subprocess.Popen(
-            [sys.executable, "-m", "tests.worker.keeper_party", role, address],
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.worker.memory_service_process", role, address],
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
         )
-        parties.append(party)
-        assert party.stdout is not None
-        return party, party.stdout.readline().strip()
+        processes.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
 
     yield start_one
-    for party in parties:
-        party.kill()
-        party.wait(TIMEOUT_S)
-        if party.stdout is not None:
-            party.stdout.close()
+    for process in processes:
+        process.kill()
+        process.wait(TIMEOUT_S)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
-def kill(party: subprocess.Popen[str]) -> None:
-    party.kill()
-    party.wait(TIMEOUT_S)
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(TIMEOUT_S)
 
 
 def test_memory_survives_a_killed_worker_and_nothing_survives_all(
     start: Callable[[str], tuple[subprocess.Popen[str], str]], address: str
 ) -> None:
     before = sorted(os.listdir("/dev/shm"))
-    keeper, serves = start("keeper")
+    service, serves = start("service")
     assert serves == "serves, torch False"
     worker, wrote = start("worker")
     origin, digests = wrote.split("; ")
     assert origin == "fresh"
-    other = open_segment(replace(SHAPE, rank=2), keeper_of(address))
+    other = open_segment(replace(SHAPE, rank=2), service_of(address))
     assert other.origin == "fresh"
     kill(worker)
-    segment = open_segment(SHAPE, keeper_of(address))
+    segment = open_segment(SHAPE, service_of(address))
     assert segment.origin == "attached"
     labels = segment.labels.collect(1, 1, 1, "layout").labels
     assert labels.block_ids.tolist() == list(PAYLOADS)
     assert labels.digests.hex() == digests
     assert {slot: b"".join(segment.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS
     with pytest.raises(AlreadyRunningError):
-        MemoryKeeper(address, max_segments=1, max_bytes=1)
+        HostMemoryService(address, max_segments=1, max_bytes=1)
     segment.close()
     other.close()
     worker, _ = start("worker")
-    kill(keeper)
+    kill(service)
     kill(worker)
     assert sorted(os.listdir("/dev/shm")) == before
     assert not [line for line in Path("/proc/net/unix").read_text().split() if address[6:] in line]
     with pytest.raises(NotRunningError):
-        KeeperClient(address).attach("cluster/rank1")
+        MemoryServiceClient(address).attach("cluster/rank1")
 
 
 def test_memory_of_a_worker_that_is_still_there_is_left_to_it(
-    keeper: MemoryKeeper,
+    service: HostMemoryService,
     start: Callable[[str], tuple[subprocess.Popen[str], str]],
     address: str,
 ) -> None:
     _, wrote = start("worker")
     assert wrote.startswith("fresh; ")
-    segment = open_segment(SHAPE, keeper_of(address))
+    segment = open_segment(SHAPE, service_of(address))
     assert segment.origin.startswith("fresh: the host segment is another living process's (")
-    assert keeper.statistics().num_segments == 1
+    assert service.statistics().num_segments == 1
     segment.close()

@@ -1,4 +1,4 @@
-"""The keeper of a node: holds the memory of workers that come and go.
+"""The memory service of a node: holds the memory of workers that come and go.
 
 A plain class with a thread of its own, for a process that lives as long as the cluster. It holds
 descriptors and never maps them, so that the memory is as safe as this process is alive, and gone
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.errors import AlreadyRunningError, KVCacheError, MalformedMessageError
-from kvcache.keeper.protocol import (
+from kvcache.logs import get_logger
+from kvcache.memory_service.protocol import (
     MAX_NAME_BYTES,
     VERBS,
     is_trusted,
@@ -28,7 +29,6 @@ from kvcache.keeper.protocol import (
     send,
     socket_name,
 )
-from kvcache.logs import get_logger
 from kvcache.serving_loop import LoopStatistics, ServingLoop
 from kvcache.specs import require_count
 
@@ -47,7 +47,7 @@ WAIT_S = 0.2
 
 
 @dataclass(frozen=True)
-class KeeperStatistics:
+class MemoryServiceStatistics:
     """What is kept, under which names, and what became of questions so far.
 
     `num_refused`: questions that could not be answered, and connections that asked nothing in time.
@@ -68,7 +68,7 @@ class _Kept:
     num_bytes: int
 
 
-class MemoryKeeper:
+class HostMemoryService:
     """Keeps at most `max_segments` descriptors of `max_bytes` together, by name."""
 
     def __init__(
@@ -88,7 +88,7 @@ class MemoryKeeper:
         self._num_answered = self._num_refused = 0
         self._silent: dict[socket.socket, float] = {}  # until when they may ask; the oldest first
         self._accept_again_s = 0.0
-        self._loop = ServingLoop("kvcache-keeper", self._turn)
+        self._loop = ServingLoop("kvcache-memory-service", self._turn)
         self._listener = make_socket(0.0)
         try:
             self._listener.bind(socket_name(address))
@@ -96,8 +96,8 @@ class MemoryKeeper:
         except OSError as error:
             self._listener.close()
             raise AlreadyRunningError(
-                f"no keeper can listen at {address} ({error.strerror}): end the one that is there, "
-                "or use another name"
+                f"no memory service can listen at {address} ({error.strerror}): end the one that "
+                "is there, or use another name"
             ) from error
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -110,10 +110,10 @@ class MemoryKeeper:
         """Start the thread again should it have ended by itself."""
         self._loop.ensure_running()
 
-    def statistics(self) -> KeeperStatistics:
+    def statistics(self) -> MemoryServiceStatistics:
         """Return the figures, frozen."""
         with self._lock:
-            return KeeperStatistics(
+            return MemoryServiceStatistics(
                 len(self._kept),
                 self._num_bytes(),
                 self._num_answered,
@@ -162,7 +162,7 @@ class MemoryKeeper:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.error("the keeper cannot take a connection: %s", error)
+                logger.error("the memory service cannot take a connection: %s", error)
                 self._selector.unregister(self._listener)
                 self._accept_again_s = time.monotonic() + WAIT_S
                 return
@@ -234,14 +234,14 @@ class MemoryKeeper:
     def _note_refused(self, reason: str) -> None:
         with self._lock:
             self._num_refused += 1
-        logger.warning("the keeper refuses a question: %s", reason)
+        logger.warning("the memory service refuses a question: %s", reason)
 
     def _obey(self, values: list[Any], descriptor: int | None) -> int | None:
         """Do what is asked; return the descriptor to hand over. Raises MalformedMessageError,
         nothing changed. Takes the descriptor over if it is kept."""
         is_text = len(values) == 2 and type(values[0]) is str and type(values[1]) is str
         if not is_text or values[0] not in VERBS:
-            raise MalformedMessageError("it is no question that a keeper knows")
+            raise MalformedMessageError("it is no question that a memory service knows")
         verb, name = values
         if len(name.encode()) > MAX_NAME_BYTES or (descriptor is None) != (verb != "put"):
             raise MalformedMessageError(f"{verb} of {name[:50]!r} cannot be meant so")

@@ -1,7 +1,7 @@
-"""A worker's end of the talk with the keeper of its node.
+"""The worker's client of its node's memory service.
 
-Between a worker that starts, which wants the memory of the one before it, and the keeper. Every
-call has a deadline. Refuses to wait for a keeper that is not there.
+A worker that starts asks for the memory of the worker before it. Every call has a deadline. The
+client does not wait for a memory service that is absent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from kvcache.errors import (
     MalformedMessageError,
     NotRunningError,
 )
-from kvcache.keeper.protocol import is_trusted, make_socket, receive, send, socket_name
+from kvcache.memory_service.protocol import is_trusted, make_socket, receive, send, socket_name
 
 RETRY_S = 0.01
 """How long after an attempt to connect that found no room the next one is made."""
 
 
 @dataclass(frozen=True)
-class KeeperAddress:
-    """Where the node's keeper listens (`unix:@name`), and the cluster whose memory it keeps."""
+class MemoryServiceAddress:
+    """Where the node's memory service listens (`unix:@name`), and the cluster whose memory it
+    keeps."""
 
     address: str
     cluster: str
@@ -41,15 +42,16 @@ class KeeperAddress:
 
 
 def segment_name(cluster: str, rank: int) -> str:
-    """Return the name under which a keeper has the memory of a rank."""
+    """Return the name under which a memory service has the memory of a rank."""
     return f"{cluster}/rank{rank}"
 
 
-class KeeperClient:
-    """Asks the keeper at an address; a connection for each question.
+class MemoryServiceClient:
+    """Asks the memory service at an address; a connection for each question.
 
-    Every method raises NotRunningError (no keeper there, or somebody else's), DeadlineError, or
-    ClusterError for what the keeper refuses and for an answer that makes no sense.
+    Every method raises NotRunningError (no memory service there, or somebody else's),
+    DeadlineError, or ClusterError for what the memory service refuses and for an answer that makes
+    no sense.
     """
 
     def __init__(self, address: str, timeout_s: float = 5.0) -> None:
@@ -78,26 +80,31 @@ class KeeperClient:
             try:
                 self._connect(connected)
                 if not is_trusted(connected):
-                    raise NotRunningError(f"the keeper at {self._address} is another user's")
+                    raise NotRunningError(
+                        f"the memory service at {self._address} is another user's"
+                    )
                 send(connected, [verb, name], descriptor)
                 values, received = receive(connected)
             except TimeoutError as error:
                 raise DeadlineError(
-                    f"the keeper at {self._address} does not answer within {self._timeout_s} s"
+                    f"the memory service at {self._address} does not answer within "
+                    f"{self._timeout_s} s"
                 ) from error
             except OSError as error:
                 raise NotRunningError(
-                    f"no keeper answers at {self._address} ({error.strerror})"
+                    f"no memory service answers at {self._address} ({error.strerror})"
                 ) from error
             except MalformedMessageError as error:
-                raise ClusterError(f"keeper at {self._address}: {error}") from error
+                raise ClusterError(f"memory service at {self._address}: {error}") from error
         if values == [True, ""]:
             return received
         if received is not None:
             os.close(received)
         if len(values) == 2 and values[0] is False:
-            raise ExhaustedError(f"the keeper at {self._address} refuses: {values[1]}")
-        raise ClusterError(f"the keeper at {self._address} gives no answer that can be meant")
+            raise ExhaustedError(f"the memory service at {self._address} refuses: {values[1]}")
+        raise ClusterError(
+            f"the memory service at {self._address} gives no answer that can be meant"
+        )
 
     def _connect(self, connected: socket.socket) -> None:
         """Connect; while too many others wait to be accepted, try again. Raises OSError."""
