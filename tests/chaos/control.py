@@ -1,4 +1,4 @@
-"""Small messages between the keeper, the nursery and the parties: JSON, whole or not at all."""
+"""Small messages of supervisor, fork server and forked processes: JSON, whole or not at all."""
 
 from __future__ import annotations
 

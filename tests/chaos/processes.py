@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from actors.client import KVCacheClient
+from tests.chaos.fault_trigger import FaultTrigger
+from tests.chaos.fork_server import ForkServer
 from tests.chaos.game import play_game
-from tests.chaos.keeper import Keeper
-from tests.chaos.nursery import Nursery
 from tests.chaos.outcome import Outcome
-from tests.chaos.party import FileDialer, plan_of
+from tests.chaos.roles import FileDialer, plan_of
 from tests.chaos.schedule import Schedule, Strike, random_schedule
-from tests.chaos.trap import Trap
+from tests.chaos.supervisor import ChaosSupervisor
 
 HANG_S = 60.0
 """A schedule takes a second or two; whatever takes this long has come to a stop."""
@@ -35,28 +35,30 @@ class HangError(Exception):
     """A schedule does not end."""
 
 
-def play_schedule(nursery: Nursery, seed: int) -> Outcome:
+def play_schedule(fork_server: ForkServer, seed: int) -> Outcome:
     """Play one schedule to its end; raises AssertionError with the seed when anything is wrong."""
     schedule = random_schedule(seed)
     before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="kvx-", dir="/tmp") as folder:
-        keeper = Keeper(nursery, schedule, Path(folder))
+        supervisor = ChaosSupervisor(fork_server, schedule, Path(folder))
         try:
             with time_limit(HANG_S):
-                outcome = _play(keeper, schedule, Path(folder))
+                outcome = _play(supervisor, schedule, Path(folder))
         except Exception as error:
             # Who is there is gone once it is closed.
-            problem = f"{type(error).__name__}: {error}: {keeper.problems} {keeper.describe()}"
-            keeper.close()
+            problem = (
+                f"{type(error).__name__}: {error}: {supervisor.problems} {supervisor.describe()}"
+            )
+            supervisor.close()
             raise AssertionError(f"seed {seed} ({schedule}): {problem}") from error
-        keeper.close()
-    left = [*keeper.problems, *(shared_memory() - before)]
+        supervisor.close()
+    left = [*supervisor.problems, *(shared_memory() - before)]
     assert not left, f"seed {seed} ({schedule}): {left}"
-    outcome.deeds = keeper.deeds
+    outcome.deeds = supervisor.deeds
     return outcome
 
 
-def _play(keeper: Keeper, schedule: Schedule, folder: Path) -> Outcome:
+def _play(supervisor: ChaosSupervisor, schedule: Schedule, folder: Path) -> Outcome:
     config, outcome = schedule.config, Outcome()
     length = plan_of(config).max_model_len
     strikes: dict[int, list[Strike]] = {}
@@ -65,27 +67,27 @@ def _play(keeper: Keeper, schedule: Schedule, folder: Path) -> Outcome:
 
     def on_moment(moment: int) -> None:
         for strike in strikes.pop(moment, ()):
-            keeper.strike(strike)
+            supervisor.strike(strike)
 
-    keeper.start()
-    dialer = FileDialer(config, folder, Trap(0, 0))
+    supervisor.start()
+    dialer = FileDialer(config, folder, FaultTrigger(0, 0))
     with KVCacheClient(dialer, "game") as client:
         outcome.count(play_game(config, length, client, schedule.game, on_moment))
-    keeper.await_engine(HANG_S)
-    _await(keeper.is_settled, "settle")
+    supervisor.await_engine(HANG_S)
+    _await(supervisor.is_settled, "settle")
     with KVCacheClient(dialer, "again") as client:
         outcome.count(play_game(config, length, client, schedule.game))
-    _check_books(keeper)
-    outcome.num_epochs = keeper.reports()["coordinator"]["epoch"]
+    _check_books(supervisor)
+    outcome.num_epochs = supervisor.reports()["coordinator"]["epoch"]
     return outcome
 
 
-def _check_books(keeper: Keeper) -> None:
+def _check_books(supervisor: ChaosSupervisor) -> None:
     """Nobody has anything under way, all blocks are free, and the books add up everywhere."""
     wrong: list[str] = []
     give_up_s = time.monotonic() + QUIET_S
     while True:
-        reports = keeper.reports()
+        reports = supervisor.reports()
         wrong = [*_unsettled(reports), *_broken(reports)]
         if not wrong:
             return

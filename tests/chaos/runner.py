@@ -99,13 +99,13 @@ def seeds(text: str) -> range:
 
 def on_processes(chosen: Iterable[int]) -> Iterator[Played]:
     """Play on processes, one schedule after the other."""
-    from tests.chaos.nursery import Nursery
+    from tests.chaos.fork_server import ForkServer
     from tests.chaos.processes import play_schedule
 
-    with Nursery() as nursery:
+    with ForkServer() as fork_server:
         for seed in chosen:
             with measured(seed) as played:
-                played.outcome = play_schedule(nursery, seed)
+                played.outcome = play_schedule(fork_server, seed)
             yield played
 
 

@@ -34,7 +34,7 @@ TENSOR_PARALLEL = 2
 
 @dataclass(frozen=True)
 class Strike:
-    """What is done to a party at a moment of the first engine's game.
+    """What is done to a process at a moment of the first engine's game.
 
     `kill`: it is dead at once. `stop`: it stands still for `pause_s`. `usurp`: a coordinator that
     stands still, while another one begins.
@@ -47,8 +47,8 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Snare:
-    """What a party does to itself: at its `count`th sent or taken message it stops, or is dead.
+class PlannedFault:
+    """What a process does to itself: at its `count`th sent or taken message it stops, or is dead.
 
     `generation`: 0 for the process that is started first, 1 for the one that takes its place.
     """
@@ -69,20 +69,20 @@ class Schedule:
     game: Dealt
     other_game: Dealt | None
     strikes: tuple[Strike, ...]
-    snares: tuple[Snare, ...]
+    faults: tuple[PlannedFault, ...]
 
     def __str__(self) -> str:
         deeds = [f"{s.deed} {s.victim} at {s.moment}" for s in self.strikes]
-        deeds += [f"{s.signal} in {s.victim}.{s.generation} after {s.count}" for s in self.snares]
+        deeds += [f"{s.signal} in {s.victim}.{s.generation} after {s.count}" for s in self.faults]
         cache = self.config.cache
         what = f"{self.model}, {cache.core}, {cache.num_blocks} blocks"
         return f"{what}{', two engines' if self.other_game else ''}: {'; '.join(deeds)}"
 
-    def snare_for(self, victim: str, generation: int) -> Snare | None:
+    def fault_for(self, victim: str, generation: int) -> PlannedFault | None:
         """Return what waits for a process."""
-        for snare in self.snares:
-            if (snare.victim, snare.generation) == (victim, generation):
-                return snare
+        for fault in self.faults:
+            if (fault.victim, fault.generation) == (victim, generation):
+                return fault
         return None
 
 
@@ -99,7 +99,7 @@ def random_schedule(seed: int) -> Schedule:
         _random_game(rng, "one", seed),
         _random_game(rng, "two", seed) if has_other else None,
         strikes,
-        tuple(_random_snares(rng, strikes, has_other)),
+        tuple(_random_faults(rng, strikes, has_other)),
     )
 
 
@@ -191,10 +191,10 @@ def _random_strike(rng: random.Random) -> Strike:
     return Strike(round(2 ** rng.uniform(0, 6.5)), victim, rng.choice(deeds), pause_s)
 
 
-def _random_snares(
+def _random_faults(
     rng: random.Random, strikes: Sequence[Strike], has_other: bool
-) -> Iterator[Snare]:
-    """Yield snares, most of them for the processes that take the place of a victim."""
+) -> Iterator[PlannedFault]:
+    """Yield faults, most of them for the processes that take the place of a victim."""
     struck = [strike.victim for strike in strikes if strike.deed != "stop"]
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         is_for_next = bool(struck) and rng.random() < 0.6
@@ -203,4 +203,4 @@ def _random_snares(
         # Few messages make an epoch, many make a game: each size is as likely as any other.
         count = round(2 ** rng.uniform(0, 8))
         number = rng.choice(("SIGKILL", "SIGKILL", "SIGSTOP"))
-        yield Snare(victim, int(is_for_next), count, number)
+        yield PlannedFault(victim, int(is_for_next), count, number)

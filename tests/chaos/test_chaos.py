@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.nursery import Nursery
+from tests.chaos.fork_server import ForkServer
 from tests.chaos.processes import play_schedule
 
 pytestmark = [pytest.mark.faults, pytest.mark.chaos]
@@ -21,24 +21,24 @@ RAY_SEEDS = (0, 1)
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """What forks the processes of all schedules."""
-    with Nursery() as made:
+    with ForkServer() as made:
         yield made
 
 
 @pytest.mark.parametrize("seed", range(NUM_PROCESS_SEEDS))
 def test_processes_are_killed_and_stopped_and_every_byte_is_right(
-    nursery: Nursery, seed: int
+    fork_server: ForkServer, seed: int
 ) -> None:
-    outcome = play_schedule(nursery, seed)
+    outcome = play_schedule(fork_server, seed)
     assert outcome.bytes_checked > 0
 
 
-def test_the_schedules_reach_what_they_are_meant_to_reach(nursery: Nursery) -> None:
+def test_the_schedules_reach_what_they_are_meant_to_reach(fork_server: ForkServer) -> None:
     deeds: Counter[str] = Counter()
     for seed in REACHING_SEEDS:
-        deeds += play_schedule(nursery, seed).deeds
+        deeds += play_schedule(fork_server, seed).deeds
     assert {"killed coordinator", "killed worker", "stopped", "usurped"} <= set(deeds)
 
 

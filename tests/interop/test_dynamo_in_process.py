@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.interop.published_cluster import MODEL, Answer, Prompt, PublishedCluster
-from tests.interop.router_party import RouterParty
+from tests.interop.router_process import RouterProcess
 
 pytestmark = pytest.mark.interop
 
@@ -21,12 +21,12 @@ FIRST, SECOND = 1, 2
 
 
 @pytest.fixture
-def party(router_python: Path, tmp_path: Path) -> Iterator[RouterParty]:
-    with RouterParty(router_python, tmp_path / "host") as made:
+def router(router_python: Path, tmp_path: Path) -> Iterator[RouterProcess]:
+    with RouterProcess(router_python, tmp_path / "host") as made:
         yield made
 
 
-def subscribe(party: RouterParty, cluster: PublishedCluster, worker_id: int = FIRST) -> None:
+def subscribe(router: RouterProcess, cluster: PublishedCluster, worker_id: int = FIRST) -> None:
     worker = {
         "worker_id": worker_id,
         "model_name": MODEL,
@@ -35,7 +35,7 @@ def subscribe(party: RouterParty, cluster: PublishedCluster, worker_id: int = FI
         "kv_events_endpoint": cluster.endpoint,
         "replay_endpoint": cluster.replay_endpoint,
     }
-    assert party.ask("subscribe", worker=worker)["lifecycle"] == "schedulable"
+    assert router.ask("subscribe", worker=worker)["lifecycle"] == "schedulable"
 
 
 def asked(prompt: Prompt) -> dict[str, Any]:
@@ -47,9 +47,11 @@ def asked(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def answers(party: RouterParty, prompts: list[Prompt], block_size: int) -> list[dict[int, Answer]]:
+def answers(
+    router: RouterProcess, prompts: list[Prompt], block_size: int
+) -> list[dict[int, Answer]]:
     found = []
-    for reply in party.ask("overlap", requests=[asked(prompt) for prompt in prompts]):
+    for reply in router.ask("overlap", requests=[asked(prompt) for prompt in prompts]):
         found.append(
             {
                 each["worker_id"]: Answer(
@@ -63,7 +65,7 @@ def answers(party: RouterParty, prompts: list[Prompt], block_size: int) -> list[
     return found
 
 
-def become_equal(party: RouterParty, *clusters: PublishedCluster) -> None:
+def become_equal(router: RouterProcess, *clusters: PublishedCluster) -> None:
     """Return when the service knows of all clusters, workers 1, 2, ..., what we know."""
     found: list[Any] = []
     prompts = [prompt for cluster in clusters for prompt in cluster.questions()]
@@ -73,7 +75,7 @@ def become_equal(party: RouterParty, *clusters: PublishedCluster) -> None:
     def are_equal() -> bool:
         for cluster in clusters:
             cluster.settle()
-        replies = answers(party, prompts, clusters[0].block_size)
+        replies = answers(router, prompts, clusters[0].block_size)
         found[:] = [
             (prompt, got, wanted)
             for prompt, got in zip(prompts, replies, strict=True)
@@ -85,42 +87,42 @@ def become_equal(party: RouterParty, *clusters: PublishedCluster) -> None:
     try:
         clusters[0].wait_until(are_equal, "the service knows what we know")
     except AssertionError as error:
-        raise AssertionError(f"{found[:5]}\n{party.said()}") from error
+        raise AssertionError(f"{found[:5]}\n{router.said()}") from error
 
 
-def test_the_service_follows_a_cluster_with_tiers(party: RouterParty, tmp_path: Path) -> None:
+def test_the_service_follows_a_cluster_with_tiers(router: RouterProcess, tmp_path: Path) -> None:
     directory = tmp_path / "files"
     directory.mkdir()
     with PublishedCluster(20, num_host_blocks=120, directory=str(directory)) as cluster:
         cluster.load(10)
-        subscribe(party, cluster)
+        subscribe(router, cluster)
         for _ in range(3):
             cluster.load(10)
-            become_equal(party, cluster)
+            become_equal(router, cluster)
         assert cluster.client.reset_prefix_cache()
-        become_equal(party, cluster)
+        become_equal(router, cluster)
 
 
-def test_the_service_selects_who_has_the_prompt(party: RouterParty) -> None:
+def test_the_service_selects_who_has_the_prompt(router: RouterProcess) -> None:
     with PublishedCluster(21) as first, PublishedCluster(22) as second:
-        subscribe(party, first, FIRST)
-        subscribe(party, second, SECOND)
+        subscribe(router, first, FIRST)
+        subscribe(router, second, SECOND)
         first.load(8)
         second.load(8)
-        become_equal(party, first, second)
+        become_equal(router, first, second)
         for cluster, worker_id in ((first, FIRST), (second, SECOND)):
             cached = [p for p in cluster.book if cluster.expected(p).device >= 2 * 16]
             assert cached
             for prompt in cached:
-                assert party.ask("select", request=asked(prompt))["worker_id"] == worker_id
+                assert router.ask("select", request=asked(prompt))["worker_id"] == worker_id
 
 
 def test_a_radix_tree_fed_through_the_types_of_vllm_matches_what_we_match(
-    party: RouterParty,
+    router: RouterProcess,
 ) -> None:
     with PublishedCluster(23) as cluster:
         cluster.load(6)
-        party.ask("follow", endpoint=cluster.endpoint, replay_endpoint=cluster.replay_endpoint)
+        router.ask("follow", endpoint=cluster.endpoint, replay_endpoint=cluster.replay_endpoint)
         for _ in range(3):
             cluster.load(10)
             prompts = [prompt for prompt in cluster.questions() if prompt.cache_salt is None]
@@ -140,7 +142,7 @@ def test_a_radix_tree_fed_through_the_types_of_vllm_matches_what_we_match(
                 found: dict[str, Any] = found,
             ) -> bool:
                 cluster.settle()
-                found.update(party.ask("leading", prompts=plain))
+                found.update(router.ask("leading", prompts=plain))
                 expected = [cluster.expected(p).device // cluster.block_size for p in prompts]
                 assert not found["problem"], found["problem"]
                 return bool(found["counts"] == expected)

@@ -1,7 +1,7 @@
 """What a forked process does: it is a worker, the coordinator, or an engine with its client.
 
 The same plain parts, sockets and state file as everywhere; no Ray. What Ray would do, starting
-processes and telling who died and where the coordinator listens, the keeper does.
+processes and telling who died and where the coordinator listens, the supervisor does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvcache.errors import ClusterError, DeadlineError, InvariantError
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 from kvcache.state_store import FileStateStore
 from tests.chaos.control import Control
+from tests.chaos.fault_trigger import FaultTrigger, FaultyPeer, FaultyServer
 from tests.chaos.game import Dealt, play_game
-from tests.chaos.trap import Trap, TrappedPeer, TrappedServer
 
 HERE = NodeAddress("here", "127.0.0.1")
 ENDPOINT_FILE = "endpoint"
@@ -49,17 +49,17 @@ DIAL_S = 5.0
 
 
 def play(message: dict[str, Any], control: Control) -> int:
-    """Be the party that was asked for until told to close; return the exit code."""
+    """Be the process that was asked for until told to close; return the exit code."""
     try:
         config = parse_config(json.loads(message["config"]))
-        trap = Trap.of(message.get("trap"))
+        trigger = FaultTrigger.of(message.get("fault"))
         match message["kind"]:
             case "worker":
-                be_worker(config, message["rank"], control, trap)
+                be_worker(config, message["rank"], control, trigger)
             case "coordinator":
-                be_coordinator(config, message, control, trap)
+                be_coordinator(config, message, control, trigger)
             case _:
-                be_engine(config, message, control, trap)
+                be_engine(config, message, control, trigger)
         return 0
     except BaseException:
         control.send({"failed": f"{message['kind']} {os.getpid()}: {traceback.format_exc()}"})
@@ -69,9 +69,9 @@ def play(message: dict[str, Any], control: Control) -> int:
 # --- a worker
 
 
-def be_worker(config: ClusterConfig, rank: int, control: Control, trap: Trap) -> None:
+def be_worker(config: ClusterConfig, rank: int, control: Control, trigger: FaultTrigger) -> None:
     """Keep a rank's cache."""
-    worker = EmbeddedWorker(config, rank, partial(connect, trap), is_threaded=True)
+    worker = EmbeddedWorker(config, rank, partial(connect, trigger), is_threaded=True)
     plan = plan_of(config, worker)
     worker.allocate(rank, plan)
     calm_garbage_collector()
@@ -107,10 +107,10 @@ def plan_of(config: ClusterConfig, worker: EmbeddedWorker | None = None) -> Plan
 
 
 def connect(
-    trap: Trap, endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
+    trigger: FaultTrigger, endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
 ) -> PeerTransport:
     """Return a worker's or client's end."""
-    made: Any = TrappedPeer(UnixPeer(endpoint, peer, ZmqLimits(max_message_bytes)), trap)
+    made: Any = FaultyPeer(UnixPeer(endpoint, peer, ZmqLimits(max_message_bytes)), trigger)
     transport: PeerTransport = made
     return transport
 
@@ -148,16 +148,16 @@ def broken(check: Any) -> str:
 
 
 def be_coordinator(
-    config: ClusterConfig, message: dict[str, Any], control: Control, trap: Trap
+    config: ClusterConfig, message: dict[str, Any], control: Control, trigger: FaultTrigger
 ) -> None:
     """Take the workers over, and serve."""
     clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
     limits = ZmqLimits(config.transport.max_message_bytes)
     server = NodeServer(limits)
     address = server.bind(unix_address(), is_guarded=False)
-    trapped: Any = TrappedServer(server, trap)
+    faulty: Any = FaultyServer(server, trigger)
     service = CoordinatorService(
-        trapped, clock, config.transport.max_message_bytes, tick_s=tick_s(config)
+        faulty, clock, config.transport.max_message_bytes, tick_s=tick_s(config)
     )
     coordinator = begin(config, message, service, clock)
     calm_garbage_collector()
@@ -220,14 +220,15 @@ def describe(coordinator: Coordinator, service: CoordinatorService) -> dict[str,
 
 
 class FileDialer:
-    """How clients find the coordinator: the keeper writes down where it listens. A `Dialing`."""
+    """How clients find the coordinator: the supervisor writes down where it listens. A
+    `Dialing`."""
 
     needs_keeping_alive = True
 
-    def __init__(self, config: ClusterConfig, directory: Path, trap: Trap) -> None:
+    def __init__(self, config: ClusterConfig, directory: Path, trigger: FaultTrigger) -> None:
         self.config = config
         self._file = directory / ENDPOINT_FILE
-        self._trap = trap
+        self._trigger = trigger
 
     def endpoint(self) -> Endpoint:
         """Return where the coordinator listens; raises DeadlineError when nowhere."""
@@ -247,16 +248,18 @@ class FileDialer:
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a client's end."""
         limit = self.config.transport.max_message_bytes
-        return connect(self._trap, endpoint, peer, limit, Mailbox(capacity=1))
+        return connect(self._trigger, endpoint, peer, limit, Mailbox(capacity=1))
 
     def lost_workers(self) -> str:
         """Nobody is asked."""
         return ""
 
 
-def be_engine(config: ClusterConfig, message: dict[str, Any], control: Control, trap: Trap) -> None:
+def be_engine(
+    config: ClusterConfig, message: dict[str, Any], control: Control, trigger: FaultTrigger
+) -> None:
     """Play a game, and say how it ended."""
-    dialer = FileDialer(config, Path(message["directory"]), trap)
+    dialer = FileDialer(config, Path(message["directory"]), trigger)
     with KVCacheClient(dialer, f"engine-{os.getpid()}") as client:
         dealt = Dealt(**message["dealt"])
         report = play_game(config, plan_of(config).max_model_len, client, dealt)

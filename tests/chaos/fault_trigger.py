@@ -1,7 +1,8 @@
-"""Ends or stops its own process at a message that was chosen before: real signals, exact places.
+"""Kills or stops its own process at a chosen message, with a real signal.
 
-Every payload that a party takes or sends is counted, the sent ones before and after; what goes to
-two ranks at once is sent to one after the other, so that it may reach one of them only.
+Each payload that the process receives counts once. Each one that it sends counts twice, before and
+after. A payload for two ranks is sent to one after the other, so that it may reach only one of
+them.
 """
 
 from __future__ import annotations
@@ -15,37 +16,37 @@ from actors.transport import Inbound
 from kvcache.messages import Address
 
 
-class Trap:
-    """Springs once, when `count` things have happened. `count` 0: never."""
+class FaultTrigger:
+    """Sends the signal once, at the `count`th event. `count` 0: never."""
 
     def __init__(self, count: int, signal_number: int) -> None:
         self._left = count
         self._signal = signal_number
 
     @classmethod
-    def of(cls, spec: dict[str, Any] | None) -> Trap:
-        """Return the trap that was asked for."""
+    def of(cls, spec: dict[str, Any] | None) -> FaultTrigger:
+        """Return the trigger that was asked for."""
         return cls(0, 0) if spec is None else cls(spec["count"], signal.Signals[spec["signal"]])
 
-    def step_on(self) -> None:
-        """Something happens."""
+    def count_event(self) -> None:
+        """Count an event; send the signal if it is the chosen one."""
         self._left -= 1
         if self._left == 0:
             os.kill(os.getpid(), self._signal)
 
 
-class TrappedPeer:
-    """A `PeerTransport` with a trap."""
+class FaultyPeer:
+    """A `PeerTransport` with a trigger."""
 
-    def __init__(self, inner: Any, trap: Trap) -> None:
+    def __init__(self, inner: Any, trigger: FaultTrigger) -> None:
         self._inner = inner
-        self._trap = trap
+        self._trigger = trigger
 
     def send(self, payload: bytes) -> None:
-        """Send, unless the trap springs before."""
-        self._trap.step_on()
+        """Send, unless the trigger fires before."""
+        self._trigger.count_event()
         self._inner.send(payload)
-        self._trap.step_on()
+        self._trigger.count_event()
 
     def receive(self, timeout_s: float) -> list[bytes]:
         """Receive."""
@@ -57,32 +58,32 @@ class TrappedPeer:
 
     def _count(self, payloads: list[bytes]) -> list[bytes]:
         for _ in payloads:
-            self._trap.step_on()
+            self._trigger.count_event()
         return payloads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-class TrappedServer:
-    """A `ServerTransport` with a trap."""
+class FaultyServer:
+    """A `ServerTransport` with a trigger."""
 
-    def __init__(self, inner: Any, trap: Trap) -> None:
+    def __init__(self, inner: Any, trigger: FaultTrigger) -> None:
         self._inner = inner
-        self._trap = trap
+        self._trigger = trigger
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """Send to one after the other."""
         for address in addresses:
-            self._trap.step_on()
+            self._trigger.count_event()
             self._inner.send((address,), *payloads)
-            self._trap.step_on()
+            self._trigger.count_event()
 
     def receive(self, timeout_s: float) -> list[Inbound]:
         """Receive."""
         arrived: list[Inbound] = self._inner.receive(timeout_s)
         for _ in arrived:
-            self._trap.step_on()
+            self._trigger.count_event()
         return arrived
 
     def __getattr__(self, name: str) -> Any:

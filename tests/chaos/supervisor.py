@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.control import Control
-from tests.chaos.nursery import Nursery
-from tests.chaos.party import ENDPOINT_FILE
+from tests.chaos.fork_server import ForkServer
+from tests.chaos.roles import ENDPOINT_FILE
 from tests.chaos.schedule import TENSOR_PARALLEL, Schedule, Strike
 
 WAIT_S = 0.05
 CLOSE_S = 10.0
 ANSWER_S = 10.0
-SNARED_PAUSE_S = 0.3
+STOPPED_PAUSE_S = 0.3
 """How long who has stopped itself stands still."""
 
 
 @dataclass(eq=False)
-class Party:
+class ForkedProcess:
     """One process. `role` is what it was started for, as schedules name it."""
 
     number: int
@@ -46,7 +46,7 @@ class Party:
     descriptor: int = -1
     address: str = ""  # of a coordinator that serves
     incarnation: str = ""  # of a worker that is there
-    pause_s: float = SNARED_PAUSE_S  # how long it stands still once it is stopped
+    pause_s: float = STOPPED_PAUSE_S  # how long it stands still once it is stopped
     is_dead: bool = False
     report: dict[str, Any] | None = None
     outcome: str = ""  # of an engine's game
@@ -57,22 +57,22 @@ class Party:
         return int(self.role.removeprefix("worker-"))
 
 
-class Keeper:
+class ChaosSupervisor:
     """All processes of one schedule. `problems` is what must not have happened."""
 
-    def __init__(self, nursery: Nursery, schedule: Schedule, directory: Path) -> None:
+    def __init__(self, fork_server: ForkServer, schedule: Schedule, directory: Path) -> None:
         """Start nobody yet."""
         self.problems: list[str] = []
         self.deeds: Counter[str] = Counter()
-        self._control = nursery.control
+        self._control = fork_server.control
         self._schedule = schedule
         self._directory = directory
         self._rng = random.Random(schedule.seed * 31 + 5)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._numbers = itertools.count(1000 * schedule.seed)
-        self._parties: dict[int, Party] = {}
-        self._serving: dict[str, Party] = {}
+        self._processes: dict[int, ForkedProcess] = {}
+        self._serving: dict[str, ForkedProcess] = {}
         self._generations: Counter[str] = Counter()
         self._orders: deque[Callable[[], None]] = deque()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -80,7 +80,7 @@ class Keeper:
         os.set_blocking(self._wake, False)
         self._is_closing = False
         self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="chaos-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="chaos-supervisor", daemon=True)
         self._thread.start()
 
     # --- for the schedule
@@ -110,8 +110,8 @@ class Keeper:
         number = next(self._numbers)
         with self._lock:
             asked = {r: p for r, p in self._serving.items() if r != "engine"}
-            for party in asked.values():
-                party.report = None
+            for process in asked.values():
+                process.report = None
         self._order(lambda: self._ask(asked, number))
         self._await(
             lambda: all(p.report is not None or p.is_dead for p in asked.values()),
@@ -132,7 +132,7 @@ class Keeper:
     def await_engine(self, limit_s: float) -> str:
         """Wait for the end of the second engine; return what came of it, empty if it was killed."""
         with self._lock:
-            engines = [p for p in self._parties.values() if p.role == "engine"]
+            engines = [p for p in self._processes.values() if p.role == "engine"]
         self._await(lambda: all(p.is_dead for p in engines), limit_s, "end the second game")
         return "".join(p.outcome for p in engines)
 
@@ -141,29 +141,29 @@ class Keeper:
         self._order(self._begin_to_close)
         if not self._have_all_died(CLOSE_S):
             self.problems.append(f"not everybody ended when told to: {self.describe()}")
-            for party in self._living():
-                self._signal(party, signal.SIGKILL)
+            for process in self._living():
+                self._signal(process, signal.SIGKILL)
             if not self._have_all_died(CLOSE_S):
                 self.problems.append(f"not everybody died: {self.describe()}")
         self._is_over = True
         self._order(lambda: None)
         self._thread.join(CLOSE_S)
-        for party in self._parties.values():
-            party.control.close()
-            if party.descriptor >= 0:
-                os.close(party.descriptor)
+        for process in self._processes.values():
+            process.control.close()
+            if process.descriptor >= 0:
+                os.close(process.descriptor)
         for end in (self._wake, self._woken):
             os.close(end)
 
     def describe(self) -> str:
         """Say who is there, for a failure's message."""
         with self._lock:
-            parties = [
+            processes = [
                 f"{p.role}.{p.generation} {p.process_id}"
                 f" {'dead' if p.is_dead else _state_of(p.process_id)}"
-                for p in self._parties.values()
+                for p in self._processes.values()
             ]
-        return "; ".join(parties)
+        return "; ".join(processes)
 
     # --- the thread
 
@@ -178,19 +178,19 @@ class Keeper:
                     self._turn()
                     self._changed.notify_all()
         except BaseException as error:
-            self.problems.append(f"the keeper itself: {error!r}")
+            self.problems.append(f"the supervisor itself: {error!r}")
             raise
 
     def _turn(self) -> None:
         while self._orders:
             self._orders.popleft()()
-        # What a party said comes before its end.
-        for party in list(self._parties.values()):
-            if not party.control.is_over:
-                for message in party.control.receive():
-                    self._on_said(party, message)
+        # What a process said comes before its end.
+        for process in list(self._processes.values()):
+            if not process.control.is_over:
+                for message in process.control.receive():
+                    self._on_said(process, message)
         for message in self._control.receive():
-            self._on_nursery(message)
+            self._on_fork_server(message)
         now_s = time.monotonic()
         while self._due and self._due[0][0] <= now_s:
             heapq.heappop(self._due)[2]()
@@ -229,107 +229,107 @@ class Keeper:
         if self._is_closing:
             return
         control, theirs = Control.pair()
-        party = Party(next(self._numbers), role, self._generations[role], control)
+        process = ForkedProcess(next(self._numbers), role, self._generations[role], control)
         self._generations[role] += 1
-        self._parties[party.number] = party
-        self._serving[role] = party
-        request = self._request(party)
-        snare = self._schedule.snare_for(role, party.generation)
-        if snare is not None:
-            request["trap"] = {"count": snare.count, "signal": snare.signal}
+        self._processes[process.number] = process
+        self._serving[role] = process
+        request = self._request(process)
+        fault = self._schedule.fault_for(role, process.generation)
+        if fault is not None:
+            request["fault"] = {"count": fault.count, "signal": fault.signal}
         self._control.send(request, theirs.fileno())
         theirs.close()
 
-    def _request(self, party: Party) -> dict[str, Any]:
-        """Return what the nursery and the new process have to know."""
+    def _request(self, process: ForkedProcess) -> dict[str, Any]:
+        """Return what the fork server and the new process have to know."""
         game = self._schedule.other_game
         request = {
-            "id": party.number,
-            "kind": party.role.split("-", maxsplit=1)[0],
+            "id": process.number,
+            "kind": process.role.split("-", maxsplit=1)[0],
             "config": self._schedule.config.model_dump_json(),
             "directory": str(self._directory),
             "dealt": None if game is None else asdict(game),
         }
-        if party.role == "coordinator":
+        if process.role == "coordinator":
             self._directory.joinpath(ENDPOINT_FILE).unlink(missing_ok=True)
             request["incarnations"] = {w.rank: w.incarnation for w in self._workers_there()}
-        elif party.role.startswith("worker"):
-            request["rank"] = party.rank
+        elif process.role.startswith("worker"):
+            request["rank"] = process.rank
         return request
 
-    def _workers_there(self) -> list[Party]:
+    def _workers_there(self) -> list[ForkedProcess]:
         return [p for r, p in self._serving.items() if r.startswith("worker") and self._is_there(p)]
 
     @staticmethod
-    def _is_there(party: Party) -> bool:
-        return not party.is_dead and bool(party.address or party.incarnation)
+    def _is_there(process: ForkedProcess) -> bool:
+        return not process.is_dead and bool(process.address or process.incarnation)
 
     # --- news
 
-    def _on_nursery(self, message: dict[str, Any]) -> None:
+    def _on_fork_server(self, message: dict[str, Any]) -> None:
         if "born" in message:
-            if message["born"] not in self._parties:
+            if message["born"] not in self._processes:
                 return
-            party = self._parties[message["born"]]
-            party.process_id = message["pid"]
+            process = self._processes[message["born"]]
+            process.process_id = message["pid"]
             with suppress(ProcessLookupError):
-                party.descriptor = os.pidfd_open(party.process_id)
+                process.descriptor = os.pidfd_open(process.process_id)
             return
         process_id = message.get("ended", message.get("stopped"))
-        party = next((p for p in self._living() if p.process_id == process_id), None)
-        if party is None:
+        process = next((p for p in self._living() if p.process_id == process_id), None)
+        if process is None:
             return  # of a schedule before, which has failed
         if "stopped" in message:
             self.deeds["stopped"] += 1
-            self._later(party.pause_s, lambda: self._go_on(party))
+            self._later(process.pause_s, lambda: self._go_on(process))
             return
-        party.is_dead = True
-        self._on_end(party, message["code"])
+        process.is_dead = True
+        self._on_end(process, message["code"])
 
-    def _on_end(self, party: Party, code: int) -> None:
+    def _on_end(self, process: ForkedProcess, code: int) -> None:
         if code == -signal.SIGKILL:
-            self.deeds[f"killed {party.role.split('-')[0]}"] += 1
-        if self._is_closing or party.role == "engine":
+            self.deeds[f"killed {process.role.split('-')[0]}"] += 1
+        if self._is_closing or process.role == "engine":
             if code not in (0, -signal.SIGKILL):
-                self.problems.append(f"{party.role} {party.process_id} ended with {code}")
+                self.problems.append(f"{process.role} {process.process_id} ended with {code}")
             return
         if code != -signal.SIGKILL:
-            self.problems.append(f"{party.role} {party.process_id} ended with {code}")
+            self.problems.append(f"{process.role} {process.process_id} ended with {code}")
             self._is_closing = True  # whoever fails by itself would fail again
-        if self._serving.get(party.role) is not party:
+        if self._serving.get(process.role) is not process:
             return
-        if party.role != "coordinator" and party.incarnation:
-            self._later(self._delay_s(), lambda: self._say_lost(party))
-        self._later(self._delay_s(), lambda: self._start_again(party))
+        if process.role != "coordinator" and process.incarnation:
+            self._later(self._delay_s(), lambda: self._say_lost(process))
+        self._later(self._delay_s(), lambda: self._start_again(process))
 
     def _delay_s(self) -> float:
         return self._rng.choice((0.0, 0.01, 0.05, 0.2))
 
-    def _start_again(self, party: Party) -> None:
-        if self._serving.get(party.role) is party:
-            self._start(party.role)
+    def _start_again(self, process: ForkedProcess) -> None:
+        if self._serving.get(process.role) is process:
+            self._start(process.role)
 
-    def _say_lost(self, party: Party) -> None:
+    def _say_lost(self, process: ForkedProcess) -> None:
         coordinator = self._serving.get("coordinator")
         if coordinator is not None:
-            lost = {"do": "lost", "rank": party.rank, "incarnation": party.incarnation}
+            lost = {"do": "lost", "rank": process.rank, "incarnation": process.incarnation}
             coordinator.control.send(lost)
 
-    def _on_said(self, party: Party, message: dict[str, Any]) -> None:
+    def _on_said(self, process: ForkedProcess, message: dict[str, Any]) -> None:
         if "failed" in message:
             self.problems.append(message["failed"])
         elif "report" in message:
-            party.report = message
+            process.report = message
         elif "done" in message:
-            party.outcome = message["done"]
-        elif party.role == "coordinator":
-            party.address = message["ready"]
-            if self._serving["coordinator"] is party:
-                self._publish(party.address)
-        elif party.role.startswith("worker"):
-            party.incarnation = message["ready"]
+            process.outcome = message["done"]
+        elif process.role == "coordinator":
+            process.address = message["ready"]
+            if self._serving["coordinator"] is process:
+                self._publish(process.address)
+        elif process.role.startswith("worker"):
+            process.incarnation = message["ready"]
             if address := self._endpoint():
-                party.control.send({"do": "attach", "address": address})
+                process.control.send({"do": "attach", "address": address})
 
     def _publish(self, address: str) -> None:
         """Tell everybody where the coordinator listens now."""
@@ -343,33 +343,33 @@ class Keeper:
         coordinator = self._serving.get("coordinator")
         return "" if coordinator is None else coordinator.address
 
-    def _ask(self, parties: dict[str, Party], number: int) -> None:
-        for party in parties.values():
-            party.control.send({"do": "report", "report": number})
+    def _ask(self, processes: dict[str, ForkedProcess], number: int) -> None:
+        for process in processes.values():
+            process.control.send({"do": "report", "report": number})
 
     # --- signals and ends
 
-    def _signal(self, party: Party, number: int) -> None:
-        if party.descriptor >= 0 and not party.is_dead:
+    def _signal(self, process: ForkedProcess, number: int) -> None:
+        if process.descriptor >= 0 and not process.is_dead:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(party.descriptor, number)
+                signal.pidfd_send_signal(process.descriptor, number)
 
-    def _go_on(self, party: Party) -> None:
-        self._signal(party, signal.SIGCONT)
+    def _go_on(self, process: ForkedProcess) -> None:
+        self._signal(process, signal.SIGCONT)
 
     def _begin_to_close(self) -> None:
         self._is_closing = True
         self._due.clear()
-        for party in self._living():
-            if party.role == "engine":  # it has failed, or something else has
-                self._signal(party, signal.SIGKILL)
+        for process in self._living():
+            if process.role == "engine":  # it has failed, or something else has
+                self._signal(process, signal.SIGKILL)
                 continue
-            self._go_on(party)
-            party.control.send({"do": "close"})
+            self._go_on(process)
+            process.control.send({"do": "close"})
 
-    def _living(self) -> list[Party]:
+    def _living(self) -> list[ForkedProcess]:
         with self._lock:
-            return [p for p in self._parties.values() if not p.is_dead]
+            return [p for p in self._processes.values() if not p.is_dead]
 
 
 def _state_of(process_id: int) -> str:

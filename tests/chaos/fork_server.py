@@ -1,10 +1,10 @@
-"""A process that has imported everything already, and forks parties: milliseconds, not seconds.
+"""A process that has imported everything and forks others: in milliseconds instead of seconds.
 
-    keeper ──{"id", "kind", ...} and a socket──▶ nursery ──fork──▶ party
-           ◀──born, stopped, ended──────────────
+    supervisor ──{"id", "kind", ...} and a socket──▶ fork server ──fork──▶ process
+               ◀──born, stopped, ended──────────────
 
-Every party is its child, so that each end is told, with its status. Parties die with the nursery,
-and the nursery ends when the socket does: whatever happens to the test, nothing stays behind.
+Each process is its child, so that it reports every exit and its status. The processes die with the
+fork server, which ends when its socket closes: whatever happens to the test, nothing is left.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ START_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Nursery:
-    """The nursery's process, as the test sees it. One schedule after the other uses `control`."""
+class ForkServer:
+    """The fork server as the test sees it. One schedule after the other uses `control`."""
 
     def __init__(self) -> None:
         """Start the process; return when it has imported everything."""
         self.control, theirs = Control.pair()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.chaos.fork_server", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             cwd=ROOT,
             env=environment,
@@ -50,7 +50,7 @@ class Nursery:
         while not self.control.receive():
             if self.control.is_over or time.monotonic() > give_up_s:
                 self.close()
-                raise RuntimeError("the nursery did not start")
+                raise RuntimeError("the fork server did not start")
             select.select([self.control], [], [], 1.0)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Nursery:
             self._process.kill()
             self._process.wait()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -70,7 +70,7 @@ class Nursery:
 
 
 def serve(control: Control) -> None:
-    """Fork parties until nobody has the other end any more."""
+    """Fork processes until nobody has the other end any more."""
     wake, signalled = os.pipe()
     for end in (wake, signalled):
         os.set_blocking(end, False)
@@ -124,7 +124,7 @@ def _fork(message: dict[str, Any], descriptors: list[int], control: Control) -> 
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()
-        from tests.chaos.party import play
+        from tests.chaos.roles import play
 
         code = play(message, Control(socket.socket(fileno=descriptors[0])))
     finally:
@@ -132,14 +132,14 @@ def _fork(message: dict[str, Any], descriptors: list[int], control: Control) -> 
 
 
 def main() -> None:
-    """Import what parties need, then serve."""
+    """Import what processes need, then serve."""
     import torch
 
-    from tests.chaos import party
+    from tests.chaos import roles
 
     torch.set_num_threads(1)
     torch.zeros(1)
-    assert party
+    assert roles
     gc.collect()
     gc.freeze()
     serve(Control(socket.socket(fileno=int(sys.argv[1]))))

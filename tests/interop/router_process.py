@@ -11,7 +11,7 @@ from typing import Any
 HOST = Path(__file__).with_name("router_host.py")
 
 
-class RouterParty:
+class RouterProcess:
     """A running host. Every question is answered before the next one."""
 
     def __init__(self, python: Path, log: Path) -> None:
@@ -23,7 +23,7 @@ class RouterParty:
             )
         assert self._read() == "ready"
 
-    def __enter__(self) -> RouterParty:
+    def __enter__(self) -> RouterProcess:
         return self
 
     def __exit__(
