@@ -97,7 +97,7 @@ class EmbeddedCoordinator:
             config.transport.max_message_bytes,
             tick_s=min(config.transport.resend_s, config.transport.heartbeat_s) / 4,
             stall_s=config.transport.heartbeat_s,
-            on_doubt=self.look_for_successor,
+            check_takeover=self.look_for_successor,
         )
         self._loop = ServiceLoop(
             "kvcache-coordinator", self._service.turn, transport.wake, on_failure=self._fail

@@ -53,13 +53,13 @@ class SharedService:
         *,
         tick_s: float,
         stall_s: float,
-        on_doubt: Callable[[], None],
+        check_takeover: Callable[[], None],
     ) -> None:
         """Serve nobody yet.
 
-        `on_doubt`: called, before anything else is served, when a worker's connection has ended, or
-        nobody was served for `stall_s`: this process stood still meanwhile. Another one may have
-        taken over.
+        `check_takeover`: called, before anything else is served, when a worker's connection has
+        ended, or nobody was served for `stall_s`: this process stood still meanwhile. Another one
+        may have taken over.
         """
         self.ended: KVCacheError | None = None
         self._transport = transport
@@ -67,7 +67,7 @@ class SharedService:
         self._clock = clock
         self._tick_ms = math.ceil(tick_s * 1000)
         self._stall_s = stall_s
-        self._on_doubt = on_doubt
+        self._check_takeover = check_takeover
         self._served_s = clock.now()
         self._num_disconnections = 0
         self._coordinator: EpochDecider | None = None
@@ -169,7 +169,7 @@ class SharedService:
         if has_stalled or num_disconnections != self._num_disconnections:
             self._num_disconnections = num_disconnections
             if self.ended is None:
-                self._on_doubt()
+                self._check_takeover()
 
     def _fail(self, error: BaseException) -> None:
         """An error, or a signal, came in the middle of a decision."""

@@ -92,7 +92,7 @@ class Site:
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.rule = Rule()
-        self.on_doubt: Callable[[], None] = lambda: None
+        self.check_takeover: Callable[[], None] = lambda: None
         self.sockets = NodeServer(LIMITS)
         self.endpoint = Endpoint(self.sockets.bind(unix_address(), is_guarded=False))
         self.service = SharedService(
@@ -101,12 +101,12 @@ class Site:
             LIMITS.max_message_bytes,
             tick_s=TICK_S,
             stall_s=STALL_S,
-            on_doubt=self._doubt,
+            check_takeover=self._doubt,
         )
         self.service.open(self.rule, list)
 
     def _doubt(self) -> None:
-        self.on_doubt()
+        self.check_takeover()
 
     def client(self, name: str) -> InProcessPeer:
         return self.service.connect(client_peer(name))
@@ -240,7 +240,7 @@ def test_clients_are_told_of_the_end_when_the_sockets_are_gone(site: Site) -> No
 
 def test_whoever_stood_still_looks_around_before_anything_is_served(site: Site) -> None:
     client = site.client("a")
-    site.on_doubt = lambda: site.service.end(SupersededError("taken over meanwhile"))
+    site.check_takeover = lambda: site.service.end(SupersededError("taken over meanwhile"))
     site.clock.advance(STALL_S)
     client.send(encode(Attach("a", 1)))
     assert reasons(client) == [(1, "answered")]
@@ -257,7 +257,7 @@ def test_a_worker_that_hangs_up_is_reason_to_look_around_once(site: Site) -> Non
     while not site.rule.threads:
         site.service.turn()
     looks: list[int] = []
-    site.on_doubt = lambda: looks.append(1)
+    site.check_takeover = lambda: looks.append(1)
     client.send(encode(Attach("a", 1)))
     assert looks == []
     worker.close()
@@ -268,7 +268,7 @@ def test_a_worker_that_hangs_up_is_reason_to_look_around_once(site: Site) -> Non
 
 def test_turns_keep_the_service_from_having_stood_still(site: Site) -> None:
     client = site.client("a")
-    site.on_doubt = lambda: site.service.end(SupersededError("taken over meanwhile"))
+    site.check_takeover = lambda: site.service.end(SupersededError("taken over meanwhile"))
     for _ in range(4):
         site.clock.advance(STALL_S)
         site.service.turn()

@@ -214,7 +214,7 @@ class CrowdedCluster:
             config.transport.max_message_bytes,
             tick_s=tick_s(config),
             stall_s=config.transport.heartbeat_s,
-            on_doubt=lambda: None,
+            check_takeover=lambda: None,
         )
         service.open(self.coordinator, self.coordinator.start)
         self._loop = ServiceLoop("crowded-coordinator", service.turn, server.wake)
