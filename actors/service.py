@@ -36,7 +36,7 @@ class Decider(Protocol):
         """Take a message of a worker. Raises ProtocolError for one that must not be obeyed."""
 
     def on_plain_applied(self, rank: int, payload: bytes) -> bool:
-        """Take an `Applied` of a worker without decoding it whole; say whether it was taken."""
+        """Take an `Ack` of a worker without decoding it whole; say whether it was taken."""
 
     def settle(self) -> list[Outgoing]:
         """Return what has become possible by all that `on_plain_applied` took."""

@@ -25,7 +25,7 @@ from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core.flat_core import FlatCore
 from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
-from kvcache.messages import Acknowledge, Applied, Attach, Granted, Hello, LabelReport
+from kvcache.messages import Ack, Acknowledge, Attach, Granted, Hello, LabelReport
 from kvcache.metrics import AgeMeter, MeteredCoordinator, StepMeter
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvcache.state_store import MemoryStateStore
@@ -102,7 +102,7 @@ class Steps:
         )
         out = self._decider.on_client_message(request)
         (result,) = [item.message for item in out if isinstance(item.message, StepResult)]
-        applied = encode(Applied("n", "p", 0, self._epoch, result.seq))
+        applied = encode(Ack("n", "p", 0, self._epoch, result.seq))
         is_served = not result.error and result.running_scheduled.all()
         if not (is_served and self._decider.on_plain_applied(0, applied)):
             raise RuntimeError(f"a step was not served: {result.error or 'no room'}")
@@ -120,7 +120,7 @@ def begin(coordinator: Coordinator) -> int:
     counts = (NUM_BLOCKS, NUM_BLOCKS, 0, known.version, known.layout_fingerprint)
     rest = (known.digest_bytes, known.labels, known.checksums, ())
     coordinator.on_worker_message(0, LabelReport("n", "p", 0, epoch, 0, *counts, *rest))
-    coordinator.on_worker_message(0, Applied("n", "p", 0, epoch, 1))
+    coordinator.on_worker_message(0, Ack("n", "p", 0, epoch, 1))
     if coordinator.phase is not Phase.RUNNING:
         raise RuntimeError(f"the coordinator is {coordinator.phase.value}")
     coordinator.on_client_message(Attach("c", 1))

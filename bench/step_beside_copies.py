@@ -20,7 +20,7 @@ import numpy as np
 from kvcache.arrays import int32_array
 from kvcache.clock import SystemClock
 from kvcache.commands import BlockTablePatch, Command, Load, Store
-from kvcache.messages import Applied, Finished, FinishedAck, Grant, Message, StepCommands
+from kvcache.messages import Ack, Finished, FinishedAck, Grant, Message, StepCommands
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvcache.wire import decode, encode
 
@@ -250,7 +250,7 @@ class StepBesideCopies:
         while True:
             reply = self._wire.receive()
             self._take(reply)
-            if isinstance(reply, Applied) and reply.seq >= seq:
+            if isinstance(reply, Ack) and reply.seq >= seq:
                 return
 
     def _settle(self) -> None:

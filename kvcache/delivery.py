@@ -1,7 +1,7 @@
 """Numbers, windows and acknowledgements: how lost, repeated and reordered messages do no harm.
 
     coordinator  CommandWindow ──StepCommands seq──▶ CommandReceiver  worker, one per process
-                               ◀─Applied/Missing──
+                               ◀─Ack/Nack─────────
 
 The sender numbers, keeps what is not acknowledged (bounded) and repeats it by the clock; the
 receiver hands on every number exactly once and in order, answers a repeat with what it answered
@@ -22,12 +22,12 @@ from kvcache.message_headers import NO_ITEMS, MessageHeader
 from kvcache.messages import (
     INT64_MAX,
     MAX_NAME_CHARS,
-    Applied,
+    Ack,
     Grant,
     Granted,
     Heartbeat,
     Hello,
-    Missing,
+    Nack,
     Refused,
     StepCommands,
 )
@@ -56,7 +56,7 @@ class ReceivedCommands:
     """What to apply now, in this order, and what to answer."""
 
     ready: tuple[StepCommands, ...] = ()
-    replies: tuple[Applied | Missing, ...] = ()
+    replies: tuple[Ack | Nack, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class CommandReceiver:
         self._pending_grant = None
         self._headers = _Headers(
             MessageHeader(StepCommands, grant.nonce, self._fingerprint, grant.epoch),
-            MessageHeader(Applied, grant.nonce, self.incarnation, self.rank, grant.epoch),
+            MessageHeader(Ack, grant.nonce, self.incarnation, self.rank, grant.epoch),
         )
         self._count(num_grants=1)
         return self._granted()
@@ -210,7 +210,7 @@ class CommandReceiver:
         if message.seq <= self._delivered_seq:
             self._count(num_duplicates=1)
             is_applied = message.seq <= self._applied_seq
-            return ReceivedCommands(replies=(self._applied(),) if is_applied else ())
+            return ReceivedCommands(replies=(self._ack(),) if is_applied else ())
         if message.seq == self._delivered_seq + 1:
             return self._deliver(message)
         return self._keep_early(message)
@@ -241,10 +241,10 @@ class CommandReceiver:
     def applied_payload(self) -> bytes:
         """Return the encoded answer that everything up to `applied_seq` is applied."""
         if self._headers is None:
-            return encode(self._applied())
+            return encode(self._ack())
         return self._headers.applied.with_number(self._applied_seq)
 
-    def confirm_applied(self, seq: int) -> Applied:
+    def confirm_applied(self, seq: int) -> Ack:
         """Note that `seq`, the next in order, is applied; return the answer, also kept."""
         if not seq == self._applied_seq + 1 <= self._delivered_seq:
             raise MalformedMessageError(
@@ -252,7 +252,7 @@ class CommandReceiver:
                 f"(handed out up to {self._delivered_seq}): confirm in order"
             )
         self._applied_seq = seq
-        return self._applied()
+        return self._ack()
 
     def statistics(self) -> ReceiverStatistics:
         """Return the counters, frozen."""
@@ -268,7 +268,7 @@ class CommandReceiver:
             ready.append(following)
         self._delivered_seq = ready[-1].seq
         self._count(num_delivered=len(ready))
-        return ReceivedCommands(tuple(ready), (self._missing(),) if self._buffered else ())
+        return ReceivedCommands(tuple(ready), (self._nack(),) if self._buffered else ())
 
     def _keep_early(self, message: StepCommands) -> ReceivedCommands:
         """Buffer what came too early. Ask once per gap, and again when repeats show it open."""
@@ -278,15 +278,13 @@ class CommandReceiver:
             self._count(num_early=1)
         else:
             self._count(num_overflowed=1)
-        return ReceivedCommands(replies=() if is_known_gap else (self._missing(),))
+        return ReceivedCommands(replies=() if is_known_gap else (self._nack(),))
 
-    def _applied(self) -> Applied:
-        return Applied(self._nonce, self.incarnation, self.rank, self._epoch, self._applied_seq)
+    def _ack(self) -> Ack:
+        return Ack(self._nonce, self.incarnation, self.rank, self._epoch, self._applied_seq)
 
-    def _missing(self) -> Missing:
-        return Missing(
-            self._nonce, self.incarnation, self.rank, self._epoch, self._delivered_seq + 1
-        )
+    def _nack(self) -> Nack:
+        return Nack(self._nonce, self.incarnation, self.rank, self._epoch, self._delivered_seq + 1)
 
     def _granted(self) -> Granted:
         return Granted(self._nonce, self.incarnation, self.rank, self._epoch)

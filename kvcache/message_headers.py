@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from kvcache.messages import WIRE_VERSION, Message
+from kvcache.messages import WIRE_VERSION, Message, wire_tag
 
 NO_ITEMS = b"\x90"
 """An empty msgpack array: how a message ends whose last field is an empty list."""
@@ -40,7 +40,7 @@ class MessageHeader:
         packer = msgpack.Packer()
         num_fields = len(fields(kind))
         parts = [packer.pack_array_header(2 + num_fields)]
-        parts += [packer.pack(value) for value in (WIRE_VERSION, kind.__name__, *first)]
+        parts += [packer.pack(value) for value in (WIRE_VERSION, wire_tag(kind), *first)]
         self.prefix = b"".join(parts)
         self._length = len(self.prefix)
         self._packer = packer

@@ -8,8 +8,8 @@
                 ──Unreadable─────▶             a report cannot be read: say less
     worker      ──Hello──────────▶ coordinator a process asks to be taken, or taken over
                 ──Granted / Refused ▶          answer to a Grant
-                ──Applied────────▶             answer to StepCommands, stored for repeats
-                ──Missing────────▶             a gap: send again from this number on
+                ──Ack────────────▶             answer to StepCommands, stored for repeats
+                ──Nack───────────▶             a gap: send again from this number on
                 ──Rejected───────▶             these commands cannot be read or obeyed
                 ──Finished───────▶             jobs that have ended; repeated until acknowledged
                 ──Heartbeat──────▶             answer to a Ping; also sent when idle
@@ -31,7 +31,7 @@ recognised. Encoding and limits: wire.py. Delivery rules: delivery.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvcache.commands import Command, Label
 from kvcache.step import StepRequest, StepResult
@@ -212,7 +212,7 @@ class LabelReport:
 
 
 @dataclass(frozen=True)
-class Applied:
+class Ack:
     """Everything up to `seq` of `epoch` is applied on `rank`. Bytes and copies are not included."""
 
     nonce: str
@@ -223,7 +223,7 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class Missing:
+class Nack:
     """`from_seq` has not arrived, though later numbers have."""
 
     nonce: str
@@ -396,13 +396,21 @@ class Detached:
 
 ToWorker: TypeAlias = Grant | StepCommands | FinishedAck | Ping | CollectLabels | Unreadable
 FromWorker: TypeAlias = (
-    Hello | Granted | Refused | Applied | Missing | Rejected | Finished | Heartbeat | LabelReport
+    Hello | Granted | Refused | Ack | Nack | Rejected | Finished | Heartbeat | LabelReport
 )
 FromClient: TypeAlias = Attach | StepRequest | Call | Acknowledge | Detach
 ToClient: TypeAlias = (
     Attached | StepResult | CallResult | Progress | MissingSteps | Unattached | Detached
 )
 Message: TypeAlias = ToWorker | FromWorker | FromClient | ToClient
+
+_OTHER_TAGS: dict[type[Any], str] = {Ack: "Applied", Nack: "Missing"}
+"""Messages whose tag on the wire is not the name of their class."""
+
+
+def wire_tag(kind: type[Any]) -> str:
+    """Return the tag that messages or commands of a class carry on the wire."""
+    return _OTHER_TAGS.get(kind, kind.__name__)
 
 
 class WorkerAddress(NamedTuple):

@@ -51,6 +51,7 @@ from kvcache.messages import (
     StepCommands,
     ToClient,
     ToWorker,
+    wire_tag,
 )
 from kvcache.step import EMPTY_RUNNING, RunningRequests, StepRequest, StepResult
 
@@ -394,7 +395,7 @@ class _Codec:
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
         self.cls = cls
-        self.tag = cls.__name__
+        self.tag = wire_tag(cls)
         self._names = tuple(f.name for f in fields(cls))
         self.num_fields = len(self._names)
         self._get: Callable[[Any], Any] = attrgetter(*self._names)

@@ -43,9 +43,9 @@ from kvcache.errors import (
 from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
+    Ack,
     Acknowledge,
     Address,
-    Applied,
     Attach,
     Call,
     CallResult,
@@ -59,7 +59,7 @@ from kvcache.messages import (
     Heartbeat,
     Hello,
     LabelReport,
-    Missing,
+    Nack,
     Outgoing,
     Ping,
     Progress,
@@ -69,6 +69,7 @@ from kvcache.messages import (
     Unattached,
     Unreadable,
     WorkerAddress,
+    wire_tag,
 )
 from kvcache.offload.specs import DEVICE_MEDIUM
 from kvcache.state_store import StateStore
@@ -188,7 +189,7 @@ class Coordinator:
             self._drop(f"rank {rank} speaks for rank {message.rank}")
             return []
         try:
-            if isinstance(message, Applied) and message.nonce == self._members.nonce:
+            if isinstance(message, Ack) and message.nonce == self._members.nonce:
                 return self._on_report(message)
             match self._as_introduction(message):
                 case Hello() as hello:
@@ -199,7 +200,7 @@ class Coordinator:
                     return self._on_refused(refused)
                 case LabelReport() as labels:
                     return self._on_labels(labels)
-                case Applied() | Missing() | Rejected() | Finished() | Heartbeat() as report:
+                case Ack() | Nack() | Rejected() | Finished() | Heartbeat() as report:
                     return self._on_report(report)
         except StaleEpochError as error:  # usual while epochs and processes change
             self._drop(str(error), logging.DEBUG)
@@ -209,7 +210,7 @@ class Coordinator:
             return []
 
     def on_plain_applied(self, rank: int, payload: bytes) -> bool:
-        """Take an `Applied`, not decoded yet, of the worker of `rank`; say whether it was taken.
+        """Take an `Ack`, not decoded yet, of the worker of `rank`; say whether it was taken.
 
         What came of it is in `settle`. Not taken is what has to be looked at more closely.
         """
@@ -307,7 +308,7 @@ class Coordinator:
             if what.get("nonce") != self._members.nonce or leading.kind not in REPEATED_REPORTS:
                 return []
             unreadable = Unreadable(
-                self._members.nonce, self.epoch, leading.kind.__name__, prose(reason)
+                self._members.nonce, self.epoch, wire_tag(leading.kind), prose(reason)
             )
             return [Outgoing((sender,), unreadable)]
         epoch_state, client_id = self._epoch_state, sender.client_id
@@ -544,9 +545,7 @@ class Coordinator:
         self._reason = f"another coordinator took over: {reason}"
         return self._part_from(clients)
 
-    def _on_report(
-        self, message: Applied | Missing | Rejected | Finished | Heartbeat
-    ) -> list[Outgoing]:
+    def _on_report(self, message: Ack | Nack | Rejected | Finished | Heartbeat) -> list[Outgoing]:
         """Take a report of a rank's present process in the present epoch."""
         who, now_s = (message.rank, message.incarnation, message.nonce), self._clock.now()
         if self._members.was_replaced(*who):

@@ -6,7 +6,7 @@ and then waits for the clients that were there before. Refuses nothing by epoch,
 the coordinator has checked all that before it hands a message over.
 
     client ──StepRequest / Call──▶ ClientLedger ─▶ StepServer ─▶ commands ─▶ CommandWindow ──▶ ranks
-           ◀──answer, Progress────                                        ◀──Applied, Finished──
+           ◀──answer, Progress────                                        ◀──Ack, Finished──────
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.message_headers import MessageHeader
 from kvcache.messages import (
+    Ack,
     Acknowledge,
-    Applied,
     Attach,
     Attached,
     Call,
@@ -48,8 +48,8 @@ from kvcache.messages import (
     FinishedAck,
     Heartbeat,
     LabelReport,
-    Missing,
     MissingSteps,
+    Nack,
     Outgoing,
     Rejected,
     StepCommands,
@@ -118,7 +118,7 @@ class EpochState:
         self._nonce = identity.nonce
         self._incarnations = identity.incarnations
         self._applied_headers = {
-            rank: MessageHeader(Applied, identity.nonce, incarnation, rank, identity.epoch)
+            rank: MessageHeader(Ack, identity.nonce, incarnation, rank, identity.epoch)
             for rank, incarnation in identity.incarnations.items()
         }
         self._settled_seq = 0
@@ -261,17 +261,15 @@ class EpochState:
 
     # --- ranks
 
-    def on_report(
-        self, message: Applied | Missing | Rejected | Finished | Heartbeat
-    ) -> list[Outgoing]:
+    def on_report(self, message: Ack | Nack | Rejected | Finished | Heartbeat) -> list[Outgoing]:
         """Take a report of a rank. Raises ProtocolError for numbers that were never given, and
         ClusterError for a message that the rank cannot obey."""
         now_s, who = self._clock.now(), (message.rank, message.incarnation, message.epoch)
         match message:
-            case Applied() | Heartbeat():
+            case Ack() | Heartbeat():
                 self.window.on_applied(*who, message.seq, now_s)
                 return self.settle()
-            case Missing():
+            case Nack():
                 again = self.window.on_missing(*who, message.from_seq, now_s)
                 return [Outgoing((WorkerAddress(message.rank),), m) for m in again]
             case Rejected():
@@ -288,7 +286,7 @@ class EpochState:
                 return self._on_finished(message)
 
     def on_plain_applied(self, rank: int, payload: bytes, now_s: float) -> bool:
-        """Take an encoded `Applied` of the process that granted this epoch; say whether it is one.
+        """Take an encoded `Ack` of the process that granted this epoch; say whether it is one.
 
         Its first bytes say all that `on_report` and the coordinator would ask. A number that was
         never sent is not taken. `settle` returns what came of it.

@@ -22,7 +22,7 @@ from actors.transport import Endpoint, client_peer, worker_peer
 from actors.transport.mailbox import Mailbox
 from kvcache.config import ClusterConfig
 from kvcache.errors import AlreadyRunningError, NotRunningError, RequestError
-from kvcache.messages import Applied, Attach, FinishedAck
+from kvcache.messages import Ack, Attach, FinishedAck
 from kvcache.request import Request
 from kvcache.step import NewRequest, StepRequest
 from kvcache.wire import encode
@@ -189,8 +189,8 @@ def test_whatever_is_not_ours_is_counted_and_the_cluster_lives_on(shared: KVCach
         stranger.send(encode(Attach("somebody-else", 1)))
         stranger.send(encode(FinishedAck("nonce", 1, (1, 2))))
         stranger.send(bytes(shared.config.transport.max_message_bytes + 1))
-        fake.send(encode(Applied("nonce", "fake", 1, 1, 10**6)))
-        fake.send(encode(Applied("nonce", "fake", 0, 1, 1)))
+        fake.send(encode(Ack("nonce", "fake", 1, 1, 10**6)))
+        fake.send(encode(Ack("nonce", "fake", 0, 1, 1)))
         with shared.client() as client:
             client.wait_finished(client.step(EMPTY).step)
 

@@ -19,8 +19,8 @@ from actors.transport.local import LocalServer
 from kvcache.clock import VirtualClock
 from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError
 from kvcache.messages import (
+    Ack,
     Address,
-    Applied,
     Attach,
     ClientAddress,
     FromClient,
@@ -154,7 +154,7 @@ def test_a_client_that_has_hung_up_is_named_with_the_next_tick() -> None:
 def test_acknowledgements_that_arrive_together_are_settled_once() -> None:
     service, transport = make_service(Decider())
     for rank in range(3):
-        payload = encode(Applied("nonce", "process", rank, 1, 1))
+        payload = encode(Ack("nonce", "process", rank, 1, 1))
         transport.put(Inbound(worker_peer(rank, "process"), payload))
     service.turn()
     settled = encode(Unattached("a", 0, "settled [0, 1, 2]"))
@@ -230,13 +230,13 @@ def broken(*_: object) -> list[Outgoing]:
         (
             "on_plain_applied",
             worker_peer(0, "process"),
-            Applied("nonce", "process", 0, 1, 1),
+            Ack("nonce", "process", 0, 1, 1),
             "a message of WorkerAddress(rank=0)",
         ),
         (
             "settle",
             worker_peer(0, "process"),
-            Applied("nonce", "process", 0, 1, 1),
+            Ack("nonce", "process", 0, 1, 1),
             "an acknowledgement",
         ),
         (

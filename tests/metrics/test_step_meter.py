@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.clock import VirtualClock
-from kvcache.messages import Acknowledge, Applied, Detach
+from kvcache.messages import Ack, Acknowledge, Detach
 from kvcache.metrics import (
     AgeMeter,
     CoordinatorMeters,
@@ -49,7 +49,7 @@ class MeteredBench(Bench):
         self.metered.on_client_message(request)
 
     def rank_applied(self, rank: int, seq: int) -> None:
-        message = Applied("n", self.processes[rank], rank, self.coordinator.epoch, seq)
+        message = Ack("n", self.processes[rank], rank, self.coordinator.epoch, seq)
         self.metered.on_worker_message(rank, message)
 
 

@@ -10,12 +10,12 @@ import msgpack
 import numpy as np
 
 from kvcache.commands import Command
-from kvcache.messages import WIRE_VERSION, Message
+from kvcache.messages import WIRE_VERSION, Message, wire_tag
 
 
 def unchecked(message: Message, max_bytes: int = 0) -> bytes:
     """Return the bytes of a message whatever its fields hold, as long as msgpack can pack them."""
-    packed: bytes = msgpack.packb([WIRE_VERSION, type(message).__name__, *written(message)])
+    packed: bytes = msgpack.packb([WIRE_VERSION, wire_tag(type(message)), *written(message)])
     return packed
 
 

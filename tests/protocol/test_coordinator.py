@@ -20,8 +20,8 @@ from kvcache.errors import ClusterError
 from kvcache.labels import BlockLabel, LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.messages import (
+    Ack,
     Acknowledge,
-    Applied,
     Attach,
     Attached,
     Call,
@@ -151,7 +151,7 @@ class Bench:
         return self.coordinator.on_worker_message(rank, replace(report, **changes))
 
     def applied(self, rank: int, seq: int, /, **changes: Any) -> list[Outgoing]:
-        message = Applied("n", self.processes[rank], rank, self.coordinator.epoch, seq)
+        message = Ack("n", self.processes[rank], rank, self.coordinator.epoch, seq)
         return self.coordinator.on_worker_message(rank, replace(message, **changes))
 
     def finished(self, rank: int, /, *jobs: JobReport, **changes: Any) -> list[Outgoing]:

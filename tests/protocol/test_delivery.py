@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.delivery import CommandReceiver, CommandWindow
 from kvcache.errors import BacklogFullError, MalformedMessageError, StaleEpochError
-from kvcache.messages import Applied, Call, Grant, Granted, Missing, Refused, StepCommands
+from kvcache.messages import Ack, Call, Grant, Granted, Nack, Refused, StepCommands
 from kvcache.step import StepRequest, StepResult
 from kvcache.step_delivery import ReceivedStep, StepReceiver, StepWindow
 
@@ -40,11 +40,11 @@ def test_nothing_is_applied_before_a_grant() -> None:
 
 def test_messages_are_handed_out_once_and_in_order() -> None:
     receiver = make_receiver()
-    missing = Missing("n", "p", 0, 1, 1)
+    missing = Nack("n", "p", 0, 1, 1)
     assert take(receiver, commands(2)) == ([], [missing])
     assert take(receiver, commands(3)) == ([], [])
     assert take(receiver, commands(1)) == ([1, 2, 3], [])
-    assert take(receiver, commands(2)) == ([], [Applied("n", "p", 0, 1, 3)])
+    assert take(receiver, commands(2)) == ([], [Ack("n", "p", 0, 1, 3)])
     assert receiver.applied_seq == 3
 
 
@@ -56,11 +56,11 @@ def test_a_repeat_of_what_is_not_applied_yet_gets_no_answer() -> None:
 
 def test_a_gap_is_asked_for_once_and_again_when_repeats_show_it_open() -> None:
     receiver = make_receiver()
-    missing = Missing("n", "p", 0, 1, 1)
+    missing = Nack("n", "p", 0, 1, 1)
     assert take(receiver, commands(3))[1] == [missing]
     assert take(receiver, commands(4))[1] == []
     assert take(receiver, commands(4))[1] == [missing]
-    assert take(receiver, commands(1)) == ([1], [Missing("n", "p", 0, 1, 2)])
+    assert take(receiver, commands(1)) == ([1], [Nack("n", "p", 0, 1, 2)])
 
 
 def test_early_messages_are_buffered_up_to_a_limit() -> None:
@@ -211,9 +211,9 @@ def test_through_any_disorder_each_number_arrives_once_and_in_order(seed: int) -
                 got += [m.seq for m in received.ready]
                 wire += [receiver.confirm_applied(m.seq) for m in received.ready]
                 wire += received.replies
-            elif isinstance(item, Applied):
+            elif isinstance(item, Ack):
                 window.on_applied(0, "p", 1, item.seq, now_s)
-            elif isinstance(item, Missing):
+            elif isinstance(item, Nack):
                 wire += window.on_missing(0, "p", 1, item.from_seq, now_s)
     assert got == list(range(1, 61))
 

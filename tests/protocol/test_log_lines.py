@@ -19,7 +19,7 @@ from kvcache.coordinator import Phase
 from kvcache.errors import ClusterError
 from kvcache.logs import MAX_LINES, PERIOD_S, LineLimit
 from kvcache.messages import (
-    Applied,
+    Ack,
     Attach,
     Detach,
     Finished,
@@ -161,7 +161,7 @@ def test_refused_peers_are_named(caplog: pytest.LogCaptureFixture) -> None:
         coordinator.on_worker_message(0, Heartbeat("n", "stranger", 1, 1, 0))
         coordinator.on_client_message(Attach("engine-9", 0))
         nonce, incarnation = coordinator._members.nonce, cluster.workers[0].settings.incarnation
-        ahead = Applied(nonce, incarnation, 0, 1, 10**6)
+        ahead = Ack(nonce, incarnation, 0, 1, 10**6)
         coordinator.on_worker_message(0, ahead)
         unknown = Finished(nonce, incarnation, 0, 1, (JobReport(10**6, ok=True),))
         coordinator.on_worker_message(0, unknown)

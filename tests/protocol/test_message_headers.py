@@ -14,13 +14,13 @@ from kvcache.commands import Reset
 from kvcache.delivery import CommandReceiver, PlainStep
 from kvcache.errors import MalformedMessageError
 from kvcache.message_headers import MessageHeader
-from kvcache.messages import Applied, Grant, Granted, Heartbeat, Message, Progress, StepCommands
+from kvcache.messages import Ack, Grant, Granted, Heartbeat, Message, Progress, StepCommands
 from kvcache.step import StepRequest, StepResult
 from kvcache.wire import decode, encode, envelope_of
 from tests.protocol.scenario import Scenario, random_scenario
 from tests.protocol.simulation import simulate
 
-APPLIED = Applied("nonce", "process", 3, 7, 70_000)
+APPLIED = Ack("nonce", "process", 3, 7, 70_000)
 NUMBERS = (0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**63 - 1)
 
 
@@ -36,11 +36,11 @@ def make_receiver() -> CommandReceiver:
 
 @pytest.mark.parametrize("seq", NUMBERS)
 def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
-    header = MessageHeader(Applied, "nonce", "process", 3, 7)
+    header = MessageHeader(Ack, "nonce", "process", 3, 7)
     payload = encode(replace(APPLIED, seq=seq))
     assert header.number(payload) == seq
     assert header.with_number(seq) == payload
-    assert MessageHeader(Applied, "nonce", "process").rest(payload) == [3, 7, seq]
+    assert MessageHeader(Ack, "nonce", "process").rest(payload) == [3, 7, seq]
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_head_reads_and_writes_what_the_codec_does(seq: int) -> None:
     ],
 )
 def test_a_message_of_anything_else_has_another_header(other: Message) -> None:
-    assert MessageHeader(Applied, "nonce", "process", 3, 7).number(encode(other)) is None
+    assert MessageHeader(Ack, "nonce", "process", 3, 7).number(encode(other)) is None
 
 
 def test_what_is_torn_or_has_something_else_in_place_of_the_number_is_not_read() -> None:
-    header = MessageHeader(Applied, "nonce", "process", 3, 7)
+    header = MessageHeader(Ack, "nonce", "process", 3, 7)
     payload = encode(APPLIED)
     for end in range(len(payload)):
         assert header.number(payload[:end]) is None
@@ -76,7 +76,7 @@ def test_a_plain_step_is_taken_exactly_once_and_in_order() -> None:
     assert receiver.take_plain(encode(plain(1))) is None
     assert receiver.take_plain(encode(plain(2, 6))) == PlainStep(2, "client", 6)
     assert (receiver.applied_seq, receiver.statistics().num_delivered) == (2, 2)
-    assert decode(receiver.applied_payload()) == Applied("n", "p", 0, 1, 2)
+    assert decode(receiver.applied_payload()) == Ack("n", "p", 0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
 
 
 def test_a_list_longer_than_any_message_has_is_not_unpacked() -> None:
-    header = MessageHeader(Applied, "nonce", "process", 3, 7)
+    header = MessageHeader(Ack, "nonce", "process", 3, 7)
     items = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc0" * 2**20
     applied = header.prefix + items
     progress = MessageHeader(Progress).prefix + items + b"\x00\x00\x00\x00\x90"

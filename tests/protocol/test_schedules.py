@@ -20,7 +20,7 @@ from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import FlatCore
 from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
-from kvcache.messages import Applied, FromClient, StepCommands
+from kvcache.messages import Ack, FromClient, StepCommands
 from kvcache.network import NetworkFaults
 from kvcache.request import Request
 from kvcache.step_delivery import StepReceiver
@@ -208,7 +208,7 @@ def test_commands_applied_as_they_come_turn_the_simulation_red(
         self._delivered_seq = max(self._delivered_seq, message.seq)
         return ReceivedCommands((message,))
 
-    def confirm(self: CommandReceiver, seq: int) -> Applied:
+    def confirm(self: CommandReceiver, seq: int) -> Ack:
         self._applied_seq = max(self._applied_seq, seq)
         return self._applied()
 

@@ -10,7 +10,7 @@ from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import Membership
 from kvcache.errors import RequestError
 from kvcache.messages import (
-    Applied,
+    Ack,
     Attach,
     Attached,
     Grant,
@@ -83,7 +83,7 @@ def test_clients_that_trust_an_epoch_without_its_coordinator_turn_the_simulation
     "message",
     [
         Heartbeat("old", "p", 0, 7, 3),
-        Applied("old", "p", 0, 7, 3),
+        Ack("old", "p", 0, 7, 3),
         Granted("old", "p", 0, 7),
         Refused("old", "p", 0, 7, "epoch 5 is not above 7"),
     ],

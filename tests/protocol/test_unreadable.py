@@ -15,8 +15,8 @@ from kvcache.commands import Zero
 from kvcache.coordinator import Phase
 from kvcache.errors import MalformedMessageError
 from kvcache.messages import (
+    Ack,
     Address,
-    Applied,
     Attach,
     Attached,
     Call,
@@ -108,7 +108,7 @@ def test_a_step_that_cannot_be_read_waits_for_those_before_it() -> None:
         (C, unchecked(Ping(cast(str, 7), 1))),
         (WorkerAddress(0), unchecked(BAD)),
         (WorkerAddress(0), unchecked(Finished("other", "p", 0, 1, (JobReport(2**63, True),)))),
-        (WorkerAddress(0), unchecked(Applied("n", "p", 0, 1, 2**63))),
+        (WorkerAddress(0), unchecked(Ack("n", "p", 0, 1, 2**63))),
     ],
 )
 def test_what_does_not_say_whose_it_is_gets_no_answer(sender: Address, payload: bytes) -> None:
@@ -272,7 +272,7 @@ def test_a_worker_rejects_commands_that_it_cannot_read_and_takes_good_ones_inste
         unchecked(Ping("coordinator-1", 2**63)),
     ):
         assert harness.worker.on_unreadable(other, "why") == []
-    assert harness.worker.on_message(good) == [Applied("coordinator-1", "process-a", 0, 1, 1)]
+    assert harness.worker.on_message(good) == [Ack("coordinator-1", "process-a", 0, 1, 1)]
 
 
 # --- worker to coordinator

@@ -31,15 +31,18 @@ from kvcache.commands import (
 from kvcache.errors import MalformedMessageError, ProtocolError, VersionMismatchError
 from kvcache.messages import (
     WIRE_VERSION,
+    Ack,
     Attach,
     Call,
     FromClient,
     FromWorker,
     Message,
+    Nack,
     Ping,
     StepCommands,
     ToClient,
     ToWorker,
+    wire_tag,
 )
 from kvcache.step import NewRequest, StepRequest, StepResult
 from kvcache.wire import decode, encode, leading_fields
@@ -195,6 +198,18 @@ def plain(value: Any) -> Any:
 def test_every_message_comes_out_as_it_went_in(cls: type[Any], data: st.DataObject) -> None:
     message = data.draw(instances(cls))
     assert plain(decode(encode(message))) == plain(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "tag"),
+    [
+        (Ack("nonce", "process", 0, 1, 2), "Applied"),
+        (Nack("nonce", "process", 0, 1, 2), "Missing"),
+        (Ping("nonce", 1), "Ping"),
+    ],
+)
+def test_tags_on_the_wire_are_those_of_the_format(message: Message, tag: str) -> None:
+    assert msgpack.unpackb(encode(message))[1] == tag
 
 
 @pytest.mark.parametrize("cls", COMMANDS, ids=lambda cls: cls.__name__)
@@ -449,7 +464,7 @@ WORD = st.recursive(
 
 
 @given(
-    tag=st.sampled_from([cls.__name__ for cls in MESSAGES]) | WORD,
+    tag=st.sampled_from([wire_tag(cls) for cls in MESSAGES]) | WORD,
     fields=st.lists(WORD, max_size=10),
 )
 @settings(max_examples=150, deadline=None)

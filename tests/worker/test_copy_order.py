@@ -15,7 +15,7 @@ import torch
 from kvcache.arrays import Int32Array
 from kvcache.commands import Copy, Discard, Fetch, Load, SealSlots, Spill, Store, Unlabel, Zero
 from kvcache.errors import DeadlineError
-from kvcache.messages import Applied
+from kvcache.messages import Ack
 from kvcache.worker import PendingCopy, copy_task
 from kvcache.worker.file_tier import FileTierSettings
 from tests.worker.told_engine import ToldEngine
@@ -105,7 +105,7 @@ def test_a_forward_waits_for_the_store_that_reads_what_it_writes(bench: Bench) -
     content = bench.content(3)
     bench.store(1, 3, 0)
     assert bench.send(Unlabel(ids(3)), patch(0, [3])) == [
-        Applied("coordinator-1", "process-a", 0, 1, 2)
+        Ack("coordinator-1", "process-a", 0, 1, 2)
     ]
     with pytest.raises(DeadlineError) as caught:
         bench.begin()

@@ -15,7 +15,7 @@ from kvcache.arrays import Int32Array
 from kvcache.clock import SystemClock
 from kvcache.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
 from kvcache.errors import ConfigurationError, DeadlineError
-from kvcache.messages import Applied, JobReport
+from kvcache.messages import Ack, JobReport
 from kvcache.offload.keys import label_keys
 from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_pool, transfers
 from kvcache.worker.checksums import ChecksumRule, checksum_of
@@ -130,7 +130,7 @@ def test_jobs_run_beside_and_are_told_of_when_they_end(bench: Bench) -> None:
     content = block_bytes(bench.worker, 3)
     bench.engine.gate.clear()
     replies = bench.send(Store(1, "host", ids(3), ids(0)))
-    assert [type(reply) for reply in replies] == [Applied]
+    assert [type(reply) for reply in replies] == [Ack]
     assert bench.worker.is_transferring
     assert bench.worker.on_tick() == []
     bench.engine.gate.set()
@@ -199,7 +199,7 @@ def test_a_forward_begins_when_the_thread_has_read_what_it_writes(bench: Bench) 
     forward = threading.Thread(target=write)
     forward.start()
     # A message is obeyed while the forward waits: the worker is not locked meanwhile.
-    assert [type(reply) for reply in bench.send()] == [Applied]
+    assert [type(reply) for reply in bench.send()] == [Ack]
     bench.engine.gate.set()
     forward.join(TIMEOUT_S)
     assert bench.settle(1).ok

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.commands import Command, Copy, Load, Store, Unlabel, Zero
-from kvcache.messages import Applied
+from kvcache.messages import Ack
 from kvcache.specs import Layout
 from kvcache.worker.store_reads import StoreReads
 from tests.worker.delayed_engine import DelayedEngine
@@ -129,7 +129,7 @@ def test_a_step_that_reuses_a_stored_block_is_acknowledged_while_the_copy_runs()
     engine.is_stopped = True
     harness.send(Store(2, "host", ids(3), ids(1)))
     replies = harness.send(Unlabel(ids(3)), Zero(ids(4)), patch(0, [3]))
-    assert replies == [Applied("coordinator-1", "process-a", 0, 1, 2)]
+    assert replies == [Ack("coordinator-1", "process-a", 0, 1, 2)]
     assert engine.num_waits == 0
     harness.forward(TIMEOUT_S)
     assert engine.num_waits > 0

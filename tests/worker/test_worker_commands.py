@@ -14,7 +14,7 @@ from kvcache.arrays import Int32Array
 from kvcache.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
 from kvcache.errors import ClusterError, StaleEpochError
 from kvcache.labels import LabelTable
-from kvcache.messages import Applied, Finished, Rejected
+from kvcache.messages import Ack, Finished, Rejected
 from kvcache.worker import CpuCopyEngine, PendingCopy
 from kvcache.worker.executor import CommandExecutor
 from tests.worker.worker_support import (
@@ -40,7 +40,7 @@ def test_patches_zeroes_and_copies_wait_for_the_forward_and_labels_do_not() -> N
     replies = harness.send(
         patch(1, [3, 4]), Copy(ids(3), ids(5)), Zero(ids(4)), label(9), Unlabel(ids(2))
     )
-    assert replies == [Applied("coordinator-1", "process-a", 0, 1, 1)]
+    assert replies == [Ack("coordinator-1", "process-a", 0, 1, 1)]
     assert worker.labels.digest(9) == b"abcd"
     assert worker.block_tables[0][1].tolist() == [0] * 8
     assert (block_bytes(worker, 4), any(block_bytes(worker, 5))) == (four, False)
@@ -158,7 +158,7 @@ def test_an_invalid_message_is_refused_as_a_whole_and_leaves_its_number_free(
     assert statistics.last_invalid_reason.startswith(f"message 1:1: {reason}")
     assert (statistics.num_labels, statistics.num_deferred) == (0, 0)
     harness.seq = 0
-    assert harness.send(label(3)) == [Applied("coordinator-1", "process-a", 0, 1, 1)]
+    assert harness.send(label(3)) == [Ack("coordinator-1", "process-a", 0, 1, 1)]
 
 
 def test_content_checked_forwards_are_refused_where_checking_is_off() -> None:
@@ -193,7 +193,7 @@ def test_a_stored_block_comes_back_with_the_same_checksum(layout: str) -> None:
     fill_block(harness.worker, 4, 2.0)
     before = [block_bytes(harness.worker, b) for b in (3, 4)]
     applied, finished = harness.send(Store(7, "host", ids(3, 4), ids(2, 0)))
-    assert isinstance(applied, Applied)
+    assert isinstance(applied, Ack)
     assert isinstance(finished, Finished)
     harness.send(Load(8, "host", ids(2, 0), ids(9, 8)))
     assert [block_bytes(harness.worker, b) for b in (9, 8)] == before
@@ -320,7 +320,7 @@ class LateEngine(CpuCopyEngine):
 def test_a_transfer_that_ends_later_is_applied_now_and_reported_then() -> None:
     engine = LateEngine()
     harness = with_host(copy_engine=engine)
-    assert [type(m) for m in harness.send(Store(1, "host", ids(3), ids(0)))] == [Applied]
+    assert [type(m) for m in harness.send(Store(1, "host", ids(3), ids(0)))] == [Ack]
     assert harness.worker.statistics().num_running_jobs == 1
     harness.send(Load(2, "host", ids(0), ids(4)))
     assert harness.reports[2].detail == (

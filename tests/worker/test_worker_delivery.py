@@ -18,7 +18,7 @@ from kvcache.errors import (
     StaleEpochError,
 )
 from kvcache.messages import (
-    Applied,
+    Ack,
     ClientStep,
     CollectLabels,
     Detach,
@@ -31,7 +31,7 @@ from kvcache.messages import (
     JobReport,
     LabelReport,
     Message,
-    Missing,
+    Nack,
     Ping,
     Refused,
 )
@@ -46,8 +46,8 @@ from tests.worker.worker_support import (
 )
 
 
-def applied(seq: int, epoch: int = 1, nonce: str = "coordinator-1") -> Applied:
-    return Applied(nonce, "process-a", 0, epoch, seq)
+def applied(seq: int, epoch: int = 1, nonce: str = "coordinator-1") -> Ack:
+    return Ack(nonce, "process-a", 0, epoch, seq)
 
 
 def test_nothing_is_applied_before_a_grant() -> None:
@@ -96,7 +96,7 @@ def test_each_number_is_applied_once_and_a_repeat_gets_the_stored_answer() -> No
 
 def test_numbers_are_applied_in_order_and_a_gap_is_asked_for() -> None:
     harness = Harness.make()
-    missing = Missing("coordinator-1", "process-a", 0, 1, 1)
+    missing = Nack("coordinator-1", "process-a", 0, 1, 1)
     assert harness.worker.on_message(harness.message(label(3, b"new!"), seq=2)) == [missing]
     assert harness.worker.statistics().num_labels == 0
     assert harness.worker.on_message(harness.message(label(3, b"old!"), seq=1)) == [applied(2)]
