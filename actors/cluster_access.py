@@ -53,7 +53,7 @@ C = TypeVar("C", bound="ClusterAccess")
 
 @dataclass(frozen=True)
 class ClusterStatistics:
-    """Figures of all parties at about the same moment.
+    """Statistics of all parties at about the same moment.
 
     `workers[rank]` and `hosts[rank]` are None for a rank that does not answer.
     """
@@ -108,7 +108,7 @@ class ClusterAccess(ABC):
         return await AsyncKVCacheClient.connect(self._dialer(), client_name)
 
     def statistics(self) -> ClusterStatistics:
-        """Return the figures of all parties. Raises NotRunningError, DeadlineError."""
+        """Return the statistics of all parties. Raises NotRunningError, DeadlineError."""
         calls = [
             None if worker is None else worker.kvcache_statistics.remote()
             for worker in self.workers
@@ -123,11 +123,11 @@ class ClusterAccess(ABC):
         )
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:
-        """Return the figures of the coordinator alone. Raises as `statistics` does."""
+        """Return the statistics of the coordinator alone. Raises as `statistics` does."""
         return self._service_statistics()[0]
 
     def message_statistics(self) -> ServiceStatistics | None:
-        """Return the figures of the coordinator's message loop alone. Raises as `statistics`."""
+        """Return the statistics of the coordinator's message loop alone. Raises as `statistics`."""
         return self._service_statistics()[1]
 
     def collect_labels(self, rank: int) -> LabelSet:
@@ -207,7 +207,7 @@ class ClusterAccess(ABC):
 
     @abstractmethod
     def _service_statistics(self) -> tuple[CoordinatorStatistics | None, ServiceStatistics]:
-        """Return the figures of the coordinator and of its message loop."""
+        """Return the statistics of the coordinator and of its message loop."""
 
 
 def connect_to_ray() -> None:

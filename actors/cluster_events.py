@@ -16,9 +16,9 @@ def cluster_endpoints(cluster: KVCacheCluster) -> EventEndpoints:
     Raises ConfigurationError for one that publishes none, NotRunningError while its publisher is
     not there, and as `KVCacheCluster.status` does.
     """
-    figures = cluster.coordinator_statistics()
+    statistics = cluster.coordinator_statistics()
     return endpoints_in(
-        None if figures is None else figures.events,
+        None if statistics is None else statistics.events,
         cluster.name,
         cluster.config.events.heartbeat_s,
         host=publisher_host(cluster),

@@ -159,7 +159,8 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def statistics(self) -> tuple[CoordinatorStatistics | None, ServiceStatistics]:
-        """Return the figures of the coordinator (None before `begin`) and of its message loop."""
+        """Return the statistics of the coordinator (None before `begin`) and of its message
+        loop."""
         coordinator = self._coordinator
         if coordinator is None:
             return None, self._service.statistics()
@@ -360,11 +361,11 @@ class CoordinatorActor:
         return self._loop.call(action, CALL_TIMEOUT_S)
 
     def _status(self) -> ClusterStatus:
-        figures, supervisor = self._statistics_of_coordinator(), self._supervisor
+        statistics, supervisor = self._statistics_of_coordinator(), self._supervisor
         plan = None if supervisor is None else supervisor.worker_set.plan
         ranks = () if supervisor is None else supervisor.describe_ranks()
         lost = "; ".join(f"rank {r.rank}: {r.describe()}" for r in ranks if r.problem)
-        problem = self._problem or "; ".join(filter(None, (lost, figures.problem)))
+        problem = self._problem or "; ".join(filter(None, (lost, statistics.problem)))
         state = "ready" if self._is_running() and not problem else "degraded"
         if self._loop.failure is not None:
             state = "failed"
@@ -383,7 +384,7 @@ class CoordinatorActor:
             state=state,
             problem=problem,
             model=self._config.model.name,
-            epoch=figures.epoch,
+            epoch=statistics.epoch,
             fingerprint="" if plan is None else plan.fingerprint,
             num_blocks=0 if plan is None else plan.num_blocks,
             max_model_len=0 if plan is None else plan.max_model_len,

@@ -63,7 +63,7 @@ class CoordinatorMetrics:
         return MeteredCoordinator(coordinator, self._meters.steps, self._meters.ages)
 
     def report(
-        self, coordinator: Coordinator, loop_figures: Callable[[], ServiceStatistics], call: Call
+        self, coordinator: Coordinator, loop_statistics: Callable[[], ServiceStatistics], call: Call
     ) -> None:
         """Report from now on, if it is wanted. `call` runs what reads the books."""
         meters, settings = self._meters, self._config.metrics
@@ -77,9 +77,9 @@ class CoordinatorMetrics:
             return samples
 
         def read() -> Sequence[AnySample]:
-            figures = coordinator.statistics()
-            lines.look(figures)
-            return coordinator_samples(name, figures, meters, loop_errors(loop_figures()))
+            statistics = coordinator.statistics()
+            lines.look(statistics)
+            return coordinator_samples(name, statistics, meters, loop_errors(loop_statistics()))
 
         self._reporter = MetricsReporter("kvcache-metrics", collect, settings.interval_s)
 
@@ -104,16 +104,16 @@ class _LogLines:
         self._last_s = time.monotonic()
         self._logger = logging.getLogger(LOG_NAME)
 
-    def look(self, figures: CoordinatorStatistics) -> None:
+    def look(self, statistics: CoordinatorStatistics) -> None:
         """Log a line if it is time and something happened."""
         now_s = time.monotonic()
         seconds = now_s - self._last_s
         if not self._interval_s or seconds < self._interval_s:
             return
-        line = log_line(self._name, self._last, figures, seconds)
+        line = log_line(self._name, self._last, statistics, seconds)
         if line:
             self._logger.info(line)
-        self._last, self._last_s = figures, now_s
+        self._last, self._last_s = statistics, now_s
 
 
 def loop_errors(loop: ServiceStatistics) -> dict[str, int]:

@@ -180,10 +180,10 @@ class EmbeddedCoordinator:
 
     def status(self) -> ClusterStatus:
         """Return what the cluster is and how it does."""
-        figures, ranks = self.statistics()[0], self.supervisor.describe_ranks()
+        statistics, ranks = self.statistics()[0], self.supervisor.describe_ranks()
         lost = "; ".join(f"rank {rank.rank}: {rank.describe()}" for rank in ranks if rank.problem)
-        problem = "; ".join(filter(None, (lost, figures.problem)))
-        is_running = figures.phase == Phase.RUNNING.value
+        problem = "; ".join(filter(None, (lost, statistics.problem)))
+        is_running = statistics.phase == Phase.RUNNING.value
         state = "ready" if is_running and not problem else "degraded"
         if self.ended is not None:
             state, problem = "failed", str(self.ended)
@@ -196,19 +196,19 @@ class EmbeddedCoordinator:
             this_process(),
             state=state,
             problem=problem,
-            epoch=figures.epoch,
+            epoch=statistics.epoch,
             ranks=ranks,
             memory_services=supervisor.memory_services.statuses(),
             loops=loops,
         )
 
     def statistics(self) -> tuple[CoordinatorStatistics, ServiceStatistics]:
-        """Return the figures of the coordinator and of its message loop."""
+        """Return the statistics of the coordinator and of its message loop."""
         rule, service = self._rule, self._service
-        figures = CoordinatorStatistics()
+        statistics = CoordinatorStatistics()
         if rule is not None:
-            figures = service.call(rule.coordinator.statistics)
-        return figures, service.statistics()
+            statistics = service.call(rule.coordinator.statistics)
+        return statistics, service.statistics()
 
     def look_for_successor(self) -> None:
         """Ask Ray's store whether this process still has the cluster; end the service if not."""

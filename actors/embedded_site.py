@@ -71,7 +71,7 @@ class EmbeddedSite:
         )
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:
-        """Return None: the coordinator's figures are known in its process only."""
+        """Return None: the coordinator's statistics are known in its process only."""
         return None
 
     def message_statistics(self) -> ServiceStatistics | None:
@@ -101,9 +101,9 @@ class EmbeddedSite:
                 calls.append((actor.kvcache_assignment.remote(), actor.kvcache_statistics.remote()))
         answers = [(answer_or_none(first), answer_or_none(second)) for first, second in calls]
         return [
-            _Seen(assignment[0], assignment[1], assignment[2], figures[0].epoch)
-            for assignment, figures in answers
-            if assignment is not None and figures is not None
+            _Seen(assignment[0], assignment[1], assignment[2], statistics[0].epoch)
+            for assignment, statistics in answers
+            if assignment is not None and statistics is not None
         ]
 
     def _missing_process(self) -> str:

@@ -1,6 +1,7 @@
 """Where a cluster publishes its cache events, for whoever wants to follow it.
 
-Between a coordinator's figures and subscribers. Refuses addresses of clusters that publish nothing.
+Between a coordinator's statistics and subscribers. Refuses addresses of clusters that publish
+nothing.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ class EventEndpoints:
 
 
 def endpoints_in(
-    figures: Mapping[str, Any] | None,
+    statistics: Mapping[str, Any] | None,
     name: str,
     heartbeat_s: float = 5.0,
     *,
     host: str = "",
     keys: CurveKeys | None = None,
 ) -> EventEndpoints:
-    """Return where the publisher with these `figures` can be followed.
+    """Return where the publisher with these `statistics` can be followed.
 
     Args:
-        figures: `CoordinatorStatistics.events` of cluster `name`.
+        statistics: `CoordinatorStatistics.events` of cluster `name`.
         name: for messages.
         heartbeat_s: its `events.heartbeat_s`.
         host: where it runs: what it bound on all addresses is looked for there.
@@ -62,23 +63,26 @@ def endpoints_in(
         ConfigurationError: the cluster publishes no events.
         NotRunningError: its publisher is not there now.
     """
-    if figures is None:
+    if statistics is None:
         raise ConfigurationError(
             f"{name} publishes no cache events: launch it with `events: {{enabled: true}}`"
         )
-    places = [str(figures.get(key, "")) for key in ("endpoint", "replay_endpoint")]
+    places = [str(statistics.get(key, "")) for key in ("endpoint", "replay_endpoint")]
     if not all(places):
         raise NotRunningError(
-            f"the event publisher of {name} is not there: {figures.get('problem') or 'wait for it'}"
+            f"the event publisher of {name} is not there: "
+            f"{statistics.get('problem') or 'wait for it'}"
         )
     live, replay = (_reachable(place, host) for place in places)
     return EventEndpoints(live, replay, heartbeat_s, keys=keys)
 
 
-def moved(before: EventEndpoints, figures: Mapping[str, Any] | None, host: str) -> EventEndpoints:
-    """Return where a publisher is by newer `figures`; where it was, if they do not say so."""
+def moved(
+    before: EventEndpoints, statistics: Mapping[str, Any] | None, host: str
+) -> EventEndpoints:
+    """Return where a publisher is by newer `statistics`; where it was, if they do not say so."""
     try:
-        now = endpoints_in(figures, "it", host=host)
+        now = endpoints_in(statistics, "it", host=host)
     except (ConfigurationError, NotRunningError):
         return before
     return replace(before, endpoint=now.endpoint, replay_endpoint=now.replay_endpoint)

@@ -82,7 +82,7 @@ class ServiceLoop:
         self._loop.start()
 
     def statistics(self) -> LoopStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return self._loop.statistics()
 
     def call(self, action: Callable[[], T], timeout_s: float) -> T:

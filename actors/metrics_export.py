@@ -5,7 +5,7 @@
 
 A counter is added to (3 us), so only what has come since the last time is. Ray's histograms take
 one value at a time; ours are counted already, so their parts are gauges under the names that
-Prometheus knows: `_bucket` with `le`, `_sum`, `_count`. Refuses to end a process for figures.
+Prometheus knows: `_bucket` with `le`, `_sum`, `_count`. Refuses to end a process for statistics.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MetricsReporter:
         while not self._is_over.wait(self._interval_s):
             try:
                 self._exporter.export(self._collect())
-            except Exception as error:  # nothing that is served depends on figures
+            except Exception as error:  # nothing that is served depends on statistics
                 logger.debug("no metrics this time: %r", error)
 
 

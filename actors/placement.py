@@ -81,8 +81,8 @@ def describe_nodes() -> str:
     """Return CPUs and GPUs of every living node."""
     list_nodes: Any = ray.nodes
     nodes = [node for node in list_nodes() if node["Alive"]]
-    figures = [
+    statistics = [
         f"{node['Resources'].get('CPU', 0):g} CPU / {node['Resources'].get('GPU', 0):g} GPU"
         for node in nodes
     ]
-    return ", ".join(figures) or "nothing"
+    return ", ".join(statistics) or "nothing"

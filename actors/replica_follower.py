@@ -54,7 +54,7 @@ class ReplicaFollower:
         self._problem = ""
         self._settings = SubscriptionSettings(silence_s=silence_s)
         self._subscriber: KVEventSubscriber | None = subscribe(endpoints, self._settings)
-        self._figures = self._subscriber.statistics()
+        self._statistics = self._subscriber.statistics()
         self._loop = ServingLoop("replica-follower", self._turn)
         self._loop.start()
 
@@ -81,9 +81,9 @@ class ReplicaFollower:
     def state(self) -> FollowerState:
         """Return how well the replica is known, frozen."""
         with self._lock:
-            figures, problem = self._figures, self._problem
+            statistics, problem = self._statistics, self._problem
             num_blocks = self._index.num_blocks(_SOURCE)
-        return FollowerState(self.silent_s, num_blocks, figures, problem)
+        return FollowerState(self.silent_s, num_blocks, statistics, problem)
 
     def close(self) -> None:
         """Stop following; returns when the thread has ended. May be called again."""
@@ -102,7 +102,7 @@ class ReplicaFollower:
         try:
             for update in subscriber.poll(_POLL_S):
                 self._take(update)
-            figures = subscriber.statistics()
+            statistics = subscriber.statistics()
         except Exception as error:
             with self._lock:
                 self._index = PrefixIndex()
@@ -111,7 +111,7 @@ class ReplicaFollower:
             subscriber.close()
             raise
         with self._lock:
-            self._figures = figures
+            self._statistics = statistics
 
     def _take(self, update: Update) -> None:
         if update.is_restatement:

@@ -42,7 +42,7 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """Figures of a router. `num_stale_rankings` had at least one replica that was stale;
+    """Statistics of a router. `num_stale_rankings` had at least one replica that was stale;
     `num_forgotten_requests` were begun and not ended before there were too many."""
 
     replicas: dict[str, ReplicaState]
@@ -214,7 +214,7 @@ class PrefixRouter:
             self._known(replica).reported_load = load
 
     def statistics(self) -> RouterStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         with self._lock:
             replicas = {
                 name: ReplicaState(
@@ -338,7 +338,7 @@ class RouterActor:
         self._router.report_load(replica, load)
 
     def statistics(self) -> RouterStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return self._router.statistics()
 
 

@@ -194,7 +194,7 @@ class CoordinatorService:
         return unsendable
 
     def statistics(self) -> ServiceStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return ServiceStatistics(
             transport=self.transport.statistics(),
             malformed=self._malformed,

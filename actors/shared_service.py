@@ -132,7 +132,7 @@ class SharedService:
                     self._part_from(peer)
 
     def statistics(self) -> ServiceStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return self._service.statistics()
 
     # --- inside

@@ -105,7 +105,7 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_statistics(self) -> tuple[WorkerStatistics, HostStatistics]:
-        """Return the figures of the rank and of its connection."""
+        """Return the statistics of the rank and of its connection."""
         return self.kvcache.worker.statistics(), self.kvcache.statistics()
 
     @ray.method(concurrency_group=CONTROL)

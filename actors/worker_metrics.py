@@ -1,4 +1,4 @@
-"""What a worker's process does for metrics: its figures, reported at an interval.
+"""What a worker's process does for metrics: its statistics, reported at an interval.
 
 Nothing is measured that a rank does not count anyway. Refuses to load torch.
 """
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def report_worker(embedded: EmbeddedWorker) -> None:
-    """Report the figures of a rank until it closes, if its configuration wants that. Once; called
-    again it has no effect."""
+    """Report the statistics of a rank until it closes, if its configuration wants that. Once;
+    called again it has no effect."""
     settings, name = embedded.config.metrics, embedded.config.name
     if not settings.enabled or isinstance(embedded.on_close, _Stop):
         return

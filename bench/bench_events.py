@@ -143,11 +143,11 @@ def blocks_into_subscriber(seed: int, num_batches: int) -> float:
                 if time.perf_counter() - start_s > PATIENCE_S:
                     raise RuntimeError(f"still {subscriber.statistics()} of {num_blocks} blocks")
             taken_s = time.perf_counter() - start_s
-            while link.figures().get("last_seq") != subscriber.last_seq:
+            while link.statistics().get("last_seq") != subscriber.last_seq:
                 link.poll()
                 if time.perf_counter() - start_s > PATIENCE_S:
                     raise RuntimeError("the publisher does not say how far it is")
-            if link.figures()["checksum"] != subscriber.checksum:
+            if link.statistics()["checksum"] != subscriber.checksum:
                 raise RuntimeError("the subscriber's state is not the publisher's")
             return num_blocks / taken_s
     finally:

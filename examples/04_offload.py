@@ -108,16 +108,16 @@ def play(client: KVCacheClient, name: str, prompt: np.ndarray) -> int:
 
 def show(cluster: LocalCluster) -> None:
     """Print what went where."""
-    figures = cluster.coordinator.statistics().offload
-    if figures is None:
+    statistics = cluster.coordinator.statistics().offload
+    if statistics is None:
         sys.exit("not as promised: there are tiers")
-    host, disk = figures.tiers.host, figures.tiers.disk
+    host, disk = statistics.tiers.host, statistics.tiers.disk
     print(f"  host memory: {host.num_ready} blocks, {host.num_loaded} loaded")
     if disk is not None:
         print(
             f"  files: {disk.num_ready} blocks, {disk.num_stored} written, {disk.num_loaded} read"
         )
-    print(f"  taken over from before: {figures.num_adopted_blocks} blocks")
+    print(f"  taken over from before: {statistics.num_adopted_blocks} blocks")
 
 
 def promise(holds: bool, what: str) -> None:

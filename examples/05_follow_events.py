@@ -126,8 +126,8 @@ def free_ports(count: int) -> list[int]:
 def endpoints_of(cluster: LocalCluster) -> tuple[str, str]:
     """Where the publisher is: the live stream, and where it can be asked. `kvcache status --json`
     shows the same."""
-    figures = cluster.coordinator.statistics().events or {}
-    return figures["endpoint"], figures["replay_endpoint"]
+    statistics = cluster.coordinator.statistics().events or {}
+    return statistics["endpoint"], statistics["replay_endpoint"]
 
 
 def play(client: KVCacheClient, name: str, prompt: np.ndarray, salt: str | None = None) -> None:

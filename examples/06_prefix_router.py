@@ -49,8 +49,8 @@ class Replica:
 
     def endpoints(self) -> tuple[str, str]:
         """Where it publishes what it caches."""
-        figures = self.cluster.coordinator.statistics().events or {}
-        return figures["endpoint"], figures["replay_endpoint"]
+        statistics = self.cluster.coordinator.statistics().events or {}
+        return statistics["endpoint"], statistics["replay_endpoint"]
 
     def compute(self, request_id: str, prompt: np.ndarray) -> int:
         """Compute a prompt and finish it; return how many tokens were cached."""

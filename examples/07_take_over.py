@@ -61,8 +61,8 @@ def main() -> None:
 
     print(f"Another process, {os.getpid()}, takes the cluster over")
     with EmbeddedCluster.take_over(name) as cluster, cluster.client() as client:
-        figures = cluster.statistics().coordinator
-        num_kept = 0 if figures is None else figures.num_kept_blocks
+        statistics = cluster.statistics().coordinator
+        num_kept = 0 if statistics is None else statistics.num_kept_blocks
         print(f"  epoch {client.epoch}: {num_kept} blocks are on both ranks what they were")
         num_hit = compute(client, "again")
         print(f"  the same prompt: {num_hit} of {len(PROMPT)} tokens found, the rest is computed")

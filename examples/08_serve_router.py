@@ -73,8 +73,8 @@ class Engine:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Tell routers where this replica says what it caches."""
-        figures = self._cluster.coordinator.statistics().events
-        return event_metadata(endpoints_in(figures, self._cluster.config.name, HEARTBEAT_S))
+        statistics = self._cluster.coordinator.statistics().events
+        return event_metadata(endpoints_in(statistics, self._cluster.config.name, HEARTBEAT_S))
 
     async def __call__(self, token_ids: list[int], in_turn: bool = False) -> tuple[str, int]:
         """Compute a prompt; return who did, and how many of its tokens were cached."""

@@ -91,8 +91,8 @@ def show_ways() -> None:
         )
         drafts = SamplingParams(max_tokens=30, num_draft_tokens=4)
         compare(run(engine, prompt, drafts), [dense.generate(prompt, drafts)])
-        figures = engine.statistics()
-        accepted, rejected = figures.num_accepted_drafts, figures.num_rejected_drafts
+        statistics = engine.statistics()
+        accepted, rejected = statistics.num_accepted_drafts, statistics.num_rejected_drafts
         print(f"  drafts: {accepted} accepted, {rejected} taken back, and not a token differs")
 
 
@@ -137,12 +137,13 @@ def show_loss() -> None:
                 process_id = engine.executor.cluster.status().coordinator_process_id
                 kill(process_id, signal.SIGKILL)
         compare(list(said.values()), [dense.generate(prompt, params) for prompt in prompts])
-        figures = engine.statistics()
+        statistics = engine.statistics()
         print(
-            f"  {figures.num_restarts} restart; {figures.num_cached_tokens} tokens were found again"
+            f"  {statistics.num_restarts} restart; {statistics.num_cached_tokens} tokens were "
+            "found again"
         )
-        promise(figures.num_restarts == 1, "it went on once")
-        promise(figures.num_cached_tokens > 0, "what was cached is still there")
+        promise(statistics.num_restarts == 1, "it went on once")
+        promise(statistics.num_cached_tokens > 0, "what was cached is still there")
     ray.shutdown()
 
 

@@ -95,13 +95,14 @@ def main() -> None:
         print(f"4 beams of question 0, by block table: {tables}")
         promise(torch.equal(beams, answer(model, ids, None, num_beams=4)), "beams are the same")
 
-        figures = store.statistics()
+        statistics = store.statistics()
         print(
-            f"{figures.num_asked_tokens} prompt tokens, {figures.num_hit_tokens} of them found; "
-            f"{figures.num_blocks_in_use} of {figures.num_blocks} blocks in use, "
-            f"{figures.num_blocks_cached} cached, {figures.num_copied_blocks} copied before a write"
+            f"{statistics.num_asked_tokens} prompt tokens, {statistics.num_hit_tokens} of them "
+            f"found; {statistics.num_blocks_in_use} of {statistics.num_blocks} blocks in use, "
+            f"{statistics.num_blocks_cached} cached, {statistics.num_copied_blocks} copied before "
+            "a write"
         )
-        promise(figures.num_blocks_in_use == 0, "no block is lost")
+        promise(statistics.num_blocks_in_use == 0, "no block is lost")
 
 
 def promise(holds: bool, what: str) -> None:

@@ -138,7 +138,7 @@ class ServingLoop:
                 self._thread.start()
 
     def statistics(self) -> LoopStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         faults = self.faults
         return LoopStatistics(
             faults.name, self.is_running, faults.count, faults.last, self._num_restarts

@@ -51,13 +51,13 @@ def error_answer(message: ReceivedMessage | StepAnswer, error_type: str, reason:
     return StepResult(client_id, step, message.epoch, seq, error=prose(f"{error_type}: {reason}"))
 
 
-def stamped(message: MessageT, **figures: int | str) -> MessageT:
+def stamped(message: MessageT, **statistics: int | str) -> MessageT:
     """Return a copy of `message` with the numbers that only its sender knows.
 
     `dataclasses.replace` runs the constructor over all twenty fields, in every step.
     """
     copy = object.__new__(type(message))
-    copy.__dict__.update(message.__dict__, **figures)
+    copy.__dict__.update(message.__dict__, **statistics)
     return copy
 
 

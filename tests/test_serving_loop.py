@@ -1,4 +1,4 @@
-"""Threads that serve: what errors cost them, and what their figures say."""
+"""Threads that serve: what errors cost them, and what their statistics say."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`kvcache advise`: from a load and what memory costs, how much of which, and which policy.
 
-Every figure of the advice was simulated on the whole trace. What was assumed, and how much hit
+Every number of the advice was simulated on the whole trace. What was assumed, and how much hit
 rates moved while the trace went on, is said beside it.
 """
 
@@ -170,7 +170,7 @@ class _Steadiness:
 
 
 def _doubts(advice: _Advice) -> list[str]:
-    """Return what speaks against trusting the figures; none is good."""
+    """Return what speaks against trusting the results; an empty answer is good."""
     trace, best = advice.trace, advice.best
     doubts = []
     if trace.num_requests < _FEW_REQUESTS:

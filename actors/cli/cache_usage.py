@@ -69,7 +69,7 @@ def show_usage(name: str | None, as_json: bool) -> None:
 def usage_of(
     statistics: CoordinatorStatistics, inspection: CacheInspection, labels: LabelSet
 ) -> Usage:
-    """Return what the blocks are, from the figures of one moment or of moments close together.
+    """Return what the blocks are, from the statistics of one moment or of moments close together.
 
     Raises NotRunningError while there is no cache: an epoch is about to begin.
     """

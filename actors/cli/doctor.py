@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.doctor_checks import (
-    DirectoryFigures,
-    NodeFigures,
+    DirectoryStatistics,
+    NodeStatistics,
     Problem,
     device_problems,
     directory_problems,
@@ -31,7 +31,7 @@ from actors.cli.doctor_checks import (
     node_problems,
 )
 from actors.cli.doctor_network import (
-    RayFigures,
+    RayStatistics,
     limit_problems,
     look_at_ray,
     open_files_limit,
@@ -63,11 +63,11 @@ class Examination:
     """All that was found. `page_bytes` are those of the plan, empty without a configuration."""
 
     machine: dict[str, str]
-    node: NodeFigures
+    node: NodeStatistics
     page_bytes: tuple[int, ...]
     measurements: tuple[CopyMeasurement, ...]
-    directory: DirectoryFigures | None
-    ray: RayFigures
+    directory: DirectoryStatistics | None
+    ray: RayStatistics
     open_files_limit: int | None
     problems: tuple[Problem, ...]
 
@@ -108,10 +108,10 @@ def show_examination(config_path: Path | None, as_json: bool) -> bool:
 
 def examine(config: ClusterConfig | None) -> Examination:
     """Look at this machine, and measure; takes a few seconds."""
-    node, ray, open_files = NodeFigures.of_this_node(), look_at_ray(), open_files_limit()
+    node, ray, open_files = NodeStatistics.of_this_node(), look_at_ray(), open_files_limit()
     problems = node_problems(node) + ray_problems(ray) + limit_problems(open_files)
     page_bytes: tuple[int, ...] = ()
-    directory: DirectoryFigures | None = None
+    directory: DirectoryStatistics | None = None
     if config is not None:
         problems += device_problems(config, node) + port_problems(config)
         try:
@@ -155,7 +155,7 @@ def _measure_gpu(page_bytes: Sequence[int], problems: list[Problem]) -> list[Cop
         return []
 
 
-def _memories(config: ClusterConfig, node: NodeFigures) -> list[int] | None:
+def _memories(config: ClusterConfig, node: NodeStatistics) -> list[int] | None:
     """Return what each rank would report; None where the configuration says it.
 
     A guess, good enough to plan pages with: the launch asks the ranks themselves.
@@ -172,7 +172,7 @@ def _pages(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({region.width_bytes for layout in layouts for region in layout.regions}))
 
 
-def _machine(node: NodeFigures) -> dict[str, str]:
+def _machine(node: NodeStatistics) -> dict[str, str]:
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(len(node.gpu_free_bytes))]
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",

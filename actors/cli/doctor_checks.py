@@ -38,7 +38,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class NodeFigures:
+class NodeStatistics:
     """What this node has. None: no limit, or none that can be read.
 
     `gpu_free_bytes`: one figure for each GPU that torch can use.
@@ -50,7 +50,7 @@ class NodeFigures:
     gpu_free_bytes: tuple[int, ...] = ()
 
     @classmethod
-    def of_this_node(cls) -> NodeFigures:
+    def of_this_node(cls) -> NodeStatistics:
         """Look; changes nothing."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         has_shared = SHARED_MEMORY.is_dir()
@@ -64,7 +64,7 @@ class NodeFigures:
 
 
 @dataclass(frozen=True)
-class DirectoryFigures:
+class DirectoryStatistics:
     """The directory of the file tier. `sync_bytes_per_s`: written and brought to the disk; None
     where nothing can be written."""
 
@@ -74,16 +74,16 @@ class DirectoryFigures:
     problem: str = ""
 
 
-def look_at_directory(location: Location, clock: Clock) -> DirectoryFigures:
+def look_at_directory(location: Location, clock: Clock) -> DirectoryStatistics:
     """Write a file there, bring it to the disk, remove it. Never raises for a bad path.
 
-    What would be made below the root is not: the figures are of the directory that holds it.
+    What would be made below the root is not: the statistics are of the directory that holds it.
     """
     path = location.path
     while path != location.root and not path.exists():
         path = path.parent
     if not path.is_dir():
-        return DirectoryFigures(path, problem="is no directory")
+        return DirectoryStatistics(path, problem="is no directory")
     try:
         free_bytes = shutil.disk_usage(path).free
         with tempfile.TemporaryFile(dir=path) as file:
@@ -93,11 +93,11 @@ def look_at_directory(location: Location, clock: Clock) -> DirectoryFigures:
             os.fsync(file.fileno())
             taken = clock.now() - start
     except OSError as error:
-        return DirectoryFigures(path, problem=f"cannot be written ({error.strerror})")
-    return DirectoryFigures(path, free_bytes, SYNC_BYTES / taken if taken > 0 else float("inf"))
+        return DirectoryStatistics(path, problem=f"cannot be written ({error.strerror})")
+    return DirectoryStatistics(path, free_bytes, SYNC_BYTES / taken if taken > 0 else float("inf"))
 
 
-def node_problems(node: NodeFigures) -> list[Problem]:
+def node_problems(node: NodeStatistics) -> list[Problem]:
     """Return what is wrong with a node whatever runs there."""
     free = node.shared_free_bytes
     if free is None or free >= MIN_SHARED_BYTES:
@@ -112,7 +112,7 @@ def node_problems(node: NodeFigures) -> list[Problem]:
     ]
 
 
-def device_problems(config: ClusterConfig, node: NodeFigures) -> list[Problem]:
+def device_problems(config: ClusterConfig, node: NodeStatistics) -> list[Problem]:
     """Return what is wrong with the GPUs that a configuration wants; none on CPU."""
     workers, parallel = config.workers, config.parallel
     if workers.device != "cuda":
@@ -139,7 +139,7 @@ def device_problems(config: ClusterConfig, node: NodeFigures) -> list[Problem]:
     ]
 
 
-def memory_problems(config: ClusterConfig, plan: Plan, node: NodeFigures) -> list[Problem]:
+def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> list[Problem]:
     """Return what does not fit: pools on GPUs, pools and host slots in memory."""
     width = config.parallel.tensor_parallel_size
     pool_bytes = max(rank.total_size_bytes for rank in plan.configs)
@@ -178,7 +178,7 @@ def memory_problems(config: ClusterConfig, plan: Plan, node: NodeFigures) -> lis
     return problems
 
 
-def directory_problems(config: ClusterConfig, directory: DirectoryFigures) -> list[Problem]:
+def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) -> list[Problem]:
     """Return what is wrong with the directory of the file tier."""
     disk = config.offload.disk
     if disk is None:

@@ -24,7 +24,7 @@ _TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>[0-9]+)")
 
 
 @dataclass(frozen=True)
-class RayFigures:
+class RayStatistics:
     """The Ray cluster of this machine, as a command would find it. `problem` says why there is
     none that can be used, `remedy` what helps, `is_wanted` that a launch cannot do without it;
     `clusters` are ours that run there."""
@@ -40,7 +40,7 @@ class RayFigures:
     )
 
 
-def look_at_ray() -> RayFigures:
+def look_at_ray() -> RayStatistics:
     """Join the Ray cluster that runs here, if there is one, look, and leave it. Never raises."""
     try:
         import ray
@@ -49,25 +49,25 @@ def look_at_ray() -> RayFigures:
         from actors.cli.ray_access import find_refusal
         from actors.cli.sessions import ray_session
     except ImportError as error:
-        return RayFigures("not installed", problem=f"Ray cannot be imported: {error}")
+        return RayStatistics("not installed", problem=f"Ray cannot be imported: {error}")
     refusal = None if ray.is_initialized() else find_refusal()
     if refusal is not None:
         own = "" if refusal.is_named else "; `kvcache launch` leaves it alone and starts its own"
-        found = RayFigures(ray.__version__, problem=refusal.what, remedy=refusal.remedy + own)
+        found = RayStatistics(ray.__version__, problem=refusal.what, remedy=refusal.remedy + own)
         return replace(found, is_wanted=refusal.is_named)
     try:
         with ray_session(may_start=False):
             list_nodes: Any = ray.nodes
             num_nodes = sum(bool(node["Alive"]) for node in list_nodes())
-            return RayFigures(ray.__version__, True, num_nodes, tuple(running_clusters()))
+            return RayStatistics(ray.__version__, True, num_nodes, tuple(running_clusters()))
     except NotRunningError:
-        return RayFigures(ray.__version__)
+        return RayStatistics(ray.__version__)
     except (KVCacheError, RuntimeError, OSError, ValueError) as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
-        return RayFigures(ray.__version__, problem=first[0])
+        return RayStatistics(ray.__version__, problem=first[0])
 
 
-def ray_problems(found: RayFigures) -> list[Problem]:
+def ray_problems(found: RayStatistics) -> list[Problem]:
     """Return what is wrong with Ray: that none runs is none, `kvcache launch` starts one."""
     if found.problem:
         what = f"the Ray cluster that should run here cannot be joined: {found.problem}"

@@ -1,7 +1,7 @@
 """Whose cache events a command reads: a running cluster's, or those of two addresses.
 
-Below `kvcache watch` and `kvcache events dump`. A cluster's coordinator is asked for its figures in
-a thread of its own: one that is away does not hold up the events. Refuses to start anything.
+Below `kvcache watch` and `kvcache events dump`. A cluster's coordinator is asked for its statistics
+in a thread of its own: one that is away does not hold up the events. Refuses to start anything.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SourceChoice:
 
 @dataclass(frozen=True)
 class EventSource:
-    """Where to follow. `look` asks the coordinator for its figures; None where only addresses are
-    known. `host`: where its publisher runs."""
+    """Where to follow. `look` asks the coordinator for its statistics; None where only addresses
+    are known. `host`: where its publisher runs."""
 
     title: str
     endpoints: EventEndpoints
@@ -76,7 +76,7 @@ def _cluster(name: str | None) -> Iterator[EventSource]:
         if not isinstance(cluster, KVCacheCluster):
             raise NotRunningError(
                 f"the coordinator of {cluster.name} is in a process of its engine, which alone "
-                "knows its figures: pass --endpoint and --replay-endpoint"
+                "knows its statistics: pass --endpoint and --replay-endpoint"
             )
         require_plan(cluster.status())
         yield EventSource(
@@ -87,8 +87,8 @@ def _cluster(name: str | None) -> Iterator[EventSource]:
         )
 
 
-class FigureReader:
-    """Asks for a coordinator's figures again and again, in a thread; the newest are at hand."""
+class StatisticsReader:
+    """Asks for a coordinator's statistics again and again, in a thread; the newest are at hand."""
 
     def __init__(self, look: Look | None) -> None:
         """Ask nobody yet; `look` None is nobody."""
@@ -99,7 +99,7 @@ class FigureReader:
         self.problem = ""
         """Why there was no answer the last time, nothing if there was."""
 
-    def __enter__(self) -> FigureReader:
+    def __enter__(self) -> StatisticsReader:
         if self._look is not None:
             self._loop.start()
         return self

@@ -115,16 +115,16 @@ class EventTally:
         self,
         now_s: float,
         subscription: SubscriptionStatistics,
-        figures: CoordinatorStatistics | None,
+        statistics: CoordinatorStatistics | None,
         *,
         problem: str = "",
         num_top: int = 5,
     ) -> Look:
         """Return what there is to see at `now_s`, and begin the next stretch."""
-        told = (None if figures is None else figures.events) or {}
+        told = (None if statistics is None else statistics.events) or {}
         seq, checksum = told.get("last_seq"), told.get("checksum")
         ours = None if seq is None else self._checksums.get(seq)
-        total, recent = self._hit_rates(figures)
+        total, recent = self._hit_rates(statistics)
         return Look(
             self._traffic(now_s),
             subscription,
@@ -144,8 +144,8 @@ class EventTally:
         passed_s, self._since_s = now_s - self._since_s, now_s
         return Traffic(*(count / passed_s if passed_s > 0 else 0.0 for count in counts))
 
-    def _hit_rates(self, figures: CoordinatorStatistics | None) -> tuple[float | None, ...]:
-        manager = None if figures is None else figures.manager
+    def _hit_rates(self, statistics: CoordinatorStatistics | None) -> tuple[float | None, ...]:
+        manager = None if statistics is None else statistics.manager
         if manager is None:
             return None, None
         asked, hit = manager.num_asked_tokens, manager.num_hit_tokens

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from actors.cli.event_source import EventSource, FigureReader, SourceChoice, open_source
+from actors.cli.event_source import EventSource, SourceChoice, StatisticsReader, open_source
 from actors.cli.event_tally import EventTally, Look, hex_digits
 from actors.cli.prefix_forest import PrefixRow
 from actors.event_endpoints import EventEndpoints, moved, subscribe
@@ -45,7 +45,7 @@ class _Watch:
 
     def __init__(self, source: EventSource) -> None:
         self._source = source
-        self._reader = FigureReader(source.look)
+        self._reader = StatisticsReader(source.look)
         self._subscriber = subscribe(source.endpoints)
         self._endpoints = source.endpoints
         self._tally = EventTally(time.monotonic())
@@ -76,11 +76,11 @@ class _Watch:
                 return
 
     def _look(self, now_s: float) -> Look:
-        figures = self._reader.newest
-        if figures is not None:
-            self._follow_to(moved(self._endpoints, figures.events, self._source.host))
+        coordinator = self._reader.newest
+        if coordinator is not None:
+            self._follow_to(moved(self._endpoints, coordinator.events, self._source.host))
         statistics = self._subscriber.statistics()
-        return self._tally.look(now_s, statistics, figures, problem=self._reader.problem)
+        return self._tally.look(now_s, statistics, coordinator, problem=self._reader.problem)
 
     def _follow_to(self, endpoints: EventEndpoints) -> None:
         """Follow a publisher that has begun anew elsewhere: it states everything."""

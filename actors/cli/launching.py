@@ -99,9 +99,9 @@ def show_status(name: str | None, as_json: bool) -> None:
         statistics = cluster.coordinator_statistics()
         messages = cluster.message_statistics()
     if as_json:
-        figures = None if statistics is None else asdict(statistics)
+        told = None if statistics is None else asdict(statistics)
         loop = None if messages is None else asdict(messages)
-        whole = {**status.to_dict(), "statistics": figures, "messages": loop}
+        whole = {**status.to_dict(), "statistics": told, "messages": loop}
         print_json(json.dumps(whole, indent=2))
         return
     console = Console(file=sys.stdout)

@@ -1,4 +1,4 @@
-"""`kvcache plan`: a configuration, or a published model, as figures before anything runs."""
+"""`kvcache plan`: what a configuration or a published model takes, before anything runs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvcache.errors import (
 from kvcache.messages import FailedForward
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.replay.limits import EngineLimits
-from kvcache.replay.stepper import CacheFigures, ForwardProgress, Stepper, TierFigures
+from kvcache.replay.stepper import CacheCounters, ForwardProgress, Stepper, TierCounters
 from kvcache.replay.traits import ModelTraits
 from kvcache.step import StepRequest, StepResult
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actors.cluster import KVCacheCluster
     from kvcache.worker.settings import WorkerStatistics
 
-_FIGURES_INTERVAL_S = 1.0
+_STATISTICS_INTERVAL_S = 1.0
 _SEND_AGAIN_S = 0.1
 
 
@@ -46,7 +46,8 @@ class Playground:
 Look: TypeAlias = (
     "Callable[[], tuple[CoordinatorStatistics | None, Sequence[WorkerStatistics | None]]]"
 )
-"""Asks a cluster for the figures of its coordinator and its ranks, None of who does not answer."""
+"""Asks a cluster for the statistics of its coordinator and its ranks, None of who does not
+answer."""
 
 
 class ClientStepper:
@@ -68,7 +69,7 @@ class ClientStepper:
         self._look = look
         self._return_s = return_s
         self._tell = tell
-        self._figures = CacheFigures(0, 0, 0, 0.0)
+        self._counters = CacheCounters(0, 0, 0, 0.0)
         self._bytes_checked_before = 0
         self._failures_before: tuple[FailedForward, ...] = ()
         self._submitted = StepRequest()
@@ -130,27 +131,29 @@ class ClientStepper:
             failures=(*self._failures_before, *client.failures),
         )
 
-    def figures(self) -> CacheFigures:
-        """Ask the cluster; the last known figures where the coordinator has none, or is away."""
+    def statistics(self) -> CacheCounters:
+        """Ask the cluster; the last known statistics where the coordinator has none, or is away."""
         try:
             statistics, workers = self._look()
         except (DeadlineError, NotRunningError, WorkerLostError):
-            return self._figures
+            return self._counters
         # Every rank executes the same copies; one that was replaced knows of fewer.
         copies = max((w.num_blocks_copied for w in workers if w is not None), default=0)
         if statistics is not None and statistics.manager is not None:
             core = statistics.manager.core
             share = 1 - core.num_free_blocks / core.num_blocks if core.num_blocks else 0.0
-            tiers = _tier_figures(statistics.offload)
-            self._figures = CacheFigures(core.num_blocks, core.num_evictions, copies, share, tiers)
-        return self._figures
+            tiers = _tier_counters(statistics.offload)
+            self._counters = CacheCounters(
+                core.num_blocks, core.num_evictions, copies, share, tiers
+            )
+        return self._counters
 
 
-def _tier_figures(offload: OffloadStatistics | None) -> TierFigures | None:
+def _tier_counters(offload: OffloadStatistics | None) -> TierCounters | None:
     if offload is None:
         return None
     host, disk = offload.tiers.host, offload.tiers.disk
-    return TierFigures(
+    return TierCounters(
         offload.num_loaded_tokens,
         offload.num_fetched_tokens,
         host.stored_bytes,
@@ -250,8 +253,8 @@ def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
     with cluster.client("replay") as client:
 
         def look() -> tuple[CoordinatorStatistics | None, Sequence[WorkerStatistics | None]]:
-            figures = cluster.statistics()
-            return figures.coordinator, figures.workers
+            told = cluster.statistics()
+            return told.coordinator, told.workers
 
         return_s = cluster.config.deadlines.return_s
         stepper = ClientStepper(client, look, return_s=return_s, tell=say)
@@ -269,6 +272,6 @@ def _limits(config: ClusterConfig, max_model_len: int) -> EngineLimits:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
         stall_s=config.stall_s,
-        figures_interval_s=_FIGURES_INTERVAL_S,
+        statistics_interval_s=_STATISTICS_INTERVAL_S,
         model=ModelTraits.of(groups),
     )

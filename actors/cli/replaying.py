@@ -21,7 +21,7 @@ from kvcache.errors import ConfigurationError, WrongBytesError
 from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import require_model_len
 from kvcache.replay.report import ReplayReport
-from kvcache.replay.stepper import TierFigures
+from kvcache.replay.stepper import TierCounters
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.opening import open_workload
 from kvcache.simulate.workload import Workload
@@ -46,7 +46,7 @@ class ReplayChoices:
 
 
 def count_prefills(choices: ReplayChoices) -> None:
-    """Count the hits of the prompts alone and print the figures.
+    """Count the hits of the prompts alone and print the statistics.
 
     Raises ConfigurationError for `--skip-too-long`: no model limits a count.
     """
@@ -154,7 +154,7 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
     )
 
 
-def _tier_facts(tiers: TierFigures | None) -> dict[str, str]:
+def _tier_facts(tiers: TierCounters | None) -> dict[str, str]:
     if tiers is None:
         return {}
     from_host = tiers.num_loaded_tokens - tiers.num_fetched_tokens

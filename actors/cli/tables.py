@@ -1,4 +1,4 @@
-"""Figures as tables for people and JSON for programs, the same way in every command."""
+"""Numbers as tables for people and JSON for programs, the same way in every command."""
 
 from __future__ import annotations
 

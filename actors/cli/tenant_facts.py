@@ -14,7 +14,7 @@ _UNNAMED = "(none)"
 
 
 def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatistics, ...]:
-    """Return the figures of all tenants in all tiers; none where none are configured."""
+    """Return the statistics of all tenants in all tiers; none where none are configured."""
     if statistics is None or statistics.manager is None:
         return ()
     found = statistics.manager.tenants

@@ -26,7 +26,7 @@ BAR_CELLS = 30
 
 @dataclass(frozen=True)
 class Look:
-    """All figures of one moment; `problem` says why there are none."""
+    """All statistics of one moment; `problem` says why there are none."""
 
     at_s: float
     status: ClusterStatus | None
@@ -35,7 +35,7 @@ class Look:
 
     @property
     def coordinator(self) -> CoordinatorStatistics:
-        """The coordinator's figures, zeroes where there are none."""
+        """The coordinator's statistics, zeroes where there are none."""
         known = None if self.statistics is None else self.statistics.coordinator
         return CoordinatorStatistics() if known is None else known
 
@@ -105,16 +105,16 @@ def rates(before: Look, now: Look) -> Rates:
     )
 
 
-def _counts(figures: CoordinatorStatistics) -> dict[str, int]:
+def _counts(statistics: CoordinatorStatistics) -> dict[str, int]:
     counts: dict[str, int] = {}
-    if figures.manager is not None:
-        counts["evicted"] = figures.manager.core.num_evictions
-        counts["preempted"] = figures.manager.num_preemptions
-        counts["asked"] = figures.manager.num_asked_tokens
-        counts["hit"] = figures.manager.num_hit_tokens
-    if figures.offload is not None:
-        counts["stored"] = figures.offload.tiers.host.stored_bytes
-        counts["loaded"] = figures.offload.tiers.host.loaded_bytes
+    if statistics.manager is not None:
+        counts["evicted"] = statistics.manager.core.num_evictions
+        counts["preempted"] = statistics.manager.num_preemptions
+        counts["asked"] = statistics.manager.num_asked_tokens
+        counts["hit"] = statistics.manager.num_hit_tokens
+    if statistics.offload is not None:
+        counts["stored"] = statistics.offload.tiers.host.stored_bytes
+        counts["loaded"] = statistics.offload.tiers.host.loaded_bytes
     return counts
 
 
@@ -135,14 +135,14 @@ def _shower(name: str, once: bool, as_json: bool) -> Iterator[Show]:
 
 def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
     """Return a look for programs."""
-    figures = look.coordinator
-    manager = figures.manager
+    statistics = look.coordinator
+    manager = statistics.manager
     values: dict[str, Any] = {
         "name": name,
         "state": "unknown" if look.status is None else look.status.state,
         "problem": look.problem or ("" if look.status is None else look.status.problem),
-        "epoch": figures.epoch,
-        "num_clients": figures.num_clients,
+        "epoch": statistics.epoch,
+        "num_clients": statistics.num_clients,
         "steps_per_s": rate.steps,
         "evictions_per_s": rate.evictions,
         "preemptions_per_s": rate.preemptions,
@@ -166,14 +166,14 @@ def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
 
 def screen(name: str, look: Look, rate: Rates) -> RenderableType:
     """Return a look for people."""
-    status, figures = look.status, look.coordinator
+    status, statistics = look.status, look.coordinator
     state = "no answer" if status is None else status.state
     problem = look.problem or ("" if status is None else status.problem)
-    title = f"{name}: {state}, epoch {figures.epoch}, {figures.num_clients:,} clients"
+    title = f"{name}: {state}, epoch {statistics.epoch}, {statistics.num_clients:,} clients"
     facts = Table(show_header=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
-    for what, value in _facts(figures, rate).items():
+    for what, value in _facts(statistics, rate).items():
         facts.add_row(what, value)
     parts: list[RenderableType] = [Text(title, style="italic"), facts, _ranks(look)]
     if problem:
@@ -181,9 +181,9 @@ def screen(name: str, look: Look, rate: Rates) -> RenderableType:
     return Group(*parts)
 
 
-def _facts(figures: CoordinatorStatistics, rate: Rates) -> dict[str, str]:
-    facts = {"steps": f"{rate.steps:,.1f}/s, {figures.num_unacknowledged:,} messages under way"}
-    manager = figures.manager
+def _facts(statistics: CoordinatorStatistics, rate: Rates) -> dict[str, str]:
+    facts = {"steps": f"{rate.steps:,.1f}/s, {statistics.num_unacknowledged:,} messages under way"}
+    manager = statistics.manager
     if manager is not None:
         core = manager.core
         total_rate = manager.num_hit_tokens / max(1, manager.num_asked_tokens)
@@ -196,8 +196,8 @@ def _facts(figures: CoordinatorStatistics, rate: Rates) -> dict[str, str]:
             "cached": _bar(core.num_cached_blocks, core.num_blocks),
             "evictions": f"{rate.evictions:,.1f} blocks/s",
         }
-    if figures.offload is not None:
-        host, disk = figures.offload.tiers.host, figures.offload.tiers.disk
+    if statistics.offload is not None:
+        host, disk = statistics.offload.tiers.host, statistics.offload.tiers.disk
         facts["host"] = _bar(host.num_ready, host.num_slots * host.blocks_per_slot)
         if disk is not None:
             facts["disk"] = _bar(disk.num_ready, disk.num_slots * disk.blocks_per_slot)
@@ -218,10 +218,10 @@ def _ranks(look: Look) -> Table:
     last_seq = look.coordinator.last_seq
     for rank in () if look.status is None else look.status.ranks:
         worker = workers[rank.rank] if rank.rank < len(workers) else None
-        figures: tuple[str, ...] = ("-",) * 4
+        cells: tuple[str, ...] = ("-",) * 4
         if worker is not None:
             behind = max(0, last_seq - worker.applied_seq)
             counts = (worker.applied_seq, behind, worker.num_forwards, worker.num_failed_jobs)
-            figures = tuple(f"{count:,}" for count in counts)
-        table.add_row(str(rank.rank), rank.describe(), *figures)
+            cells = tuple(f"{count:,}" for count in counts)
+        table.add_row(str(rank.rank), rank.describe(), *cells)
     return table

@@ -1,6 +1,6 @@
 """`kvcache dashboard`: one local page with the pool, the prefixes, the tiers and the traffic.
 
-    cluster ──figures, blocks, labels──▶ Observer ──one JSON text a second──▶ server ──▶ browser
+    cluster ──statistics, blocks, labels──▶ Observer ──one JSON text a second──▶ server ──▶ browser
     events  ──batches─────────────────▶
 
 Looks and never changes anything. Shows digests and lengths, no tokens and no salts.

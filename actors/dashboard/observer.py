@@ -1,6 +1,6 @@
 """Watches one cluster in a thread of its own, and keeps the newest picture of it as JSON.
 
-    cluster   every second its figures and blocks, now and then a rank's labels
+    cluster   every second its statistics and blocks, now and then a rank's labels
     events    followed like by any router, where the cluster publishes them
 
 Whoever serves pages takes the newest text, or waits for the next. A cluster that is away for a

@@ -116,7 +116,7 @@ def tiers_picture(statistics: CoordinatorStatistics) -> list[dict[str, Any]]:
 
 
 def facts_picture(statistics: CoordinatorStatistics) -> dict[str, Any]:
-    """Return the figures of the epoch that runs; empty between two."""
+    """Return the statistics of the epoch that runs; empty between two."""
     manager = statistics.manager
     if manager is None:
         return {}

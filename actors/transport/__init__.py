@@ -1,6 +1,6 @@
 """How encoded messages travel between coordinator, workers and clients.
 
-protocol.py     peers, identities, figures, and the two ends every transport offers
+protocol.py     peers, identities, statistics, and the two ends every transport offers
 node_server.py  the coordinator's end (default): unix_server.py on its node, zmq_server.py beyond
 unix_server.py  the coordinator's end over Unix sockets; unix_channel.py is one connection
 unix_peer.py    a worker's or client's end over a Unix socket

@@ -132,7 +132,7 @@ class ServerTransport(Protocol):
         """Make a waiting `receive` return. Any thread may call it."""
 
     def statistics(self) -> TransportStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
 
     def close(self) -> None:
         """Give everything back at once; what was not sent is lost. Repeatable."""
@@ -172,7 +172,7 @@ class PeerTransport(Protocol):
         """Make a waiting `receive_or_wake` return. Any thread may call it."""
 
     def statistics(self) -> TransportStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
 
     def close(self, linger_s: float = 0.0) -> None:
         """Give everything back; what could not be sent within `linger_s` is lost. Repeatable."""

@@ -86,7 +86,7 @@ class Engine:
         *,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Drive `executor`, which is the engine's from now on; figures are taken by `now_s`."""
+        """Drive `executor`, which is the engine's from now on; statistics are taken by `now_s`."""
         self.config = config
         self._now_s = now_s
         self.model: DecoderConfig = config.model
@@ -128,7 +128,7 @@ class Engine:
     ) -> Engine:
         """Start coordinator and ranks, load the weights, and return when all obey.
 
-        `tokenizer` makes the text of outputs; bytes by default. Figures are taken by `now_s`.
+        `tokenizer` makes the text of outputs; bytes by default. Statistics are taken by `now_s`.
         Raises ConfigurationError for what cannot be meant, and what `KVCacheCluster.launch` raises.
         """
         if config.checkpoint is not None:
@@ -412,7 +412,7 @@ class Engine:
     # --- books
 
     def statistics(self) -> EngineStatistics:
-        """Return the figures of this engine, frozen."""
+        """Return the statistics of this engine, frozen."""
         with self._lock:
             return self._tally.statistics(self._scheduler)
 

@@ -31,8 +31,8 @@ class Output:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """Figures since the launch. Requests: as now. In seconds: spent in `step`, of that waiting for
-    answers of the coordinator, and computing on the rank that chooses tokens."""
+    """Statistics since the launch. Requests: as now. In seconds: spent in `step`, of that waiting
+    for answers of the coordinator, and computing on the rank that chooses tokens."""
 
     num_running: int
     num_waiting: int

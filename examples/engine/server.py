@@ -84,8 +84,8 @@ class EngineReplica:
         executor = self._engine.executor
         assert isinstance(executor, LocalExecutor)
         cluster = executor.cluster
-        figures = cluster.coordinator.statistics().events
-        return event_metadata(endpoints_in(figures, cluster.config.name, HEARTBEAT_S))
+        statistics = cluster.coordinator.statistics().events
+        return event_metadata(endpoints_in(statistics, cluster.config.name, HEARTBEAT_S))
 
     async def generate(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Output]:
         """Yield what each step brings to a request; closed early, the request is aborted."""
@@ -107,7 +107,7 @@ class EngineReplica:
             self._engine.step()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the figures of the engine, and whose they are."""
+        """Return the statistics of the engine, and whose they are."""
         return {"pid": os.getpid(), **asdict(self._engine.statistics())}
 
 

@@ -1,4 +1,4 @@
-"""The running figures behind `EngineStatistics`."""
+"""The running statistics behind `EngineStatistics`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EngineTally:
     compute_s: float = 0.0
 
     def statistics(self, scheduler: Scheduler) -> EngineStatistics:
-        """Return the figures, with those of the scheduler as they are now."""
+        """Return the statistics, with those of the scheduler as they are now."""
         return EngineStatistics(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

@@ -1,4 +1,4 @@
-"""What a cluster tells of itself in figures, in a configuration: whether, how often, how finely.
+"""What a cluster reports as metrics: whether, how often, how finely.
 
 One section of `ClusterConfig`. Refuses bounds that do not rise.
 """
@@ -34,7 +34,7 @@ Bounds = Annotated[
 
 
 class MetricsConfig(Section):
-    """Figures for Prometheus by way of Ray's metrics, lines in the log, spans.
+    """Statistics for Prometheus through Ray's metrics, lines in the log, spans.
 
     Everything is collected every `interval_s`, beside the steps. `latency_bounds_s` and
     `age_bounds_s` are the upper bounds of the buckets of latencies and of ages. At most

@@ -367,7 +367,7 @@ class Coordinator:
         self._phase = Phase.CLOSED
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         counts = replace(
             self._counts,
             phase=self._phase.value,
@@ -379,7 +379,7 @@ class Coordinator:
             num_kept_blocks=self._recovery.num_kept_blocks,
             cold_reason=self._recovery.reason,
         )
-        return counts if self._epoch_state is None else self._epoch_state.add_figures(counts)
+        return counts if self._epoch_state is None else self._epoch_state.add_statistics(counts)
 
     def check(self) -> None:
         """Raise `InvariantError` if the books do not add up. Changes nothing."""

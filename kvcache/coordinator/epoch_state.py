@@ -491,8 +491,8 @@ class EpochState:
         self._events.follow(commands)
         return message.seq, Outgoing(self._ranks, message)
 
-    def add_figures(self, counts: CoordinatorStatistics) -> CoordinatorStatistics:
-        """Return the coordinator's figures with those of this epoch."""
+    def add_statistics(self, counts: CoordinatorStatistics) -> CoordinatorStatistics:
+        """Return the coordinator's statistics with those of this epoch."""
         return replace(
             counts.with_epoch(self.counts, self.window.num_resent),
             last_seq=self.window.next_seq - 1,
@@ -501,7 +501,7 @@ class EpochState:
             waiting_for_clients=tuple(self.reattachment.missing()),
             manager=self.manager.statistics(),
             offload=None if self._offloading is None else self._offloading.statistics(),
-            events=self._events.figures(),
+            events=self._events.statistics(),
         )
 
     def _drop(self, reason: str) -> None:

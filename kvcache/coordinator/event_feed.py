@@ -61,8 +61,8 @@ class EventFeed(Protocol):
     def on_tick(self) -> None:
         """Go on with what waits."""
 
-    def figures(self) -> dict[str, Any] | None:
-        """Return figures of the publisher, None where there is none."""
+    def statistics(self) -> dict[str, Any] | None:
+        """Return statistics of the publisher, None where there is none."""
 
     def close(self) -> None:
         """Publish nothing any more."""
@@ -88,7 +88,7 @@ class NullEventFeed:
     def on_tick(self) -> None:
         """Do nothing."""
 
-    def figures(self) -> dict[str, Any] | None:
+    def statistics(self) -> dict[str, Any] | None:
         """Return None."""
         return None
 
@@ -107,7 +107,7 @@ class LinkedEventFeed:
         block_size: int = 0,
     ) -> None:
         """Tell whoever `link` leads to; `wall_time` returns seconds since 1970. `block_size` is
-        that of the group that routers are told of, for the figures."""
+        that of the group that routers are told of, for the statistics."""
         self._block_size = block_size
         self._link = link
         self._wall_time = wall_time
@@ -182,10 +182,10 @@ class LinkedEventFeed:
         self._link.poll()
         self.flush()
 
-    def figures(self) -> dict[str, Any] | None:
+    def statistics(self) -> dict[str, Any] | None:
         """Return what the publisher said last."""
         own = {"block_size": self._block_size, "num_unsendable_frames": self._num_unsendable}
-        return {**self._link.figures(), **own}
+        return {**self._link.statistics(), **own}
 
     def close(self) -> None:
         """End the publisher."""

@@ -35,7 +35,7 @@ class _Before:
     """How a row stood before an unfinished step, None where the step brought it."""
 
     step: int
-    figures: tuple[int, int, int] | None
+    statistics: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,20 @@ class _Row:
     before: deque[_Before] = field(default_factory=deque)
 
     def remember(self, step: int, completed_step: int, is_new: bool = False) -> None:
-        """Keep the figures for the case that `step` fails."""
+        """Keep the statistics for the case that `step` fails."""
         while self.before and self.before[0].step <= completed_step:
             self.before.popleft()
-        figures = None if is_new else (self.num_computed, self.num_told, self.num_right)
-        self.before.append(_Before(step, figures))
+        statistics = None if is_new else (self.num_computed, self.num_told, self.num_right)
+        self.before.append(_Before(step, statistics))
 
     def take_back(self, from_step: int) -> bool:
         """Undo the steps from `from_step` on; say whether the row was there before them."""
         lowest_write = self.num_right
         while self.before and self.before[-1].step >= from_step:
-            figures = self.before.pop().figures
-            if figures is None:
+            statistics = self.before.pop().statistics
+            if statistics is None:
                 return False
-            self.num_computed, self.num_told, num_right = figures
+            self.num_computed, self.num_told, num_right = statistics
             lowest_write = min(lowest_write, num_right, self.num_told)
         self.num_right = lowest_write
         return True

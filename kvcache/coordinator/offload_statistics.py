@@ -1,4 +1,4 @@
-"""Figures of the tiers at work, as a coordinator reports them. Data only."""
+"""Statistics of the tiers at work, as a coordinator reports them. Data only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcache.offload.statistics import HierarchyStatistics
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """Figures of the tiers and of the requests that wait for them.
+    """Statistics of the tiers and of the requests that wait for them.
 
     `num_loaded_tokens` were not computed because the tiers had them, `num_fetched_tokens` of them
     came from files. `num_adopted_blocks` were there when the epoch began.

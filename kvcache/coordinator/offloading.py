@@ -303,7 +303,7 @@ class Offloading:
         return asked
 
     def statistics(self) -> OffloadStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return OffloadStatistics(
             self.tiers.statistics(),
             self._loading.num_waiting,

@@ -115,7 +115,7 @@ class EpochCounts:
 
 @dataclass(frozen=True)
 class CoordinatorStatistics:
-    """Figures at one moment; the counters are since the coordinator was made.
+    """Statistics at one moment; the counters are since the coordinator was made.
 
     `num_dropped` messages were foreign, stale or impossible, `last_dropped` says why the last one
     was; `num_unattached` were sent back to clients that must attach first. `num_kept_blocks` were
@@ -152,7 +152,7 @@ class CoordinatorStatistics:
     recorder: RecorderStatistics | None = None
 
     def plus(self, *, epochs_run: int = 0, unattached: int = 0) -> CoordinatorStatistics:
-        """Return these figures with counters moved on."""
+        """Return these statistics with counters moved on."""
         return replace(
             self,
             num_epochs_run=self.num_epochs_run + epochs_run,
@@ -160,11 +160,11 @@ class CoordinatorStatistics:
         )
 
     def plus_dropped(self, reason: str) -> CoordinatorStatistics:
-        """Return these figures with one more message dropped."""
+        """Return these statistics with one more message dropped."""
         return replace(self, num_dropped=self.num_dropped + 1, last_dropped=reason)
 
     def with_epoch(self, counts: EpochCounts, num_resent: int) -> CoordinatorStatistics:
-        """Return these figures with those of one epoch added."""
+        """Return these statistics with those of one epoch added."""
         return replace(
             self,
             num_steps=self.num_steps + counts.num_steps,

@@ -100,7 +100,7 @@ class StepRecorder(Protocol):
         """Write down how the manager stands now, and end. Repeatable; `end_epoch` not before."""
 
     def statistics(self) -> RecorderStatistics | None:
-        """Return figures, frozen; None where nothing is ever recorded."""
+        """Return frozen statistics; None where nothing is ever recorded."""
 
 
 class NullStepRecorder:

@@ -38,7 +38,7 @@ NOTHING_LOADED = LoadedTokens()
 def count_for_tenant(
     tiers: TierHierarchy, request: Request, num_hit_tokens: int, loaded: LoadedTokens
 ) -> None:
-    """Add an admitted request to the figures of its tenant in each tier, if there are tenants.
+    """Add an admitted request to the statistics of its tenant in each tier, if there are tenants.
 
     `num_hit_tokens` are those that it found when it was admitted, `loaded` among them.
     """

@@ -53,7 +53,7 @@ class PublisherLink(Protocol):
     def poll(self) -> None:
         """Go on with what waits. Never blocks."""
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return what the publisher has said of itself, and what became of frames."""
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class ProcessLink:
         self._is_ready = False
         self._is_told = False
         self._restart_at_s = 0.0
-        self._figures: dict[str, Any] = {}
+        self._statistics: dict[str, Any] = {}
         self._last_seq = -1
         self._places: tuple[str, str] = ("", "")
         self._num_overflows = 0
@@ -176,10 +176,10 @@ class ProcessLink:
         self._receive()
         self._push()
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return what the publisher said last, and what became of frames here."""
         return {
-            **self._figures,
+            **self._statistics,
             "is_alive": self._is_ready,
             "process_id": 0 if self._process is None else self._process.pid,
             "endpoint": self._places[0],
@@ -292,8 +292,8 @@ class ProcessLink:
                 self._bound = None
                 logger.error("the event publisher cannot bind its sockets: %s", self._problem)
             elif kind == "figures":
-                self._figures = dict(values[0])
-                self._last_seq = max(self._last_seq, int(self._figures["last_seq"]))
+                self._statistics = dict(values[0])
+                self._last_seq = max(self._last_seq, int(self._statistics["last_seq"]))
 
     def _on_end(self, problem: str) -> None:
         """The process is gone, or as good as gone: another one follows."""
@@ -308,7 +308,7 @@ class ProcessLink:
             self._socket.close()
             self._socket = None
         self._is_ready = self._is_told = False
-        self._figures = {}
+        self._statistics = {}
         self._waiting.clear()
         self._waiting_bytes = 0
         self._restart_at_s = self._clock.now() + _RESTART_S

@@ -80,7 +80,7 @@ class PublisherSettings:
 
 @dataclass(frozen=True)
 class PublisherStatistics:
-    """Figures of a publisher. `last_seq` is the newest number, -1 before any; `checksum` that of
+    """Statistics of a publisher. `last_seq` is the newest number, -1 before any; `checksum` that of
     the state it adds up to, `num_blocks` how many blocks each medium has in it."""
 
     last_seq: int = -1
@@ -194,7 +194,7 @@ class EventPublisher:
         return [*found, [client, b"", b"", END_MARK, b""]]
 
     def statistics(self) -> PublisherStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return PublisherStatistics(
             self.last_seq if self._num_batches else -1,
             self._mirror.checksum,

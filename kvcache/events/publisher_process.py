@@ -31,7 +31,7 @@ from kvcache.serving_loop import Faults
 
 _READ_BYTES: Final = 1 << 20
 _READS_AT_ONCE: Final = 16
-_FIGURES_S: Final = 0.2
+_STATISTICS_S: Final = 0.2
 _GREETING_S: Final = 0.1
 _LINGER_MS: Final = 200
 _BIND_PAUSE_S: Final = 0.05
@@ -153,15 +153,15 @@ class PublisherLoop:
             self._gate.join()
 
     def _timeout_ms(self) -> int:
-        """Return how long nothing has to be done: until a heartbeat, or figures, are due."""
+        """Return how long nothing has to be done: until a heartbeat, or statistics, are due."""
         now_s = time.monotonic()
         if self._can_answer:
             return 0
         due_s = self._published_s + self._publisher.settings.heartbeat_s
         if self._answers or not self._answers.has_room:
             due_s = min(due_s, now_s + _ANSWERING_MS / 1000)
-        if self._told != self._figures():
-            due_s = min(due_s, self._told_s + _FIGURES_S)
+        if self._told != self._statistics():
+            due_s = min(due_s, self._told_s + _STATISTICS_S)
         return max(1, int(1000 * (due_s - now_s)))
 
     def _read_feed(self) -> bool:
@@ -244,7 +244,7 @@ class PublisherLoop:
             with self._faults.contained("a request"):
                 self._answers.put(self._publisher.answer(request, time.time()), time.monotonic())
 
-    def _figures(self) -> tuple[Any, ...]:
+    def _statistics(self) -> tuple[Any, ...]:
         return (self._publisher.last_seq, self._num_dropped, self._num_faults())
 
     def _num_faults(self) -> int:
@@ -253,10 +253,10 @@ class PublisherLoop:
     def _tell(self) -> None:
         """Tell the coordinator how it goes, now and then."""
         now_s = time.monotonic()
-        figures = self._figures()
-        if figures == self._told or now_s - self._told_s < _FIGURES_S:
+        statistics = self._statistics()
+        if statistics == self._told or now_s - self._told_s < _STATISTICS_S:
             return
-        self._told, self._told_s = figures, now_s
+        self._told, self._told_s = statistics, now_s
         values = {**asdict(self._publisher.statistics()), "num_dropped_batches": self._num_dropped}
         values["num_given_up_answers"] = self._answers.num_given_up
         values["num_faults"] = self._num_faults()

@@ -198,7 +198,7 @@ class KVEventSubscriber:
             yield from self.poll(_WAIT_S)
 
     def statistics(self) -> SubscriptionStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return self._subscription.statistics()
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class AsyncKVEventSubscriber:
         return self._inner.checksum
 
     def statistics(self) -> SubscriptionStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return self._inner.statistics()
 
     def __aiter__(self) -> AsyncIterator[Update]:

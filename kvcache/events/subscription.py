@@ -58,7 +58,7 @@ class Update:
 
 @dataclass(frozen=True)
 class SubscriptionStatistics:
-    """Figures of a subscription. `last_seq` is -1 and `is_exact` False before anything is known;
+    """Statistics of a subscription. `last_seq` is -1 and `is_exact` False before anything is known;
     `checksum` is that of the state at `last_seq`."""
 
     last_seq: int
@@ -167,7 +167,7 @@ class Subscription:
         return SEQUENCE.pack(ASK_FOR_ALL if self.last_seq is None else self.last_seq + 1)
 
     def statistics(self) -> SubscriptionStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return SubscriptionStatistics(
             -1 if self.last_seq is None else self.last_seq,
             self.is_exact,

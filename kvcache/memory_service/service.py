@@ -111,7 +111,7 @@ class HostMemoryService:
         self._loop.ensure_running()
 
     def statistics(self) -> MemoryServiceStatistics:
-        """Return the figures, frozen."""
+        """Return frozen statistics."""
         with self._lock:
             return MemoryServiceStatistics(
                 len(self._kept),

@@ -1,4 +1,5 @@
-"""What a cluster tells of itself in figures: declared once, measured cheaply, collected at times.
+"""The metrics of a cluster: declared once, measured cheaply, collected at
+times.
 
     meters (histograms) ──┐
     frozen statistics() ──┴──▶ samples ──▶ whoever exports them (actors/metrics_export.py: Ray)

@@ -1,4 +1,4 @@
-"""From a coordinator's frozen figures, and its meters, to samples.
+"""From a coordinator's frozen statistics, and its meters, to samples.
 
 Called at an interval, in no step. Refuses to count: what it is given was counted elsewhere.
 """
@@ -24,7 +24,7 @@ from kvcache.tenants import TenantStatistics
 
 @dataclass(frozen=True, eq=False)
 class CoordinatorMeters:
-    """What measures beside the figures."""
+    """What measures beside the statistics."""
 
     steps: StepMeter
     ages: AgeMeter
@@ -33,7 +33,7 @@ class CoordinatorMeters:
 
 def coordinator_samples(
     cluster: str,
-    figures: CoordinatorStatistics,
+    statistics: CoordinatorStatistics,
     meters: CoordinatorMeters,
     loop_errors: Mapping[str, int] | None = None,
 ) -> list[AnySample]:
@@ -41,7 +41,7 @@ def coordinator_samples(
 
     `loop_errors`: what the message loop around it has refused, by kind of error.
     """
-    return list(_Samples(cluster).of(figures, meters, loop_errors or {}))
+    return list(_Samples(cluster).of(statistics, meters, loop_errors or {}))
 
 
 class _Samples:
@@ -52,26 +52,26 @@ class _Samples:
 
     def of(
         self,
-        figures: CoordinatorStatistics,
+        statistics: CoordinatorStatistics,
         meters: CoordinatorMeters,
         loop_errors: Mapping[str, int],
     ) -> Iterator[AnySample]:
-        yield self._one(known.EPOCH, figures.epoch)
-        yield self._one(known.IS_RUNNING, figures.phase == Phase.RUNNING.value)
-        yield self._one(known.CLIENTS, figures.num_clients)
-        yield self._one(known.UNACKNOWLEDGED, figures.num_unacknowledged)
-        yield self._one(known.RESENT, figures.num_resent)
-        executed = figures.num_steps - figures.num_refused_steps
+        yield self._one(known.EPOCH, statistics.epoch)
+        yield self._one(known.IS_RUNNING, statistics.phase == Phase.RUNNING.value)
+        yield self._one(known.CLIENTS, statistics.num_clients)
+        yield self._one(known.UNACKNOWLEDGED, statistics.num_unacknowledged)
+        yield self._one(known.RESENT, statistics.num_resent)
+        executed = statistics.num_steps - statistics.num_refused_steps
         yield self._one(known.STEPS, executed, "executed")
-        yield self._one(known.STEPS, figures.num_refused_steps, "refused")
+        yield self._one(known.STEPS, statistics.num_refused_steps, "refused")
         yield from self._meters(meters)
-        if figures.manager is not None:
-            yield from self._manager(figures.manager)
-            yield from self._hits(figures.manager, figures.offload)
-            yield from tenant_samples(self._cluster, _tenants(figures), meters.tenants)
-        if figures.offload is not None:
-            yield from self._tiers(figures.offload)
-        for kind, count in {**_errors(figures), **loop_errors}.items():
+        if statistics.manager is not None:
+            yield from self._manager(statistics.manager)
+            yield from self._hits(statistics.manager, statistics.offload)
+            yield from tenant_samples(self._cluster, _tenants(statistics), meters.tenants)
+        if statistics.offload is not None:
+            yield from self._tiers(statistics.offload)
+        for kind, count in {**_errors(statistics), **loop_errors}.items():
             yield self._one(known.ERRORS, count, kind)
 
     def _one(self, metric: Metric, value: float, *labels: str) -> Sample:
@@ -149,24 +149,24 @@ class _Samples:
                 yield self._one(metric, value, name, label)
 
 
-def _tenants(figures: CoordinatorStatistics) -> list[TenantStatistics]:
-    """Return the figures of tenants in all tiers."""
-    tenants = [] if figures.manager is None else list(figures.manager.tenants)
-    if figures.offload is not None:
-        for tier in (figures.offload.tiers.host, figures.offload.tiers.disk):
+def _tenants(statistics: CoordinatorStatistics) -> list[TenantStatistics]:
+    """Return the statistics of tenants in all tiers."""
+    tenants = [] if statistics.manager is None else list(statistics.manager.tenants)
+    if statistics.offload is not None:
+        for tier in (statistics.offload.tiers.host, statistics.offload.tiers.disk):
             tenants += () if tier is None else tier.tenants
     return tenants
 
 
-def _errors(figures: CoordinatorStatistics) -> dict[str, int]:
+def _errors(statistics: CoordinatorStatistics) -> dict[str, int]:
     """Return what has gone wrong, by kind."""
-    manager, offload, recorder = figures.manager, figures.offload, figures.recorder
+    manager, offload, recorder = statistics.manager, statistics.offload, statistics.recorder
     errors = {
-        "refused_step": figures.num_refused_steps,
-        "failed_forward": figures.num_failed_forwards,
-        "dropped": figures.num_dropped,
-        "unattached": figures.num_unattached,
-        "wrong_block": figures.num_wrong_blocks,
+        "refused_step": statistics.num_refused_steps,
+        "failed_forward": statistics.num_failed_forwards,
+        "dropped": statistics.num_dropped,
+        "unattached": statistics.num_unattached,
+        "wrong_block": statistics.num_wrong_blocks,
         "failed_step_report": 0 if manager is None else manager.num_failed_step_reports,
     }
     if offload is not None:

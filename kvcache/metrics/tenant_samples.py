@@ -1,4 +1,4 @@
-"""Figures of tenants as samples, with a bounded number of labels.
+"""Statistics of tenants as samples, with a bounded number of labels.
 
 Who comes first keeps a label of its own, so that counters do not move from one label to another;
 all others are "other" together. Refuses to make a label of every name that a request brings.

@@ -1,6 +1,6 @@
-"""From a rank's frozen figures to samples. Called at an interval; refuses to count.
+"""From a rank's frozen statistics to samples. Called at an interval; refuses to count.
 
-Knows the shape of a worker's figures only, so that no process loads torch for it.
+Knows the shape of a worker's statistics only, so that no process loads torch for it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ class RankTraffic:
     num_faults: int = 0
 
 
-def worker_samples(cluster: str, figures: WorkerStatistics, traffic: RankTraffic) -> list[Sample]:
+def worker_samples(
+    cluster: str, statistics: WorkerStatistics, traffic: RankTraffic
+) -> list[Sample]:
     """Return all that is to be told of one rank of `cluster`."""
     return [
-        Sample(metric, float(value), (cluster, str(figures.rank), *labels))
-        for metric, value, labels in (*_rank(figures), *_copies(figures), *_messages(traffic))
+        Sample(metric, float(value), (cluster, str(statistics.rank), *labels))
+        for metric, value, labels in (*_rank(statistics), *_copies(statistics), *_messages(traffic))
     ] + [
-        Sample(known.WORKER_ERRORS, float(count), (cluster, str(figures.rank), kind))
+        Sample(known.WORKER_ERRORS, float(count), (cluster, str(statistics.rank), kind))
         for kind, count in {
-            "failed_job": figures.num_failed_jobs,
-            "invalid": figures.num_invalid_messages,
-            "foreign": figures.num_foreign_messages,
+            "failed_job": statistics.num_failed_jobs,
+            "invalid": statistics.num_invalid_messages,
+            "foreign": statistics.num_foreign_messages,
             "malformed": traffic.num_malformed,
             "undeliverable": traffic.num_undeliverable,
-            "refused_report": figures.num_refused_reports,
+            "refused_report": statistics.num_refused_reports,
             "fault": traffic.num_faults,
         }.items()
     ]
@@ -50,20 +52,20 @@ def worker_samples(cluster: str, figures: WorkerStatistics, traffic: RankTraffic
 _Row = tuple[Metric, float, tuple[str, ...]]
 
 
-def _rank(figures: WorkerStatistics) -> Iterator[_Row]:
-    yield known.WORKER_APPLIED, figures.applied_seq, ()
-    yield known.WORKER_FORWARDS, figures.num_forwards, ()
-    yield known.WORKER_LABELS, figures.num_labels, ()
-    yield known.WORKER_POOL, figures.pool_bytes, ("device",)
-    yield known.WORKER_POOL, figures.host_bytes, ("host",)
-    if figures.transfers.files is not None:
-        yield known.WORKER_POOL, figures.transfers.files.used_bytes, ("disk",)
-    yield known.WORKER_BLOCKS, figures.num_blocks_copied, ("copied",)
-    yield known.WORKER_BLOCKS, figures.num_blocks_zeroed, ("zeroed",)
+def _rank(statistics: WorkerStatistics) -> Iterator[_Row]:
+    yield known.WORKER_APPLIED, statistics.applied_seq, ()
+    yield known.WORKER_FORWARDS, statistics.num_forwards, ()
+    yield known.WORKER_LABELS, statistics.num_labels, ()
+    yield known.WORKER_POOL, statistics.pool_bytes, ("device",)
+    yield known.WORKER_POOL, statistics.host_bytes, ("host",)
+    if statistics.transfers.files is not None:
+        yield known.WORKER_POOL, statistics.transfers.files.used_bytes, ("disk",)
+    yield known.WORKER_BLOCKS, statistics.num_blocks_copied, ("copied",)
+    yield known.WORKER_BLOCKS, statistics.num_blocks_zeroed, ("zeroed",)
 
 
-def _copies(figures: WorkerStatistics) -> Iterator[_Row]:
-    for kind, counts in figures.transfers.jobs.items():
+def _copies(statistics: WorkerStatistics) -> Iterator[_Row]:
+    for kind, counts in statistics.transfers.jobs.items():
         yield known.COPIED_BYTES, counts.num_bytes, (kind,)
         yield known.COPY_SECONDS, counts.seconds, (kind,)
         yield known.COPY_JOBS, counts.num_good, (kind, "good")

@@ -135,7 +135,7 @@ class TierHierarchy:
             self.disk.touch(keys)
 
     def count(self, hits: TierHits) -> None:
-        """Add a request's look-up to the figures; once per request."""
+        """Add a request's look-up to the statistics; once per request."""
         check_kind("hits", hits, TierHits)
         num_in_host = int(np.count_nonzero(hits.places <= Place.HOST_PENDING))
         self.host.count_look_up(num_in_host, hits.num_asked - num_in_host)
@@ -401,7 +401,7 @@ class TierHierarchy:
         self.host.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
         self._tiers.spills.wake()
 
-    # Figures
+    # Statistics
 
     def present_events(self) -> list[OffloadingEvent]:
         """Return events that say all that tiers hold now, by tier."""
@@ -414,7 +414,7 @@ class TierHierarchy:
         return events if self.disk is None else events + self.disk.take_events()
 
     def statistics(self) -> HierarchyStatistics:
-        """Return frozen figures."""
+        """Return frozen statistics."""
         return HierarchyStatistics(
             host=self.host.statistics(),
             disk=None if self.disk is None else self.disk.statistics(),

@@ -104,7 +104,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """Return frozen figures."""
+        """Return frozen statistics."""
 
     @abstractmethod
     def shutdown(self) -> None:

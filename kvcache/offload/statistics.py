@@ -1,4 +1,4 @@
-"""Figures of tiers at one moment.
+"""Statistics of tiers at one moment.
 
 Beside the tiers, which count; read by status, metrics and reports. Data only.
 """
@@ -12,7 +12,7 @@ from kvcache.tenants import TenantStatistics
 
 @dataclass(frozen=True)
 class TierStatistics:
-    """Figures of one tier. Blocks are device blocks; the second part is counted since the start.
+    """Statistics of one tier. Blocks are device blocks; the second part is counted since the start.
 
     `num_pending` are being stored, `num_held` are ready and read by a load or a spill. Slots in
     quarantine hold something that was forgotten while a job still works on it. `num_hits` and
@@ -51,7 +51,8 @@ class TierStatistics:
 
 @dataclass(frozen=True)
 class HierarchyStatistics:
-    """Figures of all tiers below the device. `open_jobs` by kind; `num_overdue` of them are late.
+    """Statistics of all tiers below the device. `open_jobs` by kind; `num_overdue` of them are
+    late.
 
     `num_failed_jobs` have ended badly, wholly or in part, `num_expired_jobs` were late, both since
     the start. The disk has been left alone `num_disk_rests` times; `disk_problem` says why it is

@@ -1,4 +1,4 @@
-"""What a tier has done since the start, and how its figures are read off its books.
+"""What a tier has done since the start, and how its statistics are read off its books.
 
 Beside a tier, which counts. Refuses to change the books.
 """
@@ -35,7 +35,7 @@ class TierCounts:
         table: SlotTable,
         tenants: tuple[TenantStatistics, ...] = (),
     ) -> TierStatistics:
-        """Return frozen figures. Reads the whole table."""
+        """Return frozen statistics. Reads the whole table."""
         is_ready = table.states == READY
         is_held = (table.num_loads > 0) | (table.num_spills > 0)
         is_forgotten = (table.states == FORGOTTEN).reshape(-1, table.blocks_per_slot)

@@ -213,7 +213,7 @@ class TierManager(OffloadingManager):
         self._tables.eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
 
     def count_look_up(self, num_hits: int, num_misses: int) -> None:
-        """Add to the figures what was asked for by other ways than `lookup`."""
+        """Add to the statistics what was asked for by other ways than `lookup`."""
         hits, misses = as_int("num_hits", num_hits), as_int("num_misses", num_misses)
         self._counts.num_hits += hits
         self._counts.num_misses += misses

@@ -3,7 +3,7 @@
 Pure functions. grouping.py and pages.py say which layers share a block table, memory.py how many
 blocks that gives, layout.py where their bytes lie, unify.py makes ranks agree, fingerprint.py
 names the result, plan.py runs all of it, cluster.py from a configuration file, report.py in
-figures for people. hf_config/ makes a configuration from the config.json of a published model.
+a report for people. hf_config/ makes a configuration from the config.json of a published model.
 """
 
 from __future__ import annotations

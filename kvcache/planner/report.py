@@ -1,6 +1,6 @@
 """What a plan means in numbers that people compare: blocks, bytes, tokens, concurrency.
 
-Stands behind the planner, before whoever shows it. Pure figures: rendering is not done here.
+Stands behind the planner, before whoever shows it. Pure data: rendering is not done here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan in figures. Tokens are of the whole model; bytes are summed over ranks or per rank.
+    """The numbers of a plan. Tokens are of the whole model; bytes are summed over ranks or per
+    rank.
 
     `capacity_tokens`: tokens that requests of full length hold when the pool is full of them;
     `bytes_per_token`: what each of those takes, all ranks together. `request_bytes`: what one such
@@ -93,7 +94,7 @@ class PlanReport:
 
 
 def report_plan(plan: Plan, name: str = "kvcache") -> PlanReport:
-    """Return the figures of `plan`, titled `name`."""
+    """Return the numbers of `plan`, titled `name`."""
     check_kind("plan", plan, Plan, ConfigurationError)
     name = as_text("name", name, ConfigurationError)
     groups = _report_groups(plan)

@@ -230,7 +230,7 @@ class FileStepRecorder:
         self._guarded(self._writer.close, even_when_stopped=True)
 
     def statistics(self) -> RecorderStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return RecorderStatistics(
             directory=str(self._limits.segments.directory),
             problem=self._problem,

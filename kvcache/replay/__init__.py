@@ -5,11 +5,11 @@ from __future__ import annotations
 from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import EngineLimits
 from kvcache.replay.report import ReplayReport
-from kvcache.replay.stepper import CacheFigures, ForwardProgress, ManagerStepper, Stepper
+from kvcache.replay.stepper import CacheCounters, ForwardProgress, ManagerStepper, Stepper
 from kvcache.replay.traits import ModelTraits
 
 __all__ = [
-    "CacheFigures",
+    "CacheCounters",
     "EngineLimits",
     "ForwardProgress",
     "ManagerStepper",

@@ -64,7 +64,7 @@ class _Plan:
 class ReplayEngine:
     """Plays `workload` on `stepper` within `limits`. `run` may be called once.
 
-    `on_progress` is called with a report of the replay so far about every `figures_interval_s`.
+    `on_progress` is called with a report of the replay so far about every `statistics_interval_s`.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class ReplayEngine:
         self._leaving: tuple[ReplayedRequest, ...] = ()  # finished, and nobody was told
         self._returning: list[ReplayedRequest] = []  # back from an epoch that is over
         self._has_room_come = False  # somebody has gone since then: worth another try
-        self._start_s = self._advanced_s = self._figures_s = clock.now()
+        self._start_s = self._advanced_s = self._statistics_s = clock.now()
 
     def run(self) -> ReplayReport:
-        """Play everything, wait until the last step is sealed, and return the figures.
+        """Play everything, wait until the last step is sealed, and return the statistics.
 
         Raises:
             WrongBytesError: a forward found other bytes than the tokens demand; with the history.
@@ -107,12 +107,12 @@ class ReplayEngine:
             TraceError: the workload cannot be read on.
         """
         self._start_s = self._advanced_s = self._clock.now()
-        self._sample_figures()
+        self._sample_statistics()
         while self._go_on():
-            if self._clock.now() - self._figures_s >= self._limits.figures_interval_s:
-                self._sample_figures()
+            if self._clock.now() - self._statistics_s >= self._limits.statistics_interval_s:
+                self._sample_statistics()
                 self._on_progress(self.report())
-        self._sample_figures()
+        self._sample_statistics()
         return self.report()
 
     def _go_on(self) -> bool:
@@ -133,7 +133,7 @@ class ReplayEngine:
         return True
 
     def report(self) -> ReplayReport:
-        """Return the figures of the replay so far."""
+        """Return the statistics of the replay so far."""
         return self._tally.report(self._clock.now() - self._start_s)
 
     # -- waiting for forwards --------------------------------------------------------------------
@@ -388,12 +388,12 @@ class ReplayEngine:
     def _does_not_fit(self) -> OutOfBlocksError:
         running = self._rows.requests
         request = running[0] if running else self._waiting.look_ahead(1)[0]
-        figures = self._stepper.figures()
+        statistics = self._stepper.statistics()
         return OutOfBlocksError(
             f"request {request.request_id} of {self._workload.name} needs room for "
             f"{request.num_target_tokens} tokens and finds none, though nothing else runs: the "
-            f"pool has {figures.num_blocks} blocks, {figures.usage:.0%} of them in use: raise "
-            "num_blocks, or free what pins and other clients hold"
+            f"pool has {statistics.num_blocks} blocks, {statistics.usage:.0%} of them in use: "
+            "raise num_blocks, or free what pins and other clients hold"
         )
 
     # -- sending ---------------------------------------------------------------------------------
@@ -412,9 +412,9 @@ class ReplayEngine:
         self._tally.num_steps += 1
         return result
 
-    def _sample_figures(self) -> None:
-        self._figures_s = self._clock.now()
-        self._tally.sample(self._stepper.figures())
+    def _sample_statistics(self) -> None:
+        self._statistics_s = self._clock.now()
+        self._tally.sample(self._stepper.statistics())
 
     def _new_request(self, request: ReplayedRequest, max_new_tokens: int) -> NewRequest:
         most = self._limits.model.max_encoder_tokens

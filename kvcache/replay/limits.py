@@ -30,7 +30,7 @@ class EngineLimits:
     pipeline_depth: int = 1
     stall_s: float = 60.0
     skips_too_long: bool = False
-    figures_interval_s: float = 0.25
+    statistics_interval_s: float = 0.25
     model: ModelTraits = PLAIN_MODEL
 
     def __post_init__(self) -> None:

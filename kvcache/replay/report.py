@@ -1,6 +1,6 @@
-"""What a replay came to, in figures.
+"""The results of a replay.
 
-Stands at the end of a replay, before whoever shows it. Pure figures: rendering is not done here.
+Stands at the end of a replay, before whoever shows it. Pure data: rendering is not done here.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from kvcache.replay.stepper import TierFigures
+from kvcache.replay.stepper import TierCounters
 
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """A replay in figures, finished or not.
+    """The results of a replay, finished or not.
 
     Hits are those of first admissions: `num_hit_tokens` of `num_prompt_tokens` were found in the
     cache and not computed again. What preempted requests found again or computed a second time
@@ -44,7 +44,7 @@ class ReplayReport:
     num_returns: int = 0
     num_skipped_requests: int = 0
     history: str = ""
-    tiers: TierFigures | None = None
+    tiers: TierCounters | None = None
 
     @property
     def hit_rate(self) -> float:

@@ -32,7 +32,7 @@ class ForwardProgress:
 
 
 @dataclass(frozen=True)
-class TierFigures:
+class TierCounters:
     """What went through the tiers below the device since the epoch began: tokens that requests did
     not compute because they were loaded, those of them that came from files, and bytes over all
     ranks. Of the requests that were swapped out some came back where they had been: so many tokens
@@ -48,18 +48,18 @@ class TierFigures:
     num_swapped_in: int = 0
     num_swap_saved_tokens: int = 0
 
-    def grown_since(self, before: TierFigures) -> TierFigures:
-        """Return by how much each figure has grown; one that is lower has begun anew."""
+    def grown_since(self, before: TierCounters) -> TierCounters:
+        """Return by how much each counter has grown. One that is lower was reset."""
         pairs = zip(astuple(self), astuple(before), strict=True)
-        return TierFigures(*(now - then if now >= then else now for now, then in pairs))
+        return TierCounters(*(now - then if now >= then else now for now, then in pairs))
 
-    def plus(self, more: TierFigures) -> TierFigures:
+    def plus(self, more: TierCounters) -> TierCounters:
         """Return the sums."""
-        return TierFigures(*map(sum, zip(astuple(self), astuple(more), strict=True)))
+        return TierCounters(*map(sum, zip(astuple(self), astuple(more), strict=True)))
 
 
 @dataclass(frozen=True)
-class CacheFigures:
+class CacheCounters:
     """What the cluster knows, since it was started: blocks evicted, and blocks copied by each rank.
     `usage` is of this moment, 0 to 1. `tiers` is None where there are none."""
 
@@ -67,7 +67,7 @@ class CacheFigures:
     num_evictions: int
     num_copies: int
     usage: float
-    tiers: TierFigures | None = None
+    tiers: TierCounters | None = None
 
 
 class Stepper(Protocol):
@@ -96,8 +96,8 @@ class Stepper(Protocol):
     def progress(self) -> ForwardProgress:
         """Say how far forwards have got, without waiting."""
 
-    def figures(self) -> CacheFigures:
-        """Return the manager's figures. May take a while: not for every step."""
+    def statistics(self) -> CacheCounters:
+        """Return the manager's statistics. May take a while: not for every step."""
 
 
 class ManagerStepper:
@@ -156,10 +156,10 @@ class ManagerStepper:
         finished = self._void.start - 1 if self._seen_step in self._void else self._seen_step
         return ForwardProgress(finished)
 
-    def figures(self) -> CacheFigures:
+    def statistics(self) -> CacheCounters:
         """Read the manager's statistics."""
         core = self._manager.statistics().core
-        return CacheFigures(core.num_blocks, core.num_evictions, 0, self._manager.usage)
+        return CacheCounters(core.num_blocks, core.num_evictions, 0, self._manager.usage)
 
 
 def describe_failures(failures: Sequence[FailedForward]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.rows import ReplayedRequest
-from kvcache.replay.stepper import CacheFigures, TierFigures
+from kvcache.replay.stepper import CacheCounters, TierCounters
 
 
 class ReplayTally:
@@ -35,8 +35,8 @@ class ReplayTally:
         self._peak_usage = 0.0
         self._num_evictions = 0
         self._num_copies = 0
-        self._tiers: TierFigures | None = None
-        self._latest: CacheFigures | None = None
+        self._tiers: TierCounters | None = None
+        self._latest: CacheCounters | None = None
 
     def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
         """Count requests that have been answered to the end."""
@@ -60,20 +60,20 @@ class ReplayTally:
             self._num_resumed_hit_tokens += num_hit_tokens
             self._num_recomputed_tokens += max(0, request.num_ever_computed - num_hit_tokens)
 
-    def sample(self, figures: CacheFigures) -> None:
-        """Take the manager's figures of this moment."""
+    def sample(self, statistics: CacheCounters) -> None:
+        """Take the manager's statistics of this moment."""
         if self._latest is not None:
-            self._num_evictions += _grown(figures.num_evictions, self._latest.num_evictions)
-            self._num_copies += _grown(figures.num_copies, self._latest.num_copies)
-            if figures.tiers is not None:
-                before = self._latest.tiers or TierFigures()
-                grown = figures.tiers.grown_since(before)
-                self._tiers = (self._tiers or TierFigures()).plus(grown)
-        self._latest = figures
-        self._peak_usage = max(self._peak_usage, figures.usage)
+            self._num_evictions += _grown(statistics.num_evictions, self._latest.num_evictions)
+            self._num_copies += _grown(statistics.num_copies, self._latest.num_copies)
+            if statistics.tiers is not None:
+                before = self._latest.tiers or TierCounters()
+                grown = statistics.tiers.grown_since(before)
+                self._tiers = (self._tiers or TierCounters()).plus(grown)
+        self._latest = statistics
+        self._peak_usage = max(self._peak_usage, statistics.usage)
 
     def report(self, wall_time_s: float) -> ReplayReport:
-        """Return all figures so far."""
+        """Return all statistics so far."""
         return ReplayReport(
             workload=self._workload,
             num_requests=self._num_requests,

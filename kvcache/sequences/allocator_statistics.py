@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AllocatorStatistics:
-    """Figures at one moment; queried, hit and evicted blocks are counted since the start (the
+    """Statistics at one moment; queried, hit and evicted blocks are counted since the start (the
     first two since the last reset), merged ones since the start.
 
     `num_merged_blocks` gave way to a block of equal content, which saved `merged_bytes`;

@@ -1,4 +1,4 @@
-"""What of sequences is cached, computed and accessed: the allocator's answers and figures.
+"""What of sequences is cached, computed and accessed: the allocator's answers and statistics.
 
 The lower half of the allocator that allocates, shares and swaps. Refuses to give anybody a block:
 nothing here changes who holds what.
@@ -152,7 +152,7 @@ class SequenceCache:
         return True
 
     def statistics(self) -> AllocatorStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         pool = self._held.pool
         return AllocatorStatistics(
             num_blocks=self.get_num_total_blocks(),

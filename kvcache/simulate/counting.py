@@ -72,9 +72,9 @@ def count_prefill_hits(
     clock: Clock,
     on_progress: Callable[[PrefillCount], None] = lambda count: None,
 ) -> PrefillCount:
-    """Play `workload` by the counting rule and return the figures.
+    """Play `workload` by the counting rule and return the statistics.
 
-    `on_progress` is called after every request with the figures so far.
+    `on_progress` is called after every request with the statistics so far.
 
     Raises:
         OutOfBlocksError: a single request needs more blocks than there are.

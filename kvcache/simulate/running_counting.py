@@ -133,23 +133,23 @@ class RunningCounter:
         return Brought(self._of_trace(host), self._of_trace(disk))
 
     def count(
-        self, on_progress: Callable[[PrefillCount], None] = lambda figures: None
+        self, on_progress: Callable[[PrefillCount], None] = lambda statistics: None
     ) -> PrefillCount:
-        """Play the whole trace and return the figures; `on_progress` gets them per request.
+        """Play the whole trace and return the statistics; `on_progress` gets them per request.
 
         Raises OutOfBlocksError for a request that does not fit with its answer.
         """
         start_s = self._clock.now()
         num_input_tokens = 0
-        figures = self._figures(0, 0, 0.0)
+        statistics = self._statistics(0, 0, 0.0)
         for index, arrived in enumerate(self._workload):
             self._play(index, arrived)
             num_input_tokens += int(self._trace.input_lengths[index])
-            figures = self._figures(index + 1, num_input_tokens, self._clock.now() - start_s)
-            on_progress(figures)
-        return figures
+            statistics = self._statistics(index + 1, num_input_tokens, self._clock.now() - start_s)
+            on_progress(statistics)
+        return statistics
 
-    def _figures(
+    def _statistics(
         self, num_requests: int, num_input_tokens: int, wall_time_s: float
     ) -> PrefillCount:
         return PrefillCount(

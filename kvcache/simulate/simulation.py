@@ -2,7 +2,7 @@
 
 Stands above the ways of counting and picks one: `counting.py` for the device alone,
 `tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat, `hybrid_bound.py`
-where groups share the blocks. These follow one rule, so that their figures can stand beside each
+where groups share the blocks. These follow one rule, so that their statistics can stand beside each
 other; `running_counting.py` has requests run side by side instead.
 """
 
@@ -86,20 +86,20 @@ class SimulationResult:
         return device, host, disk
 
     def to_dict(self) -> dict[str, object]:
-        """Return the figures by name, and the cache by its policy and sizes."""
-        figures = asdict(self)
-        figures["num_device_hit_tokens"] = self.num_device_hit_tokens
-        del figures["cache"]
-        waits = figures.pop("waits") or {}
+        """Return the statistics by name, and the cache by its policy and sizes."""
+        statistics = asdict(self)
+        statistics["num_device_hit_tokens"] = self.num_device_hit_tokens
+        del statistics["cache"]
+        waits = statistics.pop("waits") or {}
         return {
-            "trace": figures.pop("trace"),
+            "trace": statistics.pop("trace"),
             "policy": self.cache.policy,
             "num_blocks": self.cache.num_blocks,
             "host_blocks": self.cache.host_blocks,
             "disk_blocks": self.cache.disk_blocks,
             "hit_rate": self.hit_rate,
             "hit_rate_of": "tokens" if self.cache.groups else "blocks",
-            **figures,
+            **statistics,
             **waits,
         }
 
@@ -164,7 +164,7 @@ def _with_at_most(cache: SimulatedCache, enough: int) -> SimulatedCache:
 
 
 class _Tenths:
-    """Hit rates of each tenth of the requests, from figures that add up."""
+    """Hit rates of each tenth of the requests, from statistics that add up."""
 
     def __init__(self, trace: BlockTrace, cache: SimulatedCache) -> None:
         self._num_requests = trace.num_requests
@@ -174,7 +174,7 @@ class _Tenths:
         self.rates: list[float] = []
 
     def hear(self, count: PrefillCount | TierPrefillCount) -> None:
-        """Take the figures after a request."""
+        """Take the statistics after a request."""
         self.num_played = count.num_requests
         num_parts = _NUM_PARTS if self._num_requests >= _NUM_PARTS else 0
         if count.num_requests * num_parts < self._num_requests * (len(self.rates) + 1):

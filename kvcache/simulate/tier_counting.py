@@ -75,7 +75,7 @@ class TierPrefillCount:
         return self.num_hits / max(1, self.num_block_references)
 
     def to_dict(self) -> dict[str, str | int | float]:
-        """Return the figures by name, the rate included."""
+        """Return the statistics by name, the rate included."""
         return {**asdict(self), "hit_rate": self.hit_rate}
 
 
@@ -112,9 +112,9 @@ class TierCounter:
         return self.traffic.hierarchy
 
     def count(
-        self, on_progress: Callable[[TierPrefillCount], None] = lambda figures: None
+        self, on_progress: Callable[[TierPrefillCount], None] = lambda statistics: None
     ) -> TierPrefillCount:
-        """Play the whole workload and return the figures; `on_progress` gets them per request.
+        """Play the whole workload and return the statistics; `on_progress` gets them per request.
 
         Raises OutOfBlocksError for a request larger than the device, TraceError for a workload that
         cannot be read.

@@ -13,7 +13,7 @@ from kvcache.tenants.shares import TenantShare
 
 @dataclass(frozen=True)
 class TenantStatistics:
-    """Figures of one tenant in one tier. Counters since it was last heard of anew.
+    """Statistics of one tenant in one tier. Counters since it was last heard of anew.
 
     Of its `num_held_blocks`, `num_cached_blocks` are in use by nobody and can be evicted. Of
     `num_asked_tokens` of its requests `num_hit_tokens` were cached: on the device all tokens of its
@@ -105,7 +105,7 @@ class TenantAccount:
         return not (self.num_blocks or self.num_ties or self.num_pinned)
 
     @property
-    def has_figures(self) -> bool:
+    def has_statistics(self) -> bool:
         """Whether anything ever happened to the tenant that was counted."""
         return bool(self.num_asked_tokens or self.num_evicted_for or self.num_refusals)
 
@@ -115,7 +115,7 @@ class TenantAccount:
         self.last_refusal = reason
 
     def statistics(self, tier: str, shown_name: str) -> TenantStatistics:
-        """Return the figures, frozen."""
+        """Return frozen statistics."""
         return TenantStatistics(
             shown_name,
             tier,

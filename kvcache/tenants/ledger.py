@@ -227,15 +227,15 @@ class TenantLedger:
         for account in self._by_name.values():
             self._move(account, -account.num_blocks, -account.num_unheld)
 
-    # --- figures -------------------------------------------------------------------------------
+    # --- statistics -------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[TenantStatistics, ...]:
-        """Return the figures of all tenants that are known, by name."""
+        """Return the statistics of all tenants that are known, by name."""
         shares = self.shares
         return tuple(
             account.statistics(shares.tier, shares.shown_name(name))
             for name, account in sorted(self._by_name.items())
-            if name in shares.named or not account.is_idle or account.has_figures
+            if name in shares.named or not account.is_idle or account.has_statistics
         )
 
     def check(self) -> None:

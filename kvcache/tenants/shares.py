@@ -51,7 +51,7 @@ class TierShares:
         """Return the shares of a tier of so many blocks.
 
         Where a tier's slots have several blocks, these are counted together: `num_blocks` are the
-        slots, and so are all figures.
+        slots, and so are all statistics.
 
         Raises:
             ConfigurationError: more is guaranteed than there is, a guarantee is less than a block,

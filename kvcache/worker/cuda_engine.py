@@ -33,7 +33,7 @@ from kvcache.worker.cuda_runtime import CudaRuntime, SourceOrder, loaded_cuda_ru
 
 KERNEL_BELOW_BYTES = 28 * 1024
 """Where nothing was measured: up to this size of a piece the kernel was faster than copy units on
-the machines for which figures are published."""
+the machines for which measurements are published."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 """Between two questions whether a copy is over."""

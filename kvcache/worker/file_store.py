@@ -263,7 +263,7 @@ class FileStore:
         self._aside.forget()
 
     def statistics(self) -> FileTierStatistics:
-        """Return the figures, frozen."""
+        """Return frozen statistics."""
         return self._table.statistics()
 
     def count(self, kind: Problem) -> None:

@@ -128,7 +128,7 @@ class FileTable:
             return self._problems[kind]
 
     def statistics(self) -> FileTierStatistics:
-        """Return the figures, frozen."""
+        """Return frozen statistics."""
         with self._lock:
             return FileTierStatistics(
                 self._num_written,

@@ -31,7 +31,7 @@ class HostStatistics:
 
     @classmethod
     def of(cls, segment: HostSegment) -> HostStatistics:
-        """Return the figures of `segment`."""
+        """Return the statistics of `segment`."""
         labels = segment.labels
         return cls(
             origin=segment.origin,

@@ -176,7 +176,7 @@ class TransferJobs:
             self._host.labels.withdraw_unsealed()
 
     def statistics(self) -> TransferStatistics:
-        """Return the figures, frozen."""
+        """Return frozen statistics."""
         return TransferStatistics(
             num_running=self.num_running,
             num_waits=self.uses.num_waits,

@@ -54,7 +54,7 @@ from kvcache.worker.label_reports import LabelReporter
 from kvcache.worker.reports import ReportOutbox
 from kvcache.worker.segment_source import keep_segment
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
-from kvcache.worker.worker_figures import RefusedMessages, worker_statistics
+from kvcache.worker.worker_statistics import RefusedMessages, worker_statistics
 
 logger = get_logger(__name__)
 
@@ -354,7 +354,7 @@ class KVCacheWorker:
             return self._labels.collect()
 
     def statistics(self) -> WorkerStatistics:
-        """Return the figures of this process, frozen."""
+        """Return the statistics of this process, frozen."""
         with self._condition:
             return worker_statistics(
                 self.settings.rank, self._receiver, self._executor, self._reports, self._refused

@@ -61,8 +61,8 @@ def test_steps_are_computed_hit_and_checked_on_every_rank(shared: KVCacheCluster
         assert client.bytes_checked > 0
     status = shared.status()
     assert (status.state, status.problem, len(status.ranks)) == ("ready", "", 2)
-    figures = shared.statistics()
-    assert [worker is not None and worker.epoch for worker in figures.workers] == [1, 1]
+    statistics = shared.statistics()
+    assert [worker is not None and worker.epoch for worker in statistics.workers] == [1, 1]
 
 
 def test_a_running_cluster_is_found_by_name_and_by_other_processes(shared: KVCacheCluster) -> None:
@@ -226,8 +226,8 @@ def test_workers_count_what_is_no_message_for_them(launch: Any, make_config: Any
     for payload in (b"", whole[:-1], b"\xff" * 100, encode(Attach("c", 1)), whole):
         server.send([WorkerAddress(0)], payload)
     worker.poll()
-    figures = worker.statistics()
-    assert (figures.malformed, figures.misdirected) == (3, 1)
+    statistics = worker.statistics()
+    assert (statistics.malformed, statistics.misdirected) == (3, 1)
     assert worker.worker.statistics().num_foreign_messages == 1
     worker.close()
 

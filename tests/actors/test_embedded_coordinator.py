@@ -156,10 +156,10 @@ def test_steps_of_an_embedded_coordinator_are_computed_hit_and_checked(
         status = cluster.status()
         assert (status.state, status.problem, status.is_embedded) == ("ready", "", True)
         assert status.coordinator_process_id == os.getpid()
-        figures = cluster.statistics()
-        assert [worker is not None and worker.epoch for worker in figures.workers] == [1, 1]
-        assert figures.coordinator is not None
-        assert figures.coordinator.num_clients == 2
+        statistics = cluster.statistics()
+        assert [worker is not None and worker.epoch for worker in statistics.workers] == [1, 1]
+        assert statistics.coordinator is not None
+        assert statistics.coordinator.num_clients == 2
     cluster.stop()
     cluster.stop()
     traces.check(config.name)
@@ -205,9 +205,9 @@ def test_a_killed_driver_is_taken_over_warm(drive: Any, make_config: Any, traces
     with EmbeddedCluster.take_over(config.name) as cluster, cluster.client() as client:
         assert client.epoch == cluster.status().epoch == 2
         require_warm(client, "second")
-        figures = cluster.statistics().coordinator
-        assert figures is not None
-        assert (figures.num_kept_blocks, figures.cold_reason) == (2, "")
+        statistics = cluster.statistics().coordinator
+        assert statistics is not None
+        assert (statistics.num_kept_blocks, statistics.cold_reason) == (2, "")
     traces.check(config.name)
     require_no_threads()
     with pytest.raises(NotRunningError, match="has its coordinator in a process"):

@@ -48,14 +48,14 @@ def cluster() -> Iterator[LocalCluster]:
         yield made
 
 
-def figures(cluster: LocalCluster) -> dict[str, Any]:
+def statistics(cluster: LocalCluster) -> dict[str, Any]:
     found = cluster.coordinator.statistics().events
     assert found is not None
     return found
 
 
 def follow(cluster: LocalCluster) -> KVEventSubscriber:
-    there = figures(cluster)
+    there = statistics(cluster)
     return KVEventSubscriber(there["endpoint"], there["replay_endpoint"])
 
 
@@ -72,14 +72,14 @@ def play(client: KVCacheClient, name: str, first_token: int, salt: str | None = 
 def wait_until(cluster: LocalCluster, holds: Callable[[], bool]) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < give_up_s, figures(cluster)
+        assert time.monotonic() < give_up_s, statistics(cluster)
         cluster.pump()
         time.sleep(0.01)
 
 
 def is_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> bool:
     subscriber.poll(0.0)
-    there = figures(cluster)
+    there = statistics(cluster)
     return (
         subscriber.is_exact
         and subscriber.last_seq == there.get("last_seq")
@@ -113,7 +113,7 @@ def test_a_follower_knows_what_is_cached_and_what_was_evicted(cluster: LocalClus
 
 def test_prompts_are_found_by_their_tokens(cluster: LocalCluster) -> None:
     index = PrefixIndex()
-    there = figures(cluster)
+    there = statistics(cluster)
     with (
         KVEventSubscriber(
             there["endpoint"],
@@ -161,10 +161,10 @@ def test_a_publisher_that_is_killed_is_made_again_and_told_everything() -> None:
     with LocalCluster(config) as cluster, follow(cluster) as subscriber, cluster.client() as client:
         play(client, "r0", 0)
         become_exact(cluster, subscriber)
-        os.kill(figures(cluster)["process_id"], signal.SIGKILL)
+        os.kill(statistics(cluster)["process_id"], signal.SIGKILL)
         play(client, "r1", 1000)
-        wait_until(cluster, lambda: figures(cluster)["num_publisher_restarts"] == 1)
-        wait_until(cluster, lambda: figures(cluster)["is_alive"])
+        wait_until(cluster, lambda: statistics(cluster)["num_publisher_restarts"] == 1)
+        wait_until(cluster, lambda: statistics(cluster)["is_alive"])
         play(client, "r2", 2000)
         become_exact(cluster, subscriber)
         assert subscriber.statistics().num_blocks == {"GPU": 90}
@@ -173,7 +173,7 @@ def test_a_publisher_that_is_killed_is_made_again_and_told_everything() -> None:
 
 def test_a_publisher_that_stands_still_delays_no_step(cluster: LocalCluster) -> None:
     with follow(cluster) as subscriber, cluster.client() as client:
-        process_id = figures(cluster)["process_id"]
+        process_id = statistics(cluster)["process_id"]
         os.kill(process_id, signal.SIGSTOP)
         try:
             for i in range(8):
@@ -186,11 +186,11 @@ def test_a_publisher_that_stands_still_delays_no_step(cluster: LocalCluster) -> 
 def test_what_the_publisher_does_not_take_is_stated_anew() -> None:
     config = config_of(events={"queue_bytes": "1KiB"})
     with LocalCluster(config) as cluster, follow(cluster) as subscriber, cluster.client() as client:
-        process_id = figures(cluster)["process_id"]
+        process_id = statistics(cluster)["process_id"]
         os.kill(process_id, signal.SIGSTOP)
         try:
             name = 0
-            while not figures(cluster)["num_overflows"]:
+            while not statistics(cluster)["num_overflows"]:
                 play(client, f"r{name}", 1000 * name)
                 name += 1
         finally:
@@ -199,7 +199,7 @@ def test_what_the_publisher_does_not_take_is_stated_anew() -> None:
 
 
 def test_nonsense_on_both_sockets_changes_nothing(cluster: LocalCluster) -> None:
-    there = figures(cluster)
+    there = statistics(cluster)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with follow(cluster) as subscriber, cluster.client() as client:
         dealer, pusher = context.socket(zmq.DEALER), context.socket(zmq.SUB)
@@ -209,7 +209,7 @@ def test_nonsense_on_both_sockets_changes_nothing(cluster: LocalCluster) -> None
         pusher.setsockopt(zmq.SUBSCRIBE, b"x" * 900)
         for frames in ([b"what"], [b"", b"12345678", b""], [b"x" * 500], [b"", b"1" * 9]):
             dealer.send_multipart(frames)
-        wait_until(cluster, lambda: figures(cluster).get("num_malformed_requests") == 4)
+        wait_until(cluster, lambda: statistics(cluster).get("num_malformed_requests") == 4)
         dealer.send(b"y" * 100_000)
         play(client, "r0", 0)
         become_exact(cluster, subscriber)

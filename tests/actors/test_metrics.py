@@ -1,4 +1,4 @@
-"""Figures of a real cluster as Prometheus scrapes them, from the agent of the node."""
+"""Statistics of a real cluster as Prometheus scrapes them, from the agent of the node."""
 
 from __future__ import annotations
 
@@ -57,21 +57,24 @@ def test_the_agent_of_the_node_serves_every_metric_with_its_value(
         client.wait_finished(client.step(new_request("b", tokens, completed_step=1)).step)
         for step in range(2, 2 * STRIDE):
             client.wait_finished(client.step(StepRequest(completed_step=step)).step)
-        figures = cluster.coordinator_statistics()
-        assert figures is not None and figures.manager is not None
+        statistics = cluster.coordinator_statistics()
+        assert statistics is not None and statistics.manager is not None
         wanted = {
-            ("ray_kvcache_query_tokens_total", ()): figures.manager.num_asked_tokens,
-            ("ray_kvcache_hit_tokens_total", (("tier", "device"),)): figures.manager.num_hit_tokens,
+            ("ray_kvcache_query_tokens_total", ()): statistics.manager.num_asked_tokens,
+            (
+                "ray_kvcache_hit_tokens_total",
+                (("tier", "device"),),
+            ): statistics.manager.num_hit_tokens,
             ("ray_kvcache_requests", (("state", "running"),)): 2,
             ("ray_kvcache_steps_total", (("outcome", "executed"),)): 2 * STRIDE,
             ("ray_kvcache_step_applied_seconds_count", ()): 2,
             ("ray_kvcache_step_applied_seconds_bucket", (("le", "+Inf"),)): 2,
-            ("ray_kvcache_cached_blocks", ()): figures.manager.core.num_cached_blocks,
+            ("ray_kvcache_cached_blocks", ()): statistics.manager.core.num_cached_blocks,
             ("ray_kvcache_running", ()): 1,
             ("ray_kvcache_worker_forwards_total", (("rank", "0"),)): 2 * STRIDE,
             ("ray_kvcache_worker_forwards_total", (("rank", "1"),)): 2 * STRIDE,
         }
-        assert figures.manager.num_hit_tokens > 0
+        assert statistics.manager.num_hit_tokens > 0
         keys = {
             (name, tuple(sorted((*labels, ("cluster", config.name))))): value
             for (name, labels), value in wanted.items()

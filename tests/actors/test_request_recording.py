@@ -64,8 +64,8 @@ def play(cluster: KVCacheCluster, max_num_seqs: int) -> float:
     with cluster.client() as client:
 
         def look() -> tuple[object, tuple[object, ...]]:
-            figures = cluster.statistics()
-            return figures.coordinator, figures.workers
+            statistics = cluster.statistics()
+            return statistics.coordinator, statistics.workers
 
         limits = EngineLimits(512, 512, max_num_seqs)
         stepper = ClientStepper(client, look, return_s=60.0)  # type: ignore[arg-type]

@@ -100,8 +100,8 @@ def test_an_actor_ranks_clusters_and_commands_follow_them(
         assert ranked()[1] == ("silent", 0, True)
         ray.get(router.report_load.remote(cluster.name, 11.0))
         assert [row[0] for row in ranked()] == ["silent", cluster.name]
-        figures = ray.get(router.statistics.remote())
-        assert figures.replicas[cluster.name].load == 11.0
+        statistics = ray.get(router.statistics.remote())
+        assert statistics.replicas[cluster.name].load == 11.0
         assert ray.get(router.replicas.remote()) == (cluster.name, "silent")
         with pytest.raises(RayTaskError, match="add it first"):
             ray.get(router.begin.remote("r0", "nobody", 16))

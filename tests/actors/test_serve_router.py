@@ -65,8 +65,8 @@ class Engine:
         self.number = 0
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        figures = self.cluster.coordinator.statistics().events
-        return event_metadata(endpoints_in(figures, "engine", HEARTBEAT_S))
+        statistics = self.cluster.coordinator.statistics().events
+        return event_metadata(endpoints_in(statistics, "engine", HEARTBEAT_S))
 
     async def __call__(self, token_ids: list[int] | None = None) -> tuple[int, int]:
         """Compute a prompt; return whose process did, and how many tokens were cached."""

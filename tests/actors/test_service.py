@@ -207,8 +207,8 @@ def test_who_sends_what_cannot_be_read_is_answered_counted_and_logged(
     assert decider.unreadable == [(peer.address, payload, reason)]
     told = encode(Unattached("a", 0, f"told {reason}"))
     assert transport.sent == [((peer.address,), (told,))]
-    figures = service.statistics()
-    assert (figures.malformed, figures.last_malformed) == (1, f"{peer.address}: {reason}")
+    statistics = service.statistics()
+    assert (statistics.malformed, statistics.last_malformed) == (1, f"{peer.address}: {reason}")
     assert f"a message of {peer.address} cannot be read: {reason}" in caplog.messages
 
 

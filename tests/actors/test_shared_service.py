@@ -156,8 +156,8 @@ def test_what_is_no_message_of_the_client_is_counted_and_dropped(site: Site) -> 
     client.send(encode(Attach("somebody-else", 1)))
     with pytest.raises(MalformedMessageError, match="a message of 1001 bytes exceeds the limit of"):
         client.send(bytes(1001))
-    figures = site.service.statistics()
-    assert (figures.malformed, figures.impersonated, site.rule.threads) == (1, 1, [])
+    statistics = site.service.statistics()
+    assert (statistics.malformed, statistics.impersonated, site.rule.threads) == (1, 1, [])
 
 
 def test_a_queue_that_is_full_refuses_and_counts(site: Site) -> None:

@@ -48,15 +48,15 @@ def test_what_is_loaded_is_hit_but_for_the_end_of_it(
     )
     with LocalCluster(config) as cluster, cluster.client() as client:
 
-        def figures() -> OffloadStatistics:
+        def statistics() -> OffloadStatistics:
             found = cluster.coordinator.statistics().offload
             assert found is not None
             return found
 
-        assert play_all(client, PROMPTS, figures) == [0] * len(PROMPTS)
+        assert play_all(client, PROMPTS, statistics) == [0] * len(PROMPTS)
         # The last token is always computed; of what is cached before it the end is, too.
         hit = (PROMPT_TOKENS - 1) // block_tokens * block_tokens - block_tokens
-        assert play_all(client, PROMPTS, figures) == [hit] * len(PROMPTS)
-        assert figures().num_loaded_tokens > 0
+        assert play_all(client, PROMPTS, statistics) == [hit] * len(PROMPTS)
+        assert statistics().num_loaded_tokens > 0
         assert client.failures == ()
         cluster.coordinator.check()

@@ -42,19 +42,19 @@ class Player:
         self.cluster, self.client = cluster, client
 
     def play(self, *numbers: int) -> list[int]:
-        return play_all(self.client, numbers, self.figures)
+        return play_all(self.client, numbers, self.statistics)
 
     def find(self, number: int) -> None:
-        play_until_found(self.client, number, self.figures)
+        play_until_found(self.client, number, self.statistics)
 
-    def figures(self) -> OffloadStatistics:
+    def statistics(self) -> OffloadStatistics:
         found = self.cluster.coordinator.statistics().offload
         assert found is not None
         return found
 
     @property
     def disk(self) -> TierStatistics:
-        found = self.figures().tiers.disk
+        found = self.statistics().tiers.disk
         assert found is not None
         return found
 
@@ -94,7 +94,7 @@ def files_of(root: Path, rank: int) -> list[Path]:
 def test_with_a_disk_that_is_well_every_prompt_is_found_again(tmp_path: Path) -> None:
     with serving(tmp_path) as player:
         assert player.play(*PROMPTS) == [FOUND] * len(PROMPTS)
-        assert (player.figures().num_failed_jobs, player.problems(0)) == (0, {})
+        assert (player.statistics().num_failed_jobs, player.problems(0)) == (0, {})
 
 
 def cut(path: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_spoilt_file_of_one_rank_costs_its_own_prompt_and_no_other(
         assert (player.problems(0), player.problems(1)) == ({}, {kind: 1})
         aside = [path.name for path in directory_of(tmp_path, 1).glob("set-aside/*")]
         assert aside == ([] if kind == "missing" else [f"{victim.name}.{kind}"])
-        assert (player.figures().num_failed_jobs, player.disk.num_forgotten) == (1, 1)
-        assert "fetch: rank 1: 1 of 23 blocks failed: " in player.figures().last_failure
-        assert player.figures().tiers.num_disk_rests == 0
+        assert (player.statistics().num_failed_jobs, player.disk.num_forgotten) == (1, 1)
+        assert "fetch: rank 1: 1 of 23 blocks failed: " in player.statistics().last_failure
+        assert player.statistics().tiers.num_disk_rests == 0
         assert "files of rank 1: " in caplog.text
         # Computed, stored and written anew.
         assert player.play(*PROMPTS) == [FOUND] * len(PROMPTS)
@@ -144,7 +144,7 @@ def test_a_disk_that_cannot_be_read_rests_and_has_lost_nothing(
 
             sick.setattr(DirectoryFiles, "read", fail)
             assert player.play(0) == [0]
-            told = player.figures()
+            told = player.statistics()
             assert told.tiers.num_disk_rests >= 1
             assert "Input/output error: look at the disk" in told.last_failure
             assert player.problems(0)["io"] > 0
@@ -160,7 +160,7 @@ def test_a_full_disk_stores_nothing_more_and_what_is_there_is_found(tmp_path: Pa
         try:
             assert player.play(*range(100, 106)) == [0] * 6
             assert player.problems(0)["no_space"] > 0
-            assert "free space on the disk" in player.figures().last_failure
+            assert "free space on the disk" in player.statistics().last_failure
             assert player.play(0) == [FOUND]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -182,7 +182,7 @@ def test_files_that_go_make_room_for_those_that_come(tmp_path: Path) -> None:
         player = Player(cluster, client)
         player.play(*PROMPTS)
         assert player.disk.num_evicted >= (len(PROMPTS) - 2) * BLOCKS
-        assert (player.figures().num_failed_jobs, player.problems(0)) == (0, {})
+        assert (player.statistics().num_failed_jobs, player.problems(0)) == (0, {})
         assert len(files_of(tmp_path, 0)) == player.disk.num_ready == BLOCKS * 4 // 3
 
 
@@ -196,7 +196,7 @@ def test_a_disk_that_is_read_only_is_read(tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.setattr(DirectoryFiles, call, refuse)
         assert player.play(*range(100, 104)) == [0] * 4
         assert player.problems(1)["denied"] > 0
-        assert "let the workers' user write there" in player.figures().last_failure
+        assert "let the workers' user write there" in player.statistics().last_failure
         assert player.play(0) == [FOUND]
 
 
@@ -215,7 +215,7 @@ def test_a_directory_that_is_removed_is_a_miss_and_is_made_again(tmp_path: Path)
         assert sum(player.play(*PROMPTS)) <= 2 * FOUND  # what host memory had
         assert player.problems(0)["missing"] > 0
         assert player.play(*PROMPTS) == [FOUND] * len(PROMPTS)
-        assert player.figures().tiers.num_disk_rests == 0
+        assert player.statistics().tiers.num_disk_rests == 0
         for rank in (0, 1):
             assert used_bytes(player, rank) == bytes_of(tmp_path, rank) > 0
 
@@ -248,7 +248,7 @@ def test_a_directory_that_is_renamed_is_used_where_it_is(tmp_path: Path) -> None
         here.rename(tmp_path / "elsewhere")
         here.write_text("no directory")
         assert player.play(*PROMPTS) == [FOUND] * len(PROMPTS)
-        assert (player.figures().num_failed_jobs, player.problems(0)) == (0, {})
+        assert (player.statistics().num_failed_jobs, player.problems(0)) == (0, {})
 
 
 def test_a_worker_that_takes_a_lost_ones_place_goes_without_files_where_it_must(
@@ -264,19 +264,19 @@ def test_a_worker_that_takes_a_lost_ones_place_goes_without_files_where_it_must(
         transfers = player.cluster.workers[1].worker.statistics().transfers
         assert transfers.files is None
         assert "cannot be used (File exists)" in transfers.files_problem
-        assert player.figures().tiers.disk_problem == (
+        assert player.statistics().tiers.disk_problem == (
             "rank 1 works without files: look into its log"
         )
         assert "rank 1 works without files: " in caplog.text
         player.play(*PROMPTS)
         assert player.play(PROMPTS[-1]) == [FOUND]  # in host memory
-        assert player.figures().num_failed_jobs == 0
+        assert player.statistics().num_failed_jobs == 0
         assert files_of(tmp_path, 0) == others  # they may be of use yet
         here.unlink()
         (tmp_path / "elsewhere").rename(here)
         player.cluster.restart_worker(1)
         player.find(0)
-        assert player.figures().tiers.disk_problem == ""
+        assert player.statistics().tiers.disk_problem == ""
 
 
 def test_a_launch_onto_a_directory_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_what_one_cluster_wrote_the_next_one_finds(tmp_path: Path) -> None:
         player = Player(cluster, client)
         assert player.play(*PROMPTS) == [FOUND] * len(PROMPTS)
         assert client.failures == ()
-        assert player.figures().num_adopted_blocks == len(PROMPTS) * BLOCKS
+        assert player.statistics().num_adopted_blocks == len(PROMPTS) * BLOCKS
 
 
 def test_a_coordinator_that_is_restarted_finds_what_ranks_have(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_what_cannot_be_removed_is_tried_again(
 
             sick.setattr(DirectoryFiles, "remove", refuse)
             player.client.reset_prefix_cache()
-            settle(player.client, player.figures)
+            settle(player.client, player.statistics)
             for rank in range(2):
                 assert player.pool(rank).wait(PATIENCE_S)
                 assert player.pool(rank).num_undone_discards == len(PROMPTS) * BLOCKS

@@ -62,16 +62,16 @@ class Player:
         self.cluster, self.client = cluster, client
 
     def play_all(self) -> list[int]:
-        found = play_all(self.client, PROMPTS, self.figures)
+        found = play_all(self.client, PROMPTS, self.statistics)
         assert self.client.failures == ()
         return found
 
     def find(self, number: int) -> None:
-        play_until_found(self.client, number, self.figures)
+        play_until_found(self.client, number, self.statistics)
         assert self.client.failures == ()
 
-    def figures(self) -> OffloadStatistics:
-        """Return the figures of the coordinator, once there is one that can be asked."""
+    def statistics(self) -> OffloadStatistics:
+        """Return the statistics of the coordinator, once there is one that can be asked."""
         answers: list[OffloadStatistics] = []
 
         def is_answered() -> bool:
@@ -125,7 +125,7 @@ def test_host_memory_outlives_a_worker_and_the_coordinator(
         player.kill_worker(1)
         player.find(0)
         assert player.play_all() == ALL_FOUND
-        told = player.figures()
+        told = player.statistics()
         assert (told.num_fetched_tokens, told.num_failed_jobs) == (0, 0)
         assert told.num_loaded_tokens >= sum(ALL_FOUND)
         assert [player.transfers(rank).host.origin for rank in (0, 1)] == ["fresh", "attached"]
@@ -133,7 +133,7 @@ def test_host_memory_outlives_a_worker_and_the_coordinator(
         player.kill_coordinator()
         player.find(0)
         assert player.play_all() == ALL_FOUND
-        told = player.figures()
+        told = player.statistics()
         assert told.num_adopted_blocks >= len(PROMPTS) * BLOCKS
         assert told.num_failed_jobs == 0
     cluster.stop()
@@ -155,7 +155,7 @@ def test_files_outlive_the_cluster_and_a_rank_that_lost_them_is_served_without(
         player = Player(cluster, client)
         player.find(0)
         assert player.play_all() == ALL_FOUND
-        assert player.figures().num_fetched_tokens >= sum(ALL_FOUND) // 2
+        assert player.statistics().num_fetched_tokens >= sum(ALL_FOUND) // 2
         assert player.transfers(1).files.problems == {}
 
         (here,) = tmp_path.glob("*/*/rank1")
@@ -169,7 +169,7 @@ def test_files_outlive_the_cluster_and_a_rank_that_lost_them_is_served_without(
         here.write_text("no directory")
         player.kill_worker(1)
         player.play_all()
-        told = player.figures()
+        told = player.statistics()
         assert told.tiers.disk_problem == "rank 1 works without files: look into its log"
         assert "cannot be used (File exists)" in player.transfers(1).files_problem
         assert client.failures == ()

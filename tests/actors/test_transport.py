@@ -494,5 +494,5 @@ def test_the_fallback_server_counts_what_it_refuses_and_never_calls_twice() -> N
     to: list[Address] = [WorkerAddress(0), WorkerAddress(1), ClientAddress("me")]
     server.send(to, b"answer")
     assert (calls, server.collect("me", 0.0)) == ([b"answer"], [b"answer"])
-    figures = server.statistics()
-    assert (figures.foreign, figures.oversized, figures.undeliverable) == (1, 1, 1)
+    statistics = server.statistics()
+    assert (statistics.foreign, statistics.oversized, statistics.undeliverable) == (1, 1, 1)

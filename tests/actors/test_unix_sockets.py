@@ -218,8 +218,8 @@ def test_a_peer_tells_nothing_to_another_user_that_has_taken_the_address(
     accepted, _ = squatter.accept()
     cleanup.callback(accepted.close)
     assert accepted.recv(100) == b""
-    figures = peer.statistics()
-    assert (figures.refused_connections, figures.sent, figures.undeliverable) == (1, 0, 1)
+    statistics = peer.statistics()
+    assert (statistics.refused_connections, statistics.sent, statistics.undeliverable) == (1, 0, 1)
 
 
 class Trickle:

@@ -82,10 +82,10 @@ def test_clients_of_a_cluster_go_on(
     before = shared.statistics().service
     use(shared, monkeypatch)
     asyncio.run(use_async(shared, monkeypatch))
-    figures = shared.message_statistics()
-    assert figures is not None
-    assert figures.malformed - before.malformed == 2
-    assert "StepRequest.completed_step is 9223372036854775808" in figures.last_malformed
+    statistics = shared.message_statistics()
+    assert statistics is not None
+    assert statistics.malformed - before.malformed == 2
+    assert "StepRequest.completed_step is 9223372036854775808" in statistics.last_malformed
 
 
 def test_clients_of_an_embedded_coordinator_go_on(
@@ -94,6 +94,6 @@ def test_clients_of_an_embedded_coordinator_go_on(
     with EmbeddedCluster.launch(make_config()) as cluster:
         use(cluster, monkeypatch)
         asyncio.run(use_async(cluster, monkeypatch))
-        figures = cluster.message_statistics()
-        assert figures is not None
-        assert figures.malformed == 2
+        statistics = cluster.message_statistics()
+        assert statistics is not None
+        assert statistics.malformed == 2

@@ -34,7 +34,7 @@ BLOCK_BYTES = 4 * 2 * BLOCK_TOKENS * 8 * 2
 
 PATIENCE_S = 60.0
 
-Figures = Callable[[], OffloadStatistics]
+ReadStatistics = Callable[[], OffloadStatistics]
 """Asks a cluster how its tiers are."""
 
 
@@ -97,29 +97,29 @@ def _play(client: Any, name: str, number: int, give_up_s: float) -> int:
     return found
 
 
-def settle(client: Any, figures: Figures) -> None:
+def settle(client: Any, statistics: ReadStatistics) -> None:
     """Send empty steps until the tiers have nothing more to do."""
     give_up_s = time.monotonic() + PATIENCE_S
     num_quiet = 0
     while num_quiet < 2:
         client.wait_finished(client.submit(StepRequest()))
-        num_quiet = 0 if any(figures().tiers.open_jobs.values()) else num_quiet + 1
-        assert time.monotonic() < give_up_s, figures()
+        num_quiet = 0 if any(statistics().tiers.open_jobs.values()) else num_quiet + 1
+        assert time.monotonic() < give_up_s, statistics()
         time.sleep(0.002)
 
 
-def play_all(client: Any, numbers: Iterable[int], figures: Figures) -> list[int]:
+def play_all(client: Any, numbers: Iterable[int], statistics: ReadStatistics) -> list[int]:
     """Play prompts one after the other; return how many tokens of each were found."""
     found = []
     for number in numbers:
         found.append(play(client, number))
-        settle(client, figures)
+        settle(client, statistics)
     return found
 
 
-def play_until_found(client: Any, number: int, figures: Figures) -> None:
+def play_until_found(client: Any, number: int, statistics: ReadStatistics) -> None:
     """Play a prompt until it is found, which may take until a disk is well again."""
     give_up_s = time.monotonic() + PATIENCE_S
     while (found := play(client, number)) < FOUND:
         assert time.monotonic() < give_up_s, f"{found} tokens of prompt {number} are found"
-        settle(client, figures)
+        settle(client, statistics)

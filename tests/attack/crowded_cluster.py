@@ -251,13 +251,13 @@ class CrowdedCluster:
 
     def _look(self) -> Left:
         self.coordinator.check()
-        figures = self.coordinator.statistics()
-        manager = figures.manager
+        statistics = self.coordinator.statistics()
+        manager = statistics.manager
         if manager is None:
-            return Left(figures.num_clients, 0, 0)
+            return Left(statistics.num_clients, 0, 0)
         num_requests = manager.num_running_requests + manager.num_preempted_requests
         core = manager.core
-        return Left(figures.num_clients, num_requests, core.num_blocks - core.num_free_blocks)
+        return Left(statistics.num_clients, num_requests, core.num_blocks - core.num_free_blocks)
 
     def _call(self, action: Any) -> Any:
         if self._shared is not None:

@@ -81,12 +81,12 @@ class Siege:
         self.cluster, self.client = cluster, client
         self.chance = random.Random(seed)
         self.before = self._settled()
-        figures = self._event_figures()
-        self._follower = KVEventSubscriber(figures["endpoint"], figures["replay_endpoint"])
+        statistics = self._event_statistics()
+        self._follower = KVEventSubscriber(statistics["endpoint"], statistics["replay_endpoint"])
         self.sockets = [
             *listening_sockets(self._process_ids()),
-            Listening("publisher", "zmq", figures["endpoint"]),
-            Listening("publisher", "zmq", figures["replay_endpoint"]),
+            Listening("publisher", "zmq", statistics["endpoint"]),
+            Listening("publisher", "zmq", statistics["replay_endpoint"]),
         ]
         targets = make_targets()
         good = {
@@ -126,11 +126,13 @@ class Siege:
         assert now.epoch == self.before.epoch
         assert now.warnings == self.before.warnings
         assert all(loop.is_running and not loop.num_faults for loop in now.loops), now.loops
-        figures = self._event_figures()
-        assert (figures["num_publisher_restarts"], figures["num_faults"]) == (0, 0), figures
-        assert play_all(self.client, PROMPTS, self.figures) == [FOUND] * len(PROMPTS)
+        statistics = self._event_statistics()
+        assert (statistics["num_publisher_restarts"], statistics["num_faults"]) == (0, 0), (
+            statistics
+        )
+        assert play_all(self.client, PROMPTS, self.statistics) == [FOUND] * len(PROMPTS)
         assert self.client.failures == ()
-        figures = self._event_figures()
+        statistics = self._event_statistics()
         assert wait_until(self._is_exact, SOON_S), self._follower.statistics()
 
     def close(self) -> None:
@@ -138,18 +140,18 @@ class Siege:
             attacker.close()
         self._follower.close()
 
-    def figures(self) -> OffloadStatistics:
+    def statistics(self) -> OffloadStatistics:
         told = self.cluster.coordinator_statistics()
         assert told is not None and told.offload is not None
         return told.offload
 
     def _is_exact(self) -> bool:
         self._follower.poll(0.1)
-        figures = self._event_figures()
+        statistics = self._event_statistics()
         told = self._follower.statistics()
-        return (told.last_seq, told.checksum) == (figures["last_seq"], figures["checksum"])
+        return (told.last_seq, told.checksum) == (statistics["last_seq"], statistics["checksum"])
 
-    def _event_figures(self) -> dict[str, object]:
+    def _event_statistics(self) -> dict[str, object]:
         told = self.cluster.coordinator_statistics()
         assert told is not None and told.events is not None
         return told.events
@@ -174,7 +176,7 @@ class Siege:
         found |= {
             f"memory service {i}": one.process_id for i, one in enumerate(status.memory_services)
         }
-        found["publisher"] = int(str(self._event_figures()["process_id"]))
+        found["publisher"] = int(str(self._event_statistics()["process_id"]))
         return found
 
 
@@ -186,7 +188,7 @@ def besieged(cluster: KVCacheCluster, seed: int) -> Iterator[Siege]:
             play(client, number)
         siege = Siege(cluster, client, seed)
         try:
-            play_all(client, PROMPTS, siege.figures)
+            play_all(client, PROMPTS, siege.statistics)
             yield siege
         finally:
             siege.close()

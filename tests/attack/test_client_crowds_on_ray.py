@@ -39,11 +39,11 @@ def cluster(ray_cluster: str) -> Iterator[KVCacheCluster]:
 
 def left(cluster: KVCacheCluster) -> tuple[int, int, int]:
     """Return how many clients, requests and blocks in use there are."""
-    figures: Any = cluster.coordinator_statistics()
-    manager = figures.manager
+    statistics: Any = cluster.coordinator_statistics()
+    manager = statistics.manager
     core = manager.core
     return (
-        figures.num_clients,
+        statistics.num_clients,
         manager.num_running_requests + manager.num_preempted_requests,
         core.num_blocks - core.num_free_blocks,
     )

@@ -52,7 +52,7 @@ def test_a_killed_memory_service_comes_back_and_memory_outlives_its_worker_again
         player.find(0)
         assert player.play_all() == ALL_FOUND
         assert [player.transfers(rank).host.origin for rank in (0, 1)] == ["fresh", "attached"]
-        assert player.figures().num_failed_jobs == 0
+        assert player.statistics().num_failed_jobs == 0
         assert is_keeping_all(wait_for_memory_service(cluster, lambda status: True))
     cluster.stop()
     traces.check(cluster.name)

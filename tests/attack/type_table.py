@@ -239,7 +239,7 @@ def _is_ours(function: Any) -> bool:
 # --- what stands in no table ----------------------------------------------------------------------
 
 EXEMPTIONS: dict[str, str] = {
-    "made by the package and handed out: figures, answers, jobs, events": """
+    "made by the package and handed out: statistics, answers, jobs, events": """
         AllocatorStatistics CoreStatistics HierarchyStatistics ManagerStatistics TierStatistics
         GroupReport Plan PlanReport RankReport Difference PageTensor
         CacheHit StepResult Refusal TierHits OffloadingEvent PrepareStoreOutput

@@ -238,19 +238,19 @@ class Attack:
                     self.num_found += play(self._client, self._random.randrange(NUM_PROMPTS)) > 0
                     num_played += 1
             self.counts = vandal.counts
-            settle(self._client, self._figures)
+            settle(self._client, self._statistics)
             self._check_promises(promised)
             self._cluster.restart_coordinator()
-            play_all(self._client, range(100, 103), self._figures)
+            play_all(self._client, range(100, 103), self._statistics)
             self._check_promises(promised)
             self._check_disks()
             # Nothing that happened keeps the tier from serving.
             assert "quota" not in self._problems(), self._problems()
             new = range(200, 200 + ROOM_IN_PROMPTS - 2)
-            play_all(self._client, new, self._figures)
+            play_all(self._client, new, self._statistics)
             for number in new:
-                play_until_found(self._client, number, self._figures)
-            settle(self._client, self._figures)
+                play_until_found(self._client, number, self._statistics)
+            settle(self._client, self._statistics)
             self._check_promises(promised)
             self._check_disks()
             assert play(self._client, new[-1]) == FOUND
@@ -259,7 +259,7 @@ class Attack:
             for worker in self._cluster.workers:
                 worker.worker.check()
 
-    def _figures(self) -> Any:
+    def _statistics(self) -> Any:
         return self._cluster.coordinator.statistics().offload
 
     @property

@@ -1,4 +1,4 @@
-"""What came of schedules, in figures."""
+"""What came of schedules, in numbers."""
 
 from __future__ import annotations
 

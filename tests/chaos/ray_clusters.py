@@ -276,8 +276,8 @@ def is_ready(cluster: Any) -> bool:
 
 def unsettled(cluster: Any) -> list[str]:
     """Return what is still under way or held, and what is wrong."""
-    figures = cluster.statistics()
-    coordinator = figures.coordinator
+    statistics = cluster.statistics()
+    coordinator = statistics.coordinator
     if coordinator is None or coordinator.manager is None:
         return ["the coordinator does not run"]
     manager, wrong = coordinator.manager, []
@@ -289,7 +289,7 @@ def unsettled(cluster: Any) -> list[str]:
         "wrong blocks": coordinator.num_wrong_blocks,
     }
     wrong += [f"{count} {what}" for what, count in counts.items() if count]
-    for rank, worker in enumerate(figures.workers):
+    for rank, worker in enumerate(statistics.workers):
         if worker is None or worker.epoch != coordinator.epoch:
             wrong.append(f"rank {rank} is not there")
         elif worker.num_failed_jobs or worker.num_invalid_messages:

@@ -121,17 +121,17 @@ def connect_nobody(*_: object) -> PeerTransport:
 
 
 def describe_worker(worker: EmbeddedWorker) -> dict[str, Any]:
-    """Return the figures of a rank, and what is wrong with its books."""
-    figures = worker.worker.statistics()
+    """Return the statistics of a rank, and what is wrong with its books."""
+    statistics = worker.worker.statistics()
     return {
         "broken": broken(worker.worker.check),
-        "epoch": figures.epoch,
+        "epoch": statistics.epoch,
         "applied_seq": worker.worker.applied_seq,
         "num_labels": len(worker.worker.labels),
-        "num_failed_jobs": figures.num_failed_jobs,
-        "num_invalid": figures.num_invalid_messages,
-        "last_invalid": figures.last_invalid_reason,
-        "num_compared": figures.num_bytes_compared,
+        "num_failed_jobs": statistics.num_failed_jobs,
+        "num_invalid": statistics.num_invalid_messages,
+        "last_invalid": statistics.last_invalid_reason,
+        "num_compared": statistics.num_bytes_compared,
     }
 
 
@@ -195,23 +195,23 @@ def begin(
 
 
 def describe(coordinator: Coordinator, service: CoordinatorService) -> dict[str, Any]:
-    """Return the figures of a coordinator, and what is wrong with its books."""
-    figures, carried = coordinator.statistics(), service.statistics()
-    manager = figures.manager
+    """Return the statistics of a coordinator, and what is wrong with its books."""
+    statistics, carried = coordinator.statistics(), service.statistics()
+    manager = statistics.manager
     return {
         "broken": broken(coordinator.check),
-        "phase": figures.phase,
-        "epoch": figures.epoch,
-        "problem": figures.problem,
-        "num_clients": figures.num_clients,
-        "num_open_jobs": figures.num_open_jobs,
-        "num_unacknowledged": figures.num_unacknowledged,
-        "num_wrong_blocks": figures.num_wrong_blocks,
-        "last_finding": figures.last_finding,
-        "num_kept_blocks": figures.num_kept_blocks,
-        "cold_reason": figures.cold_reason,
+        "phase": statistics.phase,
+        "epoch": statistics.epoch,
+        "problem": statistics.problem,
+        "num_clients": statistics.num_clients,
+        "num_open_jobs": statistics.num_open_jobs,
+        "num_unacknowledged": statistics.num_unacknowledged,
+        "num_wrong_blocks": statistics.num_wrong_blocks,
+        "last_finding": statistics.last_finding,
+        "num_kept_blocks": statistics.num_kept_blocks,
+        "cold_reason": statistics.cold_reason,
         "num_malformed": carried.malformed + carried.impersonated,
-        "applied_seq": figures.applied_seq,
+        "applied_seq": statistics.applied_seq,
         "manager": None if manager is None else asdict(manager),
     }
 

@@ -79,7 +79,7 @@ class Player:
     def __init__(self, cluster: Any, client: Any) -> None:
         self.cluster, self.client = cluster, client
 
-    def figures(self) -> OffloadStatistics:
+    def statistics(self) -> OffloadStatistics:
         told = self.cluster.statistics().coordinator
         assert told is not None
         assert told.offload is not None
@@ -103,7 +103,7 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(
     fault = FAULTS[name]
     with KVCacheCluster.launch(tier_config(disk.root)) as cluster, cluster.client() as client:
         player = Player(cluster, client)
-        assert play_all(client, PROMPTS, player.figures) == [0] * len(PROMPTS)
+        assert play_all(client, PROMPTS, player.statistics) == [0] * len(PROMPTS)
         assert player.problems() == {}
         try:
             fault.strike(disk)
@@ -112,19 +112,19 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(
         # One after the other, while what the one before has left is on its way to the disk.
         for number in (*OTHERS, *PROMPTS, *OTHERS):
             play(client, number)
-        settle(client, player.figures)
+        settle(client, player.statistics)
         assert client.failures == ()
         problems = player.problems()
         assert fault.kinds <= set(problems)
-        assert player.figures().num_failed_jobs > 0
+        assert player.statistics().num_failed_jobs > 0
         await_logged(fault.logged)
         fault.repair(disk)
         # Host memory has room for less than two prompts, so the first of them comes from the disk.
         if name != "unplugged":
             for number in PROMPTS:
-                play_until_found(client, number, player.figures)
+                play_until_found(client, number, player.statistics)
             assert play(client, PROMPTS[0]) == FOUND
-        play_all(client, OTHERS, player.figures)
+        play_all(client, OTHERS, player.statistics)
         assert client.failures == ()
         coordinator = cluster.statistics().coordinator
         assert coordinator is not None

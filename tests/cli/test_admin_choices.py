@@ -19,7 +19,7 @@ from actors.cluster_access import ClusterStatistics
 from actors.service import ServiceStatistics
 from actors.transport import TransportStatistics
 from kvcache.errors import ConfigurationError
-from tests.metrics.test_log_line import figures
+from tests.metrics.test_log_line import statistics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ def test_a_prefix_that_cannot_be_read_is_an_error(choice: PrefixChoice, message:
 def look(at_s: float, **values: int) -> Look:
     service = ServiceStatistics(TransportStatistics(), 0, 0, 0, 0)
     epoch = values.pop("epoch", 3)
-    known = replace(figures(**values), epoch=epoch)
+    known = replace(statistics(**values), epoch=epoch)
     return Look(at_s, None, ClusterStatistics(known, service, (), ()))
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from actors.cli.clearing import confirm
 from kvcache.errors import ConfigurationError
-from tests.metrics.test_log_line import figures
+from tests.metrics.test_log_line import statistics
 
-MANAGER = figures(1, asked=1, hit=0, evicted=0).manager
+MANAGER = statistics(1, asked=1, hit=0, evicted=0).manager
 assert MANAGER is not None
 
 

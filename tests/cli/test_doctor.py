@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from actors.cli import app, doctor
 from actors.cli.doctor_checks import (
     SYNC_BYTES,
-    DirectoryFigures,
-    NodeFigures,
+    DirectoryStatistics,
+    NodeStatistics,
     Problem,
     device_problems,
     directory_problems,
@@ -24,7 +24,7 @@ from actors.cli.doctor_checks import (
     node_problems,
 )
 from actors.cli.doctor_network import (
-    RayFigures,
+    RayStatistics,
     limit_problems,
     port_problems,
     ray_problems,
@@ -36,7 +36,7 @@ from kvcache.planner import plan_cluster
 from kvcache.worker.copy_measurement import CopyMeasurement, MeasureLimits, measure_cpu
 
 GIB = 2**30
-ROOMY = NodeFigures(64 * GIB, 16 * GIB, None, (80 * GIB, 60 * GIB))
+ROOMY = NodeStatistics(64 * GIB, 16 * GIB, None, (80 * GIB, 60 * GIB))
 MODEL = """
 name: small
 model:
@@ -67,7 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor, "measure_cpu", measure)
     # Whether Ray runs on the machine of a test is not the test's; tests/actors look at a real one.
-    monkeypatch.setattr(doctor, "look_at_ray", lambda: RayFigures("2.60.0"))
+    monkeypatch.setattr(doctor, "look_at_ray", lambda: RayStatistics("2.60.0"))
 
 
 def run(*arguments: str | Path, exit_code: int = 0) -> str:
@@ -106,7 +106,7 @@ def whats(problems: list[Problem], *, prevent: bool = True) -> list[str]:
     return [problem.what for problem in problems if problem.prevents_launch == prevent]
 
 
-def memory_whats(config: ClusterConfig, node: NodeFigures, *, prevent: bool = True) -> list[str]:
+def memory_whats(config: ClusterConfig, node: NodeStatistics, *, prevent: bool = True) -> list[str]:
     return whats(memory_problems(config, plan_cluster(config), node), prevent=prevent)
 
 
@@ -158,8 +158,8 @@ def test_a_configuration_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path)
 
 
 def test_a_warning_is_no_reason_to_fail(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = replace(NodeFigures.of_this_node(), shared_free_bytes=2**20, gpu_free_bytes=())
-    monkeypatch.setattr(NodeFigures, "of_this_node", lambda: node)
+    node = replace(NodeStatistics.of_this_node(), shared_free_bytes=2**20, gpu_free_bytes=())
+    monkeypatch.setattr(NodeStatistics, "of_this_node", lambda: node)
     assert "warning: /dev/shm has 1.0 MiB free, less than 128.0 MiB" in run("--config", small)
 
 
@@ -168,7 +168,7 @@ def test_a_node_with_room_has_no_problem() -> None:
         assert device_problems(config, ROOMY) == []
         assert memory_problems(config, plan_cluster(config), ROOMY) == []
     assert node_problems(ROOMY) == []
-    unknown = NodeFigures(None, None, None)
+    unknown = NodeStatistics(None, None, None)
     assert node_problems(unknown) == memory_problems(CPU, plan_cluster(CPU), unknown) == []
 
 
@@ -208,12 +208,12 @@ def test_a_limit_of_locked_memory_is_a_warning_on_gpus_only() -> None:
 
 
 def test_a_directory_with_too_little_room_is_a_warning() -> None:
-    figures = DirectoryFigures(Path("/data"), 7 * GIB, 1e9)
-    (warning,) = whats(directory_problems(CPU, figures), prevent=False)
+    statistics = DirectoryStatistics(Path("/data"), 7 * GIB, 1e9)
+    (warning,) = whats(directory_problems(CPU, statistics), prevent=False)
     assert warning == (
         "the files of the 2 ranks of a pipeline stage may take 8.0 GiB, 7.0 GiB are free in /data"
     )
-    assert directory_problems(CPU, replace(figures, free_bytes=8 * GIB)) == []
+    assert directory_problems(CPU, replace(statistics, free_bytes=8 * GIB)) == []
 
 
 def test_looking_at_a_directory_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -222,14 +222,14 @@ def test_looking_at_a_directory_leaves_nothing_behind(tmp_path: Path) -> None:
             self.advance(0.5)
             return super().now()
 
-    figures = look_at_directory(Location(tmp_path), Ticking())
-    assert (figures.sync_bytes_per_s, figures.problem) == (2 * SYNC_BYTES, "")
+    statistics = look_at_directory(Location(tmp_path), Ticking())
+    assert (statistics.sync_bytes_per_s, statistics.problem) == (2 * SYNC_BYTES, "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_would_be_made_below_the_root_is_not_made_to_look_at_it(tmp_path: Path) -> None:
-    figures = look_at_directory(Location(tmp_path, "cache/kvcache"), VirtualClock())
-    assert (figures.path, figures.problem) == (tmp_path, "")
+    statistics = look_at_directory(Location(tmp_path, "cache/kvcache"), VirtualClock())
+    assert (statistics.path, statistics.problem) == (tmp_path, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,8 +247,8 @@ def test_a_path_that_is_no_directory_or_cannot_be_written_is_said(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    figures = look_at_directory(Location(tmp_path), VirtualClock())
-    assert figures.problem == "cannot be written (Permission denied)"
+    statistics = look_at_directory(Location(tmp_path), VirtualClock())
+    assert statistics.problem == "cannot be written (Permission denied)"
 
 
 def test_a_port_in_use_is_named_before_a_launch_finds_it() -> None:
@@ -281,11 +281,11 @@ def test_few_open_files_are_a_warning() -> None:
 
 
 def test_ray_that_cannot_be_joined_prevents_a_launch() -> None:
-    assert ray_problems(RayFigures("2.60.0")) == []
-    assert ray_problems(RayFigures("2.60.0", True, 2, ("chat",))) == []
-    (problem,) = ray_problems(RayFigures("2.60.0", problem="Version mismatch"))
+    assert ray_problems(RayStatistics("2.60.0")) == []
+    assert ray_problems(RayStatistics("2.60.0", True, 2, ("chat",))) == []
+    (problem,) = ray_problems(RayStatistics("2.60.0", problem="Version mismatch"))
     assert problem.prevents_launch and "Version mismatch" in problem.what
-    somebodys = RayFigures("2.60.0", problem="another token", is_wanted=False)
+    somebodys = RayStatistics("2.60.0", problem="another token", is_wanted=False)
     (warning,) = ray_problems(somebodys)
     assert not warning.prevents_launch and "another token" in warning.what
 

@@ -1,4 +1,4 @@
-"""`kvcache plan` of a published model: figures, and choices that are typed beside a file."""
+"""`kvcache plan` of a published model: numbers, and choices that are typed beside a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_published_model_is_shown_in_figures(llama: Path) -> None:
+def test_a_published_model_is_shown_in_numbers(llama: Path) -> None:
     shown, _ = run("--hf-config", llama, "--tp", "4", "--pp", "2", "--memory", "60GiB")
     # 40 layers of 16 KiB a rank: 98304 blocks, one of them the null block
     for text in (
@@ -100,7 +100,7 @@ def test_every_choice_reaches_the_plan(tmp_path: Path) -> None:
     assert report["largest_model_len"] > 262144
 
 
-def test_the_same_figures_come_from_a_configuration_that_says_the_same(llama: Path) -> None:
+def test_the_same_numbers_come_from_a_configuration_that_says_the_same(llama: Path) -> None:
     by_model, _ = run("--hf-config", llama, "--memory", "128GiB", "--json")
     text = (ROOT / "configs" / "llama3_8b_h100_tp4.yaml").read_text(encoding="utf-8")
     for old, new in (("count: 32", "count: 80"), ("size: 4", "size: 1"), ("64GiB", "128GiB")):

@@ -144,8 +144,8 @@ def test_states_are_compared_at_equal_numbers_only() -> None:
     there = followed.publisher.statistics()
 
     def is_same(seq: int, checksum: int) -> bool | None:
-        figures = CoordinatorStatistics(events={"last_seq": seq, "checksum": checksum})
-        return tally.look(1.0, followed.subscription.statistics(), figures).is_same_state
+        statistics = CoordinatorStatistics(events={"last_seq": seq, "checksum": checksum})
+        return tally.look(1.0, followed.subscription.statistics(), statistics).is_same_state
 
     assert is_same(there.last_seq, there.checksum) is True
     assert is_same(there.last_seq, there.checksum ^ 1) is False

@@ -1,4 +1,4 @@
-"""Lines of `kvcache status` about tiers, for figures of real tiers."""
+"""Lines of `kvcache status` about tiers, for statistics of real tiers."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from actors.cli import app
 from kvcache.metrics import log_line
 from tests.docs.pages import PAGES, ROOT, fences, name_of
-from tests.metrics.test_log_line import figures
+from tests.metrics.test_log_line import statistics
 from tests.planner import public_models
 
 SHOWN = {
@@ -46,7 +46,7 @@ def cells(line: str) -> list[str]:
 
 
 def shape(cell: str) -> str:
-    """Return a cell without its figures and the sizes they are in."""
+    """Return a cell without its numbers and the sizes they are in."""
     return re.sub(r"[KMGT]iB|\bB\b", "B", re.sub(r"\d[\d,.]*", "0", cell))
 
 
@@ -98,7 +98,10 @@ def test_the_plan_of_a_published_model_is_the_one_that_is_shown(tmp_path: Path) 
 
 def test_the_line_for_people_is_the_one_that_is_shown() -> None:
     (line,) = shown("docs/operations.md", "evictions/s")
-    before, now = figures(0, asked=0, hit=0, evicted=0), figures(513, asked=4, hit=3, evicted=20)
+    before, now = (
+        statistics(0, asked=0, hit=0, evicted=0),
+        statistics(513, asked=4, hit=3, evicted=20),
+    )
     assert log_line("chat", before, now, 10.0) == line
 
 

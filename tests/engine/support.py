@@ -136,8 +136,8 @@ def require_nothing_is_held(engine: Engine) -> None:
     manager = coordinator(engine).manager
     assert manager is not None
     manager.check()
-    figures = manager.statistics()
-    assert (figures.num_running_requests, figures.num_preempted_requests) == (0, 0)
+    statistics = manager.statistics()
+    assert (statistics.num_running_requests, statistics.num_preempted_requests) == (0, 0)
     assert manager.usage == 0.0
     assert isinstance(engine.executor, LocalExecutor)
     for worker in engine.executor.cluster.workers:

@@ -134,6 +134,6 @@ def test_drafts_may_be_right_up_to_any_token(
             told = run(engine)
             said = [[*p, *told[i, 0].token_ids] for i, p in zip(ids, prompts, strict=True)]
             assert said == whole
-        figures = engine.statistics()
-        assert min(figures.num_accepted_drafts, figures.num_rejected_drafts) > 10
+        statistics = engine.statistics()
+        assert min(statistics.num_accepted_drafts, statistics.num_rejected_drafts) > 10
         require_nothing_is_held(engine)

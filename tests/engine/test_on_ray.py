@@ -60,9 +60,9 @@ def test_two_stages_of_two_ranks_survive_their_coordinator(ray_cluster: str) -> 
         os.kill(executor.cluster.status().coordinator_process_id, signal.SIGKILL)
         finish(engine, told)
         require_the_same(told, ids, "gemma-hybrid")
-        figures = engine.statistics()
-        assert figures.num_restarts == 1
-        assert figures.num_cached_tokens >= 4 * 24, "what was sealed was found again"
+        statistics = engine.statistics()
+        assert statistics.num_restarts == 1
+        assert statistics.num_cached_tokens >= 4 * 24, "what was sealed was found again"
 
 
 @pytest.mark.faults

@@ -65,8 +65,8 @@ class Server:
         """How many sequences run or wait, on all replicas that answer in a few asks."""
         seen = {}
         for _ in range(8):
-            figures = self.engines.statistics.remote().result()
-            seen[figures["pid"]] = figures["num_running"] + figures["num_waiting"]
+            statistics = self.engines.statistics.remote().result()
+            seen[statistics["pid"]] = statistics["num_running"] + statistics["num_waiting"]
         return sum(seen.values())
 
 

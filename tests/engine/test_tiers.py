@@ -29,9 +29,9 @@ PROMPTS = [tokens(seed, 60) for seed in range(10)]
 
 
 def tiers(engine: Engine) -> Any:
-    figures = coordinator(engine).statistics().offload
-    assert figures is not None
-    return figures.tiers
+    statistics = coordinator(engine).statistics().offload
+    assert statistics is not None
+    return statistics.tiers
 
 
 def store_all(engine: Engine) -> None:
@@ -96,9 +96,9 @@ def test_a_swapped_request_goes_on_where_it_was(name: str, is_pipelined: bool) -
         for request_id, prompt in zip(ids, prompts, strict=True):
             assert told[request_id, 0].token_ids == expected(name, prompt, params)
         assert engine.statistics().num_preemptions > 0
-        figures = coordinator(engine).statistics().offload
-        assert figures is not None
-        assert figures.num_swapped_in > 0
+        statistics = coordinator(engine).statistics().offload
+        assert statistics is not None
+        assert statistics.num_swapped_in > 0
         require_nothing_is_held(engine)
 
 

@@ -206,8 +206,8 @@ class World:
     def send(self, frames: list[bytes]) -> None:
         if not frames:
             return
-        figures = self.publisher.statistics()
-        self.checksums[figures.last_seq] = figures.checksum
+        statistics = self.publisher.statistics()
+        self.checksums[statistics.last_seq] = statistics.checksum
         for follower in self.followers:
             if self.choice.random() >= self.loss:
                 follower.live.append(frames)

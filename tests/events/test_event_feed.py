@@ -57,7 +57,7 @@ class Link:
     def poll(self) -> None:
         """Nothing waits."""
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def test_events_that_no_publisher_could_read_cost_a_statement(
     feed.emit(stored(4))
     feed.flush()
     assert link.held() == {"GPU": 4, "CPU": 1}
-    assert figures_of(feed) == 1
+    assert statistics_of(feed) == 1
 
 
 def test_a_statement_that_no_publisher_could_read_is_tried_once_in_an_epoch(
@@ -226,7 +226,7 @@ def test_a_statement_that_no_publisher_could_read_is_tried_once_in_an_epoch(
         patch.setattr("kvcache.events.feed_frames.MAX_FRAME_BYTES", 50)
         for _ in range(3):
             feed.on_tick()
-        assert figures_of(feed) == 1
+        assert statistics_of(feed) == 1
     feed.on_tick()
     assert link.held() == {}
     feed.begin(manager(), 6, label(1), None)
@@ -234,11 +234,11 @@ def test_a_statement_that_no_publisher_could_read_is_tried_once_in_an_epoch(
     assert link.held() == {"GPU": 1}
 
 
-def figures_of(feed: LinkedEventFeed) -> int:
+def statistics_of(feed: LinkedEventFeed) -> int:
     """Return how many frames could not be sent."""
-    figures = feed.figures()
-    assert figures is not None
-    count: int = figures["num_unsendable_frames"]
+    told = feed.statistics()
+    assert told is not None
+    count: int = told["num_unsendable_frames"]
     return count
 
 

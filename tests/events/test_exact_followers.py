@@ -39,11 +39,11 @@ def play(seed: int) -> None:
     counts = {WIRE_MEDIA[m]: len(world.cache.media[m]) for m in MEDIA if world.cache.media[m]}
     assert truth.num_blocks == counts
     for follower in world.followers:
-        figures = follower.subscription.statistics()
-        assert figures.is_exact
-        assert (figures.last_seq, figures.checksum) == (truth.last_seq, truth.checksum)
-        assert figures.num_blocks == counts
-        assert figures.num_malformed == 0
+        statistics = follower.subscription.statistics()
+        assert statistics.is_exact
+        assert (statistics.last_seq, statistics.checksum) == (truth.last_seq, truth.checksum)
+        assert statistics.num_blocks == counts
+        assert statistics.num_malformed == 0
         compare_matches(world, follower.index)
 
 

@@ -61,7 +61,7 @@ def batch(low: int) -> bytes:
 def wait_until(link: ProcessLink, holds: Callable[[], bool]) -> None:
     give_up_s = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < give_up_s, link.figures()
+        assert time.monotonic() < give_up_s, link.statistics()
         link.poll()
         time.sleep(0.005)
 
@@ -75,8 +75,8 @@ def test_a_publisher_that_is_made_again_is_where_the_one_before_was(link: Proces
     places = link.endpoints
     with follow(link) as subscriber:
         subscriber.wait_for(100, PATIENCE_S)
-        os.kill(link.figures()["process_id"], signal.SIGKILL)
-        wait_until(link, lambda: link.figures()["num_publisher_restarts"] == 1)
+        os.kill(link.statistics()["process_id"], signal.SIGKILL)
+        wait_until(link, lambda: link.statistics()["num_publisher_restarts"] == 1)
         wait_until(link, lambda: link.needs_state)
         assert link.endpoints == places
         begin(link, 200)
@@ -88,27 +88,27 @@ def test_a_publisher_that_is_made_again_is_where_the_one_before_was(link: Proces
 def test_a_publisher_that_talks_nonsense_is_made_again(
     link: ProcessLink, monkeypatch: pytest.MonkeyPatch, said: list[list[Any]]
 ) -> None:
-    before = link.figures()["process_id"]
+    before = link.statistics()["process_id"]
     with monkeypatch.context() as patch:
         patch.setattr(FrameReader, "feed", lambda reader, data: said)
         begin(link, 100)
-        wait_until(link, lambda: not link.figures()["is_alive"])
-    assert link.figures()["problem"].startswith("the event publisher cannot be understood: ")
+        wait_until(link, lambda: not link.statistics()["is_alive"])
+    assert link.statistics()["problem"].startswith("the event publisher cannot be understood: ")
     wait_until(link, lambda: link.needs_state)
-    assert link.figures()["process_id"] != before
+    assert link.statistics()["process_id"] != before
 
 
 @pytest.mark.long
 def test_a_place_that_another_has_taken_meanwhile_is_given_up(link: ProcessLink) -> None:
     port = int(link.endpoints[0].rpartition(":")[2])
-    process_id = link.figures()["process_id"]
+    process_id = link.statistics()["process_id"]
     os.kill(process_id, signal.SIGKILL)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bind_when_free(other, port)
         other.listen()
-        wait_until(link, lambda: not link.figures()["is_alive"])
-        wait_until(link, lambda: bool(link.figures()["is_alive"]))
+        wait_until(link, lambda: not link.statistics()["is_alive"])
+        wait_until(link, lambda: bool(link.statistics()["is_alive"]))
         assert int(link.endpoints[0].rpartition(":")[2]) != port
 
 
@@ -140,19 +140,19 @@ def test_what_was_said_last_is_published_before_the_end() -> None:
 
 
 def test_an_interrupt_of_the_terminal_ends_nothing(link: ProcessLink) -> None:
-    os.kill(link.figures()["process_id"], signal.SIGINT)
+    os.kill(link.statistics()["process_id"], signal.SIGINT)
     begin(link, 100)
     with follow(link) as subscriber:
         subscriber.wait_for(101, PATIENCE_S)  # a heartbeat later
     link.poll()
-    assert link.figures()["num_publisher_restarts"] == 0
+    assert link.statistics()["num_publisher_restarts"] == 0
 
 
 def test_a_publisher_ends_with_its_coordinator_however_that_ends() -> None:
     script = (
         "import sys, time; sys.path.insert(0, '.')\n"
         "from tests.events.test_process_link import opened\n"
-        "print(opened().figures()['process_id'], flush=True); time.sleep(100)"
+        "print(opened().statistics()['process_id'], flush=True); time.sleep(100)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
@@ -199,7 +199,7 @@ def test_answers_do_not_delay_what_happens(link: ProcessLink) -> None:
             time.sleep(0.004)  # so that they make batches of their own
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with follow(link) as subscriber:
-        wait_until(link, lambda: link.figures().get("num_blocks") == {"GPU": 2000})
+        wait_until(link, lambda: link.statistics().get("num_blocks") == {"GPU": 2000})
         subscriber.wait_for(link.last_seq, PATIENCE_S)
         clients = [context.socket(zmq.DEALER) for _ in range(8)]
         for client in clients:

@@ -111,8 +111,8 @@ def test_history_is_bounded_in_bytes_and_keeps_the_newest() -> None:
     made = publisher(history_bytes=1)
     made.publish(1.0, [stored(1, group=1)])
     assert ask(made, 101) == [101]
-    figures = made.statistics()
-    assert (figures.history_batches, figures.num_blocks) == (1, {"GPU": 1})
+    statistics = made.statistics()
+    assert (statistics.history_batches, statistics.num_blocks) == (1, {"GPU": 1})
 
 
 def test_a_request_without_delimiter_is_served_too() -> None:

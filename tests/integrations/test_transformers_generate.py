@@ -57,8 +57,12 @@ def counted_columns(model: Any) -> Iterator[list[int]]:
 
 def require_nothing_held(store: PagedCacheStore) -> None:
     store.check()
-    figures = store.statistics()
-    assert (figures.num_blocks_in_use, figures.num_rows, figures.num_open_caches) == (0, 0, 0)
+    statistics = store.statistics()
+    assert (statistics.num_blocks_in_use, statistics.num_rows, statistics.num_open_caches) == (
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

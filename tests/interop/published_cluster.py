@@ -129,7 +129,7 @@ class PublishedCluster:
             plain["offload"]["disk"] = disk
         self.block_size = block_size
         self.cluster = LocalCluster(parse_config(plain, "interop"))
-        there = self.figures()
+        there = self.statistics()
         self.endpoint: str = there["endpoint"]
         self.replay_endpoint: str = there["replay_endpoint"]
         self.client: KVCacheClient = self.cluster.client()
@@ -157,7 +157,7 @@ class PublishedCluster:
         self.client.close()
         self.cluster.close()
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return what the publisher said of itself last."""
         found = self.cluster.coordinator.statistics().events
         assert found is not None
@@ -165,7 +165,7 @@ class PublishedCluster:
 
     def first_number(self) -> bytes:
         """Return the number of the first batch that there was, as a request names it."""
-        there = self.figures()
+        there = self.statistics()
         return (there["last_seq"] - there["num_batches"] + 1).to_bytes(8, "big")
 
     def play(self, *prompts: Prompt) -> None:
@@ -232,7 +232,7 @@ class PublishedCluster:
         """Return when `holds`; everybody has turns meanwhile."""
         give_up_s = time.monotonic() + PATIENCE_S
         while not holds():
-            assert time.monotonic() < give_up_s, f"not so in time: {what}; {self.figures()}"
+            assert time.monotonic() < give_up_s, f"not so in time: {what}; {self.statistics()}"
             self.pump()
 
     def pump(self) -> None:
@@ -319,12 +319,12 @@ class PublishedCluster:
             parent = value
 
     def _is_idle(self) -> bool:
-        figures = self.cluster.coordinator.statistics()
-        tiers = {} if figures.offload is None else figures.offload.tiers.open_jobs
-        return not figures.num_open_jobs and not any(tiers.values())
+        statistics = self.cluster.coordinator.statistics()
+        tiers = {} if statistics.offload is None else statistics.offload.tiers.open_jobs
+        return not statistics.num_open_jobs and not any(tiers.values())
 
     def _is_compared(self) -> bool:
-        there = self.figures()
+        there = self.statistics()
         seq = there.get("last_seq", -1)
         if seq not in self._checksums:
             return False

@@ -77,7 +77,7 @@ def test_who_joins_late_gets_everything_at_once(start_indexer: StartIndexer) -> 
         cluster.load(10)
         become_equal(cluster, indexer)
         cluster.settle()
-        assert cluster.figures()["num_snapshots"] > 0
+        assert cluster.statistics()["num_snapshots"] > 0
 
 
 @pytest.mark.parametrize("history_batches", [10_000, 2], ids=["history held", "history gone"])
@@ -90,7 +90,7 @@ def test_who_misses_a_stretch_asks_for_it(
         cluster.load(10)
         become_equal(cluster, indexer)
         cluster.settle()
-        before = cluster.figures()
+        before = cluster.statistics()
         indexer.pause()
         cluster.load(10)
         cluster.settle()
@@ -98,10 +98,10 @@ def test_who_misses_a_stretch_asks_for_it(
         indexer.resume()
         become_equal(cluster, indexer)
         # The answer was the stretch itself where it is held, and everything otherwise.
-        figures = cluster.figures()
+        statistics = cluster.statistics()
         is_held = history_batches > 2
-        assert (figures["num_replays"] > before["num_replays"]) == is_held
-        assert (figures["num_snapshots"] > before["num_snapshots"]) != is_held
+        assert (statistics["num_replays"] > before["num_replays"]) == is_held
+        assert (statistics["num_snapshots"] > before["num_snapshots"]) != is_held
 
 
 def test_a_publisher_that_is_killed_is_followed_when_it_is_back(
@@ -113,13 +113,13 @@ def test_a_publisher_that_is_killed_is_followed_when_it_is_back(
         cluster.load(8)
         become_equal(cluster, indexer)
         for _ in range(2):
-            num_restarts = cluster.figures()["num_publisher_restarts"]
-            os.kill(cluster.figures()["process_id"], signal.SIGKILL)
+            num_restarts = cluster.statistics()["num_publisher_restarts"]
+            os.kill(cluster.statistics()["process_id"], signal.SIGKILL)
             cluster.load(4)
             cluster.wait_until(
                 lambda before=num_restarts: (
-                    cluster.figures()["num_publisher_restarts"] > before
-                    and "last_seq" in cluster.figures()
+                    cluster.statistics()["num_publisher_restarts"] > before
+                    and "last_seq" in cluster.statistics()
                 ),
                 "another publisher is there",
             )

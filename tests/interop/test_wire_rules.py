@@ -118,9 +118,9 @@ def test_a_publisher_that_restarts_breaks_no_rule() -> None:
         assert rules.num_events == {"AllBlocksCleared": 1}
         cluster.load(8)
         cluster.settle()
-        os.kill(cluster.figures()["process_id"], signal.SIGKILL)
+        os.kill(cluster.statistics()["process_id"], signal.SIGKILL)
         cluster.load(4)
-        cluster.wait_until(lambda: "last_seq" in cluster.figures(), "another one is there")
+        cluster.wait_until(lambda: "last_seq" in cluster.statistics(), "another one is there")
         cluster.load(4)
         follow(cluster, recorder, rules)
         assert rules.num_events["AllBlocksCleared"] >= 2

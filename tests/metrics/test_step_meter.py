@@ -126,7 +126,7 @@ def test_a_client_that_is_sent_away_leaves_nothing() -> None:
     assert bench.meter.num_open == 0
 
 
-def test_figures_become_samples_with_the_labels_that_were_declared() -> None:
+def test_statistics_become_samples_with_the_labels_that_were_declared() -> None:
     bench = MeteredBench()
     bench.ask(1, new=(new("a"),))
     bench.ask(1_000_000)

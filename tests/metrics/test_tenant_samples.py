@@ -1,4 +1,4 @@
-"""Figures of tenants: the first ones by name, the others together."""
+"""Statistics of tenants: the first ones by name, the others together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's figures as samples."""
+"""A rank's statistics as samples."""
 
 from __future__ import annotations
 

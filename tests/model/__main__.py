@@ -39,7 +39,7 @@ class Outcome:
         return self.found.is_complete and not self.found.problem
 
     def as_json(self) -> str:
-        """Return the figures as a line."""
+        """Return the statistics as a line."""
         return json.dumps(
             {
                 "scenario": self.scenario.name,
@@ -55,14 +55,14 @@ class Outcome:
         )
 
     def as_text(self) -> str:
-        """Return the figures as people read them."""
+        """Return the statistics as people read them."""
         found = self.found
         verdict = found.problem or ("safe" if found.is_complete else "stopped, too many states")
         if found.problem:
             verdict += f" (after {len(found.path) - 1} actions)"
         mark = "ok " if self.is_as_expected else "BAD"
-        figures = f"{found.num_states:8} states {self.took_s:6.1f} s"
-        return f"{mark} {figures}  {self.scenario.name}: {verdict}"
+        statistics = f"{found.num_states:8} states {self.took_s:6.1f} s"
+        return f"{mark} {statistics}  {self.scenario.name}: {verdict}"
 
 
 def run(scenario: Scenario, model: Model, *, is_showing_progress: bool) -> Outcome:

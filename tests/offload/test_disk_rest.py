@@ -44,8 +44,8 @@ def test_a_disk_that_rests_is_not_asked_and_is_asked_again_afterwards() -> None:
     tiers.rest_disk("it does not answer", NOW_S)
     assert places(tiers, keys) == [Place.NOWHERE] * 2
     assert tiers.plan_fetch(keys, NOW_S) is None
-    figures = tiers.statistics()
-    assert (figures.num_disk_rests, figures.disk_problem) == (1, "it does not answer")
+    statistics = tiers.statistics()
+    assert (statistics.num_disk_rests, statistics.disk_problem) == (1, "it does not answer")
     tiers.expire(NOW_S + 0.9 * FIRST_REST_S)
     assert places(tiers, keys) == [Place.NOWHERE] * 2
     tiers.expire(NOW_S + FIRST_REST_S)

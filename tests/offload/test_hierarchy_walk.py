@@ -131,8 +131,8 @@ class Walk:
             self.world.start(job)
 
     def slots_of_tenants(self, tier: str) -> dict[str, TenantStatistics]:
-        figures = getattr(self.hierarchy.statistics(), tier)
-        return {} if figures is None else {each.name: each for each in figures.tenants}
+        statistics = getattr(self.hierarchy.statistics(), tier)
+        return {} if statistics is None else {each.name: each for each in statistics.tenants}
 
     def compare_tenants(self, tier: str, before: dict[str, TenantStatistics], tenant: str) -> None:
         """What one tenant stored took nothing of what others are guaranteed, and no more than its
@@ -242,9 +242,9 @@ class Walk:
             self.end(job_id)
             self.compare()
         self.world.discard(self.hierarchy.take_discards())
-        figures = self.hierarchy.statistics()
-        assert self.hierarchy.num_open_jobs == figures.num_overdue == 0
-        for tier in (figures.host, figures.disk):
+        statistics = self.hierarchy.statistics()
+        assert self.hierarchy.num_open_jobs == statistics.num_overdue == 0
+        for tier in (statistics.host, statistics.disk):
             if tier is not None:
                 assert tier.num_pending == tier.num_held == tier.num_quarantined_slots == 0
         if self.hierarchy.disk is not None:
@@ -253,7 +253,7 @@ class Walk:
         self.hierarchy.check()
         self.world.discard(self.hierarchy.take_discards())
         assert not self.world.files
-        assert self.hierarchy.host.num_free_slots == figures.host.num_slots
+        assert self.hierarchy.host.num_free_slots == statistics.host.num_slots
 
 
 def some_of(num_seeds: int, *, quick: int) -> list[Any]:

@@ -187,8 +187,10 @@ class Walk:
                 self.tier.complete_store([key])
                 self.model.complete_store([key], True)
         self.compare()
-        figures = self.tier.statistics()
-        assert figures.num_pending == figures.num_held == figures.num_quarantined_slots == 0
+        statistics = self.tier.statistics()
+        assert (
+            statistics.num_pending == statistics.num_held == statistics.num_quarantined_slots == 0
+        )
         self.tier.reset_cache()
         self.tier.check()
         assert self.tier.num_free_slots == self.model.num_slots
@@ -233,5 +235,5 @@ def test_look_ups_follow_a_key_through_its_life() -> None:
     assert tier.statistics().num_quarantined_slots == 1
     tier.complete_load([key])
     assert tier.num_free_slots == 2
-    figures = tier.statistics()
-    assert (figures.num_hits, figures.num_misses) == (2, 3)
+    statistics = tier.statistics()
+    assert (statistics.num_hits, statistics.num_misses) == (2, 3)

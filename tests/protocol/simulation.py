@@ -592,15 +592,17 @@ class Cluster:
         return None if offloading is None else offloading.tiers
 
     def _is_quiet(self) -> bool:
-        figures = self.coordinator.statistics()
-        is_over = not (figures.num_clients or figures.num_unacknowledged or figures.num_open_jobs)
+        statistics = self.coordinator.statistics()
+        is_over = not (
+            statistics.num_clients or statistics.num_unacknowledged or statistics.num_open_jobs
+        )
         return is_over and not len(self.network)
 
     def _is_idle(self) -> bool:
         """Whether nothing is under way but audits, which never end."""
-        figures = self.coordinator.statistics()
+        statistics = self.coordinator.statistics()
         num_audits = self._audit_mode == "sample"
-        return max(figures.num_unacknowledged, figures.num_open_jobs) <= num_audits
+        return max(statistics.num_unacknowledged, statistics.num_open_jobs) <= num_audits
 
     def _step_on(self) -> None:
         self.clock.advance(TICK_S)
@@ -615,11 +617,11 @@ class Cluster:
         for worker in (*self.workers.values(), *self.lost_workers):
             if self._service is None or worker not in self.lost_workers:
                 worker.check()  # memory that is kept is another process's now
-            figures = worker.statistics()
+            statistics = worker.statistics()
             has_fenced = self.num_departed or self.num_killed  # forwards of theirs are refused
             if not (self.are_copies_failing or has_fenced):
-                assert figures.num_failed_jobs == 0, figures
-            assert figures.num_invalid_messages == 0, figures.last_invalid_reason
+                assert statistics.num_failed_jobs == 0, statistics
+            assert statistics.num_invalid_messages == 0, statistics.last_invalid_reason
         manager = self.coordinator.manager
         assert manager is not None
         statistics = manager.statistics()

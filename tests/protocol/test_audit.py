@@ -65,7 +65,7 @@ def other_label(block_id: int, byte: bytes) -> Label:
     )
 
 
-def figures(cluster: LocalCluster) -> CoordinatorStatistics:
+def statistics(cluster: LocalCluster) -> CoordinatorStatistics:
     return cluster.coordinator.statistics()
 
 
@@ -73,14 +73,14 @@ def test_ranks_that_know_what_the_coordinator_does_pass() -> None:
     with LocalCluster(config("on")) as cluster, cluster.client() as client:
         for name in "abc":
             compute(client, name)
-        assert figures(cluster).num_audits > 5
-        assert (figures(cluster).num_wrong_blocks, figures(cluster).last_finding) == (0, "")
+        assert statistics(cluster).num_audits > 5
+        assert (statistics(cluster).num_wrong_blocks, statistics(cluster).last_finding) == (0, "")
 
 
 def test_nothing_is_compared_unless_it_is_wanted() -> None:
     with LocalCluster(config("off")) as cluster, cluster.client() as client:
         compute(client, "a")
-        assert figures(cluster).num_audits == 0
+        assert statistics(cluster).num_audits == 0
 
 
 def test_a_label_that_is_lost_is_reported_and_withdrawn_and_service_goes_on() -> None:
@@ -90,13 +90,13 @@ def test_a_label_that_is_lost_is_reported_and_withdrawn_and_service_goes_on() ->
         (block_id, *_) = labels.collect(1, 1, 0, "").labels.block_ids.tolist()
         labels.withdraw(int32_array([block_id]))
         compute(client, "other", 20)
-        found = figures(cluster)
+        found = statistics(cluster)
         assert found.num_wrong_blocks == 1
         assert found.last_finding.startswith(f"rank 1: block {block_id}: the coordinator has group")
         assert "the rank knows no content; seq " in found.last_finding
         compute(client, "b")
         compute(client, "b again")
-        after = figures(cluster)
+        after = statistics(cluster)
         assert after.num_wrong_blocks == 1
         assert after.num_audits > found.num_audits
         cluster.coordinator.check()
@@ -110,7 +110,7 @@ def test_a_label_of_another_content_is_withdrawn_from_all_ranks() -> None:
         first, second = tables[0].collect(0, 1, 0, "").labels.block_ids.tolist()[:2]
         tables[0].apply(other_label(first, b"x"))
         compute(client, "other", 20)
-        assert figures(cluster).num_wrong_blocks == 1
+        assert statistics(cluster).num_wrong_blocks == 1
         for table in tables:
             assert not table.is_labelled(first) or table.digest(first) != b"x" * 32
         assert second
@@ -122,12 +122,12 @@ def test_a_label_nobody_knows_of_is_withdrawn() -> None:
         compute(client, "a")
         tables = [worker.worker.labels for worker in cluster.workers]
         tables[0].apply(other_label(60, b"y"))
-        num_audits = figures(cluster).num_audits
-        while figures(cluster).num_wrong_blocks == 0:
+        num_audits = statistics(cluster).num_audits
+        while statistics(cluster).num_wrong_blocks == 0:
             client.poll()
-            assert figures(cluster).num_audits <= num_audits + 2
+            assert statistics(cluster).num_audits <= num_audits + 2
         assert "the coordinator knows no content, the rank has group 0" in (
-            figures(cluster).last_finding
+            statistics(cluster).last_finding
         )
         compute(client, "b")
         assert not tables[0].is_labelled(60)

@@ -85,8 +85,8 @@ def test_early_messages_are_buffered_up_to_a_limit() -> None:
 def test_messages_of_another_epoch_coordinator_or_plan_are_dropped(message: StepCommands) -> None:
     receiver = make_receiver()
     assert take(receiver, message) == ([], [])
-    figures = receiver.statistics()
-    assert figures.num_foreign + figures.num_stale == 1
+    statistics = receiver.statistics()
+    assert statistics.num_foreign + statistics.num_stale == 1
 
 
 def test_confirming_out_of_order_is_an_error() -> None:

@@ -117,9 +117,9 @@ class Cluster:
     def check(self) -> None:
         self.coordinator.check()
         self.worker.check()
-        figures = self.worker.statistics()
-        assert figures.num_invalid_messages == 0, figures.last_invalid_reason
-        assert figures.applied_seq == self.coordinator.statistics().last_seq
+        statistics = self.worker.statistics()
+        assert statistics.num_invalid_messages == 0, statistics.last_invalid_reason
+        assert statistics.applied_seq == self.coordinator.statistics().last_seq
 
 
 class Hostile:

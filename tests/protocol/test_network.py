@@ -41,11 +41,19 @@ def test_nothing_arrives_before_its_time() -> None:
 
 def test_each_fault_happens_in_its_share_and_is_counted() -> None:
     network, arrived = play(NetworkFaults(dropped=0.2, duplicated=0.2, reordered=0.5, torn=0.1))
-    figures = network.statistics()
-    assert 20 < figures.dropped < 60 and 10 < figures.duplicated < 60 and 5 < figures.torn < 40
-    assert figures.sent - figures.dropped + figures.duplicated == figures.delivered == len(arrived)
+    statistics = network.statistics()
+    assert (
+        20 < statistics.dropped < 60
+        and 10 < statistics.duplicated < 60
+        and 5 < statistics.torn < 40
+    )
+    assert (
+        statistics.sent - statistics.dropped + statistics.duplicated
+        == statistics.delivered
+        == len(arrived)
+    )
     whole = [payload for payload in arrived if len(payload) == 3]
-    assert len(arrived) - len(whole) == figures.torn
+    assert len(arrived) - len(whole) == statistics.torn
     assert whole != sorted(whole)
 
 

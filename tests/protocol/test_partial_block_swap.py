@@ -183,9 +183,9 @@ def test_a_request_goes_on_where_it_was_with_its_own_blocks(shape: Shape, is_evi
         size = shape.groups[group].block_size
         assert all(kept[c] == ("r", group, c) for c in kept if c * size < 34)
         assert max(kept) >= 34 // size
-    figures = bench.offloading.statistics()
-    assert (figures.num_swapped_out, figures.num_swapped_in) == (1, 1)
-    assert figures.num_swap_saved_tokens == 34 % max(g.block_size for g in shape.groups)
+    statistics = bench.offloading.statistics()
+    assert (statistics.num_swapped_out, statistics.num_swapped_in) == (1, 1)
+    assert statistics.num_swap_saved_tokens == 34 % max(g.block_size for g in shape.groups)
     assert bench.num_tail_blocks == 0
     bench.step(finished=("r",), completed_step=bench.engine.next_step - 1)
     bench.step(completed_step=bench.engine.next_step - 1)

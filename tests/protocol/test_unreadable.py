@@ -78,8 +78,8 @@ def test_a_step_that_cannot_be_read_is_refused_under_its_number_and_the_next_one
     (served,) = only(bench.step(2, new=(new("r"),)), StepResult)
     assert served.error == ""
     bench.coordinator.check()
-    figures = bench.coordinator.statistics()
-    assert (figures.num_steps, figures.num_refused_steps) == (2, 1)
+    statistics = bench.coordinator.statistics()
+    assert (statistics.num_steps, statistics.num_refused_steps) == (2, 1)
 
 
 def test_a_call_that_cannot_be_read_is_refused_like_a_step() -> None:

@@ -118,8 +118,8 @@ def test_what_all_ranks_hold_is_hit() -> None:
     assert bench.labels(0, *chain()) == []
     assert first_commands(bench.labels(1, *chain())) == ()
     assert bench.coordinator.phase is Phase.RUNNING
-    figures = bench.coordinator.statistics()
-    assert (figures.num_kept_blocks, figures.cold_reason) == (4, "")
+    statistics = bench.coordinator.statistics()
+    assert (statistics.num_kept_blocks, statistics.cold_reason) == (4, "")
     begin(bench)
     assert hit_of(bench) == 16
     bench.coordinator.check()
@@ -182,8 +182,8 @@ def test_labels_about_other_bytes_make_the_epoch_begin_cold(
     granted(bench)
     bench.labels(0, *chain())
     assert first_commands(bench.labels(1, *chain(), **changes)) == (Reset(0),)
-    figures = bench.coordinator.statistics()
-    assert (figures.num_kept_blocks, figures.cold_reason) == (0, reason)
+    statistics = bench.coordinator.statistics()
+    assert (statistics.num_kept_blocks, statistics.cold_reason) == (0, reason)
     begin(bench)
     assert hit_of(bench) == 0
 
@@ -382,8 +382,8 @@ def test_a_rank_that_is_lost_while_it_is_asked_begins_another_epoch() -> None:
     for rank in (0, 1):
         bench.granted(rank)
     # The new process holds nothing, so nothing is kept.
-    figures = bench.coordinator.statistics()
-    assert (bench.coordinator.phase, figures.num_kept_blocks) == (Phase.RUNNING, 0)
+    statistics = bench.coordinator.statistics()
+    assert (bench.coordinator.phase, statistics.num_kept_blocks) == (Phase.RUNNING, 0)
 
 
 # --- clients of the epoch before

@@ -32,13 +32,13 @@ POLICIES = ("lru", "s3fifo", "arc", "hazard", "lfu")
 
 
 class WatchedRecorder(FileStepRecorder):
-    """A recorder beside which the manager's figures are kept, record by record."""
+    """A recorder beside which the manager's statistics are kept, record by record."""
 
     def __init__(self, directory: Path, origin: RecordingOrigin, clock: Clock) -> None:
         limits = RecorderLimits(SegmentLimits(directory, 1 << 16, 1 << 30))
         super().__init__(limits, origin, clock)
         self.directory = directory
-        self.figures: list[ManagerStatistics] = []
+        self.statistics: list[ManagerStatistics] = []
         self.state: dict[str, object] = {}
         self._watched: KVCacheManager | None = None
 
@@ -51,12 +51,12 @@ class WatchedRecorder(FileStepRecorder):
     ) -> None:
         super().begin_epoch(epoch, manager, labels, commands)  # type: ignore[arg-type]
         self._watched = manager
-        self.figures.append(manager.statistics())
+        self.statistics.append(manager.statistics())
 
     def _record(self, make: Callable[[int], Record]) -> None:
         super()._record(make)
         assert self._watched is not None
-        self.figures.append(self._watched.statistics())
+        self.statistics.append(self._watched.statistics())
 
     def end_epoch(self) -> None:
         super().end_epoch()
@@ -111,20 +111,20 @@ def play_recorded(scenario: Scenario, directory: Path) -> RecordedCluster:
 def replay_watched(
     recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> RecordReplayReport:
-    """Replay a recording; figures are as they were after each record, and so are all books."""
+    """Replay a recording; statistics are as they were after each record, and so are all books."""
     monkeypatch.setattr(replay_module, "PROGRESS_INTERVAL", 1)
-    figures: list[ManagerStatistics] = []
+    statistics: list[ManagerStatistics] = []
 
     def look(report: RecordReplayReport) -> None:
         assert replayed.manager is not None
-        figures.append(replayed.manager.statistics())
+        statistics.append(replayed.manager.statistics())
 
     replayed = RecordReplay(open_recording(recorder.directory), look)
     report = replayed.run()
     assert report.difference is None
     assert (report.notes, report.num_skipped_records) == ((), 0)
-    assert report.num_records == recorder.statistics().num_records == len(figures)
-    for number, (then, now) in enumerate(zip(recorder.figures, figures, strict=True), 1):
+    assert report.num_records == recorder.statistics().num_records == len(statistics)
+    for number, (then, now) in enumerate(zip(recorder.statistics, statistics, strict=True), 1):
         assert now == then, f"record {number}"
     assert replayed.manager is not None
     if recorder.state:  # it was closed while an epoch ran

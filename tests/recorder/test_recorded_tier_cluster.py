@@ -79,7 +79,7 @@ def configured(directory: Path, **sections: dict[str, Any]) -> ClusterConfig:
     return tier_config(directory / "files", "recorded", cache=cache, recorder=recorder, **sections)
 
 
-def figures_of(cluster: LocalCluster) -> OffloadStatistics:
+def statistics_of(cluster: LocalCluster) -> OffloadStatistics:
     found = cluster.coordinator.statistics().offload
     assert found is not None
     return found
@@ -93,7 +93,7 @@ def manager_of(cluster: LocalCluster) -> KVCacheManager:
 
 def play(cluster: LocalCluster, client: Any, numbers: Sequence[int] = PROMPTS) -> list[int]:
     """Play prompts, every byte checked; return how many tokens of each were found."""
-    return play_all(client, numbers, lambda: figures_of(cluster))
+    return play_all(client, numbers, lambda: statistics_of(cluster))
 
 
 def records_in(directory: Path) -> list[Any]:
@@ -148,8 +148,8 @@ def test_prompts_that_come_up_or_fail_to_replay_to_the_identical_state(
         found = play(cluster, client)
         assert (found.count(FOUND), len(failed)) == (3, 2)
         assert client.failures == ()
-        figures, manager = figures_of(cluster), manager_of(cluster)
-        assert (figures.num_failed_jobs, figures.num_fetched_tokens) == (2, 3 * FOUND)
+        told, manager = statistics_of(cluster), manager_of(cluster)
+        assert (told.num_failed_jobs, told.num_fetched_tokens) == (2, 3 * FOUND)
         assert manager.statistics().core.num_evictions > 0
         client.close()
         for _ in range(100):
@@ -184,7 +184,7 @@ def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(tmp_pa
         played = ReplayEngine(Conversations(SHAPE, seed=3), stepper, limits, SystemClock()).run()
         assert played.num_wrong_blocks == 0
         assert played.num_evictions > 0
-        settle(client, lambda: figures_of(cluster))
+        settle(client, lambda: statistics_of(cluster))
     assert replay(tmp_path).manager is not None
     asked = [call for record in records_in(tmp_path) for call in getattr(record, "calls", ())]
     assert any(isinstance(call, LookedUp) for call in asked)
@@ -197,9 +197,9 @@ def test_a_request_that_is_swapped_out_and_comes_back_is_replayed(tmp_path: Path
         step = until_let_in(client, StepRequest(new=(NewRequest("a", prompt, 70),)))
         step = client.step(StepRequest(preempted_swap=("a",), completed_step=step.step))
         client.wait_finished(step.step)
-        settle(client, lambda: figures_of(cluster))
+        settle(client, lambda: statistics_of(cluster))
         step = until_let_in(client, StepRequest(resumed=(ResumedRequest("a", 70),)))
-        assert (step.num_hit_tokens.tolist(), figures_of(cluster).num_swapped_in) == ([69], 1)
+        assert (step.num_hit_tokens.tolist(), statistics_of(cluster).num_swapped_in) == ([69], 1)
         client.step(StepRequest(finished=("a",), completed_step=step.step))
         assert client.failures == ()
     records = records_in(tmp_path)
@@ -218,12 +218,12 @@ def test_a_request_that_ends_while_its_blocks_wait_for_it_lets_them_go_in_the_re
         step = until_let_in(client, StepRequest(new=(NewRequest("a", prompt, 70),)))
         step = client.step(StepRequest(preempted_swap=("a",), completed_step=step.step))
         client.wait_finished(step.step)
-        settle(client, lambda: figures_of(cluster))
+        settle(client, lambda: statistics_of(cluster))
         step = client.step(StepRequest(resumed=(ResumedRequest("a", 70),)))
         assert step.waiting_for_load == ("a",)
         client.wait_finished(step.step)
         client.wait_finished(client.step(StepRequest(completed_step=step.step)).step)
-        settle(client, lambda: figures_of(cluster))
+        settle(client, lambda: statistics_of(cluster))
         assert len(manager_of(cluster).tiers.loads) == 1
         client.wait_finished(client.step(StepRequest(finished=("a",))).step)
         assert len(manager_of(cluster).tiers.loads) == 0
@@ -266,7 +266,7 @@ def test_tenants_in_tiers_are_replayed(tmp_path: Path) -> None:
                 ended = client.step(StepRequest(finished=(f"r{turn}",), completed_step=completed))
                 client.wait_finished(ended.step)
                 completed = ended.step
-            settle(client, lambda: figures_of(cluster))
+            settle(client, lambda: statistics_of(cluster))
         statistics = manager_of(cluster).statistics()
         assert statistics.tenants
     replayed = replay(tmp_path)

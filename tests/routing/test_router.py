@@ -306,9 +306,9 @@ def test_requests_that_never_end_are_forgotten() -> None:
         router.add_replica("a", "tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
         for i in range(5):
             router.begin(f"r{i}", "a", 16)
-        figures = router.statistics()
-    assert (figures.num_open_requests, figures.num_forgotten_requests) == (3, 2)
-    assert figures.replicas["a"].load == 3.0
+        statistics = router.statistics()
+    assert (statistics.num_open_requests, statistics.num_forgotten_requests) == (3, 2)
+    assert statistics.replicas["a"].load == 3.0
 
 
 def test_what_cannot_be_meant_changes_nothing() -> None:
@@ -329,8 +329,8 @@ def test_what_cannot_be_meant_changes_nothing() -> None:
         ):
             with pytest.raises(RequestError):
                 call()
-        figures = router.statistics()
-        assert (figures.replicas["a"].load, figures.num_open_requests) == (1.0, 1)
+        statistics = router.statistics()
+        assert (statistics.replicas["a"].load, statistics.num_open_requests) == (1.0, 1)
 
 
 @pytest.mark.parametrize(

@@ -177,14 +177,14 @@ class ForkEngine:
             self.num_forks += 1
 
     def seat(self, resumed: list[Sequence], new: list[Sequence], result: StepResult) -> None:
-        figures = zip(
+        statistics = zip(
             [*resumed, *new],
             result.admitted_slots.tolist(),
             result.num_hit_tokens.tolist(),
             result.num_scheduled_tokens.tolist(),
             strict=True,
         )
-        for sequence, slot, num_hit, num_scheduled in figures:
+        for sequence, slot, num_hit, num_scheduled in statistics:
             if slot != NO_SLOT:
                 sequence.slot, sequence.computed = slot, num_hit + num_scheduled
                 if sequence in new:

@@ -45,9 +45,9 @@ def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete(
     result = engine.step(row(1, [10]), completed_step=2)
     assert manager.get_block_ids("b") == ([1, 2, 9], [4, 5, 12])
     assert columns_of(result.patches) == [(1, 0, 0, 1), (1, 0, 1, 2), (1, 1, 0, 4), (1, 1, 1, 5)]
-    figures = manager.statistics().core
-    assert (figures.num_merged_blocks, figures.num_free_blocks) == (4, free + 4)
-    assert figures.merged_bytes == 4 * spec_of(HYBRID.groups[0]).page_size_bytes
+    statistics = manager.statistics().core
+    assert (statistics.num_merged_blocks, statistics.num_free_blocks) == (4, free + 4)
+    assert statistics.merged_bytes == 4 * spec_of(HYBRID.groups[0]).page_size_bytes
     commands = manager.take_commands()
     labelled = [b for c in commands if isinstance(c, Label) for b in c.block_ids.tolist()]
     withdrawn = [b for c in commands if isinstance(c, Unlabel) for b in c.block_ids.tolist()]

@@ -41,13 +41,13 @@ def test_tiers_add_what_the_device_has_lost(trace: BlockTrace) -> None:
     assert result.num_device_hits == alone
     assert result.num_host_hits > 0 and result.num_disk_hits > 0
     assert alone < result.num_hits < unlimited
-    figures = result.to_dict()
-    assert (figures["policy"], figures["host_blocks"], figures["hit_rate_of"]) == (
+    statistics = result.to_dict()
+    assert (statistics["policy"], statistics["host_blocks"], statistics["hit_rate_of"]) == (
         "lru",
         40,
         "blocks",
     )
-    assert figures["hit_rate"] == result.num_hits / trace.num_references
+    assert statistics["hit_rate"] == result.num_hits / trace.num_references
 
 
 def test_the_optimum_of_tiers_is_that_of_one_pool_as_large(trace: BlockTrace) -> None:
@@ -136,8 +136,8 @@ def test_results_do_not_depend_on_the_number_of_processes(
     one, two = (run_simulations([trace, other], tasks, count, seen.__setitem__) for count in (1, 2))
     assert [r.trace for r in one] == ["trace.jsonl"] * 9 + ["other.jsonl"] * 9
     for first, second in zip(one, two, strict=True):
-        figures = [{**r.to_dict(), "wall_time_s": 0} for r in (first, second)]
-        assert figures[0] == figures[1]
+        statistics = [{**r.to_dict(), "wall_time_s": 0} for r in (first, second)]
+        assert statistics[0] == statistics[1]
     assert seen == {i: 200 if i < 9 else 150 for i in range(18)}
 
 

@@ -67,10 +67,10 @@ def test_small_tiers_hit_more_than_the_device_alone(
 def test_tiers_that_are_not_needed_are_not_asked(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", [(8, [0, 1]), (8, [0, 1]), (9, [0, 1, 2])])
     counter = TierCounter(trace, CountingOptions(10), TierSizes(4), VirtualClock())
-    figures: list[TierPrefillCount] = []
-    count = counter.count(figures.append)
+    statistics: list[TierPrefillCount] = []
+    count = counter.count(statistics.append)
     assert (count.num_device_hits, count.num_host_hits, count.num_disk_hits) == (3, 0, 0)
-    assert [each.num_requests for each in figures] == [1, 2, 3]
+    assert [each.num_requests for each in statistics] == [1, 2, 3]
     assert count.to_dict()["hit_rate"] == 3 / 7
 
 

@@ -110,9 +110,9 @@ def test_tiers_find_nothing_of_another_tenant() -> None:
     # Not even with the digests themselves, under its own namespace.
     stolen = make_offload_keys(requests[0].block_hashes, 0, requests[1].namespace)
     assert tiers.look_up(stolen).num_keys == 0
-    figures = {each.name: each for each in tiers.statistics().host.tenants}
-    assert sum(each.num_held_blocks for each in figures.values()) == 7
-    assert not any("salt" in name.removeprefix("salt-") for name in figures)
+    statistics = {each.name: each for each in tiers.statistics().host.tenants}
+    assert sum(each.num_held_blocks for each in statistics.values()) == 7
+    assert not any("salt" in name.removeprefix("salt-") for name in statistics)
 
 
 def test_statistics_do_not_tell_salts() -> None:

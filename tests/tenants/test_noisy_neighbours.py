@@ -18,7 +18,7 @@ from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 GUARANTEED = 24
 
 
-def figures(manager: KVCacheManager, name: str) -> TenantStatistics:
+def statistics(manager: KVCacheManager, name: str) -> TenantStatistics:
     return next(each for each in manager.statistics().tenants if each.name == name)
 
 
@@ -65,7 +65,7 @@ def test_guaranteed_shares_hold_under_every_policy(policy: str) -> None:
     hits = quiet_hits(manager, has_noise=True)
     # Its four prompts of 5 full blocks fit its guarantee: from the second time on they hit.
     assert all(hit == 20 for hit in hits[20:])
-    assert figures(manager, "noisy").num_evicted_blocks > 500
+    assert statistics(manager, "noisy").num_evicted_blocks > 500
     manager.check()
 
 
@@ -74,7 +74,7 @@ def test_running_requests_leave_the_room_that_others_are_guaranteed() -> None:
     noisy = [Request(f"n{i}", [i] * 16, tenant="noisy") for i in range(4)]
     assert all(manager.allocate_slots(request, 16) for request in noisy[:3])
     assert manager.allocate_slots(noisy[3], 16) is None
-    assert figures(manager, "noisy").last_refusal == (
+    assert statistics(manager, "noisy").last_refusal == (
         "4 blocks more are wanted, 8 are free, 8 of them guaranteed to others: finish or preempt "
         "requests, or guarantee less"
     )
@@ -90,11 +90,11 @@ def test_a_tenant_at_its_limit_gives_its_own_blocks_though_others_are_free() -> 
         assert manager.allocate_slots(request, 16) is not None
         manager.free(request)
         manager.check()
-    assert figures(manager, "greedy").num_held_blocks == 8
-    assert figures(manager, "greedy").num_evicted_blocks == 16
+    assert statistics(manager, "greedy").num_held_blocks == 8
+    assert statistics(manager, "greedy").num_evicted_blocks == 16
     running = [Request(f"s{i}", [50 + i] * 16, tenant="greedy") for i in range(3)]
     assert [manager.allocate_slots(each, 16) is not None for each in running] == [True, True, False]
-    assert "8 of at most 8 are in use" in figures(manager, "greedy").last_refusal
+    assert "8 of at most 8 are in use" in statistics(manager, "greedy").last_refusal
     with pytest.raises(RequestError) as raised:
         manager.allocate_slots(Request("huge", list(range(40)), tenant="greedy"), 40)
     assert str(raised.value) == (
@@ -117,7 +117,7 @@ def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so() -> None:
     manager.free(small)
     assert manager.allocate_slots(growing, 4) is not None
     growing.num_computed_tokens = 16
-    before, num_refusals = manager.dump_state(), figures(manager, "greedy").num_refusals
+    before, num_refusals = manager.dump_state(), statistics(manager, "greedy").num_refusals
     with pytest.raises(RequestError) as raised:
         manager.allocate_slots(growing, 1)
     reason = (
@@ -125,8 +125,8 @@ def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so() -> None:
         "shorten the request, or raise the tenant's limit"
     )
     assert str(raised.value) == f"request growing: {reason}"
-    assert figures(manager, "greedy").last_refusal == reason
-    assert figures(manager, "greedy").num_refusals == num_refusals + 1
+    assert statistics(manager, "greedy").last_refusal == reason
+    assert statistics(manager, "greedy").num_refusals == num_refusals + 1
     assert manager.dump_state() == before
     manager.free(growing)
     manager.check()
@@ -136,7 +136,7 @@ def test_weights_share_what_nobody_is_guaranteed() -> None:
     manager = make(heavy=TenantConfig(weight=3.0), light=TenantConfig(weight=1.0))
     traffic = [TenantTraffic(name, 0, 16, 200) for name in ("heavy", "light")]
     count_tenants(manager, traffic, seed=1)
-    heavy, light = figures(manager, "heavy"), figures(manager, "light")
+    heavy, light = statistics(manager, "heavy"), statistics(manager, "light")
     # A request of each gives back its last, partly filled block.
     assert heavy.num_held_blocks + light.num_held_blocks >= 78
     assert abs(heavy.num_held_blocks - 60) <= 4
@@ -158,9 +158,9 @@ def test_pins_have_limits_that_say_what_is_pinned_and_what_helps() -> None:
         "or limit"
     )
     assert manager.dump_state() == before
-    assert figures(manager, "alice").num_pinned_blocks == 4
+    assert statistics(manager, "alice").num_pinned_blocks == 4
     manager.unpin_prefix(pin)
-    assert figures(manager, "alice").num_pinned_blocks == 0
+    assert statistics(manager, "alice").num_pinned_blocks == 0
     manager.pin_prefix([2] * 16, 10.0, tenant="alice")
     manager.check()
 

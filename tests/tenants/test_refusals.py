@@ -33,7 +33,7 @@ def new(name: str, num_tokens: int, max_new_tokens: int | None = None, **whose: 
     return NewRequest(name, tokens, max_new_tokens or num_tokens, **whose)
 
 
-def figures(manager: KVCacheManager, name: str) -> TenantStatistics:
+def statistics(manager: KVCacheManager, name: str) -> TenantStatistics:
     return next(each for each in manager.statistics().tenants if each.name == name)
 
 
@@ -66,8 +66,8 @@ def test_a_request_larger_than_its_tenant_is_named_and_the_others_are_served() -
         "shorten the request, or raise the tenant's limit"
     )
     assert result.refused == (Refusal("huge", "small", 9, 8, reason),)
-    assert figures(manager, "small").last_refusal == reason
-    assert figures(manager, "small").num_refusals == 1
+    assert statistics(manager, "small").last_refusal == reason
+    assert statistics(manager, "small").num_refusals == 1
     # Who fits, and has to wait for others of its tenant, is without room and no more than that.
     result = step(manager, 2, new=(new("later", 8, tenant="small"),))
     assert (result.no_room, result.refused) == (("later",), ())
@@ -77,7 +77,7 @@ def test_it_is_told_before_a_piece_of_it_is_computed() -> None:
     manager = make(small=TenantConfig(limit=8))
     result = step(manager, 1, new=(new("huge", 60, max_new_tokens=4, tenant="small"),))
     assert [(each.request_id, each.num_blocks) for each in result.refused] == [("huge", 15)]
-    assert figures(manager, "small").num_held_blocks == 0
+    assert statistics(manager, "small").num_held_blocks == 0
 
 
 def test_an_answer_that_outgrows_the_limit_is_told_when_it_does() -> None:
@@ -94,7 +94,7 @@ def test_an_answer_that_outgrows_the_limit_is_told_when_it_does() -> None:
     assert [(each.request_id, each.tenant, each.num_blocks) for each in result.refused] == [
         ("grows", "small", 9)
     ]
-    assert figures(manager, "small").num_refusals == 1
+    assert statistics(manager, "small").num_refusals == 1
     # Preempted and resumed it is told again, and nothing of it is loaded or computed.
     step(manager, 4, preempted_recompute=("grows",))
     result = step(manager, 5, resumed=(ResumedRequest("grows", 100),))
@@ -109,7 +109,7 @@ def test_a_running_request_whose_neighbours_take_the_limit_may_hope() -> None:
     result = step(manager, 2, running=row(int(result.admitted_slots[0]), 1, 7))
     assert result.running_scheduled.tolist() == [0]
     assert result.refused == ()
-    assert "8 of at most 8 are in use" in figures(manager, "small").last_refusal
+    assert "8 of at most 8 are in use" in statistics(manager, "small").last_refusal
 
 
 def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless() -> None:
@@ -117,7 +117,7 @@ def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless() -> None:
     manager = make(HYBRID, small=TenantConfig(limit=16))
     result = step(manager, 1, new=(new("long", 40, tenant="small"),))
     assert (result.no_room, result.refused) == (("long",), ())
-    assert "20 blocks are wanted by one request" in figures(manager, "small").last_refusal
+    assert "20 blocks are wanted by one request" in statistics(manager, "small").last_refusal
     result = step(manager, 2, new=(new("long", 40, max_new_tokens=20, tenant="small"),))
     assert result.refused == () and result.admitted_slots[0] != NO_SLOT
     slot = int(result.admitted_slots[0])

@@ -178,10 +178,10 @@ def test_every_step_keeps_the_promises(shape: Shape, policy: str) -> None:
         audits.perhaps()
         assert promises_are_kept(list(walk.holdings().values()))
     audits.make()
-    figures = manager.statistics()
-    evicted = sum(tenant.num_evicted_blocks for tenant in figures.tenants)
-    assert evicted == figures.core.num_evictions > 0
-    assert sum(tenant.num_refusals for tenant in figures.tenants) > 0
+    statistics = manager.statistics()
+    evicted = sum(tenant.num_evicted_blocks for tenant in statistics.tenants)
+    assert evicted == statistics.core.num_evictions > 0
+    assert sum(tenant.num_refusals for tenant in statistics.tenants) > 0
     if shape is FULL:
         assert walk.num_refused > 3
         assert walk.num_evicting > 20

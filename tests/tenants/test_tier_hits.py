@@ -83,7 +83,7 @@ class Site:
                 return told
             assert waits, result
 
-    def figures(self, name: str) -> dict[str, tuple[int, int]]:
+    def statistics(self, name: str) -> dict[str, tuple[int, int]]:
         """Return what a tenant asked for and hit, by tier."""
         tiers = self.offloading.tiers.statistics()
         assert tiers.disk is not None
@@ -131,7 +131,7 @@ def test_each_tenant_is_counted_in_each_tier_what_the_books_had_for_it(seed: int
             rest -= found[tier]
     for name in names:
         wanted = {tier: (asked[name, tier], hit[name, tier]) for tier in ("device", "host", "disk")}
-        assert site.figures(name) == wanted
+        assert site.statistics(name) == wanted
     assert all(sum(hit[name, tier] for name in names) for tier in ("host", "disk"))
 
 
@@ -154,9 +154,9 @@ def test_what_tiers_have_of_another_salt_changes_no_answer(shape: Shape) -> None
     shown = {each.name for each in beside.manager.statistics().tenants}
     assert not {"alice", "bob"} & shown
     for name in shown:
-        if any(each for each in alone.figures(name).values() if each[0]):
-            assert beside.figures(name) == alone.figures(name)
-            assert alone.figures(name)["host"][1] + alone.figures(name)["disk"][1] > 0
+        if any(each for each in alone.statistics(name).values() if each[0]):
+            assert beside.statistics(name) == alone.statistics(name)
+            assert alone.statistics(name)["host"][1] + alone.statistics(name)["disk"][1] > 0
 
 
 def test_a_prompt_that_only_another_salt_has_in_tiers_is_not_waited_for() -> None:

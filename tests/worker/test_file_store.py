@@ -656,9 +656,9 @@ def test_a_directory_that_others_remove_is_made_again(
     with ThreadPoolExecutor(8) as threads:  # only one of them makes it
         list(threads.map(lambda head: tier.store.write(head, views()), heads))
     assert [read(tier.store, head.key) for head in heads] == [(head, PAYLOAD) for head in heads]
-    figures = tier.store.statistics()
-    assert figures.used_bytes == bytes_below(tier.directory) > 0
-    assert figures.num_vanished == 19
+    statistics = tier.store.statistics()
+    assert statistics.used_bytes == bytes_below(tier.directory) > 0
+    assert statistics.num_vanished == 19
     path_of(tier.directory, heads[1]).write_bytes(b"")
     with pytest.raises(FileTierError, match="set aside"):
         read(tier.store, heads[1].key)

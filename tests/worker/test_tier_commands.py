@@ -106,9 +106,13 @@ def test_a_store_takes_the_label_along_and_a_seal_makes_it_known(bench: Bench) -
     assert bench.states() == ["WRITTEN", "EMPTY", "SEALED", "EMPTY", "EMPTY", "EMPTY"]
     assert bench.labels().block_ids.tolist() == [2]
     assert label_views(bench.labels()) == label_views(CONTENT)
-    figures = bench.worker.statistics().transfers.host
-    assert figures is not None
-    assert (figures.num_sealed, figures.num_written, figures.num_seals_refused) == (1, 1, 2)
+    statistics = bench.worker.statistics().transfers.host
+    assert statistics is not None
+    assert (statistics.num_sealed, statistics.num_written, statistics.num_seals_refused) == (
+        1,
+        1,
+        2,
+    )
 
 
 def test_a_slot_that_is_written_again_has_no_label_while_it_is(bench: Bench) -> None:

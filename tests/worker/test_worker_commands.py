@@ -266,12 +266,12 @@ def test_a_load_runs_ahead_of_nothing_but_the_work_on_its_own_blocks() -> None:
     harness.send(Zero(ids(8, 9)), Copy(ids(4, 5), ids(10, 11)))
     harness.send(Load(2, "host", ids(0), ids(9)))
     assert block_bytes(worker, 8) == content
-    figures = worker.statistics()
-    assert (figures.num_blocks_zeroed, figures.num_blocks_copied) == (1, 0)
+    statistics = worker.statistics()
+    assert (statistics.num_blocks_zeroed, statistics.num_blocks_copied) == (1, 0)
     harness.forward()
     assert not any(block_bytes(worker, 8))
-    figures = worker.statistics()
-    assert (figures.num_blocks_zeroed, figures.num_blocks_copied) == (2, 2)
+    statistics = worker.statistics()
+    assert (statistics.num_blocks_zeroed, statistics.num_blocks_copied) == (2, 2)
 
 
 def test_names_of_namespaces_that_no_block_has_are_forgotten() -> None:

@@ -238,10 +238,10 @@ def main() -> None:
     ]
     for request in requests:
         request.tokens = list(request.prompt)
-    with LocalCluster(config) as cluster, cluster.client("figures") as figures:
+    with LocalCluster(config) as cluster, cluster.client("figures") as statistics:
         engine = Engine(cluster)
         engine.generate(requests)
-        promise(figures.usage() == 0.0, "no block is in use at the end")
+        promise(statistics.usage() == 0.0, "no block is in use at the end")
     model = TinyModel()
     for request in requests:
         output = request.tokens[len(request.prompt) :]

@@ -265,16 +265,17 @@ class PagedMemory:
     def _require(self, given: KVCacheBlocks | None, request: Request, num_new: int) -> None:
         if given is not None:
             return
-        figures = self.manager.statistics()
-        if not figures.num_free_slots and self.slot_of(request) is None:
+        statistics = self.manager.statistics()
+        if not statistics.num_free_slots and self.slot_of(request) is None:
             raise OutOfBlocksError(
-                f"all {figures.num_running_requests} rows are in use and one more is wanted: close "
+                f"all {statistics.num_running_requests} rows are in use and one more is wanted: "
+                "close "
                 "caches, use fewer beams or sequences, or make the store with a larger max_rows"
             )
-        core = figures.core
+        core = statistics.core
         raise OutOfBlocksError(
             f"no room for {num_new} more tokens of a row with {request.num_computed_tokens}: "
             f"{core.num_free_blocks} of {core.num_blocks} blocks of {min(self.block_sizes)} tokens "
-            f"are free, {figures.num_running_requests} rows hold the others: close caches, use a "
-            "smaller batch or fewer beams, or give the store more memory"
+            f"are free, {statistics.num_running_requests} rows hold the others: close caches, use "
+            "a smaller batch or fewer beams, or give the store more memory"
         )

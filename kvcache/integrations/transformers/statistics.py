@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """Figures of a `PagedCacheStore`; counters since it was made.
+    """Statistics of a `PagedCacheStore`; counters since it was made.
 
     Blocks without the null block: every one is in use by an open cache, or cached and evictable, or
     free and empty. `num_asked_tokens` were opened with, `num_hit_tokens` of these were not computed

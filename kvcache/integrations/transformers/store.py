@@ -170,16 +170,16 @@ class PagedCacheStore:
             )
 
     def statistics(self) -> StoreStatistics:
-        """Return figures, frozen."""
-        figures = self.memory.manager.statistics()
-        core, counters = figures.core, self.counters
+        """Return frozen statistics."""
+        statistics = self.memory.manager.statistics()
+        core, counters = statistics.core, self.counters
         return StoreStatistics(
             num_blocks=core.num_blocks,
             num_blocks_in_use=core.num_blocks - core.num_free_blocks,
             num_blocks_cached=core.num_cached_blocks,
             num_evictions=core.num_evictions,
             num_open_caches=len(self._open),
-            num_rows=figures.num_running_requests,
+            num_rows=statistics.num_running_requests,
             num_asked_tokens=counters.num_asked_tokens,
             num_hit_tokens=counters.num_hit_tokens,
             num_computed_tokens=counters.num_computed_tokens,

@@ -1,4 +1,4 @@
-"""The figures of one worker process, gathered from its parts.
+"""The statistics of one worker process, gathered from its parts.
 
 Beside worker.py, which locks around it. Changes nothing.
 """
@@ -31,7 +31,7 @@ def worker_statistics(
     reports: ReportOutbox,
     refused: RefusedMessages,
 ) -> WorkerStatistics:
-    """Return the figures, frozen."""
+    """Return frozen statistics."""
     return WorkerStatistics(
         rank=rank,
         epoch=receiver.epoch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.cli.playground import _tier_figures
+from actors.cli.playground import _tier_counters
 from actors.cli.replaying import _tier_facts
 from actors.cli.tier_facts import tier_facts
 from kvcache.coordinator.offload_statistics import OffloadStatistics
@@ -21,5 +21,5 @@ def test_requests_that_were_swapped_are_shown() -> None:
     )
     said = "1,300 out, 1,200 in, 9,001 tokens saved"
     assert tier_facts(offload)["requests swapped"] == said
-    assert _tier_facts(_tier_figures(offload))["requests swapped"] == said
+    assert _tier_facts(_tier_counters(offload))["requests swapped"] == said
     assert "requests swapped" not in tier_facts(replace(offload, num_swapped_out=0))
