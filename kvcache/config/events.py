@@ -54,10 +54,10 @@ class EventsConfig(Section):
     `publish_groups` "all" tells of groups that a router cannot use, too. An empty batch is
     published after `heartbeat_s` of silence. The last `history_batches`, of `history_bytes`
     together, can be asked for again; who has missed more gets everything. `queue_bytes`: what the
-    publisher has not taken yet; beyond it everything is stated anew. `curve` "always": only who has
-    the cluster's keys can connect, which `discovery_record` hands out; third-party routers cannot
-    have them. `data_parallel_rank` is
-    set by the launch of several replicas: their ports are those of the configuration plus it.
+    publisher has not taken yet; beyond it the publisher sends a full snapshot. `curve` "always": a
+    connection needs the cluster's keys, which `discovery_record` hands out; third-party routers
+    cannot have them. `data_parallel_rank` is set by the launch of several replicas: their ports are
+    those of the configuration plus it.
     """
 
     enabled: bool = False

@@ -126,7 +126,7 @@ class CrossLayer(HeadsLayer):
     """The decoder's tokens read those of an encoder, at most `max_encoder_tokens` per request.
 
     `beside_previous`: these are no layers of their own, but stand in the `count` layers before
-    them, beside their attention.
+    them, in addition to their attention.
     """
 
     kind: Literal["cross"] = "cross"
@@ -145,7 +145,7 @@ class CrossLayer(HeadsLayer):
 
 
 class MLALayer(Layer):
-    """Every token reads all before it, of which one latent vector of `head_size` elements is kept.
+    """Every token reads all before it; one latent vector of `head_size` elements is kept of each.
 
     The vector has no heads to divide: every tensor-parallel rank keeps all of it.
     """

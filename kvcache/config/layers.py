@@ -19,10 +19,10 @@ def layer_specs(config: ClusterConfig) -> list[dict[str, KVCacheSpec]]:
     """Return layer name to spec for every global rank, `pipeline_rank * tp + tensor_rank`.
 
     Layers are named `layers.0`, `layers.1`, ... over the whole model, those that keep nothing
-    counted; cross attention beside another attention is `layers.0.cross`. Pipeline stages take
-    runs of layers, earlier stages one more where they do not divide evenly. What tensor-parallel
-    ranks divide, and what all of them keep, is a matter of the kind. Raises ConfigurationError for
-    sizes that contradict each other.
+    counted; cross attention in a layer with another attention is `layers.0.cross`. Pipeline stages
+    take runs of layers, earlier stages one more where they do not divide evenly. What
+    tensor-parallel ranks divide, and what all of them keep, is a matter of the kind. Raises
+    ConfigurationError for sizes that contradict each other.
     """
     check_kind("config", config, ClusterConfig, ConfigurationError)
     layers = config.model.layers_in_order()

@@ -96,7 +96,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         # Looked for in the text as it stands: merging (`<<: *anchor`) puts the anchor's keys
-        # beside those that override them, at a time that depends on the nesting.
+        # together with those that override them, at a time that depends on the nesting.
         node = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:

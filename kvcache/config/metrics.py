@@ -36,7 +36,7 @@ Bounds = Annotated[
 class MetricsConfig(Section):
     """Statistics for Prometheus through Ray's metrics, lines in the log, spans.
 
-    Everything is collected every `interval_s`, beside the steps. `latency_bounds_s` and
+    Everything is collected every `interval_s`, between steps. `latency_bounds_s` and
     `age_bounds_s` are the upper bounds of the buckets of latencies and of ages. At most
     `max_tenants` tenants have a label of their own, the others are "other" together. A line for
     people is written to the coordinator's log every `log_interval_s` in which something happened

@@ -1,6 +1,6 @@
 """The configuration of a cluster, as frozen models that refuse what cannot be meant.
 
-Stands at the start of everything: whoever needs a setting is handed the section it is in. Every
+Configuration comes first: each part is handed the section that holds its settings. Every
 number carries its unit in its name, every section has defaults except the model, and a key that
 is not known is an error. No environment variable is read here or anywhere else.
 """
@@ -70,7 +70,7 @@ class ModelConfig(Section):
     def layers_in_order(self) -> list[tuple[Layer, ...]]:
         """Return for each layer of the model what it consists of: mostly one entry of `layers`.
 
-        A decoder layer with cross attention beside its own attention has two.
+        A decoder layer with both self attention and cross attention has two.
         """
         return _place_cross_attention(self.layers)
 

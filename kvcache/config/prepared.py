@@ -1,6 +1,6 @@
 """Configurations that come with the package, by name: those of `configs/`, wherever it is.
 
-Beside loading.py, which opens them where no file of that name is there. Refuses to list what is not
+`loading.py` opens them if there is no file of that name. Refuses to list what is not
 a configuration.
 """
 

@@ -71,11 +71,11 @@ def _in_tier(amount: int | float | TierAmounts, tier: str, default: int | float)
 class TenantConfig(Section):
     """What one tenant gets.
 
-    `guaranteed` is never taken from it: nobody else's running requests take that room, and what it
-    has cached within it is not evicted for others. `limit`: it never has more blocks than these,
-    running and cached together. `max_pinned`: nor more pinned ones on the device. What nobody is
-    guaranteed is shared by `weight`. A share alone is meant for every tier, blocks alone for the
-    device.
+    `guaranteed` is never taken from it: other tenants' running requests cannot take that room, and
+    what it has cached within it is not evicted for others. `limit`: it never has more blocks than
+    these, running and cached together. `max_pinned`: nor more pinned ones on the device. What no
+    tenant is guaranteed is shared by `weight`. A share alone is meant for every tier, blocks alone
+    for the device.
 
     A limit is above 0, and not below what is guaranteed in the same tier. A guarantee that is a
     share too small for one block is refused, too, when the size of the pool is known.
@@ -115,13 +115,13 @@ class TenantsConfig(Section):
     """Who is a tenant, and what each gets.
 
     `by` says what tells requests of different tenants apart: their `tenant`, or their `cache_salt`.
-    `named` are those that are promised something; every other one, and whoever comes without, gets
-    `default` for himself.
+    `named` are those that are promised something. Every other tenant, and a request without one,
+    gets `default` for himself.
 
     `named` has at most 1024 entries, of 1 to 256 characters. Guaranteed shares add up to 1.0 at
     most in each tier, and all guarantees, shares and blocks together, to no more than the tier has:
-    that is checked when its size is known. `default` guarantees nothing, as nobody knows how many
-    tenants there will be.
+    that is checked when its size is known. `default` guarantees nothing, because it is not known
+    how many tenants there will be.
     """
 
     by: Literal["tenant", "salt"] = "tenant"
@@ -145,7 +145,7 @@ class TenantsConfig(Section):
             if self.default.guaranteed_in(tier):
                 raise ConfigurationError(
                     f"default.guaranteed is {self.default.guaranteed_in(tier)} of the {tier} tier, "
-                    "but nobody knows how many tenants there will be: name those that are "
+                    "but it is not known how many tenants there will be: name those that are "
                     "guaranteed something"
                 )
             self._require_shares(tier)

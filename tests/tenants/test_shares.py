@@ -65,8 +65,8 @@ def test_a_share_is_of_every_tier_and_blocks_are_of_the_device() -> None:
         ),
         (
             {"default": {"guaranteed": 0.1}},
-            "default.guaranteed is 0.1 of the device tier, but nobody knows how many tenants there "
-            "will be: name those that are guaranteed something",
+            "default.guaranteed is 0.1 of the device tier, but it is not known how many tenants "
+            "there will be: name those that are guaranteed something",
         ),
         ({"named": {"a": {"weight": 0}}}, "Input should be greater than 0"),
         ({"named": {"a": {"weight": -1.0}}}, "Input should be greater than 0"),
