@@ -1,7 +1,7 @@
-"""Time as far as this process was there to see it: whoever stood still has heard nobody.
+"""A clock that does not count the time in which this process stood still.
 
 A coordinator that was stopped, or whose machine was, finds all the words of its workers and clients
-waiting when it goes on. By the machine's clock everybody has been silent for as long: it would
+waiting when it goes on. By the machine's clock all of them have been silent for as long: it would
 refuse steps, and give up clients, for what it has slept through itself. By this one they have not.
 Refuses to say what time it is: for deadlines only, and not for those that others keep.
 """
@@ -14,10 +14,7 @@ from kvcache.clock import Clock
 
 
 class StallAwareClock:
-    """A `Clock` that skips the times in which nobody in this process asked for the time.
-
-    Whoever uses it asks often. Any thread may.
-    """
+    """A `Clock` that skips long gaps between two readings. Read it often. Any thread may."""
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
         """Of a pause between two calls, by `clock`, count `longest_s` at most."""

@@ -3,7 +3,7 @@
 A state machine under the synchronous and the asyncio client alike: it takes what arrived or the
 clock, returns what to send, and never waits. What is submitted counts for one epoch: when the
 coordinator begins another one, everything scheduled is void and says so. Refuses to attach again by
-itself, because only the engine knows what to schedule anew.
+itself, because only the engine knows what to schedule again.
 
     attach ──▶ ATTACHING ──Attached──▶ ATTACHED ──Unattached (epoch over)──▶ VOID ──attach──▶ ...
                     submit ──▶ result ──▶ is_applied ──▶ is_finished
@@ -219,7 +219,7 @@ class ClientSession:
 
     def take_back(self, step: int) -> None:
         """Forget the step or call submitted last: it cannot travel, so nothing of it was sent, and
-        it would be repeated for ever. Raises MalformedMessageError for any other step."""
+        it would be repeated without end. Raises MalformedMessageError for any other step."""
         self._window.take_back(step)
         self._submitted_s.pop(step, None)
 

@@ -1,6 +1,6 @@
 """Arrays of one command that do not fit together: refused where messages are decoded.
 
-No receiver could read such a command, so nobody has to look for it again. Refuses to judge
+No receiver could read such a command, so no later check is needed. Refuses to judge
 contents: whether a block exists is decided where a command is applied.
 """
 

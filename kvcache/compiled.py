@@ -132,11 +132,11 @@ class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
         """Keep it, if there is room."""
         try:
             super().save_overload(sig, data)
-        except Exception as error:  # as whoever reads it; a full disk is no reason not to start
+        except Exception as error:  # as a reader does; a full disk is no reason not to start
             logger.warning("%s is compiled anew in every process: %r", self._name, error)
 
     def _drop_unreadable_list(self) -> None:
-        """Let a list be written anew that nobody can read. Code that nobody can is replaced."""
+        """Rewrite an index file that cannot be read, and replace code that cannot."""
         try:
             self._cache_file._load_index()
         except Exception:  # as above

@@ -79,7 +79,7 @@ class CurveGate:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
-        """Open the gate on `context`; it lets in whoever holds the peers' key."""
+        """Open the gate on `context`; it lets in every process that holds the peers' key."""
         self._allowed = z85.decode(keys.peer_public)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0

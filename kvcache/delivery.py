@@ -6,8 +6,8 @@
 The sender numbers, keeps what is not acknowledged (bounded) and repeats it by the clock; the
 receiver hands on every number exactly once and in order, answers a repeat with what it answered
 before, and asks for what it misses. All of it is bookkeeping: time is passed in, nothing is sent,
-decoded or applied here, and nobody's word is taken for another rank, process, epoch or coordinator.
-Clients' steps travel by the same rules: step_delivery.py.
+decoded or applied here, and no message counts for another rank, process, epoch or coordinator than
+its own. Clients' steps travel by the same rules: step_delivery.py.
 """
 
 from __future__ import annotations

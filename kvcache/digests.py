@@ -1,6 +1,6 @@
 """Digests of many blocks in one piece of memory: what a run of blocks is called, block by block.
 
-Between a core, which keeps and tells digests of whole runs, and whoever reads events. Refuses to
+Between a core, which keeps and tells digests of whole runs, and the readers of events. Refuses to
 hash: `hashing` computes digests, this holds them.
 """
 

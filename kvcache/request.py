@@ -198,7 +198,7 @@ class Request:
         """How often tokens were taken back: while it stays, tokens are only added."""
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
-        # A copy that nobody else has is kept as it is. Another one is made as bytes: they are what
+        # A copy without other owners is kept as it is. Another one is made as bytes: they are what
         # prompts are matched by, and need no second copy until tokens are appended.
         is_own = tokens is not prompt_token_ids and tokens.base is None
         self._prompt_bytes: bytes | None = None if is_own else _bytes_of(tokens)

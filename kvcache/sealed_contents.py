@@ -1,6 +1,7 @@
 """Which blocks are sealed, and with what: what every rank's labels must say, in few arrays.
 
-From a core, which decides, to whoever compares it with the ranks, which hold the bytes. Data only.
+From a core, which decides, to the audit that compares it with the ranks, which hold the bytes. Data
+only.
 """
 
 from __future__ import annotations

@@ -486,7 +486,7 @@ class _Codec:
 
 
 _USUAL: dict[type[Any], Any] = {RunningRequests: EMPTY_RUNNING, BlockTablePatch: EMPTY_PATCH}
-"""What most messages carry in a field of that type: one object, never made anew."""
+"""What most messages carry in a field of that type: one shared object."""
 
 _MESSAGES_BY_TYPE: dict[type[Any], _Codec] = {
     cls: _Codec(cls)

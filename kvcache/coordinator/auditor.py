@@ -3,7 +3,7 @@
 Called by the epoch state. An audit travels as the last command of a message, so that every rank
 compares its labels at the very point at which they were read here; it is reported like any other
 job. What differs is logged with the block's history and withdrawn everywhere, with all that was
-cached behind it: service goes on. Refuses to guess who is right: nobody is.
+cached behind it: service goes on. It does not guess which side is right.
 
     sealed contents ──Audit──▶ every rank ──JobReport──▶ wrong blocks ──▶ evicted, Unlabel
 """

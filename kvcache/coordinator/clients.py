@@ -29,7 +29,7 @@ class Clients:
     """The ledgers of all clients; who was served last comes last."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        """Know nobody. The limits are in `settings`."""
+        """Know no client. The limits are in `settings`."""
         self._settings = settings
         self._ledgers: dict[str, ClientLedger] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -64,7 +64,7 @@ class Clients:
         """Attach a client, again or for the first time; return why not, empty when done.
 
         Numbers below its next one that were not executed are void. A client that holds itself to be
-        attached to nobody, after steps of it were executed, holds them to be void: it is let go.
+        attached nowhere, after steps of it were executed, holds them to be void: it is let go.
         An introduction with a lower number than that is an old one that arrives late.
         """
         client_id, next_step = message.client_id, message.next_step

@@ -105,8 +105,8 @@ class Coordinator:
         offload: OffloadParts | None = None,
         events: EventFeed | None = None,
     ) -> None:
-        """Take no epoch yet. `nonce` tells this coordinator from all others, for ever; `offload`
-        says what tiers there are below the device, `events` hears what is cached.
+        """Take no epoch yet. `nonce` tells this coordinator from all others, past and future;
+        `offload` says what tiers there are below the device, `events` hears what is cached.
 
         Raises what loading the state raises: a state that cannot be read is not guessed.
         """
@@ -358,7 +358,7 @@ class Coordinator:
         return self._begin_epoch(f"an error of the coordinator's own: {reason}")
 
     def close(self) -> None:
-        """Serve nobody any more. May be called again."""
+        """Stop serving. Repeatable."""
         self._recorder.close()
         if self._phase in OBEYED:
             logger.info("epoch %d ends: coordinator %s closes", self.epoch, self._members.nonce)

@@ -103,7 +103,7 @@ class EpochState:
         offload: OffloadParts | None = None,
         events: EventFeed,
     ) -> None:
-        """Rule with a `manager` that nobody has asked for anything yet. `problem` says why steps
+        """Rule with a `manager` that has not been used yet. `problem` says why steps
         are refused now, if they are; `events` hears what is cached."""
         self.manager = manager
         self._applied_steps = identity.applied_steps
@@ -323,7 +323,7 @@ class EpochState:
         return [*[self._progress(ledger) for ledger in changed], *self.work()]
 
     def _on_finished(self, message: Finished) -> list[Outgoing]:
-        """Note the reports one by one; acknowledge all, or the worker repeats them for ever."""
+        """Note the reports one by one; acknowledge all, or the worker repeats them without end."""
         told: dict[str, ClientLedger] = {}
         for report in message.jobs:
             try:

@@ -1,7 +1,7 @@
 """What routers are told of a cache: the events of one coordinator, epoch after epoch, in batches.
 
 Between the managers, whose event sink it is, and the publisher, which is in another process. Knows
-what every block is labelled with, because whoever comes anew has to be told everything. Refuses to
+what every block is labelled with, because a new subscriber has to be told everything. Refuses to
 wait for a publisher: one that is not there, or too slow, is told the whole state later.
 """
 
@@ -69,7 +69,7 @@ class EventFeed(Protocol):
 
 
 class NullEventFeed:
-    """Nobody is told anything."""
+    """Publish nothing."""
 
     def emit(self, event: CacheEvent) -> None:
         """Forget the event."""
@@ -106,8 +106,8 @@ class LinkedEventFeed:
         *,
         block_size: int = 0,
     ) -> None:
-        """Tell whoever `link` leads to; `wall_time` returns seconds since 1970. `block_size` is
-        that of the group that routers are told of, for the statistics."""
+        """Tell the publisher at the end of `link`; `wall_time` returns seconds since 1970.
+        `block_size` is that of the group that routers are told of, for the statistics."""
         self._block_size = block_size
         self._link = link
         self._wall_time = wall_time
@@ -162,7 +162,7 @@ class LinkedEventFeed:
                     labels.reset()
                 case _:
                     continue
-            # Whoever takes commands takes all of them: labels are where events are.
+            # Commands and events are taken together, so all labels are here.
             self._are_followed()
 
     def flush(self) -> None:

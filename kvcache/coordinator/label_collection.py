@@ -127,7 +127,7 @@ class LabelCollection:
         return [] if rank.is_complete else [self._ask(report.rank, now_s)]
 
     def on_tick(self, now_s: float, patience_s: float) -> list[Outgoing]:
-        """Ask again whoever has not answered for a while; give up after `patience_s`."""
+        """Ask ranks again that have not answered for a while; give up after `patience_s`."""
         late = self.problem_at(now_s, patience_s)
         if late:
             self.problem = self.problem or late

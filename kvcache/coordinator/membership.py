@@ -33,7 +33,8 @@ _MAX_ATTEMPTS = 16
 
 @dataclass
 class _Member:
-    """One rank: its process, None while nobody serves it, and when it was heard and spoken to."""
+    """One rank: its process, None while no process serves it, and when it was heard and spoken
+    to."""
 
     incarnation: str | None = None
     is_granted: bool = False
@@ -56,7 +57,7 @@ class Membership:
         *,
         patience_s: float,
     ) -> None:
-        """Know nobody. The state is loaded now; no epoch is taken before `take_epoch`.
+        """Know no worker. The state is loaded now; no epoch is taken before `take_epoch`.
 
         `patience_s`: longer than a message may be late.
         """
@@ -96,7 +97,7 @@ class Membership:
         return {rank: m.incarnation for rank, m in members if m.incarnation is not None}
 
     def take_epoch(self, now_s: float) -> None:
-        """Take an epoch above every one known, save it, and ask all ranks anew.
+        """Take an epoch above every one known, save it, and ask all ranks for it.
 
         Raises ClusterError when it cannot be saved; the old epoch is kept then. SupersededError
         when another coordinator has saved one since this one took its own.
@@ -123,7 +124,7 @@ class Membership:
             member.asked_s = float("-inf")
 
     def doubt_epoch(self) -> None:
-        """The present epoch is over, but the next one could not be saved: nobody is granted."""
+        """The present epoch is over, but the next one could not be saved: no rank is asked."""
         self.is_epoch_doubted = True
         for member in self._members.values():
             member.is_granted = False
@@ -161,7 +162,7 @@ class Membership:
         return nonce == self.nonce and incarnation in self._member(rank).retired
 
     def retire(self, rank: int) -> None:
-        """Nobody serves `rank` any more."""
+        """No process serves `rank` any more."""
         member = self._member(rank)
         if member.incarnation is not None:
             member.retired.append(member.incarnation)

@@ -1,6 +1,6 @@
 """What the tiers of an epoch are made from, and when they are used.
 
-Between the configuration and `Offloading`, which is made anew for each epoch.
+Between the configuration and `Offloading`, which is made again for each epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True)
 class OffloadParts:
-    """What tiers are made from, anew for each epoch. `make_tiers` is given who numbers jobs."""
+    """What the tiers of each epoch are made from. `make_tiers` is given who numbers jobs."""
 
     settings: OffloadSettings
     finder: TierHitFinder

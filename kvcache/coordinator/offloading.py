@@ -79,7 +79,7 @@ class Offloading:
         clock: Clock,
         recorder: StepRecorder | None = None,
     ) -> None:
-        """Serve `manager`, which nobody has asked for anything yet; jobs are numbered by `jobs`.
+        """Serve `manager`, which has not been used yet; jobs are numbered by `jobs`.
         `recorder` hears of all that is done to the manager."""
         settings = parts.settings
         self._recorder = recorder or NullStepRecorder()

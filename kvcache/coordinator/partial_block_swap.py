@@ -3,7 +3,7 @@
 Between a step that preempts a request and the load that brings it back. What is sealed is in the
 tiers anyway, under its content; what lies behind it (the partly filled block; in models with
 several block sizes all behind the last common end of blocks) has no content hash, and is stored
-under keys that nobody else knows. Such content is never sealed, never spilled, and dropped where
+under private keys. Such content is never sealed, never spilled, and dropped where
 room is needed: then it is computed again. Refuses to load, and to keep what a restart leaves: an
 epoch begins without tails.
 
@@ -11,7 +11,7 @@ epoch begins without tails.
             sealed: keys of content  │  tail: private keys
 
 A store reads blocks that are free again, and that have no label whose withdrawal would announce a
-write. So whoever gets such a block while it is read is told here, and each rank waits.
+write. So this class is told which request gets such a block while it is read, and each rank waits.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ class PartialBlockSwap:
             self.forget(request_id)
 
     def check(self) -> None:
-        """Raise `InvariantError` if host memory keeps for a request what nobody would load."""
+        """Raise `InvariantError` if host memory keeps something for a request that would never load
+        it."""
         private = self._key_bytes + GROUP_BYTES
         in_host = self._tiers.host.keys()
         kept = {key for key in in_host if len(key) == private}
@@ -213,7 +214,7 @@ class PartialBlockSwap:
         self._being_read.pop(job_id, None)
 
     def read_among(self, block_ids: Sequence[Int32Array]) -> Int32Array:
-        """Return those of the blocks that a store reads, rising: whoever writes them must wait."""
+        """Return those of the blocks that a store reads, rising: their next writer must wait."""
         if not self._being_read or not block_ids:
             return EMPTY_INT32
         read = np.concatenate(list(self._being_read.values()))

@@ -370,7 +370,7 @@ class PrefixLoading:
         return keys
 
     def _desert(self, wish: _Wish, load: PrefixLoad) -> None:
-        """Nobody waits for a load any more: end it, or let it end if ranks were told of it."""
+        """No request waits for a load any more: end it, or let it end if ranks were told of it."""
         job_id = wish.job_id
         del self._by_job[job_id]
         kept = [(load_id, command) for load_id, command in self._unsaid if load_id != load.load_id]

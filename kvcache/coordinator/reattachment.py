@@ -1,10 +1,10 @@
 """The clients of the epoch before: whose first step is waited for before anything is taken.
 
-After a warm start nobody holds anything: what running requests had is cached like everything else.
-Until the clients that ran steps before are back, or a deadline has passed, no step is executed, so
-that none of them takes blocks that another one comes back for. Then the hits of all requests that
-they bring with their first steps are held, and let go step by step as these are executed. Refuses
-to wait for ever.
+After a warm start no request holds blocks: what running requests had is cached like everything
+else. Until the clients that ran steps before are back, or a deadline has passed, no step is
+executed, so that none of them takes blocks that another one comes back for. Then the hits of all
+requests that they bring with their first steps are held, and let go step by step as these are
+executed. Refuses to wait without end.
 
     attach ──▶ first step: all running requests as new ones, with all their tokens so far
                  └── every expected client, or the deadline ──▶ hold all hits ──▶ execute

@@ -282,7 +282,7 @@ class RemoteCalls:
         own = self._requests.setdefault(client_id, {})
         request = own.get(request_id)
         if start == 0 and request is not None and self._manager.get_request(request_id) is None:
-            # A refused call left it behind: the client brings all of it anew.
+            # A refused call left it behind: the client sends all of it again.
             request = None
         if request is None:
             if start or (request_id not in own and len(own) >= MAX_REQUESTS_PER_CLIENT):

@@ -97,7 +97,7 @@ class StepServer:
         self._forwards.forget_client(client_id)
 
     def hold(self, client_id: str, requests: Sequence[NewRequest]) -> None:
-        """Hold what is cached of `requests` until `let_go`, so that nobody evicts it."""
+        """Hold what is cached of `requests` until `let_go`, so that it is not evicted."""
         num_tokens = self.manager.holds.hold(client_id, requests)
         self._recorder.held(client_id, requests, num_tokens)
 

@@ -2,7 +2,7 @@
 
 Between a request that was looked up on the device and the tiers' books, which know single blocks. A
 group needs the blocks that its attention still reads behind the prefix's end: all of them, or those
-of a window or chunk. Refuses to load, and to hash what nobody will ask for.
+of a window or chunk. Refuses to load, and to hash what no request will ask for.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def rows_by_tenant(
 ) -> Iterator[tuple[IndexArray, Namespace | None]]:
     """Yield, for each tenant, the rows that are its own, rising, and a namespace that says so.
 
-    All rows at once, of nobody, where there are no tenants.
+    Without tenants, all rows at once, of no tenant.
     """
     if tenants is None:
         yield np.arange(len(labels.block_ids)), None

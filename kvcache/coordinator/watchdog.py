@@ -142,7 +142,7 @@ class Watchdog:
 
 def signs_of_life(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
     """Return, by rank, which process serves it and when that was heard last, by the coordinator's
-    clock. Ranks that nobody serves are left out."""
+    clock. Ranks without a process are left out."""
     members = coordinator._members._members
     return {
         rank: (member.incarnation, member.heard_s)

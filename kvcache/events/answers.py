@@ -1,6 +1,6 @@
-"""Answers to requests, handed over a few messages at a time, as fast as whoever asked reads them.
+"""Answers to requests, handed over a few messages at a time, as fast as the client reads them.
 
-Inside the publisher's process. Nobody's answer delays the live stream, and nobody who does not read
+Inside the publisher's process. No answer delays the live stream, and nobody who does not read
 makes this process grow: a client has one answer at a time, a socket's queue is short, and of long
 messages there is one in it. Refuses to wait.
 """
@@ -75,7 +75,7 @@ class Answers:
             except zmq.Again:
                 is_taken = False
             except zmq.ZMQError:
-                self._give_up(client)  # whoever asked has gone
+                self._give_up(client)  # the client has gone
                 return False
             if not is_taken:
                 if place:

@@ -1,6 +1,6 @@
 """What a coordinator tells its publisher, as bytes: events with their arrays as they lie in memory.
 
-Between two processes of one user on one machine, over a pair of sockets that nobody else has.
+Between two processes of one user on one machine, over a pair of sockets of their own.
 Nothing is encoded for routers here: that is done where no step waits for it. Refuses frames that
 are longer than a limit, and bytes that are no frame.
 
@@ -117,7 +117,7 @@ def pack_state(
     held: Sequence[OffloadingEvent], block_sizes: Sequence[int], none_hash: bytes
 ) -> list[Any]:
     """Return what media hold as values for a frame; `block_sizes` and `none_hash` as for
-    `cache_events`. Nothing is done per block: that is left to whoever unpacks it."""
+    `cache_events`. Nothing is done per block: that is left to the receiver."""
     media = [(e.medium, *_columns(e.contents)) for e in held if e.contents is not None]
     return [list(block_sizes), none_hash, media]
 

@@ -1,4 +1,4 @@
-"""What is cached where, as told by events: the same in a publisher and in whoever follows it.
+"""What is cached where, as told by events: the same in a publisher and in its followers.
 
 The publisher makes snapshots from it; a subscriber compares its checksum with the publisher's.
 Refuses nothing that is an event: what is removed and was not there is counted.

@@ -1,8 +1,8 @@
 """The coordinator's way to its publisher: a process, a pair of sockets, and never a wait.
 
 Beside `publisher_process.py`, which is at the other end. What the process has not taken yet is kept
-up to a limit; beyond it, and where the process ends, everything is dropped, and whoever uses the
-link is told to state everything anew. Refuses to wait, except in `open` and `close`.
+up to a limit; beyond it, and where the process ends, everything is dropped, and the user of the
+link is told to send a full snapshot. Refuses to wait, except in `open` and `close`.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ProcessLink:
         self._socket = ours
         self._reader = FrameReader()
         self._is_ready = self._is_told = False
-        # Whoever follows the one before looks for the next one where that was.
+        # Followers of the one before look for the next one at its address.
         sockets = asdict(self._bound or self._sockets)
         opening = pack_frame("open", self._settings, self._kinds, sockets)
         self._waiting.append(memoryview(opening))

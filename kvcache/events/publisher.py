@@ -2,7 +2,7 @@
 
 Between the coordinator's feed and the sockets. A state machine: it is told what happened and what
 was asked, and returns the frames to send. Refuses nothing that a subscriber may ask: what is no
-request is counted, and whoever asks for what is not held any more gets the whole state instead.
+request is counted, and a client that asks for what is no longer held gets the whole state instead.
 
     events ──▶ translate ──▶ encode ──▶ [topic, number, payload] ──▶ everybody
                     └──▶ mirror ──▶ snapshot ──▶ who comes late, or has missed too much

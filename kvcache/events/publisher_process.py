@@ -3,7 +3,7 @@
 Started by `process_link.py`, ends when the coordinator's end of the pair is closed. Whatever a
 router does, it is this process that waits, never a step. Refuses to queue without end: what a slow
 router does not take is dropped by its socket and seen by it as a gap; live batches beyond the
-queue's limit are dropped, oldest first, counted, and held for whoever asks.
+queue's limit are dropped, oldest first, counted, and held for clients that ask.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_REQUEST_BYTES: Final = 1024
 _REQUESTS_AT_ONCE: Final = 16
 _GREETINGS_AT_ONCE: Final = 1000
 _UNREAD_MS: Final = 30_000
-"""Whoever reads nothing for so long is disconnected, and what is queued for it is dropped."""
+"""A client that reads nothing for so long is disconnected, and what is queued for it is dropped."""
 _ANSWERING_MS: Final = 10
 """How often a client that did not read fast enough is looked at again."""
 

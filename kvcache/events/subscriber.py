@@ -48,7 +48,7 @@ class _Sockets:
     ) -> None:
         self.live = context.socket(zmq.SUB)
         self.replay = context.socket(zmq.DEALER)
-        # While nobody is there requests do not gather: each of them would be answered.
+        # While no publisher is there, requests do not gather: each would be answered.
         self.replay.setsockopt(zmq.SNDHWM, 1)
         for each, place in ((self.live, endpoint), (self.replay, replay_endpoint)):
             each.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -193,7 +193,7 @@ class KVEventSubscriber:
             self.poll(min(remaining_s, _WAIT_S))
 
     def __iter__(self) -> Iterator[Update]:
-        """Yield updates for ever, until the subscriber is closed."""
+        """Yield updates until the subscriber is closed."""
         while not self._is_closed:
             yield from self.poll(_WAIT_S)
 
@@ -260,7 +260,7 @@ class AsyncKVEventSubscriber:
             endpoint, replay_endpoint, topic=topic, settings=settings, keys=keys
         )
         self._waiting: deque[Update] = deque()
-        # Held while a thread uses the sockets: whoever is cancelled leaves one behind.
+        # Held while a thread uses the sockets: a cancelled caller leaves one behind.
         self._lock = threading.Lock()
         self._is_closed = False
 

@@ -2,7 +2,7 @@
 times.
 
     meters (histograms) ──┐
-    frozen statistics() ──┴──▶ samples ──▶ whoever exports them (actors/metrics_export.py: Ray)
+    frozen statistics() ──┴──▶ samples ──▶ an exporter (actors/metrics_export.py: Ray)
 
 No step knows of any of this: meters stand around the coordinator and around eviction policies.
 """

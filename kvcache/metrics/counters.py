@@ -1,7 +1,7 @@
 """From counts since some start to what has come since the last look.
 
 Counters of Prometheus are added to, while statistics say how much there is. Between the two;
-refuses to go backwards: a count that fell began anew.
+refuses to go backwards: a count that fell was reset.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One line for people: what a cluster did since the last one.
 
-For whoever watches a log. Refuses to speak where nothing happened.
+For people who watch a log. Refuses to speak where nothing happened.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class MeteredCoordinator:
     """What a message loop needs of a `Coordinator`, measured. One owner, one thread.
 
     Invariant: while no step is followed, `settle` is the coordinator's own, as `on_plain_applied`
-    is always: they are called for every step, as if nobody stood between.
+    is always: they are called for every step, as if nothing stood between.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class Discards:
 
 
 class DiscardList:
-    """Discards that nobody has taken yet. Bounded by what the tiers can hold."""
+    """Discards that were not taken yet. Bounded by what the tiers can hold."""
 
     def __init__(self) -> None:
         """Begin empty."""
@@ -49,12 +49,12 @@ class DiscardList:
             self._addresses.pop(address, None)
 
     def drop_keys(self, keys: Iterable[OffloadKey]) -> None:
-        """The files of these keys are written anew."""
+        """The files of these keys are written again."""
         for key in keys if self._keys else ():
             self._keys.pop(key, None)
 
     def take(self) -> Discards:
-        """Return all of it, and begin anew."""
+        """Return all of it, and forget it."""
         discards = Discards(int32_array(list(self._addresses)), tuple(self._keys))
         self._addresses.clear()
         self._keys.clear()

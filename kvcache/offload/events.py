@@ -102,7 +102,7 @@ def cache_events(
 def parents_first(labels: Label) -> IndexArray:
     """Return the rows of labels in an order in which none comes before its parent.
 
-    Chains stand together. Subscribers do not know what to do with a child of nobody.
+    Chains stand together. Subscribers cannot place a child without its parent.
     """
     count = len(labels.block_ids)
     size = len(labels.digests) // count if count else 1

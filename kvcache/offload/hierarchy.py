@@ -70,7 +70,7 @@ class TierHierarchy:
         new_job_id: Callable[[], int],
         options: HierarchyOptions | None = None,
     ) -> None:
-        """Begin with these tiers, which nobody else uses.
+        """Begin with these tiers, which are used here only.
 
         `new_job_id` gives the number of a job; it is asked only when there is one.
         """
@@ -274,7 +274,7 @@ class TierHierarchy:
         return SpillJob(job.job_id, job.keys, job.addresses)
 
     def _tenant(self, namespace: Namespace | None) -> str:
-        """Return the name of a namespace's tenant; of nobody in particular where none is known."""
+        """Return the name of a namespace's tenant; of no tenant where none is known."""
         tenants = self.host.tenants
         return "" if tenants is None or namespace is None else tenants.shares.name_in(namespace)
 

@@ -1,6 +1,6 @@
 """How large a tier is, by which rules it works, and how content moves between tiers.
 
-From configuration and the unified plan to whoever makes tiers. Data only; each
+From configuration and the unified plan to the maker of tiers. Data only; each
 number is checked here, what they make together where a tier is made.
 """
 

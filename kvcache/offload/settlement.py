@@ -1,4 +1,4 @@
-"""What becomes of a job when every rank has reported it, or nobody in time.
+"""What becomes of a job when every rank has reported it, or when some did not in time.
 
 Beside the hierarchy, which planned it and hands over how it ended. Content becomes visible here,
 and nowhere else. Refuses to plan: what follows from an end is planned when the hierarchy is asked.

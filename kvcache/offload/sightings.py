@@ -1,6 +1,6 @@
 """How often keys have been seen lately: what a tier stores only from the second time on.
 
-Beside a tier that is not to fill up with what nobody asks for twice. Bounded: what has not been
+Keeps a tier from filling up with blocks that are asked for only once. Bounded: what has not been
 seen for longest is forgotten, so a count may be too low, never too high. Refuses to know what a key
 stands for.
 """

@@ -1,4 +1,4 @@
-"""Which slot of a tier goes next: an eviction policy over the slots that nobody uses.
+"""Which slot of a tier goes next: an eviction policy over the idle slots.
 
 Beside a tier's books, whose changes are brought here afterwards: idle slots enter the policy, used
 ones leave it, empty ones are forgotten. Slots that must stay for now (their content is being copied
@@ -144,7 +144,8 @@ class SlotEviction:
         return result
 
     def dirty_ahead(self, num_slots: int) -> IndexArray:
-        """Return which of the next `num_slots` slots owe a copy that nobody makes yet, in order.
+        """Return which of the next `num_slots` slots owe a copy that is not being made yet, in
+        order.
 
         Of a policy with several lines, so many of each: which gives how many shows later. Changes
         nothing.

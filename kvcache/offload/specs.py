@@ -2,7 +2,7 @@
 
 Stands between a tier, which says where contents lie, and the handlers that copy. Checks that ids
 and counts fit together when a spec is made. Refuses to know whether a block exists: that is the
-business of whoever owns the memory.
+business of the owner of the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LoadStoreSpec(ABC):
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """Blocks of a medium by number: `block_ids` is `(n,)` int32, a copy that nobody writes to.
+    """Blocks of a medium by number: `block_ids` is `(n,)` int32, a copy that is never written to.
 
     Raises InvalidInputError unless they are integers from 0 to 2147483647.
     """

@@ -53,7 +53,7 @@ class SpillChoice:
         self._unwritten.update(dict.fromkeys(keys))
 
     def next(self, room: int) -> list[OffloadKey]:
-        """Return up to `room` dirty keys that nobody spills yet, the most urgent ones first."""
+        """Return up to `room` dirty keys that are not being spilled, the most urgent ones first."""
         if self._is_idle:
             return []
         host = self._host

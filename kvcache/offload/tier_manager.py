@@ -1,6 +1,6 @@
 """One tier: which keys are in which slots, and who goes when there is no room.
 
-Between the hierarchy (or whoever owns a single tier), which plans transfers, and the tier's books
+Between the hierarchy (or the owner of a single tier), which plans transfers, and the tier's books
 below. Used for host memory, whose addresses workers are told, and for files, of which only the
 number matters. Refuses to start a transfer, to wait and to read a clock.
 
@@ -423,7 +423,7 @@ class TierManager(OffloadingManager):
     def restate(self) -> OffloadingEvent | None:
         """Return an event that says all that is ready, parents first, where labels are kept.
 
-        For subscribers that have to begin anew. Changes nothing.
+        For subscribers that have to start over. Changes nothing.
         """
         return self._tables.present()
 
@@ -453,7 +453,7 @@ class TierManager(OffloadingManager):
         )
 
     def order(self) -> list[int]:
-        """Return the slots that nobody uses, the next to be evicted first. For audits."""
+        """Return the idle slots, the next to be evicted first. For audits."""
         return self._tables.eviction.order()
 
     def check(self) -> None:

@@ -44,7 +44,7 @@ class TierSet:
 
     @property
     def answering_disk(self) -> TierManager | None:
-        """The disk, unless there is none, nobody waits for what it has any more, it rests or a job
+        """The disk, unless there is none, no request waits for what it has, it rests or a job
         of it is overdue."""
         if (
             self.disk_problem

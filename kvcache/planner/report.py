@@ -1,6 +1,6 @@
 """What a plan means in numbers that people compare: blocks, bytes, tokens, concurrency.
 
-Stands behind the planner, before whoever shows it. Pure data: rendering is not done here.
+Stands between the planner and the commands that show it. Pure data: rendering is not done here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConf
 
     Groups of equal specs are matched across ranks in order of their layer names, and come out in
     order of the first layer that any rank has of them, whatever order they came in. Device, host
-    and disk blocks become the smallest of all ranks, and tensors are laid out anew for them.
+    and disk blocks become the smallest of all ranks, and tensors are laid out again for them.
     Raises PlanMismatchError when ranks differ in layout, in the specs of their groups, or in how
     layers that they share are grouped.
     """

@@ -39,11 +39,11 @@ often everybody's system prompt."""
 
 _BLOCKS_TO_LEARN = 512
 _ROOM_SHARE_TO_REORDER = 0.05
-"""The index is made anew, and entries ranked anew, after so many blocks and such a share of the
+"""The index is rebuilt, and entries are ranked again, after so many blocks and such a share of the
 room: ages have not changed by more than a step or two meanwhile."""
 
 _ROOMS_IN_USE = 2
-"""What is in use while so many times the room is used counts as gone: nobody says which contents
+"""What is in use while so many times the room is used counts as gone: no signal says which contents
 were forgotten while they were in use, and what is pinned is no part of the room."""
 
 
@@ -143,7 +143,7 @@ class HazardPolicy(HistoryPolicy):
         return _Arrival(entry, info, None, before + 1)
 
     def _learn(self, arrivals: Sequence[_Arrival], was_blocks: int) -> None:
-        """Teach the table; make the index and the ranks anew where they are old."""
+        """Teach the table; rebuild the index and the ranks where they are old."""
         together: list[bytes] = []
         for place, arrival in enumerate(arrivals):
             name = arrival.info.content

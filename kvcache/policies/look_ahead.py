@@ -23,7 +23,7 @@ _SPARE = 64
 
 
 class _Line:
-    """One line. Invariant: whoever is ahead ranks below everybody behind; places in the heap whose
+    """One line. Invariant: an entry ranks below all entries behind it; places in the heap whose
     entry has gone, or got another rank, are stale, and never many more than entries."""
 
     def __init__(self) -> None:

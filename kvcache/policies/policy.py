@@ -1,4 +1,4 @@
-"""What an eviction policy is: it orders what nobody uses, and says what goes first.
+"""What an eviction policy is: it orders the entries that are not in use, and says which goes first.
 
 Serves a pool, or a tier below it, which knows contents and references. A policy sees opaque
 entries only. One entry is a block, or a slot of a tier. Refuses to evict: it
@@ -40,10 +40,10 @@ class EvictionPolicy(Protocol):
     """An order over unused entries. One owner, one thread.
 
     Entries are ints from 0 to below the capacity the policy was made with. An entry is *inserted*
-    while nobody uses it; using it again, or losing its content, removes it. What was used and comes
-    out of use again is known by its content, or, where the owner names none, by its entry; the
-    entry of a content in use may be given to another meanwhile. Arguments are trusted where they
-    come in bulk: the owner has validated them.
+    while it is not in use; using it again, or losing its content, removes it. What was used and
+    comes out of use again is known by its content, or, where the owner names none, by its entry;
+    the entry of a content in use may be given to another meanwhile. Arguments are trusted where
+    they come in bulk: the owner has validated them.
 
     No entry is given out before its children, of which `EntryInfo.num_children` tells, unless
     nothing else is left: then the owner puts it back, or forgets the children too. A policy that
@@ -91,7 +91,7 @@ class LooksAhead(Protocol):
 
     def look_ahead(self, num_entries: int) -> list[int]:
         """Return the first `num_entries` of each line that the policy has, the next first: unless
-        lines are more than queues, the next victims are among them. Nobody is chosen, the order is
+        lines are more than queues, the next victims are among them. Nothing is chosen, the order is
         the same afterwards. An entry costs O(log n) amortised when it comes so near the end of its
         line, and next to nothing when it is returned again.
         """

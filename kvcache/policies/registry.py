@@ -46,7 +46,8 @@ EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
 def require_eviction_policy(
     name: str, policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES
 ) -> str:
-    """Return `name`; raises ConfigurationError, with those there are, if nobody has it."""
+    """Return `name`; raises ConfigurationError, with those there are, if there is no such
+    policy."""
     if not isinstance(name, str) or name not in policies:
         raise ConfigurationError(
             f"unknown eviction policy {shown(name)}: choose one of {', '.join(sorted(policies))}"
@@ -60,7 +61,7 @@ def make_eviction_policy(
     book: EntryBook,
     policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
 ) -> EvictionPolicy:
-    """Return a new, empty policy; raises ConfigurationError for a name that nobody has.
+    """Return a new, empty policy; raises ConfigurationError for an unknown name.
 
     One that does not come with the package is asked with care.
     """

@@ -1,7 +1,7 @@
 """What a manager is made from, as plain values: enough to make the same one elsewhere.
 
 In the first record of every segment, and where a coordinator's own managers come from. Refuses
-values that no manager can be made from, whoever wrote them.
+values that no manager can be made from, wherever they come from.
 """
 
 from __future__ import annotations

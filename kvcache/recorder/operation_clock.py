@@ -56,5 +56,5 @@ class RepeatingClock:
 
     @property
     def num_left(self) -> int:
-        """Readings that nobody has asked for."""
+        """Readings that were not asked for."""
         return len(self._readings)

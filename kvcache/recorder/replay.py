@@ -39,7 +39,7 @@ PROGRESS_INTERVAL = 64
 class ReplayDifference:
     """The first thing that came out otherwise: of which record, and whose step or call it was.
 
-    `client_id` and `step` are empty and 0 where it is nobody's.
+    `client_id` and `step` are empty and 0 where it belongs to no client.
     """
 
     number: int

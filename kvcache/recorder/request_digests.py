@@ -1,8 +1,8 @@
 """What of a request leaves the coordinator when it is recorded: salted digests of its blocks.
 
 A digest covers its block, all before it, and what sets the content apart (LoRA, images, salt,
-tenant). It is keyed with a secret of the recording, so nobody can find tokens by hashing guesses,
-and two recordings cannot be compared. A trace does not even hold the digests: whoever writes it
+tenant). It is keyed with a secret of the recording, so tokens cannot be found by hashing guesses,
+and two recordings cannot be compared. A trace does not even hold the digests: its writer
 puts numbers in order of appearance in their place.
 """
 

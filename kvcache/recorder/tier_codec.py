@@ -1,6 +1,6 @@
 """Tiers in a recording: their calls as plain values, and what their loads are asked for.
 
-Below the records. A request that waits for its load is known to nobody but the tiers, so what it
+Below the records. A request that waits for its load is known only to the tiers, so what it
 holds is written down with the load, as the message of a step that brings it; one that the manager
 knows is named. Refuses calls of unknown kinds.
 """

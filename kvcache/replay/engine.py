@@ -5,10 +5,10 @@
                     └────── preempt ─────┘
 
 Every step runs all rows on (one token each, or a chunk of the prompt) within a budget of tokens,
-then admits whoever waits first. Tokens are "sampled" by a rule, not by a model, so that a replay is
-the same every time. Who finds no room makes the most recently admitted request give way: what
-tiers do not keep of it is computed again later. Refuses to play on after a wrong byte, and says
-which block it was.
+then admits the requests that wait, in order. Tokens are "sampled" by a rule, not by a model, so
+that a replay is the same every time. Who finds no room makes the most recently admitted request
+give way: what tiers do not keep of it is computed again later. Refuses to play on after a wrong
+byte, and says which block it was.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ReplayEngine:
         self._num_admissions = 0
         self._num_fruitless = 0  # steps in a row that changed nothing
         self._must_preempt = False  # a running row found no room in the last step
-        self._is_refused = False  # whoever waits first found no room: it goes in before all others
-        self._leaving: tuple[ReplayedRequest, ...] = ()  # finished, and nobody was told
+        self._is_refused = False  # the first in line found no room: it goes in before all others
+        self._leaving: tuple[ReplayedRequest, ...] = ()  # finished, not reported yet
         self._returning: list[ReplayedRequest] = []  # back from an epoch that is over
         self._has_room_come = False  # somebody has gone since then: worth another try
         self._start_s = self._advanced_s = self._statistics_s = clock.now()
@@ -205,7 +205,7 @@ class ReplayEngine:
     def _come_back(self) -> None:
         """The epoch is over, and all that was scheduled in it is void: go on in the next one.
 
-        Whoever ran comes back as a new request, with all of its tokens, and all of them with one
+        A request that ran comes back as a new one, with all of its tokens, and all of them with one
         step: what is cached of them is held before any of them takes room. Raises DeadlineError
         when no epoch begins in time.
         """
@@ -231,7 +231,8 @@ class ReplayEngine:
         if finished:
             self._has_room_come = True
         elif self._must_preempt and len(self._rows) > 1:
-            # Whoever came last has lost least, and blocks of its prompt may still be found later.
+            # The request that came last has lost least, and blocks of its prompt may still be found
+            # later.
             preempted = tuple(self._rows.remove([len(self._rows) - 1]))
             self._is_refused, self._has_room_come = True, False
         self._leaving = finished
@@ -259,7 +260,7 @@ class ReplayEngine:
         if self._must_preempt or must_wait:
             return (), ()
         picked, tokens = [], []
-        # Once refused, the first one is tried alone: nobody behind it takes the room it needs.
+        # Once refused, the first one is tried alone, so that none behind it takes its room.
         for request in self._waiting.look_ahead(1 if self._is_refused else seats):
             if budget <= 0:
                 break
@@ -325,14 +326,14 @@ class ReplayEngine:
             self._require_hope(result)
 
     def _let_go(self) -> None:
-        """Count who has finished, once nobody keeps anything of them any more."""
+        """Count finished requests, once nothing of them is kept any more."""
         for request in self._leaving:
             request.is_gone = True
         self._tally.count_finished(self._leaving)
         self._leaving = ()
 
     def _admit(self, admitting: Sequence[ReplayedRequest], result: StepResult) -> list[Before]:
-        """Seat whoever found room; return how they stood before."""
+        """Seat the requests that found room; return how they stood before."""
         admitted = []
         outcomes = zip(
             admitting,
@@ -362,9 +363,8 @@ class ReplayEngine:
     def _require_hope(self, result: StepResult) -> None:
         """Called when a step got nowhere: raise unless another one might get further.
 
-        Raises OutOfBlocksError when whoever wants to run has the pool to itself, or is more than
-        its tenant may ever have, and
-        DeadlineError when nothing has advanced for `stall_s`.
+        Raises OutOfBlocksError when a request that wants to run has the pool to itself, or is more
+        than its tenant may ever have, and DeadlineError when nothing has advanced for `stall_s`.
         """
         self._num_fruitless += 1
         if result.refused:

@@ -1,6 +1,6 @@
 """The results of a replay.
 
-Stands at the end of a replay, before whoever shows it. Pure data: rendering is not done here.
+Stands between a replay and the commands that show it. Pure data: rendering is not done here.
 """
 
 from __future__ import annotations

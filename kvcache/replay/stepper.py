@@ -71,7 +71,7 @@ class CacheCounters:
 
 
 class Stepper(Protocol):
-    """Carries steps to a manager and their forwards to whoever runs them."""
+    """Carries steps to a manager and their forwards to the workers that run them."""
 
     def submit(self, step: StepRequest) -> int:
         """Send `step` and return its number.

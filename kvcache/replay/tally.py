@@ -50,7 +50,7 @@ class ReplayTally:
         """Count an admission that found `num_hit_tokens`, before the request is marked admitted.
 
         A request is looked up once: what a preempted one finds, or computes again, and what a
-        withdrawn one computes anew, is counted apart.
+        withdrawn one computes again, is counted apart.
         """
         self.num_computed_tokens += num_scheduled_tokens
         if request.admission == 0:
@@ -100,5 +100,5 @@ class ReplayTally:
 
 
 def _grown(count: int, before: int) -> int:
-    """Return by how much a count has grown; one that is lower has begun anew in a new epoch."""
+    """Return by how much a count has grown; one that is lower was reset by a new epoch."""
     return count - before if count >= before else count

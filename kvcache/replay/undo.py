@@ -19,7 +19,7 @@ class Before:
     """Where a request goes back to: its row, the preempted ones, or the new ones.
 
     `keeps_row`: its row has run on since before the failed step, if it still has one. `is_new`: the
-    manager forgets it, it starts anew.
+    manager forgets it, it starts over.
     """
 
     request: ReplayedRequest

@@ -43,7 +43,7 @@ class WaitingRequests:
         self._preempted.appendleft(request)
 
     def put_withdrawn(self, requests: Iterable[ReplayedRequest]) -> None:
-        """Let requests that the manager has forgotten start anew, before other new ones."""
+        """Let requests that the manager has forgotten start over, before other new ones."""
         for request in sorted(requests, key=lambda request: request.admission, reverse=True):
             if request in self._preempted:
                 self._preempted.remove(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvcache.errors import BlockError
 
 NEVER_ACCESSED = -1.0
-"""Access time of a block that nobody has accessed since it came into use."""
+"""Access time of a block that was not accessed since it came into use."""
 
 
 class BlockTracker:

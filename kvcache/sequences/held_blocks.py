@@ -30,7 +30,7 @@ class HeldBlocks:
     """References, contents and readiness, by the caller's block ids.
 
     Invariants: a tracker is active exactly when its block is held; `_uncomputed` has every full
-    block whose bytes nobody has reported, held or cached. `_twins` are held blocks whose content
+    block whose bytes were not reported, held or cached. `_twins` are held blocks whose content
     another one has: that one, which look-ups find, stays as long, held by a pin.
     """
 
@@ -89,7 +89,8 @@ class HeldBlocks:
         return None if found is None else self._ids[found[0]]
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these distinct blocks nobody holds: sharing them uses up free ones."""
+        """Return how many of these distinct blocks have no reference: sharing them uses up free
+        ones."""
         return self._pool.num_unheld([self._pool_id(block_id) for block_id in block_ids])
 
     # --- taking and giving back ----------------------------------------------------------------
@@ -113,7 +114,7 @@ class HeldBlocks:
                 tracker.computed = pool_id not in self._uncomputed
 
     def give_back(self, block_id: int) -> bool:
-        """Take one reference back; return whether nobody holds the block any more."""
+        """Take one reference back; return whether it was the last one."""
         pool_id = self._pool_id(block_id)
         if self._pool.num_references(pool_id, ReferenceKind.REQUEST) != 1:
             self._pool.free_blocks([pool_id])

@@ -61,7 +61,7 @@ class SequenceCache:
         return len(self._held.block_ids)
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks could be taken now, cached ones that nobody holds included."""
+        """Return how many blocks could be taken now, cached ones without a reference included."""
         return self._held.pool.get_num_free_blocks()
 
     def get_physical_block_id(self, absolute_id: int) -> int:

@@ -1,7 +1,7 @@
 """A bound for hybrids: no policy, and no choice of victims in any group, has more hits.
 
 What a group with a window should keep beside the blocks of full attention, so that hits are longest
-over time, is a knapsack over all requests to come: nobody knows the optimum of a real trace. This
+over time, is a knapsack over all requests to come: the optimum of a real trace is not known. This
 is the optimum of an easier problem, and so at least as good:
 
 - A hit needs the blocks of those groups that read the whole prefix. Those of windows, chunks and
@@ -12,7 +12,7 @@ is the optimum of an easier problem, and so at least as good:
 A *column* is what the groups that read all of a prefix keep of as many tokens as all groups' blocks
 agree on (their least common multiple): hits have whole columns, and all of a column goes or stays.
 Which columns go is Belady's choice, as in `optimum.py`, with room that changes from request to
-request. A column that is computed anew takes the place of the cached one.
+request. A column that is computed again takes the place of the cached one.
 
     blocks of the trace   |      0      |      1      |   2   |      a prompt of 2.6 blocks
     columns               | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |          of whichever size
@@ -128,7 +128,7 @@ class _Pieces:
         return {block: sorted(found) for block, found in ends.items()}
 
     def _next_uses(self) -> list[list[int]]:
-        """A piece that is computed anew is of no use before, whoever wants it later."""
+        """A piece that is computed again is of no use before, for any later request."""
         never = self.trace.num_requests
         next_of = [never] * len(self.weights)
         uses: list[list[int]] = [[]] * never

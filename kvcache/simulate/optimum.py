@@ -60,7 +60,7 @@ def count_optimal_hits(
 def next_uses(trace: BlockTrace) -> NDArray[np.int32]:
     """Return for each reference the next request that can hit what is cached there.
 
-    `num_requests` where there is none. A full block that a request computes anew, because its last
+    `num_requests` where there is none. A full block that a request computes again, because its last
     token is always computed, is of no use from then on; a partial one changes nothing.
     """
     never = trace.num_requests
@@ -113,7 +113,7 @@ class _Pool:
         uses = self._uses[start : start + num_full].tolist()
         for depth, (block, use) in enumerate(zip(blocks, uses, strict=False)):
             if depth >= num_hits and due[block] != self._ABSENT:
-                self._num_free += 1  # computed anew beside the cached one, which gives way to it
+                self._num_free += 1  # computed again; the cached one gives way to it
             due[block] = use
             heapq.heappush(self._heap, (-use, -depth, block))
         self._num_free += len(blocks) - num_full

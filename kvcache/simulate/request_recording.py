@@ -1,7 +1,7 @@
 """A trace file that grows while a cluster serves: a line per request, no tokens, no digests.
 
-Digests of blocks become numbers in order of appearance. The file is made anew, for its owner alone,
-and ends where it would grow beyond its bound.
+Digests of blocks become numbers in order of appearance. The file is created, readable for its owner
+alone, and ends where it would grow beyond its bound.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
 Where `counting.py` has one request after another, here all that run hold their blocks, and those of
 their answers, for as long as computing takes at a given pace: so less is left for what is cached,
-and under load requests wait. Room for a whole answer is taken at once, so nobody is preempted. What
-an answer says is not in a trace: its blocks are never hit, and no tier keeps them.
+and under load requests wait. Room for a whole answer is taken at once, so no request is preempted.
+What an answer says is not in a trace: its blocks are never hit, and no tier keeps them.
 
-With tiers below, whoever is first in line has its prefix brought up, as far as there is room, and
+With tiers below, the first request in line has its prefix loaded, as far as there is room, and
 holds that while it waits.
 """
 

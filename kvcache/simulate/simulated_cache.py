@@ -63,8 +63,8 @@ class SimulatedCache:
         )
         if unserved and self.host_blocks:
             raise ConfigurationError(
-                f"tiers cannot serve groups of kind {unserved}, whose blocks nobody else can use: "
-                "simulate the device alone"
+                f"tiers cannot serve groups of kind {unserved}, whose blocks no other request can "
+                "use: simulate the device alone"
             )
         if self.pace is not None and self.policy == OPTIMUM:
             raise ConfigurationError(

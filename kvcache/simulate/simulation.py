@@ -24,7 +24,7 @@ from kvcache.simulate.tier_counting import TierCounter, TierPrefillCount
 from kvcache.simulate.tier_traffic import TierSizes
 from kvcache.simulate.workload import Workload
 
-_HASH_ALGORITHM = "xxh3_128"  # nobody attacks a simulation
+_HASH_ALGORITHM = "xxh3_128"  # a simulation needs no protection from attackers
 _REPORT_EVERY = 128
 _NUM_PARTS = 10
 

@@ -55,7 +55,7 @@ def count_tenants(
 ) -> dict[str, TenantCount]:
     """Play what all tenants ask, in an order that `seed` shuffles; return each one's count.
 
-    A tenant's own requests come in the same order whoever else there is.
+    A tenant's own requests come in the same order, whichever other tenants there are.
     """
     rng = Random(seed)
     turns = [each.tenant for each in traffic for _ in range(each.num_requests)]

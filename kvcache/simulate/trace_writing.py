@@ -1,4 +1,4 @@
-"""Traces, written: Mooncake's format, so that whoever reads that reads ours.
+"""Traces, written: Mooncake's format, so that its readers can read ours.
 
 A line per request, as `mooncake.py` reads it. A file whose name ends with .gz is compressed, the
 same bytes for the same requests. Block ids are numbers in order of appearance: they say who shares

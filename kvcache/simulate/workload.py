@@ -1,6 +1,6 @@
 """What a workload is: requests in order of arrival, each made when its turn comes.
 
-Stands between files or generators and whoever plays them (the replay engine, the counting rule).
+Stands between files or generators and their players (the replay engine, the counting rule).
 A workload can be iterated again and again and yields the same requests each time. Refuses to know
 blocks, steps and clusters.
 """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class KVCacheSpec(ABC):
     """What a layer keeps per block of `block_size` tokens.
 
-    Kinds differ in what they answer, never in what they are asked: whoever wants to know whether
+    Kinds differ in their answers, never in their questions: code that has to know whether
     a layer can do something asks the spec, not its class. Specs are equal when all fields are.
     """
 

@@ -13,9 +13,9 @@ from kvcache.tenants.shares import TenantShare
 
 @dataclass(frozen=True)
 class TenantStatistics:
-    """Statistics of one tenant in one tier. Counters since it was last heard of anew.
+    """Statistics of one tenant in one tier. Counters since the tenant was last added.
 
-    Of its `num_held_blocks`, `num_cached_blocks` are in use by nobody and can be evicted. Of
+    Of its `num_held_blocks`, `num_cached_blocks` are not in use and can be evicted. Of
     `num_asked_tokens` of its requests `num_hit_tokens` were cached: on the device all tokens of its
     look-ups, and what was loaded is hit there (with `log_stats`); in a tier below those tokens of
     admitted requests that no tier above had, and what was loaded from there. `num_evicted_blocks`

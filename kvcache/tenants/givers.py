@@ -1,4 +1,5 @@
-"""Who gives up how many blocks: one after the other, always from whoever is most over its share.
+"""Who gives up how many blocks: one after the other, always from the tenant that is most over its
+share.
 
 Under the policy of tenants. A tenant's level is what it has above its guarantee, by its weight.
 That many blocks are not taken one by one: how far all levels fall is computed, and only what is
@@ -95,5 +96,6 @@ def water_line(givers: Sequence[Giver], num_blocks: int) -> float:
 
 
 def is_below(level: float, givers: Sequence[Giver], num_blocks: int) -> bool:
-    """Say whether nobody of this level gives anything if these givers may. False may be untrue."""
+    """Say whether no tenant of this level gives anything if these givers may. False may be
+    untrue."""
     return num_blocks > FEW and bool(givers) and level < water_line(givers, num_blocks)

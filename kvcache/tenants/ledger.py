@@ -23,7 +23,7 @@ from kvcache.tenants.account import TenantAccount, TenantStatistics
 from kvcache.tenants.shares import NOBODY_IN_PARTICULAR, TierShares
 
 NOBODY = 0
-"""Owner of blocks that hold nothing and are held by nobody."""
+"""Owner of blocks that hold nothing and have no reference."""
 
 _SPARE_ACCOUNTS = 256
 
@@ -39,7 +39,7 @@ class TenantLedger:
     """
 
     def __init__(self, shares: TierShares, num_ids: int) -> None:
-        """Let nobody have anything."""
+        """Begin with no blocks for any tenant."""
         self.shares = shares
         self.owners: Int32Array = np.zeros(num_ids, dtype=np.int32)
         self.num_reserved = 0
@@ -182,7 +182,7 @@ class TenantLedger:
     # --- what blocks do ------------------------------------------------------------------------
 
     def took(self, block_ids: IndexArray | Int32Array, account: TenantAccount) -> None:
-        """These blocks, which were nobody's, are this tenant's now."""
+        """These blocks, which had no owner, are this tenant's now."""
         if self._by_number[account.number] is not account:  # it was idle, and forgotten
             account = self.account_named(account.name)
         self.owners[block_ids] = account.number
@@ -193,7 +193,7 @@ class TenantLedger:
         block_ids: Sequence[int] | IndexArray | Int32Array,
         of: TenantAccount | None = None,
     ) -> None:
-        """These blocks hold nothing and are held by nobody now; `of`: they are all this one's."""
+        """These blocks hold nothing and have no reference now; `of`: they are all this one's."""
         if of is not None:
             self._move(of, -len(block_ids), 0)
         else:
@@ -301,7 +301,7 @@ class TenantLedger:
     def _counts(
         self, block_ids: Sequence[int] | IndexArray | Int32Array
     ) -> Iterator[tuple[TenantAccount, int]]:
-        """Yield whose these blocks are, and how many; those of nobody are left out."""
+        """Yield whose these blocks are, and how many; those without an owner are left out."""
         if not len(block_ids):
             return
         if len(block_ids) == 1:

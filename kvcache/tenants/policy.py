@@ -1,7 +1,7 @@
 """A policy for each tenant behind the one protocol: who gives is a matter of shares, what is his.
 
 Stands between a pool or tier and policies by name. Victims come from the tenant that is most over
-its share, never from one within its guarantee while another is above; whoever has reached its
+its share, never from one within its guarantee while another is above; a tenant that has reached its
 limit gives its own. Inside a tenant the configured policy orders. Refuses to know contents.
 
     insert ──▶ of whom? ──▶ its policy          choose ──▶ who is most over? ──▶ its policy
@@ -176,7 +176,7 @@ class TenantPolicy:
                 continue
             if -level <= 0 or num_others == num_blocks or is_below(-level, givers, num_blocks):
                 break
-            num_others += 1  # each of the first so many may give a block, nobody else
+            num_others += 1  # only the first so many may give a block each
             seen.append(heappop(self._heap))
             taken.add(number)
             excess = account.num_blocks - account.share.guaranteed_blocks
@@ -192,7 +192,7 @@ class TenantPolicy:
     def _anybody(self) -> tuple[TenantAccount, int] | None:
         """Return the tenant most over its share of those that have entries at all, for one block.
 
-        Nobody who asked for room gets here: what his room is, others have above their guarantees.
+        No tenant that asked for room gets here: others hold its room above their guarantees.
         """
         accounts = list(self._accounts())
         if not accounts:

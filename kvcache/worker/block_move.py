@@ -80,12 +80,12 @@ class HotMove:
         waiting = deque(starts)
 
         def copy_pieces() -> None:
-            """Copy while there is something: whoever gets less of a processor copies less."""
+            """Copy while pieces are left: a thread with less of a processor copies less."""
             try:
                 for start in _each_taken(waiting):
                     self.copy_piece(start)
             except Exception:
-                waiting.clear()  # nobody goes on
+                waiting.clear()  # no thread goes on
                 raise
 
         if len(starts) >= HELPED_PIECES:

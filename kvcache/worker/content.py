@@ -68,7 +68,7 @@ class ContentChecker:
         )
 
     def forget(self) -> None:
-        """Forget what every slot holds: a new epoch gives slots out anew."""
+        """Forget what every slot holds: a new epoch assigns all slots again."""
         self._sums.forget()
         for group in self._groups:
             group.forget()

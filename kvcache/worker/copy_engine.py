@@ -39,8 +39,8 @@ class PendingCopy(Protocol):
 class CopyEngine(Protocol):
     """Moves rows of `(num_rows, width)` uint8 tensors whose bytes of a row are contiguous.
 
-    Where an engine `copies_at_once`, a transfer is over when its call returns: whoever wants to
-    look at the bytes on the way may as well copy them with `RowMover`, piece by piece.
+    Where an engine `copies_at_once`, a transfer is over when its call returns: a caller that wants
+    to look at the bytes on the way may as well copy them with `RowMover`, piece by piece.
     """
 
     copies_at_once: bool

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 CopyPriority: TypeAlias = Literal["normal", "low", "idle"]
 """`low`: goes behind the worker's own thread and others, and keeps about a tenth of a processor
-that they would fill. `idle`: gets a processor that nobody else wants, and may hardly move where
+that they would fill. `idle`: gets a processor that is otherwise idle, and may hardly move where
 all of them are busy."""
 
 LOW_NICENESS = 10

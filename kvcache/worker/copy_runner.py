@@ -88,7 +88,7 @@ class _RunningTask:
 
 
 class _InlineTask(_RunningTask):
-    """One that whoever asks takes further."""
+    """A job that its caller advances."""
 
     def is_done(self) -> bool:
         """See `PendingCopy.is_done`."""
@@ -123,7 +123,7 @@ class InlineCopies:
             running.advance()
 
     def pause(self) -> None:
-        """See `CopyRunner.pause`: whoever copies here is the caller."""
+        """See `CopyRunner.pause`: the caller copies here."""
 
     @property
     def has_finished(self) -> bool:
@@ -237,7 +237,7 @@ class CopyThread:
             if not running.advance(self._pool):
                 return False
             result = running.task.finish()
-        except Exception as error:  # a device that has failed says so to whoever asks it
+        except Exception as error:  # a device that has failed says so on every call
             logger.exception("a copy cannot be followed: it counts as failed")
             result = CopyResult(f"the copy engine failed: {type(error).__name__}: {error}")
             running.copied.set()
@@ -248,5 +248,5 @@ class CopyThread:
         self._finished.append(FinishedCopy(running, result))
         try:
             self._on_finished()
-        except Exception:  # whoever is told asks by himself, too, if less soon
+        except Exception:  # the listener also polls, only less soon
             logger.exception("nobody could be told that a copy has ended")

@@ -113,7 +113,7 @@ class CopyTask:
                 self._copy_hot(pool)
             else:
                 self._start_all()
-        except Exception as error:  # whoever runs this has other tasks
+        except Exception as error:  # the thread that runs this has other tasks
             self._problem = f"the copy engine failed: {error}"
 
     def is_copied(self) -> bool:

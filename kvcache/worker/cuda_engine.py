@@ -101,7 +101,7 @@ class _EventCopy:
 class CudaCopyEngine:
     """Asynchronous copies between device blocks and pinned host memory, and on the device.
 
-    What is copied from host memory must have been finished before the call, and nobody may write it
+    What is copied from host memory must have been finished before the call, and must not be written
     until the copy is over: it may be read ahead of what the transfer stream still has to do. Sealed
     host slots are; that a load holds them, the caller sees to.
     """

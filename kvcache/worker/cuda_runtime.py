@@ -35,7 +35,7 @@ class SourceOrder(IntEnum):
     """When the bytes of a source may be read (`cudaMemcpySrcAccessOrder`).
 
     `ANY`: also before the work that is queued ahead of the copy has run. Only for host memory that
-    was finished before the copy was asked for, and that nobody writes until it is over.
+    was finished before the copy was asked for, and is not written until it is over.
     """
 
     STREAM = 1

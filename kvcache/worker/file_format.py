@@ -74,7 +74,7 @@ def files_bound(payload_bytes: int, num_files: int, block_size: int) -> int:
 def pack_head(head: FileHead) -> bytes:
     """Return everything of a file before its payload.
 
-    Raises ConfigurationError for a head that nobody would read again.
+    Raises ConfigurationError for a head that could not be read again.
     """
     packed: bytes = msgpack.packb(astuple(head))
     if len(packed) > MAX_HEAD_BYTES:

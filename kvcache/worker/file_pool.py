@@ -74,7 +74,7 @@ class FilePool:
         max_queued_blocks: int,
         on_finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """Work in `lanes`, which nobody else uses; `on_finished` is called there when a job has
+        """Work in `lanes`, which are used here only; `on_finished` is called there when a job has
         ended."""
         self._store = store
         self._slot_views = slot_views
@@ -125,8 +125,8 @@ class FilePool:
             self._submit(head.key, self._spill_task(job, place, slot, head))
 
     def submit_fetch(self, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Read the file of `keys[i]` into slot `slots[i]`. Nobody else uses the slots until the job
-        has ended; those of blocks that failed may hold anything.
+        """Read the file of `keys[i]` into slot `slots[i]`. The slots are not used otherwise until
+        the job has ended; those of blocks that failed may hold anything.
 
         Raises BacklogFullError, nothing submitted.
         """
@@ -268,7 +268,7 @@ class FilePool:
         def scan() -> None:
             try:
                 found = self._store.scan(prefix)
-                # Whoever asked for the scan knows of them again.
+                # The caller that asked for the scan knows of them again.
                 self._forget_undone(head.key for head in found.heads)
             except Exception as error:  # whatever it is, the others are scanned
                 problem = f"directory {prefix:02x}: {type(error).__name__} {error}"

@@ -107,7 +107,7 @@ class ForwardGate:
         self._client_steps.pop(client_id, None)
 
     def reset(self) -> None:
-        """Forget steps and fences: a new epoch numbers anew, and clients attach again."""
+        """Forget steps and fences: a new epoch numbers from 1, and clients attach again."""
         self._clients.clear()
         self._last_begun_seq = 0
         self._fenced.clear()

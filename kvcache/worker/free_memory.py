@@ -18,7 +18,7 @@ def available_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
     """Return the bytes that this process may still take, None where nothing says so.
 
     The least of what the machine has available and of what each control group around this process
-    allows beyond its use. Files in a group's page cache that nobody has used lately count as free.
+    allows beyond its use. Files in a group's page cache that were not used lately count as free.
     """
     found = [_machine_bytes(root), *_group_bytes(root)]
     known = [size for size in found if size is not None]

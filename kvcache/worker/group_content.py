@@ -188,7 +188,8 @@ class TokenContent(GroupContent):
         self._write_cells(cells, self.place.sums.at(slots, positions), seq)
 
     def verify_after(self, rows: ForwardRows) -> int:
-        """Compare the hits of new rows, and the blocks that nobody reads behind these rows."""
+        """Compare the hits of new rows, and the blocks behind these rows, which they do not
+        read."""
         new = rows.is_new
         num_bytes = self._verify(rows.slots[new], rows.starts[new], rows.firsts[new])
         if self.place.spec.reads_whole_prefix:

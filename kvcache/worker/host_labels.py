@@ -170,7 +170,7 @@ class HostLabels:
                 self._cells.release(self._chains.pop(slot, ()))
 
     def withdraw_unsealed(self) -> None:
-        """Forget every slot that is not SEALED: nobody will seal it any more. Nothing runs."""
+        """Forget every slot that is not SEALED: none of them will be sealed. Nothing runs."""
         states = self._rows["state"]
         is_unsealed = (states != SlotState.SEALED) & (states != SlotState.EMPTY)
         self.withdraw(int32_array(np.flatnonzero(is_unsealed)))

@@ -203,7 +203,7 @@ class HostSegment:
         return [memoryview(tensor[slot]) for tensor in self.tensors if tensor.shape[1]]
 
     def close(self) -> None:
-        """Give the descriptor back. The mapping goes when nobody has a view of it any more."""
+        """Give the descriptor back. The mapping goes with the last view of it."""
         self._close()
 
     def _part(self, offset: int, num_bytes: int) -> ByteArray:

@@ -126,7 +126,7 @@ class LabelReporter:
     def _report_files(self, first: int, files: FilePool) -> LabelReport:
         """Report the directories from `first` on that have been read, as far as one message goes.
 
-        Reading is begun by whoever asks first, anew for every coordinator."""
+        The first question of each coordinator starts the reading."""
         first = min(max(0, first), NUM_DIRECTORIES)
         if not self._are_files_read:
             self._are_files_read = True
@@ -134,7 +134,7 @@ class LabelReporter:
         for scanned in files.take_scanned():
             self._directories[scanned.prefix] = scanned
         for prefix in [prefix for prefix in self._directories if prefix < first]:
-            del self._directories[prefix]  # nobody asks for what it has got
+            del self._directories[prefix]  # what it holds is not asked for
         heads: list[FileHead] = []
         end, most = first, max(1, self._settings.max_report_bytes // HEAD_BYTES)
         while end in self._directories and (end == first or len(heads) < most):

@@ -134,7 +134,7 @@ class CellChains:
         self._is_free[list(chain)] = False
 
     def list_free(self) -> None:
-        """Make the free list anew."""
+        """Rebuild the free list."""
         self._free = np.flatnonzero(self._is_free)[::-1].tolist()
 
     def release(self, chain: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """Rows of bytes copied between memories that the CPU reaches, and hashed on the way.
 
-Between row_kernel.py, which is told addresses, and whoever has arrays: the engine, which copies,
+Between row_kernel.py, which is told addresses, and the owners of arrays: the engine, which copies,
 and block_move.py, which copies blocks of many tensors and hashes them. Checks what the kernel takes
 for granted. Refuses rows that are source and destination at once.
 """
@@ -28,7 +28,7 @@ ByteRows = npt.NDArray[np.uint8]
 
 STREAMED_BYTES = 1 << 20
 """Copies of this many bytes or more are written past the cache: they would drive out what others
-have there, and nobody reads so much of them soon."""
+have there, and so much of them is not read soon."""
 
 _NO_LANES = np.empty((0, 8), np.uint64)
 _NO_DIGESTS = np.empty(0, np.uint64)

@@ -1,4 +1,4 @@
-"""Which host slots a running job reads or writes: nobody else writes them meanwhile.
+"""Which host slots a running job reads or writes: no other job writes them meanwhile.
 
 Between the jobs of both tiers, which share the slots. Any number may read a slot that nobody
 writes. Refuses nothing itself: it says what is in the way.

@@ -34,7 +34,7 @@ CLOSE_TIMEOUT_S = 10.0
 @dataclass(frozen=True, eq=False)
 class Tiers:
     """What a rank has of each tier, None where it has not. `holds` are the host slots';
-    `why_no_files` is for whoever asks for a file all the same, `files_problem` says what is wrong
+    `why_no_files` answers a question for a file all the same, `files_problem` says what is wrong
     where there should be files and are none."""
 
     holds: SlotHolds

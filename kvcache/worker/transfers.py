@@ -2,7 +2,7 @@
 
 Stands between the worker, which starts a job when its command is applied, copy_runner.py, where
 stores and loads are carried out, and the file jobs (spills and fetches). Labels and holds are
-changed here, in the worker's own thread; whoever copies sees memory and ids only. A host slot's
+changed here, in the worker's own thread; the copying code sees memory and ids only. A host slot's
 label is withdrawn before a job writes it; its checksum is taken by a store and compared by a load:
 of a slot that is wrong no byte stays in a block, and the report names it.
 Ids of device blocks are validated before; what cannot be done is reported, not raised, because the
@@ -165,7 +165,7 @@ class TransferJobs:
     def start_epoch(self) -> None:
         """Report nothing of what has ended: its epoch is over. Nothing runs.
 
-        Slots that were written and not sealed are forgotten: nobody will seal them.
+        Slots that were written and not sealed are forgotten: none of them will be sealed.
         """
         self._ended.clear()
         self._begun.clear()

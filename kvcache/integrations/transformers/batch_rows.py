@@ -20,7 +20,7 @@ class BatchRows:
     """Rows that advance together. `length`: columns of the batch whose tokens are in blocks.
 
     While `is_recording`, columns behind `num_confirmed` are drafts: they may be taken back, and
-    nobody else finds them. `has_settled`: a forward was completed.
+    no other request finds them. `has_settled`: a forward was completed.
     """
 
     def __init__(

@@ -201,7 +201,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
     def activate_past_recording(self) -> None:
         """From now on tokens are drafts, which `crop` may take back, until a `crop` is called.
 
-        Nobody finds drafts, and windows keep what precedes them.
+        Drafts cannot be hit, and windows keep what precedes them.
         """
         self.require_open()
         self._rows.is_recording = True

@@ -37,7 +37,7 @@ _FORWARD_TIMEOUT_S = 30.0
 @dataclass(frozen=True)
 class ContentScope:
     """What sets contents apart beside tokens: adapter and salt. Not `is_shared`: look nothing up,
-    and let nobody find what was computed."""
+    and let no request hit what was computed."""
 
     lora: LoRARequest | None = None
     cache_salt: str | None = None

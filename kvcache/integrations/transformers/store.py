@@ -137,7 +137,7 @@ class PagedCacheStore:
             attention_mask: likewise; pads on the left.
             lora: the adapter that is active while this cache is used.
             cache_salt: only caches of the same salt share.
-            is_shared: False: look nothing up, and let nobody find what is computed.
+            is_shared: False: look nothing up, and let no request hit what is computed.
             others: what else a tokenizer says of the batch, `token_type_ids`; not looked at.
 
         Raises:

@@ -4,7 +4,7 @@
     chat.py  agents.py  retrieval.py  scans.py                      what a session is, by kind
 
 The shapes are ours: they show what policies and sizes do to kinds of traffic, and are no claim
-about anybody's. Whoever has a load of their own records it.
+about anybody's. Users with a load of their own record it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 def generate(
     name: str, *, seed: int = 0, num_requests: int = DEFAULT_NUM_REQUESTS
 ) -> SyntheticWorkload:
-    """Return the workload of the kind `name`. Raises TraceError for a name that nobody has."""
+    """Return the workload of the kind `name`. Raises TraceError for an unknown name."""
     if name not in GENERATORS:
         raise TraceError(f"no generator {name!r}: choose one of {', '.join(sorted(GENERATORS))}")
     return SyntheticWorkload(GENERATORS[name](seed), num_requests)

@@ -6,7 +6,7 @@
              the task goes on with what they found
 
 Prefixes are read often and in quick succession, then never again; the tools and the projects that
-are worked on come back. A policy that counts uses for ever keeps finished tasks.
+are worked on come back. A policy that never forgets uses keeps finished tasks.
 """
 
 from __future__ import annotations
