@@ -301,7 +301,7 @@ class CommandExecutor:
     def close(self) -> None:
         """End what was started, as far as it ends in time."""
         if self.transfers.close():
-            self._engine.close()  # waits for the device; without the close it might never end
+            self._engine.close()  # waits for the device: without end while copies run
 
     def _make_checker(self, settings: WorkerSettings) -> ContentChecker:
         return ContentChecker(

@@ -617,11 +617,11 @@ class Cluster:
         for worker in (*self.workers.values(), *self.lost_workers):
             if self._service is None or worker not in self.lost_workers:
                 worker.check()  # memory that is kept is another process's now
-            statistics = worker.statistics()
+            counts = worker.statistics()
             has_fenced = self.num_departed or self.num_killed  # forwards of theirs are refused
             if not (self.are_copies_failing or has_fenced):
-                assert statistics.num_failed_jobs == 0, statistics
-            assert statistics.num_invalid_messages == 0, statistics.last_invalid_reason
+                assert counts.num_failed_jobs == 0, counts
+            assert counts.num_invalid_messages == 0, counts.last_invalid_reason
         manager = self.coordinator.manager
         assert manager is not None
         statistics = manager.statistics()

@@ -210,7 +210,7 @@ def test_commands_applied_as_they_come_turn_the_simulation_red(
 
     def confirm(self: CommandReceiver, seq: int) -> Ack:
         self._applied_seq = max(self._applied_seq, seq)
-        return self._applied()
+        return self._ack()
 
     monkeypatch.setattr(CommandReceiver, "on_commands", as_they_come)
     monkeypatch.setattr(CommandReceiver, "confirm_applied", confirm)

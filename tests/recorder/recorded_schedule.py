@@ -38,7 +38,7 @@ class WatchedRecorder(FileStepRecorder):
         limits = RecorderLimits(SegmentLimits(directory, 1 << 16, 1 << 30))
         super().__init__(limits, origin, clock)
         self.directory = directory
-        self.statistics: list[ManagerStatistics] = []
+        self.seen: list[ManagerStatistics] = []
         self.state: dict[str, object] = {}
         self._watched: KVCacheManager | None = None
 
@@ -51,12 +51,12 @@ class WatchedRecorder(FileStepRecorder):
     ) -> None:
         super().begin_epoch(epoch, manager, labels, commands)  # type: ignore[arg-type]
         self._watched = manager
-        self.statistics.append(manager.statistics())
+        self.seen.append(manager.statistics())
 
     def _record(self, make: Callable[[int], Record]) -> None:
         super()._record(make)
         assert self._watched is not None
-        self.statistics.append(self._watched.statistics())
+        self.seen.append(self._watched.statistics())
 
     def end_epoch(self) -> None:
         super().end_epoch()
@@ -124,7 +124,7 @@ def replay_watched(
     assert report.difference is None
     assert (report.notes, report.num_skipped_records) == ((), 0)
     assert report.num_records == recorder.statistics().num_records == len(statistics)
-    for number, (then, now) in enumerate(zip(recorder.statistics, statistics, strict=True), 1):
+    for number, (then, now) in enumerate(zip(recorder.seen, statistics, strict=True), 1):
         assert now == then, f"record {number}"
     assert replayed.manager is not None
     if recorder.state:  # it was closed while an epoch ran

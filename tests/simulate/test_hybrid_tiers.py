@@ -131,8 +131,8 @@ def test_what_tiers_cannot_serve_is_refused_before_anything_is_played(trace: Blo
     with pytest.raises(ConfigurationError) as caught:
         SimulatedCache("lru", 100, 10, groups=groups)
     assert str(caught.value) == (
-        "tiers cannot serve groups of kind ['mamba'], whose blocks nobody else can use: simulate "
-        "the device alone"
+        "tiers cannot serve groups of kind ['mamba'], whose blocks no other request can use: "
+        "simulate the device alone"
     )
 
 
