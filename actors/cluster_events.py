@@ -1,6 +1,6 @@
 """A running cluster's publisher, as its coordinator knows it: where it is, and who may follow.
 
-Between clusters on Ray and whoever follows their events in this process. For other routers,
+Between clusters on Ray and followers of their events in this process. For other routers,
 discovery.py says the same in a record.
 """
 

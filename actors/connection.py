@@ -77,7 +77,7 @@ class Dialing(Protocol):
 
     def noted(self) -> Endpoint | None:
         """Return where the coordinator has written down that it listens for this process, None
-        where nothing is written. Asks nobody who may be dead."""
+        where nothing is written. Asks no process that may be dead."""
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a new end for `peer`."""
@@ -197,7 +197,7 @@ class ClientConnection:
         stalled_s = self.session.stalled_s
         silence_s = SILENCE_BEFORE_REDIAL * resend_s
         if now_s - self._heard_s > silence_s and stalled_s > silence_s:
-            return True  # idle clients hear nothing, and need nobody yet
+            return True  # idle clients hear nothing, and need no coordinator yet
         patience_s = STALL_BEFORE_REDIAL * resend_s
         return now_s - self._asked_s > patience_s and stalled_s > patience_s
 

@@ -52,7 +52,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 MOST_RECORDED = 256
-"""As many requests are told at once to whoever records them."""
+"""How many requests are handed to a recording client at once."""
 
 CONTROL = "control"
 MAIL = "mail"
@@ -71,7 +71,7 @@ READY_POLL_S = 0.002
 
 
 class CoordinatorActor:
-    """One cluster's coordinator. Named, restarted by Ray for ever, its calls never retried."""
+    """One cluster's coordinator. Named, restarted by Ray without limit, its calls never retried."""
 
     def __init__(
         self, config: ClusterConfig, keys: CurveKeys, worker_options: WorkerOptions
@@ -227,7 +227,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def close(self) -> LastWorkers:
-        """Replace nobody any more, let sentinels go, close the sockets; return who worked last.
+        """Stop replacing workers, let sentinels go, close the sockets; return who worked last.
         Repeatable."""
         was_closed = self._closed.is_set()
         self._closed.set()
@@ -298,7 +298,7 @@ class CoordinatorActor:
     def _recover(self) -> None:
         """After a restart: ask the workers for the plan they obey, and take over again.
 
-        Who does not answer is looked for again, as long as nobody says what the plan is.
+        While no worker says what the plan is, those that do not answer are looked for again.
         """
         logger.warning(
             "%s: its coordinator was restarted, process %d: the workers are looked for",

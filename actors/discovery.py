@@ -1,7 +1,7 @@
 """Where a running cluster publishes its events, and what a router has to know to follow them.
 
-From coordinators to whoever configures routers. One record for each replica; what it says was asked
-of the coordinator just now, so that it is never of a cluster that has ended.
+From coordinators to the configuration of routers. One record for each replica; what it says was
+asked of the coordinator just now, so that it is never of a cluster that has ended.
 """
 
 from __future__ import annotations

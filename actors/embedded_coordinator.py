@@ -166,7 +166,7 @@ class EmbeddedCoordinator:
 
     @property
     def ended(self) -> KVCacheError | None:
-        """Why this coordinator serves nobody any more, None while it does. An error of its own
+        """Why this coordinator stopped serving, None while it serves. An error of its own
         each time: several threads may raise it."""
         ended = self._service.ended
         return None if ended is None else type(ended)(str(ended))
@@ -238,7 +238,7 @@ class EmbeddedCoordinator:
             )
 
     def close(self) -> None:
-        """Serve nobody any more; the workers stay. Repeatable."""
+        """Stop serving; the workers stay. Repeatable."""
         self._service.end(NotRunningError(f"cluster {self.config.name} was closed in this process"))
         self._closed.set()
         self._successors.stop()

@@ -77,7 +77,7 @@ class EmbeddedWorker:
         """Make the process's rank-to-be at `place`. Nothing is allocated or connected.
 
         `specs`: what the model's layers keep on this rank; default: what the configuration says.
-        `is_threaded`: a thread does nothing but poll, so that nobody else has to.
+        `is_threaded`: a thread does nothing but poll, so that the engine need not.
         """
         self._is_threaded = is_threaded
         self._last_poll_s = 0.0
@@ -90,7 +90,7 @@ class EmbeddedWorker:
         self.incarnation = secrets.token_hex(8)
         self.must_have_files = True
         self.on_close: Callable[[], None] = lambda: None
-        """Called first when this worker closes, by whoever set it up."""
+        """Its owner's hook, called first when this worker closes."""
         self._polling = threading.Lock()
         self._worker: KVCacheWorker | None = None
         self._plan: Plan | None = None

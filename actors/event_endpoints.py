@@ -1,4 +1,4 @@
-"""Where a cluster publishes its cache events, for whoever wants to follow it.
+"""Where a cluster publishes its cache events, for its followers.
 
 Between a coordinator's statistics and subscribers. Refuses addresses of clusters that publish
 nothing.

@@ -45,7 +45,7 @@ class DeathWatch:
     """
 
     def __init__(self, epoch: Callable[[], int], on_death: OnDeath) -> None:
-        """Watch nobody yet. `epoch` says which one holds now; any thread may call it."""
+        """Watch no process yet. `epoch` says which one holds now; any thread may call it."""
         self._epoch = epoch
         self._on_death = on_death
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class DeathWatch:
         self._has_news.set()
 
     def stop(self) -> None:
-        """Watch no longer. Whoever dies afterwards is not reported."""
+        """Watch no longer. Later deaths are not reported."""
         self._loop.stop()
         self._has_news.set()
 
@@ -148,8 +148,8 @@ def known_part(line: str) -> str:
 class SilenceWatch:
     """For how long each process has been silent, as far as somebody was there to hear it.
 
-    A coordinator that stood still itself has heard nobody: of a long pause between two looks only
-    what is usual counts.
+    A coordinator that stood still itself has heard no worker: of a long pause between two looks
+    only what is usual counts.
     """
 
     def __init__(self, look_s: float) -> None:

@@ -3,9 +3,10 @@
     coordinator (its name is the launch lock) ─▶ placement group ─▶ workers ─▶ reports
     ─▶ one plan ─▶ every rank allocates ─▶ fingerprints compared ─▶ coordinator takes over ─▶ ready
 
-Whatever goes wrong, and whoever interrupts: everything made so far is taken down again, and one
-error says which rank failed and why. Refuses to wait for anything beyond `deadlines.startup_s`,
-but for the coordinator's word on which rank is missing: `GRACE_S` more at most.
+Whatever goes wrong, or if the launch is interrupted: everything made so far is taken down again,
+and one error says which rank failed and why. Refuses to wait for anything beyond
+`deadlines.startup_s`, but for the coordinator's word on which rank is missing: `GRACE_S` more at
+most.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class Launch:
             raise StartupError(f"the ranks do not fit together: {error}") from error
 
     def _keep_memory(self, reports: Sequence[WorkerReport]) -> None:
-        """Make what host memory outlives its workers by. Ray ends who nobody has a handle of."""
+        """Make the memory services. Ray ends actors without a handle, so the handles are kept."""
         lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
         self.parts.memory_services = make_memory_services(
             self.config, reports, lifetime, self._remaining_s()

@@ -5,7 +5,7 @@
         cluster.workers[0].worker.begin_forward(result.epoch, result.seq, timeout_s=1.0)
 
 The same coordinator, workers, client and messages as on Ray, every message encoded and decoded:
-for trying things out, for examples and for tests. Whoever waits gives the others their turns.
+for trying things out, for examples and for tests. A part that waits gives the others their turns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LocalCluster:
         Raises NotEnoughMemoryError or ConfigurationError when the model does not fit, StartupError
         when the workers do not obey.
         """
-        # Nothing outlives this process, so nobody keeps memory for another one.
+        # Nothing outlives this process, so no memory is kept for another one.
         offload = config.offload.model_copy(update={"keeps_memory": False})
         self.config = config = config.model_copy(update={"offload": offload})
         self.needs_keeping_alive = False

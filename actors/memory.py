@@ -22,7 +22,7 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 
 def free_memory_bytes(config: ClusterConfig) -> int:
-    """Return the bytes of this rank's device that nobody uses, or the configured amount if there is
+    """Return the free bytes of this rank's device, or the configured amount if there is
     one. Raises ConfigurationError if nothing can be found out."""
     configured = config.cache.memory_per_rank
     if configured is not None:

@@ -118,7 +118,7 @@ def make_memory_services(
     memory_services = []
     for node_id in sorted({report.node.node_id for report in reports}):
         num_ranks = sum(report.node.node_id == node_id for report in reports)
-        # A rank's memory is let go before it is made anew, but rows and heads come on top.
+        # A rank's memory is released before it is made again, but rows and headers come on top.
         most_bytes = 2 * num_ranks * host_bytes + (64 << 20)
         actor = make_remote(MemoryServiceActor).options(
             name=memory_service_name(config.name, node_id),

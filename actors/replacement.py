@@ -5,8 +5,8 @@
       └────── a pause that grows ◀── ended, and said why ◀── any failure ─┘    until the deadline
 
 Between the worker supervisor, who says that a rank is lost, and Ray. The plan stays what it is: a
-process that does not fit it is refused, with what is missing; nobody plans anew behind the engine's
-back.
+process that does not fit it is refused, with what is missing; no new plan is made behind the
+engine's back.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Replacement:
         if not site.rules():
             self._is_stopping.set()
             raise StartupError("another coordinator has taken over: it replaces who is lost")
-        # Whoever has the name is dead, or was made by an attempt that nobody remembers.
+        # The actor with this name is dead, or was made by a forgotten attempt.
         with contextlib.suppress(ValueError):
             name = worker_name(site.config.name, place)
             end_actor(ray.get_actor(name, namespace=RAY_NAMESPACE))
@@ -283,7 +283,7 @@ class Replacement:
 def patience_for(config: ClusterConfig, before: Replacement | None, now_s: float) -> Patience:
     """Return how patient a rank's next replacement is; `before` is the one before, if any.
 
-    Processes that die as soon as they serve are made ever more slowly, and not for ever.
+    Processes that die as soon as they serve are made ever more slowly, and in the end not at all.
     """
     if before is None or now_s - before.ended_s >= STABLE_S:
         return Patience(0.0, now_s + config.deadlines.replacement_s)
@@ -309,7 +309,7 @@ def require_fit(
         raise NotEnoughMemoryError(
             f"the plan needs {needed} bytes on rank {rank}, {available} are available on "
             f"{report.node.host}: free memory there, or stop the cluster and launch it again, "
-            "which plans anew"
+            "which makes a new plan"
         )
 
 

@@ -91,7 +91,7 @@ def rank_candidates(
     """Return the candidates for a prompt of `num_tokens` tokens, the best one first.
 
     Of equal scores the smaller load comes first, then who was given a request least recently, so
-    that prompts nobody knows spread, then who holds fewer blocks, then names decide.
+    that unknown prompts spread, then who holds fewer blocks, then names decide.
     """
     ranked = [(_ranked(candidate, num_tokens, settings), candidate) for candidate in candidates]
     ranked.sort(

@@ -4,7 +4,7 @@
         clients = [replica.client() for replica in replicas]
 
 Beside cluster.py, which knows one cluster. Each replica has coordinator, ranks, sockets and events
-of its own; whoever routes requests knows them apart by their data-parallel rank. Refuses to share
+of its own; a router tells them apart by their data-parallel rank. Refuses to share
 anything between replicas but the launch and the end.
 """
 

@@ -235,7 +235,7 @@ class PrefixRouter:
             )
 
     def close(self) -> None:
-        """Follow nobody any more. May be called again."""
+        """Stop following. Repeatable."""
         for name in self.replicas:
             self.remove_replica(name)
 

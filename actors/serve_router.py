@@ -106,7 +106,7 @@ class PrefixCacheRequestRouter(RequestRouter):
         """Return the candidates one by one, best first; at last, together, those of which nobody
         knows where they publish. Serve takes the first one that has room."""
         if pending_request is not None:
-            # Without it, Serve asks again at once, and for ever, while all replicas are full.
+            # Without it, Serve asks again at once, without end, while all replicas are full.
             pending_request.routing_context.should_backoff = True
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         tokens, lora_name, cache_salt = self._prompt_of(pending_request)

@@ -95,7 +95,7 @@ class CoordinatorService:
     def __init__(
         self, transport: ServerTransport, clock: Clock, max_message_bytes: int, tick_s: float
     ) -> None:
-        """Serve nobody yet: messages are counted and dropped until `open`."""
+        """Serve no client yet: messages are counted and dropped until `open`."""
         self.transport = transport
         self._clock = clock
         self._max_message_bytes = max_message_bytes

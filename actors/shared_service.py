@@ -55,11 +55,11 @@ class SharedService:
         stall_s: float,
         check_takeover: Callable[[], None],
     ) -> None:
-        """Serve nobody yet.
+        """Serve no worker yet.
 
         `check_takeover`: called, before anything else is served, when a worker's connection has
-        ended, or nobody was served for `stall_s`: this process stood still meanwhile. Another one
-        may have taken over.
+        ended, or no message was served for `stall_s`: this process stood still meanwhile. Another
+        one may have taken over.
         """
         self.ended: KVCacheError | None = None
         self._transport = transport
@@ -91,7 +91,7 @@ class SharedService:
             return self._transport.connect(peer, self._serve)
 
     def call(self, action: Callable[[], T]) -> T:
-        """Run `action` while nobody else is served; return what it returns."""
+        """Run `action` while no message is served; return what it returns."""
         with self._lock:
             return action()
 
@@ -123,7 +123,7 @@ class SharedService:
             self._has_more = self._transport.has_arrived()
 
     def end(self, reason: KVCacheError) -> None:
-        """Serve nobody any more: whatever clients have scheduled is void, for `reason`. The first
+        """Stop serving: whatever clients have scheduled is void, for `reason`. The first
         reason counts."""
         with self._lock:
             if self.ended is None:
@@ -164,7 +164,7 @@ class SharedService:
         """See whether it is still this process that is to serve, where there is reason to doubt."""
         now_s, num_disconnections = self._clock.now(), self._transport.num_disconnections
         has_stalled = now_s - self._served_s > self._stall_s
-        # From before the look: whoever stands still in the middle of it looks again.
+        # Taken before the look: a process that stands still during it looks again.
         self._served_s = now_s
         if has_stalled or num_disconnections != self._num_disconnections:
             self._num_disconnections = num_disconnections

@@ -1,6 +1,6 @@
 """Taking a cluster down, whatever state it is in.
 
-Order: the coordinator replaces nobody any more, lets its sentinels go and closes its sockets,
+Order: the coordinator stops replacing workers, lets its sentinels go and closes its sockets,
 workers close theirs, then each actor is asked to end, killed if it does not, and the placement
 group goes last. Who serves a rank now may not be who was launched: workers are looked up by name,
 when the coordinator is closed and again when it is dead. Every wait has a deadline; whoever is dead

@@ -360,7 +360,7 @@ class StepClient(SessionView):
         self._unblock()
 
     def _look_where(self) -> Endpoint | None:
-        """Return where the coordinator is now, None if it is where it was, or nobody can say."""
+        """Return where the coordinator is now, None if it is where it was, or that is not known."""
         connection = self._connection
         noted = connection.look_for_move() if connection.is_time_to_look else None
         if noted is None and connection.may_have_moved:

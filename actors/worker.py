@@ -5,8 +5,8 @@
 
 `WorkerActor` is ours: it only keeps the rank's cache, and serves it from a thread. An engine's own
 actor becomes a worker by inheriting `WorkerMethods` and polling (see `WorkerMethods`). Thin: every
-method passes on to `EmbeddedWorker`. Whoever has a handle of such an actor imports this module: so
-no torch before a worker is made, which would cost a restarted coordinator a second or two.
+method passes on to `EmbeddedWorker`. A process with a handle of such an actor imports this module:
+so no torch before a worker is made, which would cost a restarted coordinator a second or two.
 """
 
 from __future__ import annotations

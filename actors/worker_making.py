@@ -1,6 +1,6 @@
 """How the workers of a cluster are made, by its launcher and again when one is lost.
 
-A worker that takes a lost one's place belongs to nobody: were it the coordinator's, it would die
+A worker that takes a lost one's place has no owner: were it the coordinator's, it would die
 with it, and a coordinator may die at any time. It lives in the placement group, which ends with the
 launcher, or with the cluster where that is detached. Refuses to place anything outside the group.
 """

@@ -39,7 +39,7 @@ ROSTER_VERSION = 1
 class WorkerSet:
     """The workers of a cluster in rank order: actors, and what each of them reported.
 
-    An actor is None where nobody is known, a report's incarnation empty where it is not known.
+    An actor is None where none is known, a report's incarnation empty where it is not known.
     `placement` is where ours are made, None for an engine's own.
     """
 
@@ -73,8 +73,8 @@ class Roster:
 class DiscoveredCluster:
     """What a coordinator finds when it looks for its workers.
 
-    `worker_set` is None while nobody says what the plan is. `lost`: the ranks that have no process
-    any more, and why; `is_hopeless`: that are all of them.
+    `worker_set` is None while no worker says what the plan is. `lost`: the ranks that have no
+    process any more, and why; `is_hopeless`: that are all of them.
     """
 
     worker_set: WorkerSet | None
@@ -176,7 +176,7 @@ class _Answer:
 
 
 def _candidates(config: ClusterConfig, roster: Roster | None) -> dict[int, Any]:
-    """Return, by place, the actors that should be workers of the cluster; None for nobody.
+    """Return, by place, the actors that should be workers of the cluster; None where there is none.
 
     Those written down come first: who is looked up by name brings the class of its actor along,
     and with it, seconds long, all that a worker imports.

@@ -5,8 +5,8 @@
                                               └──▶ Replacement: another process ──▶ goes on
 
 Beside the coordinator's message loop, never in it: everything here takes time. Refuses to act for a
-coordinator that another one has taken over from: it hears nobody, and everybody lives. An engine's
-own actors are neither ended nor made here: their engine hands others over.
+coordinator that another one has taken over from: it would hear no worker although all live. An
+engine's own actors are neither ended nor made here: their engine hands others over.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WorkerSupervisor:
     ) -> None:
         """Write down who serves which rank, connect them all, and watch over them.
 
-        `lost`: ranks that are known to have no process, and why. Nobody is replaced before
+        `lost`: ranks that are known to have no process, and why. No worker is replaced before
         `take_care`. Raises ClusterError when Ray takes no notes.
         """
         self.config = config
@@ -134,7 +134,7 @@ class WorkerSupervisor:
             return dict(self._losses)
 
     def take_care(self) -> None:
-        """Replace whoever is lost from now on, and has been before."""
+        """Replace workers that are lost, from now on and before."""
         self._has_care = True
         for rank in sorted(self.losses):
             self._replace(rank)

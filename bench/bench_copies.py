@@ -6,8 +6,8 @@ A page is all of a block's bytes here. Contiguous: blocks and slots in ascending
 blocks in no order, host slots as they come; on both sides: slots in no order either. The peer is
 `numpy.copyto` of one array of the same bytes, in turns with the others. Printed is the share of its
 speed. Behind them: a step of one worker, over a socket, with and without transfers under way, and
-beside a process that copies all the time; these say something only where a core is left for whoever
-copies.
+beside a process that copies all the time; these say something only where a core is left for the
+process that copies.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def no_room(manager: KVCacheManager) -> None:
 
 def pressure_evicts(manager: KVCacheManager) -> None:
     print("\n4. Eviction")
-    promise(hit_tokens(manager) == 16, "nobody needed the place of the system prompt yet")
+    promise(hit_tokens(manager) == 16, "the place of the system prompt was not needed yet")
     num_before = manager.statistics().core.num_evictions
     fill(manager, first_token=1000)
     num_evicted = manager.statistics().core.num_evictions - num_before

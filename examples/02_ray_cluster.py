@@ -62,7 +62,7 @@ def main() -> None:
         stranger = Conversation("stranger", [*SYSTEM_PROMPT, *range(300, 330)], 3)
         engine.run([follow_up, stranger])
         print(f"\n  follow-up: {follow_up.num_hit} tokens found: the prompt of 108, and 4 that")
-        print("    were decoded. What is computed is cached, block by block, whoever made it.")
+        print("    were decoded. What is computed is cached, block by block, for all requests.")
         print(f"  stranger: {stranger.num_hit} tokens found: the system prompt")
         print("  Blocks that were found are entered in the new tables too: 7 + 2 and 4 + 2.")
         promise(follow_up.num_hit == 112, "the first prompt and its answer are found")

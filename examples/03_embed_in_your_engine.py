@@ -141,7 +141,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def generate_without_cache(model: Model, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-    """Return output and last scores, every token computed anew each time: no blocks, no ranks.
+    """Return output and last scores, every token computed again each time: no blocks, no ranks.
 
     This is what the cached computation is compared with.
     """

@@ -65,7 +65,7 @@ def main() -> None:
             play(client, "salted", prompts[4], salt="tenant-7")
             become_exact(cluster, subscriber)
             promise(cached(index, prompts[4], "tenant-7") == 20, "who has the salt finds it")
-            promise(cached(index, prompts[4]) == 0, "nobody else does")
+            promise(cached(index, prompts[4]) == 0, "no other prompt does")
 
         print("\nSomebody joins late, and is told everything at once:")
         with KVEventSubscriber(*endpoints_of(cluster), on_update=describe) as late:
@@ -113,7 +113,7 @@ def config_of() -> ClusterConfig:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ask the system for ports that nobody uses."""
+    """Ask the system for free ports."""
     found = [socket.socket() for _ in range(count)]
     for each in found:
         each.bind(("127.0.0.1", 0))
@@ -176,7 +176,7 @@ def describe(update: Update) -> None:
         elif isinstance(event, RemovedEvent):
             said.append(f"{len(event.block_hashes)} removed")
         else:
-            said.append("everything anew")
+            said.append("a snapshot")
     if said:
         print(f"  {update.seq}: {', '.join(said)}")
 

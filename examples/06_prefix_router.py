@@ -6,7 +6,7 @@ both, knows which blocks each has, and ranks them:
 
     score = overlap_weight * blocks that have to be computed + load
 
-Requests that it is told of (`begin`, `end`) are load; they also spread what nobody knows yet.
+Requests that it is told of (`begin`, `end`) are load; they also spread unknown prompts.
 
     .venv/bin/python examples/06_prefix_router.py
 

@@ -8,8 +8,8 @@ has it compute a prompt, kills it with SIGKILL, and takes the cluster over:
     EmbeddedCluster.launch(config)        the first process
     EmbeddedCluster.take_over(name)       the next one: a new epoch, fenced, rebuilt from the labels
 
-Whoever is taken over from while it still lives, because it only hung, is not obeyed any more: its
-next call raises SupersededError.
+A coordinator that is taken over from while it still lives, because it only hung, is no longer
+obeyed: its next call raises SupersededError.
 
     .venv/bin/python examples/07_take_over.py
 

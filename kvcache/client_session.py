@@ -398,7 +398,7 @@ class ClientSession:
 
     def _on_unattached(self, message: Unattached) -> list[FromClient]:
         """Believe it when the epoch is over. Otherwise it may be an old message, or be said by a
-        coordinator that begins anew because all was lost: ask, and believe what is said again."""
+        coordinator that starts over because all was lost: ask, and believe what is said again."""
         if self._state is SessionState.ATTACHING:
             self.reason = message.reason
             if message.is_final:
@@ -504,14 +504,16 @@ class ClientSession:
         if self._state is not SessionState.ATTACHED:
             raise StaleEpochError(
                 f"client {self.client_id} is {self._state.value}"
-                f"{': ' + self.reason if self.reason else ''}: attach, and schedule anew"
+                f"{': ' + self.reason if self.reason else ''}: attach, and schedule the requests "
+                "again"
             )
 
     def _require_valid(self, step: int) -> None:
         if step <= self._void_step:
             raise StaleEpochError(
                 f"step {step} of {self.client_id} is void"
-                f"{': ' + self.reason if self.reason else ''}: attach, and schedule anew"
+                f"{': ' + self.reason if self.reason else ''}: attach, and schedule the requests "
+                "again"
             )
         if step >= self._window.next_step:
             raise RequestError(

@@ -87,7 +87,7 @@ def compiled(
         try:
             made._cache = _Kept(function, made.targetctx, (family, sorted(all_options.items())))
         except Exception as error:  # nowhere to keep it, or a numba that keeps it otherwise
-            logger.info("%s is compiled anew in every process: %s", function.__name__, error)
+            logger.info("%s is compiled again in every process: %s", function.__name__, error)
         for signature in signatures:
             made.compile(signature)
         made.disable_compile()
@@ -133,7 +133,7 @@ class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
         try:
             super().save_overload(sig, data)
         except Exception as error:  # as a reader does; a full disk is no reason not to start
-            logger.warning("%s is compiled anew in every process: %r", self._name, error)
+            logger.warning("%s is compiled again in every process: %r", self._name, error)
 
     def _drop_unreadable_list(self) -> None:
         """Rewrite an index file that cannot be read, and replace code that cannot."""

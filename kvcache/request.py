@@ -505,7 +505,7 @@ def _check_hasher(request_id: str, block_hasher: BlockHasher) -> None:
 
 def _bytes_of(tokens: NDArray[np.int32]) -> bytes:
     """Return the bytes of contiguous tokens: those they are a view of, as out of a message, which
-    nobody can change, or a copy."""
+    cannot change, or a copy."""
     viewed: object = tokens.base
     if isinstance(viewed, bytes) and len(viewed) == tokens.nbytes:
         return viewed

@@ -66,7 +66,7 @@ def test_without_a_place_to_keep_it_a_function_is_compiled_all_the_same(
     with caplog.at_level("INFO", logger="kvcache.compiled"):
         double = compiled(types.int64(types.int64))(names["double"])  # type: ignore[type-var]
     assert double(21) == 42  # type: ignore[operator]
-    assert "double is compiled anew in every process" in caplog.text
+    assert "double is compiled again in every process" in caplog.text
 
 
 def make(directory: Path, added: int) -> Callable[[int], int]:
@@ -121,7 +121,7 @@ def test_a_full_disk_and_half_a_file_cost_a_compilation(
         assert make(tmp_path, 2)(10) == 12
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "is compiled anew in every process" in caplog.text
+    assert "is compiled again in every process" in caplog.text
     assert make(tmp_path, 2)(10) == 12
     for ending in ("nbc", "nbi"):
         caplog.clear()

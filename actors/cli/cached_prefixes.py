@@ -95,7 +95,7 @@ def _table(nodes: Sequence[PrefixNode]) -> Table:
 
 
 def last_use(idle_s: float, num_holders: int) -> str:
-    """Return when something was used last, in words; empty where nobody knows."""
+    """Return when something was used last, in words; empty where it is not known."""
     if num_holders:
         return "in use"
     if idle_s < 0:

@@ -1,6 +1,6 @@
 """`kvcache clear`: forget everything cached, safely.
 
-Asks first, and where nobody can be asked it refuses. With a drain running requests finish, then the
+Asks first, and refuses without a terminal to ask. With a drain running requests finish, then the
 model epoch advances: for weights that have changed.
 """
 
@@ -24,7 +24,7 @@ POLL_S = 0.2
 def clear(name: str | None, *, drain: bool, yes: bool, timeout_s: float, as_json: bool) -> None:
     """Empty a running cluster's cache.
 
-    Raises ConfigurationError where nobody can be asked whether it is meant, or says no,
+    Raises ConfigurationError without a terminal to ask, or if the answer is no,
     ExhaustedError where blocks are in use and it is no drain, DeadlineError for a drain that takes
     longer than `timeout_s`: it goes on.
     """
@@ -73,7 +73,7 @@ def confirm(name: str, manager: ManagerStatistics, *, drain: bool) -> None:
     say(f"this forgets {manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
     print("go on? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-        raise ConfigurationError(f"{name} is left as it is: nobody said yes")
+        raise ConfigurationError(f"{name} is left as it is: the question was not answered with yes")
 
 
 def _await_drained(cluster: KVCacheCluster, epoch_before: int, timeout_s: float) -> None:

@@ -22,8 +22,8 @@ def serve_dashboard(
     """
     if not is_loopback(host):
         raise ConfigurationError(
-            f"--host {host} is not this machine alone, and the page asks nobody who they are: "
-            "leave it out, and reach the page through an SSH tunnel"
+            f"--host {host} is not this machine alone, and the page does not ask its readers who "
+            "they are: leave it out, and reach the page through an SSH tunnel"
         )
     try:
         from actors.dashboard.server import DashboardServer

@@ -29,7 +29,7 @@ def dump_events(choice: SourceChoice, follows: bool, limit: int | None) -> None:
     """Print events, at most `limit`; with `follows`, until Ctrl-C or the reader has had enough.
 
     Raises what `open_source` raises, ConfigurationError for addresses that are none, DeadlineError
-    when nobody says what is cached.
+    when no publisher says what is cached.
     """
     with open_source(choice) as source, subscribe(source.endpoints) as subscriber:
         try:
@@ -93,8 +93,8 @@ def _updates(subscriber: KVEventSubscriber, follows: bool) -> Iterator[Update]:
     while not (found := subscriber.poll(_POLL_S)):
         if time.monotonic() > give_up_s:
             raise DeadlineError(
-                f"nobody said within {_STATE_S:g} s what is cached: is the publisher there, and "
-                "are both addresses its own?"
+                f"no publisher said within {_STATE_S:g} s what is cached: is the publisher there, "
+                "and are both addresses its own?"
             )
     yield found[0]
     if not follows:

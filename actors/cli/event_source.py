@@ -91,7 +91,7 @@ class StatisticsReader:
     """Asks for a coordinator's statistics again and again, in a thread; the newest are at hand."""
 
     def __init__(self, look: Look | None) -> None:
-        """Ask nobody yet; `look` None is nobody."""
+        """Ask no coordinator yet; with `look` None, never."""
         self._look = look
         self._loop = ServingLoop("figure-reader", self._turn)
         self.newest: CoordinatorStatistics | None = None

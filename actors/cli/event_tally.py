@@ -20,7 +20,7 @@ _KEPT_CHECKSUMS = 4096
 
 @dataclass(frozen=True)
 class Traffic:
-    """What came within a stretch of time, per second. States that were told anew do not count."""
+    """What came within a stretch of time, per second. Snapshots do not count."""
 
     batches: float
     events: float

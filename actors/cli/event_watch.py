@@ -83,7 +83,7 @@ class _Watch:
         return self._tally.look(now_s, statistics, coordinator, problem=self._reader.problem)
 
     def _follow_to(self, endpoints: EventEndpoints) -> None:
-        """Follow a publisher that has begun anew elsewhere: it states everything."""
+        """Follow a publisher that started again elsewhere: it sends a snapshot."""
         if endpoints != self._endpoints:
             self._subscriber.close()
             self._subscriber = subscribe(endpoints)
@@ -120,7 +120,7 @@ def _facts(look: Look) -> dict[str, str]:
         "blocks removed": f"{traffic.removed_blocks:,.0f}/s",
         "blocks": f"{blocks or 'none'} ({look.num_blocks:,} different ones)",
         "gaps": f"{known.num_gaps:,}, {known.num_missed_batches:,} batches missed and asked for",
-        "told anew": f"{known.num_restatements:,} times, {known.num_restarts:,} other publishers",
+        "snapshots": f"{known.num_restatements:,} times, {known.num_restarts:,} other publishers",
     }
     if look.hit_rate is not None:
         now = "" if look.recent_hit_rate is None else f", {look.recent_hit_rate:.1%} just now"

@@ -23,7 +23,7 @@ EXIT_CLUSTER = 3
 EXIT_BUG = 4
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
-"""As of a process that SIGPIPE ends: nobody reads what it prints."""
+"""As of a process that SIGPIPE ends: its output is no longer read."""
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 something is wrong: wrong bytes, a recording that replays differently, "

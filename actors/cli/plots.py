@@ -1,4 +1,4 @@
-"""Curves as pictures, for whoever has matplotlib (extra `plots`).
+"""Curves as pictures, if matplotlib is installed (extra `plots`).
 
 The same curves give the same bytes in an SVG file: no dates, no random names in it.
 """

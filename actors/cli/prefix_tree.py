@@ -29,7 +29,7 @@ class PrefixNode:
 
     `num_blocks` and `num_tokens` count from the prompt's start. `num_holders` requests and pins use
     all of it now; `num_ends` different prefixes go through it, or end with it. `idle_s`: for how
-    long nobody has used its first block, -1: it is in use, or that is not known.
+    long its first block was not used, -1: it is in use, or that is not known.
     """
 
     digest: bytes

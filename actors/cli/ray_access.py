@@ -24,7 +24,7 @@ _DIRECTLY = (("grpc.enable_http_proxy", 0),)
 """As Ray connects. A proxy that does not know the address would be silent."""
 
 _ANY_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""Whoever has no token is refused before his question is looked at, whatever it is."""
+"""Ray refuses a caller without a token before it looks at the question."""
 
 _TOKEN_PLACES = (
     "the token file that it was started with (RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token unless that "
@@ -46,7 +46,7 @@ class Refusal:
 
 def find_refusal() -> Refusal | None:
     """Look at the Ray cluster that would be joined; None where nothing speaks against it, or
-    nobody can tell, as where there is none or there are several."""
+    it cannot be told, as where there is none or there are several."""
     # Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
     named = os.environ.get("RAY_ADDRESS", "")
     why_not = why_unanswered(named)

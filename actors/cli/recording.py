@@ -172,7 +172,7 @@ class _Following:
         try:
             batch = self._take(True)
         except (DeadlineError, NotRunningError):
-            return  # it ends by itself when nobody asks any more
+            return  # it ends by itself when the questions stop
         if is_wanted:
             self._write(batch)
 

@@ -39,7 +39,7 @@ def ray_session(*, may_start: bool) -> Iterator[bool]:
     that is connected already, it stays so.
 
     Raises NotRunningError when no Ray runs and `may_start` is false; ClusterError when the one that
-    runs, or the one that RAY_ADDRESS names, cannot be joined. One that nobody has named, perhaps
+    runs, or the one that RAY_ADDRESS names, cannot be joined. One that was not named, perhaps
     somebody else's, is left alone where `may_start`.
     """
     if ray.is_initialized():
@@ -86,7 +86,7 @@ def _watch(address: str, is_over: threading.Event) -> None:
 
 
 def _has_joined(may_start: bool) -> bool:
-    """Join the Ray that runs; False, which nobody gets unless `may_start`, if there is none."""
+    """Join the Ray that runs; False, which happens only with `may_start`, if there is none."""
     refusal = find_refusal()
     if refusal is None:
         try:

@@ -3,7 +3,7 @@
     cluster   every second its statistics and blocks, now and then a rank's labels
     events    followed like by any router, where the cluster publishes them
 
-Whoever serves pages takes the newest text, or waits for the next. A cluster that is away for a
+The server takes the newest text, or waits for the next. A cluster that is away for a
 while is said to be away; the last tree and traffic stay.
 """
 

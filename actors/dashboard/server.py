@@ -63,7 +63,7 @@ class DashboardServer:
         self._waiters = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="dashboard-stream")
 
     async def serve(self, tell: Callable[[str], None]) -> None:
-        """Serve for ever; `tell` hears the address once it listens.
+        """Serve without end; `tell` hears the address once it listens.
 
         Raises ClusterError if it cannot listen there.
         """

@@ -4,7 +4,7 @@
     workers                ──────────────── sockets of a NodeServer ──────────────────────────────▶
 
 What such a client sends is served before `send` returns: no other thread has to wake up for it.
-Whoever serves makes sure that only one thread at a time does. Refuses what does not fit into a
+The server makes sure that only one thread at a time serves. Refuses what does not fit into a
 queue, as sockets do: the delivery rules repair a loss.
 """
 
@@ -39,7 +39,7 @@ class InProcessServer:
         self._others = node_server
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
-        # Whoever drops a client without closing it drops its end, too.
+        # A client that is dropped without being closed drops its end, too.
         self._peers: weakref.WeakValueDictionary[Address, InProcessPeer] = (
             weakref.WeakValueDictionary()
         )

@@ -1,6 +1,6 @@
 """Both ends inside one process and one thread: payloads go through deques, nothing is shared.
 
-For `LocalCluster`. Waiting means letting the others work: whoever waits runs `pump`, which gives
+For `LocalCluster`. Waiting means letting the others work: a waiting part runs `pump`, which gives
 every other party a turn.
 """
 
@@ -69,7 +69,7 @@ class LocalServer:
         return lost
 
     def wake(self) -> None:
-        """Nobody waits here."""
+        """Do nothing: no thread waits here."""
 
     def statistics(self) -> TransportStatistics:
         """See `ServerTransport.statistics`."""
@@ -123,7 +123,7 @@ class LocalPeer:
         return -1
 
     def wake(self) -> None:
-        """Nobody waits here."""
+        """Do nothing: no thread waits here."""
 
     def statistics(self) -> TransportStatistics:
         """See `PeerTransport.statistics`."""

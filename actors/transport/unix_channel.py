@@ -138,7 +138,7 @@ class UnixChannel:
         honest end sends: then close it.
         """
         # Waiting in the call that receives would save 2 us, but after each signal Python begins it
-        # anew, with all of its time: a profiler's timer would put off every deadline for ever.
+        # anew, with all of its time: a profiler's timer would put off every deadline without end.
         if timeout_s > 0.0 and not self._poller.poll(math.ceil(timeout_s * 1000)):
             return []
         try:

@@ -31,7 +31,7 @@ class UnixPeer:
     """A `PeerTransport` over one stream socket."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
-        """Connect to `endpoint` as `peer`; tried again later if nobody listens."""
+        """Connect to `endpoint` as `peer`; tried again later if no server listens."""
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
         self._name = socket_name(endpoint.address)
@@ -111,8 +111,8 @@ class UnixPeer:
         self._wake.close()
 
     def _push(self, channel: UnixChannel) -> None:
-        """Send what is larger than the socket holds while the other end reads it: nobody else does
-        when this process turns to other things now. A coordinator that does not read is waited
+        """Send what is larger than the socket holds while the other end reads it: no other thread
+        does when this process turns to other things now. A coordinator that does not read is waited
         for once, not with every message."""
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLOUT)

@@ -1,7 +1,7 @@
 """The coordinator's end for the processes of its own node, over Unix sockets.
 
 No thread stands between socket and coordinator, on either side: a message costs one send and one
-receive. Peers say who they are in their first frame; whoever does not is cut off, and so is who
+receive. Peers say who they are in their first frame; one that does not is cut off, and so is who
 sends frames that no honest end sends, and who says nothing while others come. Processes of other
 users are not let in.
 """
@@ -55,7 +55,7 @@ _READ, _WRITE = int(select.EPOLLIN), int(select.EPOLLOUT)
 
 
 def unix_address() -> str:
-    """Return an address for peers on the same node that nobody has used before."""
+    """Return an address for peers on the same node that was never used before."""
     return f"{UNIX_SCHEME}kvcache-{secrets.token_hex(12)}"
 
 
@@ -254,7 +254,7 @@ class UnixServer:
                 inbound.append(Inbound(peer, payload))
 
     def _get_to_know(self, connection: _Connection, identity: bytes) -> Peer | None:
-        """Remember who is at the other end; cut it off if that is nobody of ours.
+        """Remember who is at the other end; cut it off if it is not one of ours.
 
         Which of several processes of a rank is meant is said by the messages, not here; the oldest
         of too many is cut off. A peer that connects again takes the place of what it left.
@@ -342,7 +342,7 @@ class UnixServer:
             self._cut_off(next(iter(self._strangers)))
 
     def _pause_accepting(self) -> None:
-        """Look at no listener for a while: it would be ready all the time, and serve nobody."""
+        """Look at no listener for a while: it would be ready all the time, in vain."""
         self._counts["refused_connections"] += 1
         logger.error(
             "refused: connections, for %g s: this process has no descriptor left", ACCEPT_PAUSE_S

@@ -84,7 +84,7 @@ class ZmqLimits:
 
 
 def local_address() -> str:
-    """Return an address for peers on the same node that nobody has used before."""
+    """Return an address for peers on the same node that was never used before."""
     return LOCAL_ENDPOINT + secrets.token_hex(12)
 
 

@@ -92,7 +92,7 @@ class Sample:
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A request and its samples. `unread`: outputs for a stream, None where nobody streams."""
+    """A request and its samples. `unread`: outputs for a stream, None without streaming."""
 
     request_id: str
     params: SamplingParams

@@ -4,7 +4,7 @@
           ╲─▶ CompletionError: status and body as OpenAI's API has them
 
 Knows no server. What cannot be served is refused before an engine hears of it, by the checks of the
-engine itself; fields that are not known are refused, too, for whoever sends them means something.
+engine itself; unknown fields are refused, too, because their sender means something by them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
     "user": (str,),
 }
-"""What a body may say. `user` is read by nobody."""
+"""What a body may say. `user` is not read."""
 
 
 class CompletionError(Exception):

@@ -191,7 +191,7 @@ class Engine:
     def stream(self, request_id: str) -> TokenStream:
         """Return the outputs of a request as they come, by `for` or `async for`.
 
-        Whoever reads steps the engine. Closing it early, or leaving the loop, aborts the request.
+        The reader steps the engine. Closing it early, or leaving the loop, aborts the request.
         Raises RequestError when no such request runs.
         """
         with self._lock:
@@ -208,7 +208,7 @@ class Engine:
         return request is not None and request.unread is unread
 
     def abandon(self, request_id: str) -> None:
-        """Abort a request with the next step: for whoever may be called at any moment."""
+        """Abort a request with the next step: for callers at any moment."""
         self._abandoned.append(request_id)
 
     @property
@@ -287,7 +287,7 @@ class Engine:
         self._tally.coordinator_s += self._now_s() - start_s
         scheduled = self._scheduler.settle(asked.plan, result)
         self._tally.num_cached_tokens += int(result.num_hit_tokens.sum())
-        for refusal in result.refused:  # by its tenant's limit, whoever else leaves
+        for refusal in result.refused:  # by its tenant's limit, whichever other request leaves
             request = self._table.requests.get(refusal.request_id.rpartition("/")[0])
             if request is not None:
                 self._table.end(request, "error", refusal.reason)

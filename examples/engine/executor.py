@@ -45,7 +45,7 @@ class Executor(Protocol):
         """
 
     def reset(self) -> None:
-        """Forget what was submitted, once no rank runs any of it; connect the ranks anew."""
+        """Forget what was submitted, once no rank runs any of it; connect the ranks again."""
 
     def attach(self) -> None:
         """Be known to a coordinator as somebody who runs nothing. Raises what a client raises."""

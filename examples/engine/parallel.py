@@ -3,7 +3,7 @@
 A `ProcessGroup` of PyTorch's own (gloo on CPU, NCCL on CUDA), made directly and held by whoever
 uses it: nothing global, so that ranks may be threads of one process, and a group can be given up
 and made again after one of them has failed. They meet at a store on loopback, on a port that the
-system chooses. Refuses to wait for ever: every operation has a deadline.
+system chooses. It never waits without end: every operation has a deadline.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class EngineRank(WorkerActor):
         return self._runner.boundary_tokens
 
     def connect(self, host: str, port: int, generation: int) -> None:
-        """Meet the other ranks anew."""
+        """Meet the other ranks again."""
         self._runner.communicator = self._meet(host, port, generation)
 
     def execute(self, work: StepWork) -> StepOutput | None:

@@ -1,4 +1,4 @@
-"""Whether a request can be served at all: refused here, nobody else hears of it.
+"""Whether a request can be served at all: refused here, before any other part hears of it.
 
 Stands before everything an engine does with a request; changes nothing.
 """

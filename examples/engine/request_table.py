@@ -51,7 +51,7 @@ class RequestTable:
         self._numbers = itertools.count(1)
 
     def new_id(self) -> str:
-        """Return an id that nobody has."""
+        """Return an unused id."""
         while (name := f"request-{next(self._numbers)}") in self.requests:
             pass
         return name

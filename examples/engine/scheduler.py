@@ -5,10 +5,10 @@
        └──── preempt ─────┘
 
 First all running sequences go on (one token each, a chunk of a prompt, or a token and drafts)
-within a budget, then whoever waits first is admitted. Who finds no room makes the one that was
-admitted last give way. A sequence whose next token is being computed may be scheduled ahead: the
-token that is not known yet is a *draft* for the coordinator, accepted when it is told. Refuses to
-compute anything, and to talk to anybody.
+within a budget, then the first request in line is admitted. Who finds no room makes the one that
+was admitted last give way. A sequence whose next token is being computed may be scheduled ahead:
+the token that is not known yet is a *draft* for the coordinator, accepted when it is told. Refuses
+to compute anything, and to talk to anybody.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Scheduler:
     exactly one of `waiting` and `running`, or is the child of one that is."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        """Know nobody yet."""
+        """Know no request yet."""
         self._limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -132,7 +132,7 @@ class Scheduler:
         self._forking: tuple[PlannedFork, ...] = ()  # of the step under way
         self._returning = 0  # as many of `waiting` come back from an epoch that is over
         self._must_preempt = False  # a running sequence found no room in the last step
-        self._is_refused = False  # whoever waits first found no room: it goes in before all others
+        self._is_refused = False  # the first in line found no room: it goes in before all others
         self._has_room_come = False  # somebody has gone since then
         self.num_fruitless = 0  # steps in a row that changed nothing
         self.num_preemptions = 0
@@ -288,7 +288,7 @@ class Scheduler:
         if self._must_preempt or must_wait:
             return (), ()
         seats = limits.max_num_seqs - len(self.running) - num_forks
-        # Once refused, the first one is tried alone: nobody behind it takes the room it needs.
+        # Once refused, the first one is tried alone, so that none behind it takes its room.
         seats = min(seats, 1) if self._is_refused else seats
         picked, shares = [], []
         ready = (sequence for sequence in self.waiting if not sequence.is_held)

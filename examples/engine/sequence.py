@@ -71,7 +71,7 @@ class Sequence:
     def forget(self) -> None:
         """Everything computed is lost: it waits, as a new one with all its tokens.
 
-        Under another key, so that what is left of the old one is in nobody's way.
+        Under another key, so that the rest of the old one is not in the way.
         """
         self.key += "+"
         self.phase, self.slot = Phase.WAITING, NO_SLOT

@@ -73,7 +73,8 @@ def engine_config(model: DecoderConfig = MODEL, name: str = "engine") -> EngineC
 
 
 class EngineReplica:
-    """One engine. Requests share its steps; whoever waits for an output takes the next one."""
+    """One engine. Requests share its steps; a request that waits for an output takes the next
+    one."""
 
     def __init__(self, model: DecoderConfig = MODEL) -> None:
         torch.set_num_threads(1)
@@ -171,7 +172,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _events(outputs: Any, body: CompletionBody, includes_usage: bool) -> AsyncIterator[str]:
-    """Yield the events of a stream. Left early (nobody reads any more), the request is aborted."""
+    """Yield the events of a stream. Left early (the client has gone), the request is aborted."""
     try:
         async for output in outputs:
             yield sse(body.add(output))

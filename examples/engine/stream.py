@@ -1,6 +1,6 @@
 """The outputs of one request as they come, for a loop or an asyncio task.
 
-Whoever waits for the next output steps the engine. Whoever goes away aborts the request.
+A reader that waits for the next output steps the engine. One that goes away aborts the request.
 """
 
 from __future__ import annotations

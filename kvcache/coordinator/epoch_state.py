@@ -471,7 +471,9 @@ class EpochState:
         try:
             audit = self._auditor.audit(self._clock.now())
         except InvariantError as error:
-            raise ClusterError(f"the books do not add up, they are made anew: {error}") from error
+            raise ClusterError(
+                f"the coordinator's state is inconsistent and is rebuilt: {error}"
+            ) from error
         return self._send_commands(client_id, step, commands + audit)
 
     def _send_commands(

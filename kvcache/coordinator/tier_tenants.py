@@ -6,8 +6,9 @@ request, when it is admitted.
     asked of host memory                          |----------------------------------------------|
     asked of the disk                                                   |------------------------|
 
-Beside the prefix loading, which knows what came up for whom. Whoever comes back after a preemption,
-or does not read the cache, is not counted, as on the device. Refuses to know what lies where.
+The prefix loading knows what came up for which request. A request that comes back after a
+preemption, or does not read the cache, is not counted, as on the device. Refuses to know what lies
+where.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answers to requests, handed over a few messages at a time, as fast as the client reads them.
 
-Inside the publisher's process. No answer delays the live stream, and nobody who does not read
+Inside the publisher's process. No answer delays the live stream, and no client that does not read
 makes this process grow: a client has one answer at a time, a socket's queue is short, and of long
 messages there is one in it. Refuses to wait.
 """

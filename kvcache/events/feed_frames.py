@@ -144,7 +144,7 @@ def _columns(label: Label) -> tuple[Any, ...]:
 
 
 def _label(groups: bytes, counts: bytes, tokens: bytes, spaces: bytes, *others: Any) -> Label:
-    """Return labels of which nobody asks where the blocks are."""
+    """Return labels whose block ids are not asked for."""
     digests, parents, names, extra_keys = others
     nowhere = np.full(len(groups) // 4, -1, "<i4")
     return Label(

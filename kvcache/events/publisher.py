@@ -235,7 +235,7 @@ def _require_number(seq: int) -> int:
     if seq > MAX_SEQUENCE:
         raise ConfigurationError(
             f"event number {seq} is beyond {MAX_SEQUENCE}, the last that routers can read: "
-            "remove the small state to begin anew, and restart the routers"
+            "remove the small state to start over, and restart the routers"
         )
     return seq
 

@@ -1,8 +1,8 @@
 """Every metric there is: names, kinds, labels, and what each says, written once.
 
-The table of docs/operations.md is made from this, the dashboard is checked against it, and whoever
-collects names them from here. Ray puts `ray_` before each name, and adds labels of its own. Units
-and endings follow Prometheus' conventions.
+The table of docs/operations.md is made from this, the dashboard is checked against it, and code
+that collects names them from here. Ray puts `ray_` before each name, and adds labels of its own.
+Units and endings follow Prometheus' conventions.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ LOAD_WAITERS = _gauge(
 
 TENANT_BLOCKS = _gauge(
     "kvcache_tenant_blocks",
-    "Blocks of a tenant in a tier by state: held, in all; cached, of those that nobody uses; "
+    "Blocks of a tenant in a tier by state: held, in all; cached, of those not in use; "
     "pinned; guaranteed; limit. Tenants beyond metrics.max_tenants are 'other' together.",
     "tenant",
     "tier",

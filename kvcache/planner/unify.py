@@ -169,7 +169,7 @@ def _pools(rank: int, config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec])
     if pools and missing:
         raise PlanMismatchError(
             f"rank {rank}, group {group_of[missing[0]]}: layer {missing[0]} has no tensor: plan "
-            "the rank anew"
+            "the rank again"
         )
     return pools
 
@@ -179,23 +179,23 @@ def _require_sharers(
 ) -> None:
     """Raise unless a tensor has layers, each of another group, none of which is `placed`."""
     if not sharers:
-        raise PlanMismatchError(f"{where}: shared_by is empty: plan the rank anew")
+        raise PlanMismatchError(f"{where}: shared_by is empty: plan the rank again")
     first_of: dict[int, str] = {}
     for name in sharers:
         if name not in group_of:
             raise PlanMismatchError(
                 f"{where}: layer {name} is in none of the rank's KV cache groups: plan the rank "
-                "anew"
+                "again"
             )
         if name in placed:
             raise PlanMismatchError(
-                f"{where}: layer {name} is in another tensor already: plan the rank anew"
+                f"{where}: layer {name} is in another tensor already: plan the rank again"
             )
         other = first_of.setdefault(group_of[name], name)
         if other != name:
             raise PlanMismatchError(
                 f"{where}: layers {other} and {name} of group {group_of[name]} share it, and would "
-                "overwrite each other: plan the rank anew"
+                "overwrite each other: plan the rank again"
             )
 
 

@@ -249,4 +249,4 @@ class CopyThread:
         try:
             self._on_finished()
         except Exception:  # the listener also polls, only less soon
-            logger.exception("nobody could be told that a copy has ended")
+            logger.exception("the end of a copy could not be reported")

@@ -65,7 +65,7 @@ class CopyTask:
     A store with `takes_checksums` returns those of what was written. Of a slot that a load with a
     `comparison` finds wrong no byte is left in its block. Where an engine copies, slots are
     compared before, and nothing is copied once one was found. Where the processor does, what it
-    copies is hashed on the way, and zeroed where it was wrong: nobody reads a
+    copies is hashed on the way, and zeroed where it was wrong: no forward reads a
     load's blocks before it is over.
     """
 

@@ -3,7 +3,7 @@ directory.
 
 Below host_segment.py. The memory lives as long as a process has its descriptor or a mapping of it,
 so that nothing is left when all of them are killed. All of it is taken before it is mapped: too
-little memory is an error here, never a signal later. Refuses to shrink: nobody who has the
+little memory is an error here, never a signal later. It never shrinks: no process that has the
 descriptor can take pages away under somebody else's mapping.
 """
 

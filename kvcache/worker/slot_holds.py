@@ -1,6 +1,6 @@
 """Which host slots a running job reads or writes: no other job writes them meanwhile.
 
-Between the jobs of both tiers, which share the slots. Any number may read a slot that nobody
+Between the jobs of both tiers, which share the slots. Any number may read a slot that no job
 writes. Refuses nothing itself: it says what is in the way.
 """
 

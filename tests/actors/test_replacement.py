@@ -288,7 +288,7 @@ def test_a_rank_that_comes_back_with_less_memory_is_refused_until_there_is_enoug
             expected = (
                 r"rank 1: lost \(.*\), replacement: failed: the plan needs 1048576 bytes on "
                 r"rank 1, 4096 are available on [0-9.]+: free memory there, or stop the cluster "
-                r"and launch it again, which plans anew: again in [0-9.]+ s"
+                r"and launch it again, which makes a new plan: again in [0-9.]+ s"
             )
             assert wait_until(lambda: re.search(expected, cluster.status().problem), SOON_S)
             with pytest.raises(WorkerLostError, match=r"rank 1 is lost .* 4096 are available"):

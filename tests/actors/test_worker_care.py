@@ -141,7 +141,7 @@ def test_a_process_fits_when_it_keeps_the_same_and_has_the_memory(make_config: A
         require_fit(plan, 1, replace(report, free_bytes=needed - 1), specs)
     assert str(small.value) == (
         f"the plan needs {needed} bytes on rank 1, {needed - 1} are available on 10.0.0.7: free "
-        "memory there, or stop the cluster and launch it again, which plans anew"
+        "memory there, or stop the cluster and launch it again, which makes a new plan"
     )
     fewer = {name: spec for name, spec in specs.items() if name != "layers.3"}
     with pytest.raises(PlanMismatchError, match=r"its layer layers\.3 keeps None, the plan was"):

@@ -268,7 +268,8 @@ def test_a_tensor_of_no_group_is_refused() -> None:
     one = own_plan(model("f"), 100)
     other = replace(one, kv_cache_tensors=[KVCacheTensor(PAGE, ["ghost"])])
     assert refusal(one, other) == (
-        "rank 1, tensor 0: layer ghost is in none of the rank's KV cache groups: plan the rank anew"
+        "rank 1, tensor 0: layer ghost is in none of the rank's KV cache groups: plan the rank "
+        "again"
     )
 
 
@@ -422,7 +423,7 @@ def test_every_layer_has_a_tensor_that_no_other_of_its_group_shares(
 ) -> None:
     tensors = [KVCacheTensor(PAGE, names, offset=i) for i, names in enumerate(shared_by)]
     one = replace(own_plan(model("ff"), 100), kv_cache_tensors=tensors)
-    assert refusal(one) == f"{message}: plan the rank anew"
+    assert refusal(one) == f"{message}: plan the rank again"
 
 
 def test_coordinates_beyond_the_number_of_ranks_are_refused() -> None:

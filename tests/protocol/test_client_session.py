@@ -54,7 +54,9 @@ class Bench:
 
 def test_nothing_can_be_submitted_before_attaching() -> None:
     bench = Bench(is_attached=False)
-    with pytest.raises(StaleEpochError, match="client c is new: attach, and schedule anew"):
+    with pytest.raises(
+        StaleEpochError, match="client c is new: attach, and schedule the requests again"
+    ):
         bench.submit()
 
 

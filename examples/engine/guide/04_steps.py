@@ -143,7 +143,7 @@ class Engine:
         return rows
 
     def _preempt(self, request: Generation) -> Generation:
-        """Give a running request's blocks up; tokens nobody was told of are sampled again."""
+        """Give a running request's blocks up; tokens that were not reported are sampled again."""
         result = self._client.step(
             StepRequest(completed_step=self._completed, preempted_recompute=(request.name,))
         )

@@ -79,7 +79,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def generate_from_scratch(model: TinyModel, prompt: Sequence[int], num_new: int) -> list[int]:
-    """Return the tokens that follow, every earlier one computed anew each time: the reference."""
+    """Return the tokens that follow, every earlier one computed again each time: the reference."""
     tokens = list(prompt)
     for _ in range(num_new):
         tokens.append(model.run(tokens, 0, lambda layer, *qkv: attend(*qkv)))
