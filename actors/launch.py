@@ -56,7 +56,7 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to launch, beside the configuration.
+    """How to launch, in addition to the configuration.
 
     `worker_actors`: the engine's own actors (see `WorkerMethods`), in order of places; then no
     worker is started and no placement group made. `worker_class`: a subclass of `WorkerActor`.

@@ -1,6 +1,6 @@
 """Following one replica's cache events in a thread, so that its prefixes can be asked for.
 
-Between a `KVEventSubscriber` and the router. A state that is told anew is put together beside the
+Between a `KVEventSubscriber` and the router. A snapshot is put together apart from the
 one that is asked meanwhile. Refuses to rank, and to decide what a silent replica means.
 """
 

@@ -3,7 +3,7 @@
     with KVCacheReplicas.launch("configs/my_dp4.yaml") as replicas:
         clients = [replica.client() for replica in replicas]
 
-Beside cluster.py, which knows one cluster. Each replica has coordinator, ranks, sockets and events
+`cluster.py` knows one cluster. Each replica has coordinator, ranks, sockets and events
 of its own; a router tells them apart by their data-parallel rank. Refuses to share
 anything between replicas but the launch and the end.
 """

@@ -46,7 +46,8 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """What one worker's process has carried and refused beside the worker's own statistics.
+    """What one worker's process has carried and refused, in addition to the worker's own
+    statistics.
 
     `malformed`: payloads that are no message. `misdirected`: messages that are not for workers.
     `faults`: errors that should not be, each of which cost a message or a connection.

@@ -82,7 +82,7 @@ class PrefixCacheRequestRouter(RequestRouter):
         """What is known of the replicas, by the unique part of their ids."""
         self._ending = threading.Lock()
         self._ended_early: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Requests and replicas, of which Serve has said only that they have ended."""
+        """Requests and replicas that Serve has only reported as ended."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow who has come, and forget who has gone."""
@@ -149,7 +149,7 @@ class PrefixCacheRequestRouter(RequestRouter):
             )
 
     def _forget(self, name: str) -> None:
-        """Forget a replica beside the event loop, which its thread would hold up."""
+        """Forget a replica outside the event loop, which its thread would hold up."""
         self._event_loop.run_in_executor(None, self.prefixes.remove_replica, name)
 
     def _prompt_of(self, request: PendingRequest | None) -> tuple[TokenIds, Any, Any]:

@@ -1,6 +1,6 @@
 """From a configuration and a plan to the tiers below the device, on the coordinator's side.
 
-Beside assembly.py, which knows all other keys. Refuses models whose blocks cannot be found by
+`assembly.py` knows all other keys. Refuses models whose blocks cannot be found by
 their content.
 """
 

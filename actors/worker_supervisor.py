@@ -4,9 +4,10 @@
     silent too long ──▶ ended (SIGKILL) ─┴▶ told to the Coordinator: a new epoch, which waits
                                               └──▶ Replacement: another process ──▶ goes on
 
-Beside the coordinator's message loop, never in it: everything here takes time. Refuses to act for a
-coordinator that another one has taken over from: it would hear no worker although all live. An
-engine's own actors are neither ended nor made here: their engine hands others over.
+Runs in threads of its own, never in the coordinator's message loop: everything here takes time.
+Refuses to act for a coordinator that another one has taken over from: it would hear no worker
+although all live. An engine's own actors are neither ended nor made here: their engine hands others
+over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Array types that cross borders inside the package, and the one way to make them.
 
-Stands beside ids.py at the top of the import order. Everything that is a list of block ids, slots,
+At the top of the import order, like `ids.py`. Everything that is a list of block ids, slots,
 counts or tokens is a contiguous int32 array: one representation in memory and on the wire.
 """
 

@@ -1,8 +1,8 @@
 """How functions over arrays become machine code: for what numpy cannot say in few calls.
 
-Beside everything, like arrays.py. numba compiles a function when its module is imported, for the
+Used everywhere, like `arrays.py`. numba compiles a function when its module is imported, for the
 signatures that it is given and no others, so that no step ever waits for a compiler; what it
-made is kept beside the source, and later processes load it. A module that uses this is imported by
+made is kept next to the source, and later processes load it. A module that uses this is imported by
 a service when it starts, and not by a command that only asks for help.
 
 What is kept goes by the text of the file that the function stands in, the processor and the

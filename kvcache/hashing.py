@@ -1,6 +1,6 @@
 """From tokens to chained digests, the names under which cached blocks are found.
 
-Stands beside request.py: a request asks the hasher made here when its digests are wanted, which
+Called by `request.py`: a request asks the hasher made here when its digests are wanted, which
 look-ups by tokens never do. A digest covers the parent's digest, the block's tokens and its extra
 keys, so equal digests mean equal prefixes. There is no module state: the none hash, the parent of
 every first block, follows from the algorithm and a seed, and is handed around. Model epoch and

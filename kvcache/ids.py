@@ -1,6 +1,6 @@
 """Identifiers, as types of their own, so that one is not passed for another.
 
-Stands beside errors.py at the top of the import order. Numbers that cross a process border are
+At the top of the import order, like `errors.py`. Numbers that cross a process border are
 plain ints in the messages; these names say what they count.
 """
 

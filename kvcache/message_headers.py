@@ -2,7 +2,7 @@
 
 Most messages of a running cluster differ from the one before in a number or two. Who expects such
 a message compares its first bytes with those of all of them, which checks format version, kind,
-coordinator, process, epoch and plan at once, and unpacks only what is left. Stands beside wire.py
+coordinator, process, epoch and plan at once, and unpacks only what is left. A companion of wire.py
 and knows no other format than that. Whatever does not begin so is not refused here: it is decoded
 the long way, which says what is wrong with it; so is what brings more items than belong there,
 before any of them takes memory.
@@ -77,7 +77,7 @@ class MessageHeader:
 
 
 class Envelope:
-    """Messages of one kind of which only the first fields vary, texts and numbers: how all of them
+    """Messages of one kind in which only the first fields vary, texts and numbers: how all of them
     begin and end."""
 
     def __init__(

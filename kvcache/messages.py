@@ -68,7 +68,7 @@ class JobReport:
 
     `ok` is False when it failed, and then `detail` says how. `checksum` is of the bytes moved, 0
     where none was taken. `num_bytes` were moved or, for a forward, compared. `block_ids` are those
-    of which an audit found something else than was expected, and those that did not arrive;
+    where an audit found something unexpected, and those that did not arrive;
     `lost_ids` of them never will, because their file is no good.
     """
 

@@ -1,6 +1,6 @@
 """What sets a request's content apart from equal tokens: adapter, multimodal items, namespace.
 
-Stands above requests, which check here what a caller hands in beside tokens. Refuses text that
+Stands above requests, which check here what a caller hands in besides tokens. Refuses text that
 cannot be hashed, and items that do not lie inside the prompt.
 """
 

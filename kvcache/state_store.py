@@ -126,7 +126,7 @@ class MemoryStateStore:
 
 
 class FileStateStore:
-    """A file, replaced as a whole: written beside it, synced, renamed. Only its owner reads it."""
+    """A file, replaced as a whole: written next to it, synced, renamed. Only its owner reads it."""
 
     def __init__(self, path: Path) -> None:
         """Use the file at `path`, which need not exist; its directory must."""

@@ -1,7 +1,7 @@
 """`kvcache advise`: from a load and what memory costs, how much of which, and which policy.
 
 Every number of the advice was simulated on the whole trace. What was assumed, and how much hit
-rates moved while the trace went on, is said beside it.
+rates moved while the trace went on, is said with it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 def progress_bar(console: Console, note: str, *, is_shown: bool) -> Progress:
-    """Return a bar that shows a task's field `note` beside its share; nothing unless shown."""
+    """Return a bar that shows a task's field `note` next to its share; nothing unless shown."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

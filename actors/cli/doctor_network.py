@@ -1,7 +1,7 @@
 """What a cluster meets outside its own processes: Ray, ports, and how much a process may open.
 
-Beside doctor_checks.py. Looks without starting anything: a running Ray cluster is joined and left,
-a port is bound and given back.
+`doctor_checks.py` looks at this node. Looks without starting anything: a running Ray cluster is
+joined and left, a port is bound and given back.
 """
 
 from __future__ import annotations

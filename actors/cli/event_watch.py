@@ -1,6 +1,6 @@
 """`kvcache watch`: what a cache's events say, live, and whether they say all.
 
-A subscriber like any router's, followed until Ctrl-C; a cluster's coordinator is asked beside it,
+A subscriber like any router's, followed until Ctrl-C; a cluster's coordinator is asked as well,
 for its hit rate and for the state that its publisher has. Refuses to change anything.
 """
 

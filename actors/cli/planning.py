@@ -23,7 +23,7 @@ from kvcache.planner import (
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """What was typed beside a `config.json`, named like the options; None: not typed."""
+    """What was typed with a `config.json`, named like the options; None: not typed."""
 
     tp: int | None = None
     pp: int | None = None

@@ -104,7 +104,7 @@ def simulate(
         float, typer.Option(help="With --running: tokens of an answer a second.")
     ] = 40,
     optimum: Annotated[
-        bool, typer.Option(help="Beside them: what no policy can beat (Belady).")
+        bool, typer.Option(help="Also show what no policy can beat (Belady).")
     ] = True,
     seed: SeedOption = 0,
     requests: RequestsOption = None,

@@ -73,7 +73,7 @@ class NodeServer:
         return self._near.fileno()
 
     def has_arrived(self) -> bool:
-        """Whether there is something to take of which the descriptor may have told already."""
+        """Whether there is something to take that the descriptor may have announced already."""
         return self._far is not None and self._far.has_arrived()
 
     @property

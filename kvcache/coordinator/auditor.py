@@ -46,7 +46,7 @@ class Auditor:
         """Return what to add to a message whose other commands have been taken: all that the
         coordinator knows is in them. Empty when no audit is due.
 
-        Raises InvariantError where the coordinator's own books do not add up.
+        Raises InvariantError where the coordinator's own state is inconsistent.
         """
         if self.settings.mode == "off" or (
             self.settings.mode == "sample" and not self.is_due(now_s)
@@ -84,8 +84,7 @@ class Auditor:
             self.counts.num_wrong_blocks += len(wrong)
             self.counts.last_finding = finding
             logger.error(
-                "an audit found %d blocks of which ranks know something else: they are withdrawn\n"
-                "  %s",
+                "an audit found %d blocks that ranks label differently: they are withdrawn\n  %s",
                 len(wrong),
                 finding,
             )

@@ -1,6 +1,6 @@
 """Who is attached, who is leaving, and who has left for good.
 
-The coordinator's book of its clients in one epoch. A client that leaves is kept until every rank
+The coordinator's table of its clients in one epoch. A client that leaves is kept until every rank
 has applied its fence; its name is not taken again, because messages of the old one may be late.
 Refuses more clients than configured.
 
@@ -141,7 +141,7 @@ class Clients:
             self._gone.popitem(last=False)
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books or the steps of a client do not add up."""
+        """Raise `InvariantError` if the table or the steps of a client are inconsistent."""
         for ledger in self._ledgers.values():
             ledger.check()
         if self._num_leaving != len(self.leaving()):

@@ -351,8 +351,8 @@ class Coordinator:
         return []
 
     def on_error(self, reason: str) -> list[Outgoing]:
-        """An error ended a decision, which may have left books half written: begin a new epoch,
-        whose books are made from what the ranks hold. `reason` says what it was."""
+        """An error ended a decision, which may have left the state half written: begin a new epoch,
+        whose state is made from what the ranks hold. `reason` says what it was."""
         if self._phase not in OBEYED:
             return []
         return self._begin_epoch(f"an error of the coordinator's own: {reason}")
@@ -382,7 +382,7 @@ class Coordinator:
         return counts if self._epoch_state is None else self._epoch_state.add_statistics(counts)
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books do not add up. Changes nothing."""
+        """Raise `InvariantError` if the state is inconsistent. Changes nothing."""
         for phase, books in (
             (Phase.RUNNING, self._epoch_state),
             (Phase.COLLECTING, self._collection),
@@ -580,7 +580,7 @@ class Coordinator:
         return [Outgoing((WorkerAddress(rank),), grant) for rank, grant in due.items()]
 
     def _end_epoch(self) -> list[str]:
-        """Drop all books of the present epoch; return the clients that were attached."""
+        """Drop all state of the present epoch; return the clients that were attached."""
         epoch_state, self._epoch_state = self._epoch_state, None
         self._recorder.end_epoch()
         self._collection = None

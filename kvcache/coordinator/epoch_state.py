@@ -302,7 +302,7 @@ class EpochState:
         return True
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books of manager or tiers do not add up."""
+        """Raise `InvariantError` if the state of manager or tiers is inconsistent."""
         self.manager.check()
         if self._offloading is not None:
             self._offloading.check()
@@ -466,7 +466,7 @@ class EpochState:
     ) -> tuple[int, Outgoing]:
         """Send commands behind which none waits, and an audit with them if one is due.
 
-        Raises ClusterError where the audit finds that the books here do not add up.
+        Raises ClusterError if the audit finds the state here inconsistent.
         """
         try:
             audit = self._auditor.audit(self._clock.now())

@@ -90,7 +90,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _RowStart:
-    """What a row that comes has beside its tokens."""
+    """What a new row has in addition to its tokens."""
 
     content_key: bytes
     num_external_tokens: int

@@ -31,7 +31,7 @@ class _Job:
 @dataclass(frozen=True)
 class EndedJob:
     """A job that every rank has reported. `failures` is empty when it was good everywhere;
-    `block_ids` are those of which some rank says that they are wrong or failed; `is_wholly_failed`
+    `block_ids` are those that some rank reports as wrong or failed; `is_wholly_failed`
     that a rank failed without saying which, or says more than a report holds. `lost_ids` of them
     cannot be had any more, `has_unread`: some may be had another time."""
 

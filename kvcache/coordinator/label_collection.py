@@ -161,7 +161,7 @@ class LabelCollection:
         return self.highest_model_epoch + 1
 
     def take_any_model_epoch(self) -> None:
-        """Whatever is told will be forgotten: of which weights it is does not matter."""
+        """All labels will be forgotten, so their weights do not matter."""
         self._is_any_model_epoch_good = True
 
     def label_sets(self) -> list[LabelSet]:

@@ -1,6 +1,6 @@
 """Which processes serve the ranks, and in which epoch they obey this coordinator.
 
-The coordinator's book of its workers: who introduced itself, who has granted the epoch, who has
+The coordinator's table of its workers: who introduced itself, who has granted the epoch, who has
 been silent for how long. An epoch is saved before anybody hears of it. Refuses to be talked back:
 a process that was replaced stays replaced, however late its messages come.
 
@@ -226,7 +226,7 @@ class Membership:
         member.heard_s = now_s
 
     def heard_again(self, rank: int, now_s: float) -> None:
-        """Note a sign of life of which is known that `heard` would take it."""
+        """Note a sign of life that `heard` is known to accept."""
         self._members[rank].heard_s = now_s
 
     def grants_due(self, now_s: float, resend_s: float) -> dict[int, Grant]:

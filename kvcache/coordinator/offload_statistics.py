@@ -16,7 +16,7 @@ class OffloadStatistics:
 
     Of `num_swapped_out` preempted requests something was kept that has no content hash;
     `num_swapped_in` of them went on where they had been, and `num_swap_saved_tokens` were not
-    computed again for it, beside what was found by its content.
+    computed again for it, in addition to what was found by its content.
     """
 
     tiers: HierarchyStatistics

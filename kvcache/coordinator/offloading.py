@@ -1,10 +1,10 @@
 """The tiers below the device, at work: what steps seal goes down, what requests want comes up.
 
-Beside the step server, which hands over each step's commands before they are sent, and the epoch
-state, which hands over how jobs ended. The truth about what can be stored is in the commands: a
-`Label` says that a block is sealed, and what it holds; an `Unlabel`, that it will be written. So a
-store begins in the very message that seals a block, and no core knows of tiers. Refuses to move
-bytes, and to make a step wait: a request whose prefix is in a tier comes again.
+The step server hands over each step's commands before they are sent; the epoch state hands over how
+jobs ended. The truth about what can be stored is in the commands: a `Label` says that a block is
+sealed, and what it holds; an `Unlabel`, that it will be written. So a store begins in the very
+message that seals a block, and no core knows of tiers. Refuses to move bytes, and to make a step
+wait: a request whose prefix is in a tier comes again.
 
     Label ──▶ plan_store ──▶ Store ──all ranks ok──▶ SealSlots      look_up ──▶ PrefixLoading
     Reset ──▶ everything is forgotten                               plan_spills ──▶ Spill
@@ -319,7 +319,7 @@ class Offloading:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books do not add up."""
+        """Raise `InvariantError` if the state is inconsistent."""
         self.tiers.check()
         self._tails.check()
 

@@ -51,7 +51,7 @@ class SwapRule:
     """When a request is swapped whose preemption asks for it.
 
     Recomputing costs `lost tokens / prefill_tokens_per_s` seconds of every rank. Swapping moves
-    each block down and up again: `2 * blocks * block_bytes / transfer_bytes_per_s`, beside the
+    each block down and up again: `2 * blocks * block_bytes / transfer_bytes_per_s`, during
     forwards, all ranks at once; `block_bytes` are those of a block on the largest rank. The lesser
     one is done. What was swapped is kept for `hold_s`.
     """

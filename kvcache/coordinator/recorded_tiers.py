@@ -1,8 +1,8 @@
 """Tiers and the loads they make, listened to: all that they do to a manager, told in order.
 
 Stands between a manager and its tiers, in both directions, and changes nothing. What happens within
-a step or call belongs to it, and is told as a call of the tiers; what happens beside is told at
-once.
+a step or call belongs to it, and is told as a call of the tiers; what happens between them is told
+at once.
 
     manager ──look_up, on_swap_out, on_request_finished──▶ RecordedHooks ──▶ tiers
             ◀──begin, finish, release── RecordedLoads ◀─────────────────────┘

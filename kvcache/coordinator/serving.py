@@ -107,7 +107,7 @@ class StepServer:
         self._recorder.let_go(client_id)
 
     def withdraw(self, block_ids: Sequence[int] = ()) -> tuple[Command, ...]:
-        """Have these blocks forgotten; return all commands that wait to be sent, beside a step."""
+        """Have these blocks forgotten; return all commands that wait to be sent, outside a step."""
         if block_ids:
             if self._offloading is not None:
                 self._offloading.suspect(block_ids)

@@ -1,6 +1,6 @@
 """Who is told of everything that changes a manager, in order: the place of a recorder.
 
-Beside serving.py, which calls it. What is told here is enough to make the same manager again.
+`serving.py` calls it. What is told here is enough to make the same manager again.
 Refuses to take part: a recorder answers nothing, and whatever becomes of it, service goes on.
 """
 
@@ -76,19 +76,19 @@ class StepRecorder(Protocol):
         """Nothing is held for a client any more."""
 
     def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
-        """Blocks were forgotten beside all steps, and the commands that waited were taken."""
+        """Blocks were forgotten outside steps, and the commands that waited were taken."""
 
     def tiers_called(self, call: TierCall) -> None:
         """The manager has called its tiers: part of the step, call or release told next."""
 
     def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
-        """The tiers asked for blocks beside all steps; None: there were none."""
+        """The tiers asked for blocks outside steps; None: there were none."""
 
     def load_finished(self, load_id: int) -> None:
         """What was loaded is cached."""
 
     def load_released(self, load_id: int) -> None:
-        """A load's blocks were let go, beside all steps."""
+        """A load's blocks were released outside steps."""
 
     def end_epoch(self) -> None:
         """The manager is given up; nothing more happens to it."""

@@ -1,7 +1,7 @@
 """The tiers of the epoch before, taken over: what every rank still has of them.
 
 Between the ranks, whose host memory and files outlive a coordinator and a worker, and the tiers'
-books, which begin empty in every epoch. Runs beside steps, which are served meanwhile: a request
+books, which begin empty in every epoch. Runs between steps, which are served meanwhile: a request
 that asks for what is not known yet hears that it is not. Refuses what ranks do not agree on, which
 they are told to forget, and to let a request wait without end: slots that have not been told in
 time are forgotten; files are asked for as long as ranks read their directories, but waited for no

@@ -1,6 +1,6 @@
 """What a manager and its tiers say to each other, as values: for who listens, and writes it down.
 
-A manager calls its tiers within a step or call, the tiers call its `PrefixLoads` beside them.
+A manager calls its tiers within a step or call, the tiers call its `PrefixLoads` outside of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a coordinator waits for, since when, and what has waited for too long.
 
-Beside the coordinator: reads its books whenever somebody looks, in the thread that owns it, and
+Reads the coordinator's state on every look, in the thread that owns it, and
 changes nothing. Most books do not say since when, so the watchdog remembers when it saw each thing
 first; an age is right to within the time between two looks. What begins to be stuck is one line of
 the log. Refuses to do anything about it.

@@ -1,6 +1,6 @@
 """The coordinator's way to its publisher: a process, a pair of sockets, and never a wait.
 
-Beside `publisher_process.py`, which is at the other end. What the process has not taken yet is kept
+`publisher_process.py` is at the other end. What the process has not taken yet is kept
 up to a limit; beyond it, and where the process ends, everything is dropped, and the user of the
 link is told to send a full snapshot. Refuses to wait, except in `open` and `close`.
 """
@@ -148,8 +148,8 @@ class ProcessLink:
             self._limit_bytes = self._max_waiting_bytes + self._waiting_bytes + len(frame)
         if self._waiting_bytes + len(frame) > self._limit_bytes:
             logger.warning(
-                "the event publisher does not keep up: %d bytes are dropped, everything will be "
-                "stated anew",
+                "the event publisher does not keep up: %d bytes are dropped, a full snapshot "
+                "follows",
                 self._waiting_bytes,
             )
             self._num_overflows += 1

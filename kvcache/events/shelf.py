@@ -40,7 +40,7 @@ RowArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What blocks have in common beside their medium: names and sizes."""
+    """What blocks have in common, apart from their medium: names and sizes."""
 
     medium: str
     group_idx: int

@@ -106,7 +106,7 @@ class KVEventSubscriber:
             endpoint: where the live stream is.
             replay_endpoint: where what was missed can be asked for.
             topic: only messages whose topic begins with it.
-            on_update: called with each update, beside those that are returned.
+            on_update: called with each update, in addition to those that are returned.
             settings: times and limits.
             keys: of a publisher that only lets their holders in; its discovery record has them.
 

@@ -1,7 +1,7 @@
 """What a worker and the memory service of its node say to each other, and whom they believe.
 
 Below both ends. One request for each connection, one answer; a message is one packet of msgpack,
-and a descriptor travels beside it. The address is an abstract Unix socket: no file is left, a
+and a descriptor travels with it. The address is an abstract Unix socket: no file is left, a
 second memory service is refused, and as everybody can see such a name, both ends ask the kernel
 whose process the other one is.
 

@@ -24,7 +24,7 @@ from kvcache.tenants import TenantStatistics
 
 @dataclass(frozen=True, eq=False)
 class CoordinatorMeters:
-    """What measures beside the statistics."""
+    """Meters in addition to the statistics."""
 
     steps: StepMeter
     ages: AgeMeter

@@ -1,4 +1,4 @@
-"""Blocks below the device: host memory and files, in the books of the coordinator.
+"""Blocks below the device: host memory and files, as the coordinator sees them.
 
 Keys name blocks, tiers know which of them they hold, the hierarchy plans what moves. Bytes are
 moved by workers.

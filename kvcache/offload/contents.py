@@ -1,6 +1,6 @@
 """What lies at a tier's addresses, in full: labels, kept where events or another tier want them.
 
-Beside a tier's books, which know contents by their keys alone. Labels come with what is stored,
+A tier's tables know contents by their keys alone. Labels come with what is stored,
 move with what is spilled or fetched, and are told with events. Refuses to keep labels of blocks
 whose owner has none (tails that were swapped out): those are simply not told of.
 """

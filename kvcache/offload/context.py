@@ -1,6 +1,6 @@
 """For whom a tier is asked: the request behind a look-up or a store.
 
-Stands beside the keys in every call of an `OffloadingManager`. A tier of ours does not look at it;
+Accompanies the keys in every call of an `OffloadingManager`. A tier of ours does not look at it;
 tiers from outside may (priorities, tenants). Refuses to carry tokens: keys say what they are.
 """
 

@@ -1,7 +1,7 @@
 """A disk that does not serve is left alone for a while, ever longer as long as it does not.
 
-Beside the tiers, which ask whether it rests. For what is wrong with a single file, that file is
-forgotten; this is for a disk of which nothing can be said: it may come back with all it had.
+The tiers ask whether it rests. For what is wrong with a single file, that file is
+forgotten; this is for a disk whose state is unknown: it may come back with all it had.
 Refuses to read a clock.
 """
 

@@ -63,7 +63,7 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """Return the tier's books. The coordinator calls it once."""
+        """Return the tier's manager. The coordinator calls it once."""
 
     @abstractmethod
     def get_handlers(self, kv_caches: CanonicalKVCaches[ByteRows]) -> Iterator[HandlerRoute]:

@@ -1,6 +1,6 @@
 """Transfers between tiers that are under way, and until when they are waited for.
 
-Beside the hierarchy, which plans them; its owner sends them to workers and says how they ended. A
+The hierarchy plans them; its owner sends them to workers and says how they ended. A
 deadline is data: the owner, who has a clock, asks what is overdue. A job that is overdue stays here
 until its end is reported, because until then a worker may still read or write.
 """

@@ -1,6 +1,6 @@
 """Where keys are, over all tiers below the device.
 
-Beside the hierarchy; read many times per step for long prompts of which often nothing is there, so
+Called by the hierarchy, many times per step, for long prompts that are often not there at all, so
 keys are looked up some at a time. Changes nothing.
 """
 

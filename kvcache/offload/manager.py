@@ -32,7 +32,7 @@ class PrepareStoreOutput:
 
 
 class OffloadingManager(ABC):
-    """The books of one tier. One owner, one thread, never blocks. A raise changes nothing.
+    """The state of one tier. One owner, one thread, never blocks. A raise changes nothing.
 
     Keys of one call belong to one chain of blocks, in order, unless said otherwise.
     """

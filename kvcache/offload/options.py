@@ -48,7 +48,7 @@ class TierOptions:
         check_kind("tenants", self.tenants, (TenantsConfig, type(None)), ConfigurationError)
 
     def tenant_ledger(self) -> TenantLedger | None:
-        """Return empty books of the tenants of the tier; raises ConfigurationError."""
+        """Return an empty ledger of the tier's tenants; raises ConfigurationError."""
         if self.tenants is None:
             return None
         tier = _TIERS.get(self.medium, self.medium)

@@ -1,6 +1,6 @@
 """What becomes of a job when every rank has reported it, or when some did not in time.
 
-Beside the hierarchy, which planned it and hands over how it ended. Content becomes visible here,
+The hierarchy planned it, and hands over how it ended. Content becomes visible here,
 and nowhere else. Refuses to plan: what follows from an end is planned when the hierarchy is asked.
 
     ended well      destinations are ready; of a store and a fetch they are to be sealed

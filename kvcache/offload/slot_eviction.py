@@ -1,6 +1,6 @@
 """Which slot of a tier goes next: an eviction policy over the idle slots.
 
-Beside a tier's books, whose changes are brought here afterwards: idle slots enter the policy, used
+Changes of a tier's tables are brought here afterwards: idle slots enter the policy, used
 ones leave it, empty ones are forgotten. Slots that must stay for now (their content is being copied
 to the tier below, or is owed to it) keep their place in the order and are passed over.
 """

@@ -1,6 +1,6 @@
 """Which content lies at which address of a tier, in what state, and what works on it.
 
-The books under a `TierManager`, which decides. A tier has slots; a slot has places for
+The tables of a `TierManager`, which decides. A tier has slots; a slot has places for
 `blocks_per_slot` device blocks; an *address* is `slot * blocks_per_slot + place`.
 
                  prepared          stored

@@ -1,6 +1,6 @@
 """Which host content is written to disk next.
 
-Beside the hierarchy, which plans the spill. Two reasons: slots that will be evicted next have to be
+The hierarchy plans the spill. Two reasons: slots that will be evicted next have to be
 clean by then (a share of all slots, and as many as the last store found missing); or everything
 that is stored is to be on disk as well. Refuses to know whether the disk has room.
 """

@@ -1,6 +1,6 @@
 """Statistics of tiers at one moment.
 
-Beside the tiers, which count; read by status, metrics and reports. Data only.
+The tiers count; status, metrics and reports read. Data only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a tier has done since the start, and how its statistics are read off its books.
+"""What a tier has done since the start, and how its statistics are read from its tables.
 
-Beside a tier, which counts. Refuses to change the books.
+A tier counts in it. It does not change the tier's tables.
 """
 
 from __future__ import annotations

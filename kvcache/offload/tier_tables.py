@@ -1,7 +1,7 @@
 """All that a tier writes down, kept in step: table, order of eviction, labels, events, counters.
 
 Under a `TierManager`, which checks what it is asked and says what it means. Here are the moves that
-change several of the books at once. Refuses to check arguments.
+change several of the tables at once. Refuses to check arguments.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvcache.tenants.ledger import NOBODY
 
 
 class TierTables:
-    """The books of one tier. What is where is in `table`, who goes next in `eviction`."""
+    """The tables of one tier. What is where is in `table`, who goes next in `eviction`."""
 
     def __init__(self, options: TierOptions, policies: Mapping[str, PolicyFactory]) -> None:
-        """Make empty books. Raises ConfigurationError for options that cannot be meant."""
+        """Make empty tables. Raises ConfigurationError for options that cannot be meant."""
         self.options = options
         self.table = SlotTable(options.num_slots, options.blocks_per_slot)
         self.tenants = options.tenant_ledger()

@@ -17,7 +17,7 @@ from kvcache.planner.plan import Plan, plan_kv_cache
 
 
 def plan_options(config: ClusterConfig) -> PlanOptions:
-    """Return what the planner needs to know of `config` beside specs and memory."""
+    """Return what the planner needs to know of `config`, besides specs and memory."""
     _check_config(config)
     return PlanOptions(
         max_model_len=config.model.max_model_len,

@@ -138,7 +138,8 @@ def require_capacity(
     groups: Sequence[KVCacheGroupSpec],
     capacities: Sequence[RankCapacity],
 ) -> None:
-    """Raise NotEnoughMemoryError unless one request of full length fits beside the null block."""
+    """Raise NotEnoughMemoryError unless one request of full length fits together with the null
+    block."""
     least = tightest(capacities)
     if least is None:
         return

@@ -1,6 +1,6 @@
 """What LRU would have had here, and how far the hazard policy may depart from it.
 
-Stands beside the hazard policy's entries. A cache of names is played by LRU, so that what was lost
+Watches the hazard policy's entries. A cache of names is played by LRU, so that what was lost
 against it is known, and what may still be lost is bounded: a hit is lost only where LRU has a
 content and the cache has not. Refuses departures that a small budget and the hits won do not cover.
 

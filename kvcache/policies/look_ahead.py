@@ -1,9 +1,9 @@
 """Which entries stand first in their lines: known without choosing anybody.
 
-Beside `HistoryPolicy`, for an owner that asks again and again, as a tier does that writes down what
-will be evicted soon. To choose so many and put them back costs a walk through the policy each time;
-here an entry costs O(log n) when it comes near the end of its line, and a step through a list when
-somebody asks. Refuses to know in which order lines take turns.
+Used with `HistoryPolicy`, by an owner that asks again and again, as a tier does that writes down
+what will be evicted soon. To choose so many and put them back costs a walk through the policy each
+time; here an entry costs O(log n) when it comes near the end of its line, and a step through a list
+when somebody asks. Refuses to know in which order lines take turns.
 
     line 1   | 8  5  2 | 3  9  4  7        ahead, sorted, as far as anybody asked | behind, a heap
     line 2   | 1  6  0 | .  .

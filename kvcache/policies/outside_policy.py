@@ -1,7 +1,7 @@
 """An eviction policy from outside, which cannot harm the pool that asks it.
 
 Stands between a pool and a policy that does not come with the package. The least recently used
-order is kept beside it: when the policy raises, or chooses what it cannot have, that is logged as
+order is kept as well: when the policy raises, or chooses what it cannot have, that is logged as
 an error, and this order decides from then on. Refuses to guess what the policy meant.
 """
 

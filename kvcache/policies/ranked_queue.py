@@ -1,6 +1,6 @@
 """Entries by rank, the lowest first: what a policy with a history keeps each of its lines in.
 
-Stands under `HistoryPolicy`. A heap, of which places that entries have left are dropped when they
+Stands under `HistoryPolicy`. A heap; places that entries have left are dropped when they
 come up, or all together when they are many. Refuses nothing: its policy knows what is in it.
 """
 

@@ -1,6 +1,6 @@
 """A sample of names: when each was used last, how often, and as what.
 
-Stands beside the hazard policy's entries, and teaches the table of reuse what becomes of contents,
+Watches the hazard policy's entries, and teaches the table of reuse what becomes of contents,
 those that were evicted included. Holds names and no blocks. Refuses to grow: a share of names is
 sampled, and those longest unused are forgotten.
 """

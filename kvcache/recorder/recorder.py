@@ -171,7 +171,7 @@ class FileStepRecorder:
         self._record(lambda number: LetGo(number, client_id))
 
     def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
-        """Record that blocks were forgotten, and commands taken, beside all steps."""
+        """Record that blocks were forgotten, and commands taken, outside steps."""
         self._record(
             lambda number: Withdrawn(
                 number, tuple(map(int, block_ids)), digests_of_commands(commands)

@@ -106,7 +106,7 @@ class LetGo:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """Blocks were forgotten beside all steps, and then `commands` taken."""
+    """Blocks were forgotten outside steps, and then `commands` taken."""
 
     number: int
     block_ids: tuple[int, ...]
@@ -115,7 +115,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class LoadBegun:
-    """Tiers asked for blocks for the first `num_tokens` tokens of a request, beside all steps.
+    """Tiers asked for blocks for the first `num_tokens` tokens of a request, outside steps.
 
     It stands in `message`, a step's bytes, and is of `model_epoch`; without a message it is the one
     that the manager knows under this name. `load` are digests of what was given, none if nothing.
@@ -141,7 +141,7 @@ class LoadFinished:
 
 @dataclass(frozen=True)
 class LoadReleased:
-    """The blocks of a load were let go, beside all steps."""
+    """The blocks of a load were released outside steps."""
 
     number: int
     load_id: int

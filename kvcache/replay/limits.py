@@ -1,6 +1,6 @@
 """What a replayed step may hold, and how long the engine waits.
 
-Stands beside the replay engine, for those who configure it. Refuses numbers that cannot be meant.
+The settings of the replay engine. Refuses numbers that cannot be meant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The blocks of sequences that their engine manages itself: shared, forked, copied, swapped.
 
-Stands beside `KVCacheManager`, on the same kind of pool, for beam search, parallel sampling and
+An alternative to `KVCacheManager` on the same kind of pool, for beam search, parallel sampling and
 swapping: the engine keeps a list of `PrefixCachingBlock` per sequence, and everything about
 physical blocks is asked of this allocator. Refuses to move bytes. In every step the engine runs
 what it was told in this order, then its forward:

@@ -1,4 +1,4 @@
-"""What an allocator notes of a physical block beside its references.
+"""What an allocator notes about a physical block, besides its references.
 
 One per block, kept for good and reused. Refuses to be enabled or disabled twice.
 """

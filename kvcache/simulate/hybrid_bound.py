@@ -1,6 +1,6 @@
 """A bound for hybrids: no policy, and no choice of victims in any group, has more hits.
 
-What a group with a window should keep beside the blocks of full attention, so that hits are longest
+What a group with a window should keep with the blocks of full attention, so that hits are longest
 over time, is a knapsack over all requests to come: the optimum of a real trace is not known. This
 is the optimum of an easier problem, and so at least as good:
 

@@ -84,7 +84,7 @@ class SimulatedCache:
 
     def require_room(self, trace: BlockTrace) -> None:
         """Raise an error that names the line if a request does not fit: ConfigurationError for a
-        prompt, OutOfBlocksError for its answer beside it. Of `groups` only playing tells."""
+        prompt, OutOfBlocksError for it with its answer. Of `groups` only playing tells."""
         if self.num_blocks is None or self.groups:
             return
         if trace.most_blocks <= self.num_blocks:

@@ -2,8 +2,8 @@
 
 Stands above the ways of counting and picks one: `counting.py` for the device alone,
 `tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat, `hybrid_bound.py`
-where groups share the blocks. These follow one rule, so that their statistics can stand beside each
-other; `running_counting.py` has requests run side by side instead.
+where groups share the blocks. These follow one rule, so that their results can be compared;
+`running_counting.py` has requests run side by side instead.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def _best(trace: BlockTrace, cache: SimulatedCache, on_progress: Callable[[int],
 
 @contextmanager
 def _naming_lines(trace: BlockTrace, cache: SimulatedCache, tenths: _Tenths) -> Iterator[None]:
-    """Say of a request that does not fit beside its groups which line of the trace it is."""
+    """Say of a request that does not fit with its groups which line of the trace it is."""
     try:
         yield
     except OutOfBlocksError as error:

@@ -1,4 +1,4 @@
-"""Several tenants on one manager: what each still hits beside the others.
+"""Several tenants on one manager: what each still hits next to the others.
 
     all tenants' requests, shuffled:  look up ──▶ allocate the whole prompt ──▶ free, tail first
 

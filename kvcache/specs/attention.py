@@ -1,6 +1,6 @@
 """The kinds that keep something per token: full attention, MLA, sliding window, chunked local.
 
-Stands beside spec.py, which says what a kind must answer. Refuses pages padded below their
+`spec.py` says what a kind must answer. Refuses pages padded below their
 content, layers that remember both a window and a chunk, and chunks that cut through a block.
 """
 

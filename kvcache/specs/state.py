@@ -1,6 +1,6 @@
 """The kind that keeps a state instead of tokens: Mamba and other linear recurrences.
 
-Stands beside spec.py, which says what a kind must answer. Refuses states of unknown dtypes, pages
+`spec.py` says what a kind must answer. Refuses states of unknown dtypes, pages
 padded below their content, and cache modes that do not exist.
 
     mode none     one state per request, written over and over            [state]

@@ -1,6 +1,6 @@
 """Which tenant has which block of one tier, and how much room each has left.
 
-Beside the books of a pool or tier, which say here what is taken, given back and cached; the policy
+A pool or tier reports what is taken, given back and cached; the policy
 of tenants asks here who gives. Refuses to move a block. Where no tenants are configured there is no
 ledger.
 

@@ -24,7 +24,7 @@ CHECKSUM_MASK = (1 << 63) - 1
 """Checksums are kept and sent as non-negative int64."""
 
 SAMPLE_INTERVAL = 16
-"""Blocks of which one is compared when only a sample is."""
+"""When only a sample is compared: one block in so many."""
 
 Int64Array = npt.NDArray[np.int64]
 

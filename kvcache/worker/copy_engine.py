@@ -1,10 +1,10 @@
 """Moving blocks: the protocol, and the engine for memory that the CPU reaches.
 
 Two streams of work are told apart. *Compute-stream* work (`copy_within`, `zero_blocks`) belongs to
-a forward and is ordered with it; *transfers* (`copy_blocks`) run beside forwards, behind those that
-have ended, and are asked whether they are done. Transfers may be started in another thread than
-compute-stream work. On CPU each happens in the call itself. Ids are checked by the callers, before
-anything is started; engines check nothing.
+a forward and is ordered with it; *transfers* (`copy_blocks`) run concurrently with forwards, behind
+those that have ended, and are asked whether they are done. Transfers may be started in another
+thread than compute-stream work. On CPU each happens in the call itself. Ids are checked by the
+callers, before anything is started; engines check nothing.
 
 For one call, all sources are read before any destination is written. Destinations are distinct.
 """

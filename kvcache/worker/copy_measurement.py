@@ -1,6 +1,6 @@
 """How fast each way of copying is on this machine, and from which size of a piece on which is best.
 
-Beside the engines, which it runs as they run in service: pages here and there, of several sizes, a
+Runs the engines as they run in service: pages here and there, of several sizes, a
 few milliseconds each, against one plain copy of as many bytes. `engine_choice.py` takes what comes
 of it on a device; `kvcache doctor` shows it. Device memory is given back; pinned memory stays in
 torch's pool. Refuses to choose for anybody: an engine is given its limits when it is made.
@@ -130,7 +130,7 @@ def measure_cpu(
 ) -> CopyMeasurement:
     """Measure the engine between two memories of this machine.
 
-    `page_bytes` are measured beside the usual sizes.
+    `page_bytes` are measured in addition to the usual sizes.
     """
     limits = limits or MeasureLimits()
     stopwatch = _Stopwatch(clock or SystemClock(), limits)

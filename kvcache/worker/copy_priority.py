@@ -3,7 +3,7 @@
 Asked by copy_runner.py, in that thread. A thread may always lower its own priority and, without a
 right to, never raise it again. Refuses to fail: where it cannot be lowered it stays as it is.
 
-A step of 0.26 ms beside copies that never pause, on two cores that others use as well, at each
+A step of 0.26 ms, during copies that never pause, on two cores that others use as well, at each
 priority: median 2.1, 1.3 and 1.1 times as long; mean 2.8, 0.9 and 0.6 ms.
 """
 

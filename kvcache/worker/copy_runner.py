@@ -1,4 +1,4 @@
-"""Who carries copy tasks out: a thread beside the worker's, or the worker's own.
+"""Who carries copy tasks out: a second thread, or the worker's own.
 
 Between transfers.py, which submits tasks and asks which have ended, and copy_task.py. Nothing of a
 runner but `wait` and `close` blocks, and these have a deadline. How many tasks wait is not bounded

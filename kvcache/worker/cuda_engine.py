@@ -1,6 +1,6 @@
 """The copy engine for CUDA: transfers on a stream of their own, ordered by events.
 
-Stands beside copy_engine.py, whose protocol it serves. Compute-stream work runs on the stream that
+Implements the protocol of `copy_engine.py`. Compute-stream work runs on the stream that
 is current on the device when the worker calls, so it is ordered with the model's kernels. Host
 tensors must be pinned: otherwise a "non-blocking" copy blocks. Refuses to run without CUDA.
 

@@ -76,7 +76,7 @@ class _OpenForward:
 
 
 class CommandExecutor:
-    """The memory of one rank and the books about it, changed by commands only."""
+    """The memory of one rank and what is known about it, changed by commands only."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class CommandExecutor:
             self._checker.forget()
 
     def check(self, applied_seq: int) -> None:
-        """Raise InvariantError if the books do not add up. Changes nothing."""
+        """Raise InvariantError if the state is inconsistent. Changes nothing."""
         self.labels.check()
         self.transfers.check()
         self.gate.check(applied_seq)

@@ -25,12 +25,12 @@ from kvcache.worker.host_labels import Generations, HostLabels
 from kvcache.worker.slot_holds import SlotHolds
 
 MAX_DETAILS = 3
-"""Blocks of which a report says what went wrong."""
+"""How many blocks a report names with what went wrong."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Running:
-    """A job and its slots; `unknown` are others that it named, of which there is no label."""
+    """A job and its slots; `unknown` are others that it named, which have no label."""
 
     job: Spill | Fetch
     slots: Int32Array
@@ -104,7 +104,7 @@ class FileJobs:
         problem = self._holds.problem(slots, to_write=False)
         if problem:
             return problem
-        # A label may have found no room beside others: that is no reason to lose these.
+        # A label may have found no room: that is no reason to lose these.
         can_be = self._labels.are_readable(slots) & self._labels.are_labelled(slots)
         slots, unknown = slots[can_be], slots[~can_be]
         if len(unknown) and not len(slots):

@@ -20,7 +20,7 @@ Task = Callable[[], None]
 
 
 class Lanes(Protocol):
-    """Some lanes, beside one another. Every method may be called from any thread."""
+    """Some lanes that work in parallel. Every method may be called from any thread."""
 
     @property
     def num_lanes(self) -> int:

@@ -1,9 +1,9 @@
 """One rank's blocks on disk: a file for each, found by its key, believed by nothing but itself.
 
-Between the pool, whose threads call this, and the disk. A file is written beside its name, synced
-as configured, and renamed: under its name it is whole, or damaged by somebody else. A read checks
-head, key, layout, length and payload; what is wrong is a miss with a reason, and the file is set
-aside. Refuses to grow beyond its bound, and to decide which block goes: the coordinator does.
+Between the pool, whose threads call this, and the disk. A file is written under another name,
+synced as configured, and renamed: under its name it is whole, or damaged by somebody else. A read
+checks head, key, layout, length and payload; what is wrong is a miss with a reason, and the file is
+set aside. Refuses to grow beyond its bound, and to decide which block goes: the coordinator does.
 
     rank0/about           what the directory holds, locked by the process that uses it
     rank0/3f/3fa9….kvb    256 directories, by the first byte of the key
@@ -281,7 +281,7 @@ class FileStore:
     # --- writing
 
     def _write_file(self, unfinished: str, name: str, buffers: Sequence[memoryview]) -> None:
-        """Write a file beside its name, and rename it. Raises OSError, FileTierError."""
+        """Write a file under another name, and rename it. Raises OSError, FileTierError."""
         for _ in range(MAX_OBSTACLES):
             try:
                 self._write_once(unfinished, name, buffers)
@@ -418,7 +418,7 @@ class FileStore:
         return from_os_error(what, error)
 
     def _put_aside(self, name: str, kind: Problem) -> bool:
-        """Move a wrong file away, of which only the last few are kept; say whether it is gone."""
+        """Move a wrong file away and keep only the last few; say whether it is gone."""
         if kind not in SET_ASIDE:
             return False
         try:

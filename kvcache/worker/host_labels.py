@@ -1,4 +1,4 @@
-"""What the host slots hold: labels that lie beside the bytes, in memory that outlives the process.
+"""What the host slots hold: labels next to the bytes, in memory that outlives the process.
 
 Between transfers, which say when bytes are written, and the segment, whose memory this is. The rule
 of all labels holds here too: withdrawn before the first byte is written, sealed by command after

@@ -62,8 +62,8 @@ class LabelReporter:
     def report(self, first_block: int, medium: str = DEVICE_MEDIUM) -> LabelReport:
         """Say what blocks hold, from `first_block` on as far as one message goes.
 
-        In host memory blocks are slots, in files directories: those are read beside this, and what
-        has not been read yet is not reported yet. Of a tier that is not there, nothing is.
+        In host memory blocks are slots, in files directories: those are read in the background, and
+        what has not been read yet is not reported yet. Of a tier that is not there, nothing is.
         """
         host = self._executor.tiers.host
         files = self._executor.tiers.files

@@ -4,7 +4,7 @@ Below row_mover.py, which says what is copied, and checksums.py, which hashes wh
 is. A row is read once: what was read is written and goes into the hash, 64 bytes at a time, a
 *stripe*. That hash is xxh3 with 64 bits and no seed (github.com/Cyan4973/xxHash,
 doc/xxhash_spec.md), so that whatever else knows it finds the same. What is written for somebody
-later goes past the processor's cache, which a step beside it needs.
+later goes past the processor's cache, which a concurrent step needs.
 
 Hashes what consists of whole stripes and is longer than `SHORTEST_HASHED`; the hash has other
 rules for less. Refuses to check: ids, sizes and lengths are the callers'.

@@ -1,6 +1,6 @@
 """Files that were wrong, kept apart for somebody to look at: the last few of them.
 
-Beside file_store.py. A directory or pipe with the name of a file goes the same way. A file that
+Used by `file_store.py`. A directory or pipe with the name of a file goes the same way. A file that
 cannot be moved is removed: it must not be found again under its name. A directory that holds
 something is never removed.
 """
@@ -52,7 +52,7 @@ class SetAside:
             self._names = None
 
     def _move(self, name: str, target: str) -> str:
-        """Move it to `target`, or beside it where a directory is in the way; return where to."""
+        """Move it to `target`, or next to it if a directory is in the way; return where to."""
         try:
             self._files.make_directory(SET_ASIDE_DIRECTORY)
             self._files.rename(name, target)

@@ -1,6 +1,6 @@
 """What a rank's tiers did and hold: one frozen record, made when somebody asks.
 
-Beside transfers.py, which counts jobs. Counts are since the process started.
+`transfers.py` counts jobs. Counts are since the process started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A kernel that copies rows: many small pages with one launch, where a copy engine needs a call or
 a descriptor for each.
 
-Beside cuda_engine.py, which uses it for pages below a measured size, from pinned host memory (read
+`cuda_engine.py` uses it for pages below a measured size, from pinned host memory (read
 through its device address) and within a device. Imported only where triton is. Never writes host
 memory: posted writes over the bus are slow and cannot be told apart from other work when they fail.
 Refuses nothing: ids are checked by the callers.

@@ -80,7 +80,7 @@ class KVCacheWorker:
 
         `copy_engine` defaults to the one for the device. `poll(timeout_s)` receives messages and
         hands them to `on_message`; give it where no thread does, and `begin_forward` calls it. With
-        `on_news`, called when one has ended, transfers run in a thread beside.
+        `on_news`, called when one has ended, transfers run in a second thread.
 
         Raises:
             ConfigurationError: the plan or the device cannot be meant.
@@ -361,7 +361,7 @@ class KVCacheWorker:
             )
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books do not add up. Changes nothing."""
+        """Raise `InvariantError` if the state is inconsistent. Changes nothing."""
         with self._condition:
             self._executor.check(self._receiver.applied_seq)
 

@@ -1,6 +1,6 @@
 """The statistics of one worker process, gathered from its parts.
 
-Beside worker.py, which locks around it. Changes nothing.
+`worker.py` locks around it. Changes nothing.
 """
 
 from __future__ import annotations

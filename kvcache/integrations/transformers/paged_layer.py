@@ -32,7 +32,7 @@ class ForwardSource(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types for it
-    """Layer `name`, of which `pages` is the tensor `(blocks, 2, block size, heads, head size)`."""
+    """Layer `name`; `pages` is its tensor `(blocks, 2, block size, heads, head size)`."""
 
     is_croppable = True
 

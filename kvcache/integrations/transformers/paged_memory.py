@@ -36,7 +36,7 @@ _FORWARD_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ContentScope:
-    """What sets contents apart beside tokens: adapter and salt. Not `is_shared`: look nothing up,
+    """What sets contents apart, besides tokens: adapter and salt. Not `is_shared`: look nothing up,
     and let no request hit what was computed."""
 
     lora: LoRARequest | None = None

@@ -44,7 +44,7 @@ from kvcache.request import LoRARequest
 DEFAULT_MEMORY_BYTES = 256 << 20
 
 _FROM_TOKENIZERS = frozenset({"token_type_ids", "special_tokens_mask", "length"})
-"""What tokenizers return beside tokens and mask; it follows from the tokens."""
+"""What tokenizers return besides tokens and mask; it follows from the tokens."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """From a model's published `config.json` to a configuration that can be planned and launched.
 
-Stands at the entrance of the planner, beside YAML files: both end in the same `ClusterConfig`, so
+Another entrance of the planner, next to YAML files: both end in the same `ClusterConfig`, so
 that what a layer keeps is said in one place. Reads nothing but the file: no weights, no network.
 """
 
